@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvpage_server.client import BlockName
-from kvpage_server.client.cluster.commands import Command as Write
+from kvpage_server.client.cluster.commands import Write
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.families.pages.request import block_names

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvpage_server.client.cluster.block_value import shape_of
-from kvpage_server.client.cluster.commands import get_opening, set_block
+from kvpage_server.client.cluster.commands import block_writes, get_opening
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.block import read_shape
@@ -122,7 +122,8 @@ class PagesBehind:
         memory = body.body if isinstance(body, Slot) else memoryview(plain(body))
         if len(memory) != shape.nbytes:
             raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {len(memory)}")
-        yield from self.overlap.write(client, name, len(memory), set_block(name, shape, [memory], ttl, unix_ms()))
+        block = block_writes(name, shape, [memory], ttl, unix_ms())
+        yield from self.overlap.write(client, name, len(memory), block)
         yield OK
 
     def kvblockget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from kvpage_server.client.cluster.commands import Command, ask
+from kvpage_server.client.cluster.commands import Command, ask, ask_lines
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
 from kvpage_server.client.cluster.receiving import Answer
-from kvpage_server.client.cluster.topology import Address, Node, SlotMap, ask_slots, redirection, slot_of
+from kvpage_server.client.cluster.topology import Address, Node, Shard, SlotMap, ask_slots, redirection, slot_of
 from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
 from kvpage_server.client.wire.deadline import Deadline
 
@@ -154,6 +154,24 @@ class Router:
     def _has_replicas(self, slot: int) -> bool:
         shard = self.slots.shard(slot)
         return bool(shard and shard.replicas)
+
+    def scatter(self, slots: Sequence[int], texts: Sequence[bytes]) -> Plan[list[int]]:
+        """Send short commands to the nodes of their slots. Returns the positions of those that no number answered."""
+        if self.outdated:
+            yield from self._refresh()
+        groups: dict[Shard | None, list[int]] = defaultdict(list)
+        for i, slot in enumerate(slots):
+            groups[self.slots.shard(slot)].append(i)
+        left = groups.pop(None, [])
+        outcomes = yield Round(
+            [Errand(shard.primary, ask_lines([texts[i] for i in group])) for shard, group in groups.items() if shard]
+        )
+        for group, lines in zip(groups.values(), outcomes, strict=True):
+            if isinstance(lines, Failed):
+                left += group
+            else:
+                left += [i for i, line in zip(group, lines, strict=True) if line[:1] != b":"]
+        return left
 
     # -- one node after the other ------------------------------------------------------------------------------------
 

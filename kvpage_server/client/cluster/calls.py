@@ -21,7 +21,7 @@ from kvpage_server.client.calls import count_misses, count_sent
 from kvpage_server.client.cluster import block_value, commands
 from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.block_value import block_key
-from kvpage_server.client.cluster.commands import Command, simple
+from kvpage_server.client.cluster.commands import Command, Scattered, Write, block_writes, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.client.cluster.topology import Node
@@ -41,6 +41,7 @@ from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 
 _APART = 256  # commands that are sent at once, so that other tasks have their turn
+_SPELLED = 4096  # likewise, of those that are spelled without an object for each
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -156,7 +157,7 @@ class ClusterCalls:
         written = [
             one
             for name, body in zip(names, found, strict=True)
-            for one in commands.set_block(name, shape, block_value.whole_pages(shape, body), ttl, created)
+            for one in block_writes(name, shape, block_value.whole_pages(shape, body), ttl, created)
         ]
         yield from self.write(written)(end)
         count_sent(lambda: [shape.nbytes] * len(found))
@@ -211,18 +212,16 @@ class ClusterCalls:
     # -- anything else -----------------------------------------------------------------------------------------------
 
     @timed
-    def write(self, end: Deadline, written: Sequence[Command]) -> Plan[None]:
+    def write(self, end: Deadline, written: Sequence[Write]) -> Plan[None]:
         """Run commands that write, and are answered OK or a count. What is done apart comes last, some at a time."""
-        together = [one for one in written if one.together]
-        apart = [one.apart for one in written if one.apart and not one.together]
+        yield from self._delete_scattered([one for one in written if isinstance(one, Scattered)], end)
+        together, apart = [one for one in written if isinstance(one, Command)], []
         for one, answer in zip(together, (yield from self.router.ask(together, end)), strict=True):
             if isinstance(answer, Refused) and one.apart:
-                apart.append(one.apart)
+                apart.append(one.apart())
             elif answer != b"OK" and not isinstance(answer, int):
                 raise WrongReply(f"instead of OK came {answer!r:.80}")
-        singly = chain.from_iterable(some() for some in apart)
-        while some := [*islice(singly, _APART)]:
-            yield from self._integers(some, end)
+        yield from self._singly(chain.from_iterable(apart), end)
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
@@ -243,6 +242,21 @@ class ClusterCalls:
         return self.router.strayed(error)
 
     # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _delete_scattered(self, scattered: Sequence[Scattered], end: Deadline) -> Plan[None]:
+        """Delete pages of some blocks at a time. What has to be redirected or tried again is asked singly."""
+        blocks, most = iter(scattered), max((one.shape.pages for one in scattered), default=1)
+        while some := [*islice(blocks, max(_SPELLED // most, 1))]:
+            spelled = [one.spelled() for one in some]
+            slots, texts = [*chain.from_iterable(s for s, _ in spelled)], [*chain.from_iterable(t for _, t in spelled)]
+            left = yield from self.router.scatter(slots, texts)
+            if left:
+                asked = [*chain.from_iterable(one.singly() for one in some)]
+                yield from self._singly((asked[i] for i in left), end)
+
+    def _singly(self, asked: Iterator[Command], end: Deadline) -> Plan[None]:
+        while some := [*islice(asked, _APART)]:
+            yield from self._integers(some, end)
 
     def _read_pages(
         self,
@@ -281,7 +295,12 @@ class ClusterCalls:
         rooms: Sequence[Place],
         end: Deadline,
     ) -> Plan[None]:
-        """Receive the absent blocks' pages, for those that were written page by page."""
+        """Receive the absent blocks' pages, for those that were written page by page. They have a first one."""
+        firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
+        there = yield from self.router.ask([simple(b"EXISTS", bytes(key)) for key in firsts], end)
+        for i, answer in zip(absent, there, strict=True):
+            missed[i] = GONE if isinstance(answer, Failed) else missed[i]
+        absent = [i for i, answer in zip(absent, there, strict=True) if answer == 1]
         wanted = [(i, key, rooms[i].body[span]) for i in absent for key, _, span in pages_of_block(names[i], shape)]
         found = yield from self._read_pages(
             [key for _, key, _ in wanted], [Place(_memory(HEADER_SIZE), body) for *_, body in wanted], end, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -10,8 +11,8 @@ from typing import Any
 
 from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import block_key
-from kvpage_server.client.cluster.receiving import Answer, Answers, Place
-from kvpage_server.client.cluster.topology import has_tag
+from kvpage_server.client.cluster.receiving import Answer, Answers, Lines, Place
+from kvpage_server.client.cluster.topology import SLOTS, has_tag
 from kvpage_server.client.errors import Refused
 from kvpage_server.client.page import BlockName, Page, pages_of_block
 from kvpage_server.client.questions import Question, encoded, key_of
@@ -22,6 +23,7 @@ from kvpage_server.page import BlockShape
 
 _ASKING = command(b"ASKING")
 _KEYS = 4096  # of one command
+_REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # what no name has
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,6 @@ class Command:
     writes: bool = False
     once: bool = False  # not again when it may have been done
     apart: Callable[[], Iterator[Command]] | None = None  # the same, one key at a time, for a slot that is being moved
-    together: bool = True  # whether it can be sent; if not, it is done apart
     read: Callable[[Any], Any] | None = None  # what the answer means; raises WrongReply
 
 
@@ -63,6 +64,11 @@ def _pairs(answers: list[Any]) -> Iterator[tuple[Any, Any]]:
     return zip(answers[::2], answers[1::2], strict=True)
 
 
+def ask_lines(texts: Sequence[bytes]) -> Request[list[bytes]]:
+    """Commands that are each answered by a line."""
+    return Request(lambda: iter((b"".join(texts),)), lambda: Lines(len(texts)), lambda lines: lines)
+
+
 def simple(*words: bytes | int, writes: bool = False) -> Command:
     """A command in a few words, of which the second is its key."""
     text = command(*words)
@@ -89,12 +95,8 @@ def get_range(key: bytes, first: int, last: int) -> Command:
     return simple(b"GETRANGE", key, b"%d" % first, b"%d" % last)
 
 
-def set_block(
-    name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
-) -> list[Command]:
-    """Write a block, and delete the pages of it that were written alone: without the block they would be found again.
-
-    Its digests are computed when it is sent."""
+def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:
+    """Write a block. Its digests are computed when it is sent."""
     key = block_key(name)
     opening, ending = _set(key, block_value.head_size(shape) + shape.nbytes, ttl)
 
@@ -103,31 +105,7 @@ def set_block(
         yield from body
         yield ending
 
-    return [Command(key, pieces, writes=True), *_unlink_pages(name, shape)]
-
-
-def _unlink_pages(name: BlockName, shape: BlockShape) -> list[Command]:
-    """Delete the pages of a block that were written alone. Those of a request with braces are in the block's slot."""
-    key, req_id, page = block_key(name), name[0], b"%d" % name[1]
-
-    def apart() -> Iterator[Command]:
-        return (simple(b"UNLINK", bytes(one), writes=True) for one, *_ in pages_of_block(name, shape))
-
-    if not has_tag(req_id):
-        return [Command(key, lambda: iter(()), writes=True, apart=apart, together=False)]
-    texts = _unlinking(shape, len(req_id) + len(page))
-    filled = [text.replace(b"\0", req_id).replace(b"\1", page) for text in texts]
-    return [Command(key, partial(iter, (text,)), writes=True, apart=apart) for text in filled]
-
-
-@lru_cache(16)
-def _unlinking(shape: BlockShape, nbytes: int) -> list[bytes]:
-    """UNLINK of a block's pages, with 0 and 1 for the request and the page id, which have so many bytes together."""
-    pages = product(range(shape.layers), shape.planes, range(shape.heads))
-    keys = [b"kv:\0:%d:%d:\1:%d" % (layer, head, plane.kv_type) for layer, plane, head in pages]
-    words = [b"$%d\r\n%b\r\n" % (len(key) - 2 + nbytes, key) for key in keys]
-    parts = [words[i : i + _KEYS] for i in range(0, len(words), _KEYS)]
-    return [b"*%d\r\n%b%b" % (1 + len(part), word(b"UNLINK"), b"".join(part)) for part in parts]
+    return Command(key, pieces, writes=True)
 
 
 def set_page(page: Page, ttl: int, created_ms: int) -> Command:
@@ -147,3 +125,74 @@ def _set(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
     """The bytes before and after the value of a SET."""
     before, after = _around(ttl)
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after
+
+
+# -- whoever writes a block deletes its pages that were written alone: without it they would be found again -----------
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Deletes a block's pages where each is in a slot of its own.
+
+    They are spelled, sent and answered without an object for each: 256 pages take 0.2 ms instead of 4.
+    """
+
+    name: BlockName
+    shape: BlockShape
+
+    def singly(self) -> Iterator[Command]:
+        """A command for each page."""
+        return (simple(b"UNLINK", bytes(key), writes=True) for key, *_ in pages_of_block(self.name, self.shape))
+
+    def spelled(self) -> tuple[list[int], list[bytes]]:
+        """The same commands as they are sent, and their slots."""
+        req_id, page = self.name[0], b"%d" % self.name[1]
+        texts, endings = _apart(self.shape, len(req_id) + len(page))
+        begun = crc_hqx(b"kv:%b:" % req_id, 0)
+        slots = [crc_hqx(ending, begun) % SLOTS for ending in endings.replace(_PAGE, page).split(_NEXT)]
+        return slots, texts.replace(_REQUEST, req_id).replace(_PAGE, page).split(_NEXT)
+
+
+Write = Command | Scattered
+
+
+def block_writes(
+    name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
+) -> list[Write]:
+    """What writes a block, and deletes its pages that were written alone."""
+    return [*_deletions(name, shape), set_block(name, shape, body, ttl, created_ms)]
+
+
+def _deletions(name: BlockName, shape: BlockShape) -> Sequence[Write]:
+    scattered = Scattered(name, shape)
+    if not has_tag(name[0]):
+        return [scattered]
+    page = b"%d" % name[1]
+    texts = _together(shape, len(name[0]) + len(page))
+    filled = [text.replace(_REQUEST, name[0]).replace(_PAGE, page) for text in texts]
+    return [Command(block_key(name), partial(iter, (text,)), writes=True, apart=scattered.singly) for text in filled]
+
+
+def _endings(shape: BlockShape) -> Iterator[bytes]:
+    """What stands behind the request in the keys of a block's pages."""
+    for layer, plane, head in product(range(shape.layers), shape.planes, range(shape.heads)):
+        yield b"%d:%d:%b:%d" % (layer, head, _PAGE, plane.kv_type)
+
+
+def _words(shape: BlockShape, nbytes: int) -> list[bytes]:
+    """The keys, of which request and page id have so many bytes together."""
+    return [b"$%d\r\nkv:%b:%b\r\n" % (len(ending) + 3 + nbytes, _REQUEST, ending) for ending in _endings(shape)]
+
+
+@lru_cache(16)
+def _together(shape: BlockShape, nbytes: int) -> list[bytes]:
+    words = _words(shape, nbytes)
+    parts = [words[i : i + _KEYS] for i in range(0, len(words), _KEYS)]
+    return [b"*%d\r\n%b%b" % (1 + len(part), word(b"UNLINK"), b"".join(part)) for part in parts]
+
+
+@lru_cache(16)
+def _apart(shape: BlockShape, nbytes: int) -> tuple[bytes, bytes]:
+    """The commands, and the ends of their keys."""
+    opening = b"*2\r\n" + word(b"UNLINK")
+    return _NEXT.join(opening + key for key in _words(shape, nbytes)), _NEXT.join(_endings(shape))

@@ -186,3 +186,34 @@ class Answers:
             if bytes(self._scratch[self._start : self._start + 2]) != b"\r\n":
                 raise WrongReply("a bulk string is not terminated by CRLF")
             self._start += 2
+
+
+class Lines:
+    """So many replies, each of which is a line."""
+
+    def __init__(self, count: int) -> None:
+        self.done = False
+        self._left, self._most = count, count * _LINE
+        self._received = bytearray()
+
+    def receive(self, fd: int) -> int:
+        """As every receiver."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return -1
+        if data:
+            self.feed(data)
+        return len(data)
+
+    def feed(self, data: bytes) -> None:
+        """As every receiver."""
+        self._received += data
+        self._left -= data.count(b"\n")
+        self.done = not self._left and data.endswith(b"\r\n")
+        if self._left < 0 or (not self._left and not self.done) or len(self._received) > self._most:
+            raise WrongReply(f"instead of lines came {bytes(self._received[-40:])!r}")
+
+    def result(self) -> list[bytes]:
+        """The lines."""
+        return bytes(self._received).split(b"\r\n")[:-1]

@@ -10,12 +10,15 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
+from hypothesis import given
+from hypothesis import strategies as st
 from page_batches import SHAPE, batch, block_body, same
 from test_page_client import (  # noqa: F401 - what is promised of one server holds for a cluster
     test_a_block_and_its_pages_are_the_same_data,
@@ -37,8 +40,9 @@ from benchmarks.valkey_cluster import Cluster, Node
 from kvpage_server.cli import main
 from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
 from kvpage_server.client.cluster.block_value import block_key, head_size
-from kvpage_server.client.cluster.topology import slot_of
-from kvpage_server.page import DType, KVType, PageKey, decode_page
+from kvpage_server.client.cluster.commands import Scattered
+from kvpage_server.client.cluster.topology import has_tag, slot_of
+from kvpage_server.page import BlockShape, DType, KVType, PageKey, decode_page
 
 NAMES = [(b"{prompt-%d}" % i, i) for i in range(24)]
 
@@ -154,6 +158,28 @@ def test_a_page_does_not_come_back_when_the_block_that_replaced_it_goes(
     assert [node.ask("DBSIZE") for node in cluster.masters] == [0, 0, 0]
 
 
+@given(
+    req_id=st.binary(min_size=1, max_size=256).filter(lambda name: not re.search(rb"[:\x00-\x20\x7f]", name)),
+    page_id=st.integers(0, 2**32 - 1),
+    shape=st.builds(
+        BlockShape,
+        st.integers(1, 12),
+        st.integers(1, 12),
+        st.just(1),
+        st.sampled_from([SHAPE.planes, SHAPE.planes[:1]]),
+    ),
+)
+def test_what_deletes_a_blocks_pages_is_the_same_spelled_at_once_as_one_by_one(
+    req_id: bytes, page_id: int, shape: BlockShape
+) -> None:
+    scattered = Scattered((req_id, page_id), shape)
+    singly = [*scattered.singly()]
+    slots, texts = scattered.spelled()
+    assert texts == [bytes(piece) for one in singly for piece in one.pieces()]
+    if not has_tag(req_id):
+        assert slots == [slot_of(one.key) for one in singly]
+
+
 def test_blocks_of_a_segment_of_a_prompt_are_on_one_node(pages: PageClient, cluster: Cluster) -> None:
     names = [(b"{%d}%d" % (i // 4, i), 0) for i in range(16)]
     pages.mset_blocks(names, SHAPE, bodies(16))
@@ -250,8 +276,10 @@ def test_slots_are_followed_while_they_move_and_when_they_have_moved(pages: Page
     written = bodies(8)
     pages.mset_blocks(names, SHAPE, written)
     alone = [PageKey(b"{moving}new%d" % i, 1, 1, 0, KVType.K) for i in range(2)]
-    pages.mset([Page(key, b"old", DType.INT8, 1, 3) for key in alone])
     slot, ids = slot_of(b"{moving}"), node_ids(cluster)
+    others = (PageKey(b"without-braces-%d" % i, 1, 1, 0, KVType.K) for i in count())
+    there = next(key for key in others if slot_of(bytes(key)) == slot)
+    pages.mset([Page(key, b"old", DType.INT8, 1, 3) for key in (*alone, there)])
     source = cluster.master_of(slot)
     target = next(node for node in cluster.masters if node is not source)
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])
@@ -268,9 +296,12 @@ def test_slots_are_followed_while_they_move_and_when_they_have_moved(pages: Page
         assert pages.mexists(alone) == [False, False]
         pages.mset_blocks(new, SHAPE, written[:3])
         assert pages.prefix([*names, *new], pages_per_block=SHAPE.pages) == 11
-        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *(block_key(n) for n in names[4:]))
+        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *map(block_key, names[4:]), bytes(there))
         for node in (target, source, *cluster.masters):
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])
+        assert target.ask("EXISTS", bytes(there)) == 1
+        pages.set_block((there.req_id, 0), SHAPE, written[0])  # its page is deleted by MOVED
+        assert target.ask("EXISTS", bytes(there)) == 0
         into = empty(11)
         assert pages.mget_blocks_into([*names, *new], SHAPE, into) == [True] * 11  # by MOVED
         assert all((a == b).all() for a, b in zip(into, [*written, *written[:3]], strict=True))

@@ -34,8 +34,8 @@ def a_bulk(seed: int) -> bytes:
 
 
 def block_on(cluster: Cluster, node: Node, wanted: int) -> bytes:
-    """The name of a block that a node has."""
-    names = (b"b%d-%d" % (wanted, i) for i in range(1000))
+    """The name of a block that a node has, with all of its pages."""
+    names = (b"{b%d-%d}" % (wanted, i) for i in range(1000))
     return next(name for name in names if cluster.master_of(slot_of(block_key((name, 0)))) is node)
 
 
