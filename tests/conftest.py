@@ -75,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not LONG.fullmatch(item.path.stem))
 
 
+def pytest_collection_finish() -> None:
+    """What all tests have imported stays: garbage is looked for in what comes after."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def no_collections() -> Iterator[None]:
     """Of garbage: those of a test's process look at everything that all tests have imported."""

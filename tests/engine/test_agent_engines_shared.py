@@ -31,7 +31,7 @@ def running() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def engines(running: RunningServer) -> Iterator[list[EngineProcess]]:
-    with start_engines(4, running.url) as engines:
+    with start_engines(3, running.url) as engines:
         yield engines
 
 
@@ -61,14 +61,14 @@ def test_a_conversation_that_wanders_between_engines_is_the_uninterrupted_one(
 
 
 def test_engines_that_start_on_one_beginning_together_compute_it_once(engines: list[EngineProcess]) -> None:
-    """All four at the same moment; three wait for one, and find its blocks on the server."""
-    prompts = [[*TOKENS[2000:3000], *TOKENS[i : i + 20]] for i in range(4)]
+    """All at the same moment; the others wait for one, and find its blocks on the server."""
+    prompts = [[*TOKENS[2000:3000], *TOKENS[i : i + 20]] for i in range(len(engines))]
     numbers = [engine.ask(f"sharer-{i}", prompts[i]) for i, engine in enumerate(engines)]
     answers = [engine.answer(number) for engine, number in zip(engines, numbers, strict=True)]
     for answer, prompt in zip(answers, prompts, strict=True):
         assert answer["tokens"] == greedy(prompt)
-    assert sorted(answer["reused"] for answer in answers) == [0, 768, 768, 768]
-    assert sum(answer["waited"] > 0 for answer in answers) >= 3
+    assert sorted(answer["reused"] for answer in answers) == [0, 768, 768]
+    assert sum(answer["waited"] > 0 for answer in answers) >= 2
 
 
 @pytest.mark.parametrize("moment", [0.002, *(pytest.param(i / 1000, marks=pytest.mark.soak) for i in range(0, 30, 3))])
@@ -111,18 +111,17 @@ def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tm
 
 
 def test_after_a_restart_of_everything_twenty_agents_resume_with_the_same_text(tmp_path: Path) -> None:
-    """All engines are killed, the server is stopped and started from its disk: nobody computes what was known."""
+    """The engine is killed, the server is stopped and started from its disk: nobody computes what was known."""
     port = free_port()
     options = ("--store", "tiered")
     prompts = {f"agent-{i}": [*TOKENS[2000:2260], *TOKENS[i * 31 : i * 31 + 5 + i]] for i in range(20)}
     said: dict[str, list[int]] = {}
-    with start_server(*options, port=port, directory=tmp_path) as server, start_engines(2, server.url) as engines:
-        numbers = {name: engines[i % 2].ask(name, prompt) for i, (name, prompt) in enumerate(prompts.items())}
-        for i, name in enumerate(prompts):
-            said[name] = engines[i % 2].answer(numbers[name])["tokens"]
-        for engine in engines:
-            engine.flush()
-            engine.kill()
+    with start_server(*options, port=port, directory=tmp_path) as server, start_engines(1, server.url) as (engine,):
+        numbers = {name: engine.ask(name, prompt) for name, prompt in prompts.items()}
+        for name in prompts:
+            said[name] = engine.answer(numbers[name])["tokens"]
+        engine.flush()
+        engine.kill()
     with (
         start_server(*options, port=port, directory=tmp_path, name="again") as server,
         start_engines(1, server.url) as (engine,),

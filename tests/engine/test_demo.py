@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from api_engines import write_tiny
 from rich.console import Console
 from waiting import eventually
 
@@ -25,11 +26,21 @@ CTRL_C_WORKS = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # whe
 PROGRAM = f"import signal, sys; {CTRL_C_WORKS}; from engine.cli import main; sys.exit(main())"
 
 
+def test_a_conversation_moves_between_engines(tmp_path: Path) -> None:
+    """In five processes. Of the tokens of this model each is a letter."""
+    outcome = story.run(str(write_tiny(tmp_path, max_position_embeddings=8192)), Console(file=StringIO()))
+    assert (outcome.moved[0].tokens_reused, outcome.moved[0].tier) == (0, "none")
+    assert [turn.tier for turn in outcome.moved[1:]] == ["page", "page"]
+    assert outcome.reused >= 0.95
+    assert outcome.same_text
+    assert outcome.uninterrupted[0].tokens_reused == 0, "it had nothing to be compared with"
+
+
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.alone  # it promises how much sooner the first token comes
+@pytest.mark.soak  # it promises how much sooner the first token comes, and takes a minute
 def test_a_conversation_moves_between_engines_as_promised() -> None:
-    """With the real model, in five processes; takes a minute."""
+    """With the real model."""
     said = StringIO()
     outcome = story.run(str(SMOLLM2), Console(file=said))
     first, second, third = outcome.moved

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from engine_bench import EngineBench
-from engine_families import family
+from engine_families import Family, family
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -57,7 +58,14 @@ def after(count: int, then: Sampler) -> Sampler:
     return sample
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
+@cache
+def undisturbed(of: Family) -> tuple[tuple[int, ...], ...]:
+    """What is said to a long prompt and to a short one."""
+    bench = EngineBench(of, TOKENIZER, 32)
+    return said(bench, TOKENS[:300]), said(bench, TOKENS[50:90])
+
+
+@pytest.mark.parametrize("count", [0, 5])
 @pytest.mark.parametrize(
     ("sampler", "error", "message"),
     [
@@ -76,7 +84,7 @@ def test_a_sampler_that_fails_ends_its_own_answer_alone(
     bench: EngineBench, sampler: Sampler, error: type[Exception], message: str, count: int
 ) -> None:
     """At its first token or at a later one, beside an answer that goes on and one that comes later."""
-    alone, later = said(bench, TOKENS[:300]), said(bench, TOKENS[50:90])
+    alone, later = undisturbed(bench.of)
     failing = bench.batch.submit("bob", TOKENS[:40], max_tokens=8, sampler=after(count, sampler))
     well = bench.batch.submit("alice", TOKENS[:300], max_tokens=12)
     done = {answer.uid: answer for answer in bench.batch.step()}

@@ -179,7 +179,7 @@ def change(weathers: list[Weather], over: threading.Event) -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds", [8.0, pytest.param(SECONDS, marks=[pytest.mark.soak, pytest.mark.timeout(SECONDS + 300)])]
+    "seconds", [5.0, pytest.param(SECONDS, marks=[pytest.mark.soak, pytest.mark.timeout(SECONDS + 300)])]
 )
 def test_whatever_happens_every_answer_is_right_and_in_time(tmp_path: Path, seconds: float) -> None:
     over = threading.Event()

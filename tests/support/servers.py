@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from forked import Forked, fork_server
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from benchmarks.ports import free_port
 
+SERVER = ("-m", "kvpage_server.app")  # a fork, on Linux
+FRESH = ("-c", "from kvpage_server.app import main; main()")  # no fork: all of its memory is its own
+Process = subprocess.Popen[bytes] | Forked
 START_WITHIN = 60.0  # seconds
 STOP_WITHIN = 60.0
 CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "retry": Retry(NoBackoff(), 0)}
@@ -31,7 +35,7 @@ CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "re
 class RunningServer:
     """A process that answers on `port`. What it prints goes to `log_file`."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     port: int
     log_file: Path
 
@@ -98,10 +102,12 @@ def _run(command: list[str], port: int, directory: Path | None = None, name: str
     """A service: it belongs to no terminal, whoever runs the tests."""
     with tempfile.TemporaryDirectory() if directory is None else nullcontext(directory) as place:
         log_file = Path(place, name)
+        command = [*command, "--dir", str(place)]
         with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, "--dir", str(place)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            if command[:3] == [sys.executable, *SERVER] and sys.platform == "linux":
+                process: Process = fork_server(command, str(log_file))
+            else:
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         server = RunningServer(process, port, log_file)
         try:
             deadline = time.monotonic() + START_WITHIN
@@ -122,7 +128,7 @@ def start_server(
     directory: Path | None = None,
     name: str = "log",
     killed: bool = False,
-    program: Sequence[str] = ("-m", "kvpage_server.app"),
+    program: Sequence[str] = SERVER,
 ) -> Iterator[RunningServer]:
     """A kvpage-server with a configuration `file` and `options` as on its command line, in a new `directory` or that.
 
@@ -138,6 +144,12 @@ def start_server(
         code = server.stop()
         assert code == (-signal.SIGKILL if killed else 0), f"exit code {code}:\n{server.log}"
         assert "Traceback" not in server.log, server.log
+
+
+def with_constants(module: str, **constants: float) -> tuple[str, str]:
+    """The program of a server that has other constants in a module, such as how long it waits."""
+    changes = "".join(f"module.{name} = {value}; " for name, value in constants.items())
+    return "-c", f"import {module} as module; {changes}from kvpage_server.app import main; main()"
 
 
 REDIS_SERVER = shutil.which("redis-server")

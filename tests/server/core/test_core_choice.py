@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from sysconfig import get_config_var
 
 import pytest
 from servers import start_server
@@ -90,11 +91,11 @@ class TestWhatRuns:
 
     @needs_native
     def test_a_part_of_the_core_does_not_run(self, copy: Path) -> None:
-        for module in native(copy, "*.so"):
+        for number, module in enumerate(native(copy, "*.so")):
             content = module.read_bytes()
             module.unlink()
-            assert said(copy).startswith("python it was not compiled for this Python: ")
-            module.write_bytes(b"")
+            if number % 2:
+                module.write_bytes(b"")
             assert said(copy).startswith("python it was not compiled for this Python: ")
             module.write_bytes(content)
         assert said(copy) == "native"
@@ -130,14 +131,11 @@ class TestTheBuild:
         assert done.returncode == 0, done.stderr
         return done.stderr
 
-    def test_it_is_silent_and_leaves_no_c_behind(self, small: Path) -> None:
+    def test_it_is_silent_leaves_no_c_behind_and_compiles_again_what_changed(self, small: Path) -> None:
         assert self.build(small) == ""
         assert said(small) == "native"
         assert len(native(small, "*.so")) == 3
         assert native(small, "*.c") == []
-
-    def test_a_source_that_changed_is_compiled_again(self, small: Path) -> None:
-        self.build(small)
         native(small, "zz.pyx")[0].write_text("VALUE = 2\n")
         assert "other sources" in said(small)
         self.build(small)
@@ -146,7 +144,9 @@ class TestTheBuild:
 
     @pytest.mark.parametrize("broken", ["aa.pyx", "zz.pyx"])
     def test_all_is_built_or_nothing(self, small: Path, broken: str) -> None:
-        self.build(small)
+        """Not even what was compiled before."""
+        for source in native(small, "*.pyx"):
+            source.with_suffix(get_config_var("EXT_SUFFIX")).touch()
         native(small, broken)[0].write_text('cdef extern from "there-is-no-such-header.h":\n    int x\nVALUE = x\n')
         assert "there-is-no-such-header.h" in self.build(small)
         assert native(small, "*.so") == []

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import redis
 from health import MIB, unharmed
-from servers import STOP_WITHIN, RunningServer, free_port, start_server
+from servers import FRESH, STOP_WITHIN, RunningServer, free_port, start_server
 from waiting import PATIENCE, until
 from wire import Wire, spell
 
@@ -283,7 +283,7 @@ def test_a_process_takes_no_more_memory_than_operations_says() -> None:
     """A third more than `maxmemory`, and 200 MB: whatever the sizes of values, which change again and again."""
     maxmemory, chance, most, count = 96, random.Random(1), 0, 0
     sizes = ((1, 600), (600, 20_000), (20_000, 400_000), (400_000, 4 * MIB), (4 * MIB, 20 * MIB))
-    with start_server("--store", "memory", "--maxmemory", f"{maxmemory}mb") as server, server.client() as client:
+    with start_server("--maxmemory", f"{maxmemory}mb", program=FRESH) as server, server.client() as client:
         for phase in range(15):
             low, high = sizes[phase % len(sizes)]
             left = maxmemory * MIB

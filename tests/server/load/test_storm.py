@@ -16,17 +16,18 @@ from pathlib import Path
 
 import pytest
 from health import MIB
-from servers import RunningServer, free_port, start_server
+from servers import RunningServer, free_port, start_server, with_constants
 from storm import PAGE
 from waiting import until
 from wire import spell
 
 from benchmarks.watchers import watching
-from kvpage_server.core.regions import SPARE_FOR
 
 pytestmark = pytest.mark.alone
 
 WARM_UP = 4.0
+SPARE_FOR = 2.0  # seconds after which a server hands back what lies empty
+IMPATIENT = with_constants("kvpage_server.core.regions", SPARE_FOR=SPARE_FOR)
 HONEST = 66
 WAIT = 250  # milliseconds: 99 of 100 requests are answered within, on a machine that does nothing else
 TURNS, TURN_SECONDS = 40, 4.0  # of storms, every second one watched
@@ -39,7 +40,7 @@ PAGES = 2000  # that lie in the server all the while, of 128 KiB
 )  # in a short storm the memory that any storm takes weighs more, and so does what else the machine does
 def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float, part: float) -> None:
     """On a machine that is busy with other things everybody waits for a processor, too: that is measured beside."""
-    with start_server("--maxmemory", "1gb") as server:
+    with start_server("--maxmemory", "1gb", program=IMPATIENT) as server:
         _fill(server)
         with _storm(server, WARM_UP):
             asyncio.run(_be_honest(server, WARM_UP))  # the memory that any storm takes for itself, it takes in this one

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from servers import STOP_WITHIN, RunningServer, start_server
+from servers import STOP_WITHIN, RunningServer, start_server, with_constants
 from small_disks import small_disk
 from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tiered
 from waiting import until
@@ -188,7 +188,8 @@ def test_a_server_that_is_told_to_stop_ends_with_an_error_when_it_could_not_writ
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
 def test_a_server_that_promised_nothing_says_at_its_end_that_it_could_not_write_all(tmp_path: Path) -> None:
     options = (*TIERED, "--appendfsync", "no")
-    with start_server(*options, directory=tmp_path, killed=True) as server:
+    prompt = with_constants("kvpage_server.store.disk.file.write_behind", LONGEST=1.0)
+    with start_server(*options, directory=tmp_path, killed=True, program=prompt) as server:
         limits = ((tmp_path / FILE).stat().st_size, resource.RLIM_INFINITY)
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
         with server.client() as client:

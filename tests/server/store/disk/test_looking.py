@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import redis
+from servers import with_constants
 from test_tiered import BLOCK, SHAPE, body, disk_info, settle, tiered
 from waiting import eventually, until
 
 LONG = body(100_000, 7)
+PROMPT = with_constants("kvpage_server.store.disk.file.write_behind", LONGEST=1.0)
 PAGES = [body(20_000, seed) for seed in range(4)]
 WHOLE = body(BLOCK, 9)
 
@@ -98,7 +100,7 @@ def test_who_uses_what_another_looks_at_has_it_in_memory(tmp_path: Path) -> None
 
 
 def test_a_look_brings_nothing_to_a_disk_that_has_what_is_used_again(tmp_path: Path) -> None:
-    with tiered(tmp_path, "--appendfsync", "no") as (server, client), server.client() as looker:
+    with tiered(tmp_path, "--appendfsync", "no", program=PROMPT) as (server, client), server.client() as looker:
         looker.execute_command("CLIENT", "NO-TOUCH", "ON")
         client.set("long", LONG)
         assert looker.get("long") == LONG

@@ -30,9 +30,9 @@ TIERED = ("--store", "tiered", "--loglevel", "debug")
 
 
 @contextmanager
-def tiered(directory: Path, *options: str) -> Iterator[tuple[RunningServer, redis.Redis]]:
+def tiered(directory: Path, *options: str, **how: Any) -> Iterator[tuple[RunningServer, redis.Redis]]:
     """A server on a directory, and a client of it."""
-    with start_server(*TIERED, *options, directory=directory) as server, server.client() as client:
+    with start_server(*TIERED, *options, directory=directory, **how) as server, server.client() as client:
         yield server, client
 
 
