@@ -23,10 +23,11 @@ from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.kinds import integer, memory
 from kvpage_server.look.ls import ls
-from kvpage_server.look.nodes import cluster_as_one, is_cluster, status_of_cluster
+from kvpage_server.look.nodes import cluster_as_one, is_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
 from kvpage_server.look.several import NO_ANSWER, AsOne, by_segment
+from kvpage_server.look.shares import OURS, shares_of, status_of_several, top_of_several
 from kvpage_server.look.status import status
 from kvpage_server.look.strings import AsStrings
 from kvpage_server.look.top import top
@@ -35,9 +36,13 @@ from kvpage_server.system.program import ends_quietly, missing_extra, say
 from kvpage_server.system.terminal import out, print_json
 
 _OF_ONE = {  # commands that take one server, and what there is for several
-    "top": "kvpage status --watch shows them all",
     "restore": "a dump of several has a directory for each, restore each into its server",
     "bench": "measure one after the other",
+}
+_OF_NO_CLUSTER = {  # commands that take no cluster, and what there is instead
+    "dump": "servers with a map of slots are dumped by their URLs, with commas; a Valkey or Redis Cluster has BGSAVE",
+    "restore": "each server with a map of slots takes the dump of its own",
+    "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
 }
 
 
@@ -57,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
             return _ask_cluster(args)
         if len(urls) == 1:
             return _ask(args)
-        return _ask_as_one(args) if args.show in (ls, stat, verify, why) else _ask_all(args, urls)
+        return _ask_as_one(args) if args.show in (ls, stat, top, verify, why) else _ask_all(args, urls)
     except LookError as failure:
         return say("kvpage", str(failure), 1)
     except redis.AuthenticationError:
@@ -78,16 +83,13 @@ def _ask(args: argparse.Namespace) -> int:
 
 
 def _ask_cluster(args: argparse.Namespace) -> int:
-    if args.show is status:
-        return 0 if status_of_cluster(args) else 2
-    if args.show not in (ls, stat, why) or (args.show is stat and args.key.startswith("kv:")):
-        what = "stat of a page" if args.show is stat else args.show.__name__
-        raise LookError(
-            f"kvpage {what} looks into kvpage-servers: --url takes one of them, or several with commas; into a cluster "
-            "look status (with --watch), ls, why, and stat of an agent"
-        )
-    with cluster_as_one(args) as store:
-        return _shown(store, args)
+    if instead := _OF_NO_CLUSTER.get(args.show.__name__):
+        raise LookError(f"kvpage {args.show.__name__} takes no cluster: {instead}")
+    with cluster_as_one(args) as masters:
+        if args.show is status:
+            return 0 if status_of_several(masters, args) else 2
+        knows_pages = any(share.get("server", "").startswith(OURS) for share in shares_of(masters))
+        return _shown(masters if knows_pages else AsStrings(masters), args, masters)
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
@@ -96,12 +98,15 @@ def _ask_as_one(args: argparse.Namespace) -> int:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
         several = AsOne(stores, by_segment([*stores]))
         args.home, args.unreachable = several.home, lambda: several.unreachable
-        return _shown(several, args)
+        return _shown(several, args, several)
 
 
-def _shown(store: redis.Redis | AsOne | AsStrings, args: argparse.Namespace) -> int:
+def _shown(store: redis.Redis | AsOne | AsStrings, args: argparse.Namespace, several: AsOne | None = None) -> int:
+    """`several` are the servers that the store is made of."""
     if args.show in (ls, stat, verify, why, top):
         leave_no_trace(store)
+    if args.show is top and several:
+        return 0 if top_of_several(several, store, args) else 1
     return 0 if args.show(store, args) else 1
 
 

@@ -23,6 +23,10 @@ _CHANGING = AskError, ClusterDownError, TryAgainError  # a MovedError is an AskE
 _GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # stands for the answer of a server that does not answer
 
 
+class Gone(redis.ResponseError):
+    """Stands for the answer of a server that gives none; the message says why."""
+
+
 def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
     """Which of the servers a key or a request belongs to, as for PageClient."""
     rendezvous = Rendezvous(servers)
@@ -34,10 +38,11 @@ class AsOne:
 
     def __init__(self, stores: dict[ServerUrl, redis.Redis], server_of: Callable[[bytes], ServerUrl]) -> None:
         """`server_of` says which of the servers a key or a request belongs to."""
-        self._stores = stores
+        self.stores = stores
         self._servers = list(stores)
         self._server_of = server_of
-        self._gone: set[ServerUrl] = set()
+        self._gone: dict[ServerUrl, str] = {}  # why those that are gone did not answer
+        self._missed: set[ServerUrl] = set()  # those that were gone when they were asked, even if they came back
         self._with_strays: set[ServerUrl] = set()
         self._silent_until: dict[ServerUrl, float] = {}  # not asked before then
 
@@ -56,7 +61,11 @@ class AsOne:
     @property
     def unreachable(self) -> list[str]:
         """The URLs of servers that gave no answer."""
-        return sorted(shown(server.url) for server in self._gone)
+        return sorted(shown(server.url) for server in self._missed)
+
+    def of_each(self, *words: Any) -> dict[ServerUrl, Any]:
+        """Each server's answer to a command; Gone, or the error of a refusal."""
+        return {server: self._answers(server, [words])[0] for server in self._servers}
 
     def pipeline(self, transaction: bool) -> Pipeline:
         """Collects commands, and sends each to its server."""
@@ -84,34 +93,37 @@ class AsOne:
     def _answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
         if self._silent_until.get(server, 0.0) > monotonic():
             return self._gone_answers(server, commands)
-        pipeline = self._stores[server].pipeline(transaction=False)
+        pipeline = self.stores[server].pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
         try:
             answers = pipeline.execute(raise_on_error=False)
             if changing := next((answer for answer in answers if isinstance(answer, _CHANGING)), None):
                 raise LookError(f"the cluster is changing, try again: {changing}")
+            self._gone.pop(server, None)
             return answers
         except redis.AuthenticationError:
             raise
         except NO_ANSWER as error:
-            if len(self._gone | {server}) == len(self._servers):
+            if len(self._gone.keys() | {server}) == len(self._servers):
                 raise
             if server not in self._gone:
-                self._gone.add(server)
                 say("kvpage", f"cannot reach {shown(server.url)}: {error}", 0)
+            self._gone[server] = str(error)
+            self._missed.add(server)
             if isinstance(error, redis.TimeoutError):
                 self._silent_until[server] = monotonic() + _LEFT_ALONE
             return self._gone_answers(server, commands)
 
     def _gone_answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        return [_GONE.get(encoded(command[0]), redis.ResponseError(f"{server} is gone")) for command in commands]
+        gone = Gone(f"{server} is gone: {self._gone[server]}")
+        return [_GONE.get(encoded(command[0]), gone) for command in commands]
 
     def _scanned(self, server: ServerUrl, answer: Any) -> Any:
         """SCAN's answer with our cursor, which goes on to the next server when this one has no more keys."""
-        if isinstance(answer, redis.ResponseError) and server not in self._gone:
+        if isinstance(answer, redis.ResponseError) and not isinstance(answer, Gone):
             return answer
-        cursor, keys = (0, []) if server in self._gone else answer
+        cursor, keys = (0, []) if isinstance(answer, Gone) else answer
         self._look_for_strays(server, keys)
         number, count = self._servers.index(server), len(self._servers)
         upcoming = int(cursor) * count + number if int(cursor) else (number + 1) % count

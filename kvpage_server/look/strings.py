@@ -9,26 +9,37 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import product
 from typing import Any, TypeAlias
 
 import redis
 
-from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size, ranges_of_page, shape_of
+from kvpage_server.client.cluster.block_value import (
+    OPENING_SIZE,
+    amiss,
+    block_key,
+    head_size,
+    ranges_of_page,
+    shape_of,
+)
+from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.several import Pipeline
 from kvpage_server.observe.asking import AskedStore, Command
-from kvpage_server.page import HEADER_SIZE, PageError, PageKey, index_key
+from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
 Answers: TypeAlias = list[Any]
 Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]  # what a command is asked as, and what that means
 _OF_AGENTS = (0, 1)  # the page ids of an agent's block
-_THERE = {b"tier": b"memory", b"pinned": 0, b"lease_left_ms": 0}
+_THERE = {"tier": b"memory", "pinned": 0, "lease_left_ms": 0}
 ABSENT = "absent"
 _SCANS = 1_000_000  # of a request's keys
 
 
 class AsStrings:
-    """Answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT and scans of requests from strings. The rest the store answers."""
+    """Answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings. The rest the store
+    answers."""
 
     def __init__(self, store: AskedStore) -> None:
         self._store = store
@@ -38,8 +49,12 @@ class AsStrings:
     def execute_command(self, *words: Any) -> Any:
         """One command. Of its request, all strings are looked for first."""
         name = encoded(words[0])
-        if name in (b"KVPAGEINDEX", b"KVPAGEWHY"):
+        if name == b"KVPAGESTAT":
+            return self._stat(PageKey(encoded(words[1]), *map(int, words[2:])))
+        if name in (b"KVPAGEINDEX", b"KVPAGEWHY", b"KVPAGEVERIFY"):
             self._look_for(encoded(words[1]))
+        if name == b"KVPAGEVERIFY":
+            return self._verify(encoded(words[1]), [*map(int, words[2:])])
         commands, read = self._asked([name, *map(encoded, words[1:])])
         return read([self._store.execute_command(*command) for command in commands])
 
@@ -72,6 +87,9 @@ class AsStrings:
         name, req_id, *more = command
         assert isinstance(req_id, bytes)
         if name == b"SCAN" and more[-1] == b"set":
+            if req_id == b"0":  # the cursor: what an earlier scan has met may be gone
+                self._blocks.clear()
+                self._pages.clear()
             return [[*command[:-1], b"string"]], self._requests
         if name == b"KVPAGEINDEX":
             return self._parts(req_id)
@@ -83,6 +101,43 @@ class AsStrings:
             asked, read = self._parts(req_id)
             return asked, lambda told: _why(read(told))
         return [command], lambda told: told[0]
+
+    def _stat(self, key: PageKey) -> dict[str, Any] | None:
+        """KVPAGESTAT's answer for a page, which is a string of its own or in that of its block."""
+        ask, place = self._store.execute_command, (bytes(key), 0, HEADER_SIZE - 1)
+        block = block_key((key.req_id, key.page))
+        shape = shape_of(ask(b"GETRANGE", block, 0, OPENING_SIZE - 1))
+        ranges = ranges_of_page(key, shape) if shape else None
+        if ranges:
+            place = block, *ranges[0]
+        found = ask(b"GETRANGE", *place)
+        if not found:
+            return None
+        told = asdict(PageHeader.parse(found))
+        del told["flags"]
+        named = {"type": told.pop("kv_type"), "bytes": told.pop("body_size"), "checksum": b"%016x" % told["checksum"]}
+        return told | named | _THERE | {"ttl_left_ms": ask(b"PTTL", place[0])}
+
+    def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
+        """KVPAGEVERIFY's answer. One string after the other is read; what is not what was written is deleted."""
+        checked, unchecked, corrupt = 0, 0, list[bytes]()
+        blocks = [number for number in sorted(self._blocks[req_id]) if not pages or number in pages]
+        for name in ((req_id, number) for number in blocks):
+            if value := self._store.execute_command(b"GET", block_key(name)):
+                intact, keys = _checked_block(name, value)
+                checked += len(keys)
+                corrupt += [] if intact else self._deleted(block_key(name), keys)
+        for key in sorted(self._pages[req_id], key=bytes):
+            if (not pages or key.page in pages) and (value := self._store.execute_command(b"GET", bytes(key))):
+                hashed, intact = _checked_page(key, value)
+                checked, unchecked = checked + hashed, unchecked + (not hashed)
+                corrupt += [] if intact else self._deleted(bytes(key), [bytes(key)])
+        return {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
+
+    def _deleted(self, key: bytes, pages: list[bytes]) -> list[bytes]:
+        """The keys of the pages that went with a string."""
+        self._store.execute_command(b"UNLINK", key)
+        return pages
 
     def _requests(self, told: Answers) -> Any:
         """SCAN's answer, with the requests of the keys as their index keys. Notes what the requests have."""
@@ -133,6 +188,26 @@ class AsStrings:
             return {b"reason": b"stored" if there == 1 or in_block else ABSENT.encode()}
 
         return [[b"EXISTS", bytes(key)], [b"GETRANGE", block, 0, OPENING_SIZE - 1]], read
+
+
+def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
+    """Whether a block is what was written, and the keys of its pages, or its own if it cannot be known which it has."""
+    view, shape = memoryview(value), shape_of(value[:OPENING_SIZE])
+    before = head_size(shape) if shape else 0
+    if shape is None or len(view) != before + shape.nbytes:
+        return False, [block_key(name)]
+    pages = product(range(shape.layers), range(shape.heads), [plane.kv_type for plane in shape.planes])
+    keys = [bytes(PageKey(name[0], layer, head, name[1], plane)) for layer, head, plane in pages]
+    return amiss(name[1], shape, view[:before], view[before:], verify=True) is None, keys
+
+
+def _checked_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
+    """Whether a page was checked, and whether it is what was written."""
+    try:
+        header, _ = decode_page(value)
+    except PageError:
+        return True, False
+    return header.checksum != 0, header.names(key)
 
 
 def _why(parts: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import redis
@@ -16,7 +16,7 @@ from kvpage_server.look.engines import HeardEngines, engines_table
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
 from kvpage_server.look.status import headline, of_limit, overview
-from kvpage_server.observe.asking import ask
+from kvpage_server.observe.asking import AskedStore, Reading, ask
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.history import History, Moment
 from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE
@@ -44,20 +44,18 @@ class _View:
         self._url = url
         self._history = History()
         self._engines = HeardEngines(store, url)
-        self._known = Known()
-        self._holdings = Holdings()
-        self._until = 0.0  # monotonic seconds: until then the holdings are good enough
+        known = Known()
+        self._whose = Whose(store, lambda: holdings_of_store(known=known))
 
     def frame(self) -> RenderableType:
         """What is shown now."""
         now = overview(self._store, self._url)
         self._history.add(now)
-        holdings, engines = self._whose(), self._engines.connected()
-        rows = max((out.height - _OTHER_LINES) // 2, 3) if out.is_terminal else _ROWS
+        holdings, engines = self._whose.now(), self._engines.connected()
         return Group(
             headline(self._url, now),
             *_figures(now, [*self._history.moments]),
-            *(part for table in _tables(engines, holdings, rows) for part in (Text(), table)),
+            *tables(engines, holdings, room_for_rows()),
             *map(Text, remarks(holdings)),
         )
 
@@ -74,10 +72,20 @@ class _View:
             "engines": [asdict(engine) for engine in self._engines.connected()],
         }
 
-    def _whose(self) -> Holdings:
+
+class Whose:
+    """Who uses the memory. It is looked for again when it is old, and less often the longer that takes."""
+
+    def __init__(self, store: AskedStore, look: Callable[[], Reading[Holdings]]) -> None:
+        self._store, self._look = store, look
+        self._holdings = Holdings()
+        self._until = 0.0  # monotonic seconds: until then the holdings are good enough
+
+    def now(self) -> Holdings:
+        """As far as is known."""
         began = time.monotonic()
         if began >= self._until:
-            self._holdings = ask(self._store, holdings_of_store(known=self._known))
+            self._holdings = ask(self._store, self._look())
             took = time.monotonic() - began
             self._until = began + max(HOLDINGS_SECONDS, took / HOLDINGS_SHARE)
         return self._holdings
@@ -86,10 +94,17 @@ class _View:
 _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted", "expired", "page_misses")
 
 
-def _tables(engines: list[EngineFigures], holdings: Holdings, rows: int) -> Iterator[RenderableType]:
+def room_for_rows(more_lines: int = 0) -> int:
+    """Rows of a table of which two are shown, below the figures and `more_lines`."""
+    return max((out.height - _OTHER_LINES - more_lines) // 2, 3) if out.is_terminal else _ROWS
+
+
+def tables(engines: list[EngineFigures], holdings: Holdings, rows: int) -> Iterator[RenderableType]:
+    """Engines, and who uses the memory, each with an empty line before it."""
     if engines:
-        yield engines_table(engines[:rows])
-    yield from tables_of(holdings, rows)
+        yield from (Text(), engines_table(engines[:rows]))
+    for table in tables_of(holdings, rows):
+        yield from (Text(), table)
 
 
 def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:

@@ -6,13 +6,17 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 import redis
 from page_batches import SHAPE, block_body
-from servers import RunningServer, free_port
+from servers import RunningServer, free_port, start_server
 from slot_maps import start_mapped
 
 from kvpage_server.cli import main
@@ -27,6 +31,17 @@ def run(*words: str) -> int:
         main(list(words))
     assert isinstance(ended.value.code, int)
     return ended.value.code
+
+
+@contextmanager
+def watched(*words: str) -> Iterator[IO[bytes]]:
+    """What a command prints that goes on until it is ended."""
+    with subprocess.Popen([PROGRAM, *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        try:
+            yield process.stdout
+        finally:
+            process.kill()
 
 
 def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
@@ -68,14 +83,46 @@ def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
 
 
 def test_a_watch_tells_of_all_servers_each_time(server: RunningServer, second_server: RunningServer) -> None:
-    command = [PROGRAM, "status", "--json", "--watch", "0.2", "--url", f"{server.url},{second_server.url}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        try:
-            told = [json.loads(process.stdout.readline())["url"] for _ in range(4)]
-        finally:
-            process.kill()
+    with watched("status", "--json", "--watch", "0.2", "--url", f"{server.url},{second_server.url}") as lines:
+        told = [json.loads(lines.readline())["url"] for _ in range(4)]
     assert told == 2 * [server.url, second_server.url]
+
+
+def test_top_shows_what_each_server_does_and_who_uses_the_memory_of_all(
+    server: RunningServer, second_server: RunningServer
+) -> None:
+    both = f"{server.url},{second_server.url}"
+    with PageClient(both) as pages:
+        pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
+        with watched("top", "--watch", "0.2", "--url", both) as lines:
+            said = b"".join(islice(lines, 30)).decode()
+        assert all(one in said for one in (server.url, second_server.url, "together", "commands/s"))
+        assert all(req_id.decode() in said for req_id, _ in NAMES[:3])
+        with watched("top", "--json", "--watch", "0.2", "--url", both) as lines:
+            first, second = (json.loads(lines.readline()) for _ in range(2))
+            assert [node["url"] for node in first["nodes"]] == [server.url, second_server.url]
+            assert first["total"]["keys"] == sum(node["keys"] for node in first["nodes"]) > 0
+            assert first["total"]["per_second"] is None
+            assert all(node["per_second"]["commands"] > 0 for node in second["nodes"])  # its own
+            assert second["total"]["per_second"]["bytes_in"] == sum(
+                node["per_second"]["bytes_in"] for node in second["nodes"]
+            )
+
+
+def test_top_goes_on_when_a_server_dies_and_shows_it_when_it_is_back(server: RunningServer) -> None:
+    port = free_port()
+    both = f"{server.url},redis://127.0.0.1:{port}"
+    with ExitStack() as stack:
+        mortal = stack.enter_context(start_server(port=port))
+        lines = stack.enter_context(watched("top", "--json", "--watch", "0.2", "--url", both))
+        told = (json.loads(line)["nodes"][1] for line in lines)
+        assert "error" not in next(told)
+        mortal.stop()
+        assert f"{port} is gone" in next(node for node in told if "error" in node)["error"]
+        stack.enter_context(start_server(port=port))
+        back = next(node for node in told if "error" not in node)
+        assert back["per_second"] is None  # a server that has begun anew has not gone backwards
+        assert next(told)["per_second"]["commands"] > 0
 
 
 def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
@@ -91,7 +138,6 @@ def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
 def test_a_command_for_one_server_says_what_there_is_for_several(capsys: pytest.CaptureFixture[str]) -> None:
     both = "redis://127.0.0.1:1,redis://127.0.0.1:2"  # nobody is asked
     for words, instead in (
-        (("top",), "kvpage status --watch shows them all"),
         (("restore", "nowhere"), "restore each into its server"),
         (("bench",), "measure one after the other"),
     ):
@@ -129,6 +175,10 @@ def test_a_server_of_the_list_that_hangs_is_named_and_the_others_answer(
 
 
 def test_a_cluster_is_told_node_by_node_and_together(capsys: pytest.CaptureFixture[str]) -> None:
+    def looked(*words: str) -> str:
+        assert run(*words, "--json", "--url", mapped.url) == 0
+        return capsys.readouterr().out
+
     with start_mapped() as mapped:
         with redis.RedisCluster("127.0.0.1", mapped.ports[0]) as client:
             for i in range(20):
@@ -151,9 +201,29 @@ def test_a_cluster_is_told_node_by_node_and_together(capsys: pytest.CaptureFixtu
         assert {each["url"] for each in requests} == {f"redis://127.0.0.1:{port}" for port in mapped.ports}
         assert run("why", "{chat-3}", "0", "0", "9", "0", "--url", mapped.url) == 0
         assert "never stored" in capsys.readouterr().out
+        where = json.loads(looked("verify", "{chat-3}"))["url"]
+        assert json.loads(looked("stat", "kv:{chat-3}:0:0:0:0"))["url"] == where in {each["url"] for each in requests}
+        with watched("top", "--json", "--url", mapped.url) as lines:
+            assert json.loads(lines.readline())["total"]["keys"] == 28
+        for words, instead in ((["dump", "x"], "BGSAVE"), (["restore", "x"], "its own"), (["bench"], "--against")):
+            assert run(*words, "--url", mapped.url) == 1
+            said = capsys.readouterr().err
+            assert f"kvpage {words[0]} takes no cluster" in said
+            assert instead in said
         mapped.servers[1].stop()
         assert run("status", "--json", "--url", mapped.url) == 2
         nodes = json.loads(capsys.readouterr().out)["nodes"]
         assert ["error" in node for node in nodes] == [False, True]
-        assert run("top", "--url", mapped.url) == 1
-        assert "into a cluster look status (with --watch), ls, why, and stat of an agent" in capsys.readouterr().err
+
+
+def test_top_does_not_tell_a_tenant_what_a_server_does() -> None:
+    with ExitStack() as stack:
+        user = ("--user", "app", "on", ">word", "~kv:app.*", "+@all")
+        both = [stack.enter_context(start_server(*user)) for _ in range(2)]
+        url = ",".join(one.url.replace("//", "//app:word@") for one in both)
+        with PageClient(url) as pages:
+            pages.mset_blocks([(b"app.chat", 0)], SHAPE, [block_body(0)])
+        lines = stack.enter_context(watched("top", "--watch", "0.2", "--url", url))
+        said = b"".join(islice(lines, 8)).decode()
+        assert said.count("tells who may use every key") == 2
+        assert "app.chat" in said

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -447,3 +447,52 @@ def test_kvpage_lists_requests_and_says_what_is_there(
     assert told("why", "a*[x]")["block"] == 7
     assert [told("why", "a*[x]", "0", head, "7", "0")["reason"] for head in "012"] == ["stored", "absent", "stored"]
     assert told("why", "{prompt-3}", "0", "0", "3", "0")["reason"] == "stored"
+
+
+@pytest.mark.parametrize("pages", [True], indirect=True)
+def test_kvpage_verifies_pages_and_tells_of_one(
+    cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a block, and those that were written by themselves. What is not what was written is removed."""
+
+    def told(*words: str, code: int = 0) -> Any:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--json", "--url", cluster.url])
+        assert ended.value.code == code
+        return json.loads(capsys.readouterr().out)
+
+    pages.mset_blocks(NAMES, SHAPE, bodies(), ttl=100)
+    alone = [PageKey(b"alone", 0, head, 7, 0) for head in range(3)]
+    pages.mset([Page(key, bytes(64), DType.FLOAT16, 4, 8) for key in alone])
+    assert told("verify", "{prompt-3}")["checked"] == SHAPE.pages
+    assert told("verify", "alone", "7")["checked"] == 3
+    page = told("stat", "kv:{prompt-3}:1:0:3:1")
+    assert (page["layer"], page["page"], page["type"], page["dtype"], page["ttl"]) == (1, 3, 1, "float16", 100)
+    assert 0 < page["ttl_left_ms"] <= 100_000
+    page = told("stat", "kv:alone:0:1:7:0")
+    assert (page["bytes"], page["ttl_left_ms"]) == (64, -1)
+
+    with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
+        client.setrange("kv:{prompt-3}:block:3", 64 * (1 + SHAPE.pages) + 5, b"\xff\xfe")
+        client.setrange(bytes(alone[1]), 70, b"x")
+    found = told("verify", "{prompt-3}", code=1)
+    assert len(found["corrupt"]) == SHAPE.pages
+    assert "kv:{prompt-3}:1:0:3:1" in found["corrupt"]
+    assert told("verify", "alone", code=1)["corrupt"] == [bytes(alone[1]).decode()]
+    assert told("why", "{prompt-3}")["reason"] == "absent"
+    assert pages.mexists(alone) == [True, False, True]
+
+
+@pytest.mark.parametrize("pages", [True], indirect=True)
+def test_kvpage_top_shows_the_masters_and_whose_the_memory_is(cluster: Cluster, pages: PageClient) -> None:
+    pages.mset_blocks(NAMES, SHAPE, bodies())
+    program = Path(sys.executable).with_name("kvpage")
+    with subprocess.Popen([program, "top", "--watch", "0.2", "--url", cluster.url], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        try:
+            said = b"".join(islice(process.stdout, 20)).decode()
+        finally:
+            process.kill()
+    assert all(f"redis://127.0.0.1:{node.port}" in said for node in cluster.masters)
+    assert "together" in said
+    assert NAMES[0][0].decode() in said

@@ -1,0 +1,220 @@
+"""What each of several servers has, and all of them together: `kvpage status` of a cluster, `kvpage top` of several.
+
+The servers are kvpage-servers, or the masters of a Valkey or Redis Cluster, whose INFO knows of memory, keys and reads,
+and nothing of pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import redis
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvpage_server.address import shown
+from kvpage_server.look.engines import HeardEngines
+from kvpage_server.look.ls import remarks
+from kvpage_server.look.output import watch
+from kvpage_server.look.several import NO_ANSWER, AsOne, Gone
+from kvpage_server.look.top import Whose, room_for_rows, tables
+from kvpage_server.observe.asking import AskedStore, text
+from kvpage_server.observe.engines import EngineFigures
+from kvpage_server.observe.whose import holdings_of_store
+from kvpage_server.system.plurals import as_size, how_many
+from kvpage_server.system.terminal import table_of
+
+Share = dict[str, Any]  # what a server has; its `url` and `error` alone if it does not answer
+OURS = "kvpage-server"
+_COUNTS = {
+    "used_bytes": "used_memory",
+    "limit_bytes": "maxmemory",
+    "hits": "keyspace_hits",
+    "misses": "keyspace_misses",
+    "evicted_keys": "evicted_keys",
+    "clients": "connected_clients",
+    "commands": "total_commands_processed",
+    "bytes_in": "total_net_input_bytes",
+    "bytes_out": "total_net_output_bytes",
+}
+_RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")
+
+
+def shares_of(several: AsOne) -> list[Share]:
+    """What each of them has. Raises RedisError when none answers, or one refuses to."""
+    return [_share(shown(server.url), answer) for server, answer in several.of_each(b"INFO", b"EVERYTHING").items()]
+
+
+def _share(url: str, answer: Any) -> Share:
+    if isinstance(answer, Gone):
+        return {"url": url, "error": str(answer)}
+    if isinstance(answer, redis.ResponseError):
+        raise answer
+    info = dict(line.split(":", 1) for line in text(answer).split("\r\n") if ":" in line)
+    keys = dict(part.split("=", 1) for part in info.get("db0", "keys=0").split(","))
+    return {"url": url, "server": _name(info), "keys": int(keys["keys"])} | {
+        name: int(info[field]) if field in info else None for name, field in _COUNTS.items()
+    }
+
+
+def _name(info: Mapping[str, str]) -> str:
+    if "kvpage_version" in info:
+        return f"{OURS} {info['kvpage_version']}"
+    valkey = info.get("valkey_version")
+    return f"Valkey {valkey}" if valkey else f"Redis {info.get('redis_version', '')}".strip()
+
+
+def _telling(shares: list[Share]) -> list[Share]:
+    """Those that answer, and tell this user what they have."""
+    return [share for share in shares if share.get("commands") is not None]
+
+
+def _silent(share: Share) -> Text:
+    """Stands for what a server does not tell."""
+    return Text("does not answer", "red") if "error" in share else Text("tells who may use every key", "dim")
+
+
+def _total(shares: list[Share]) -> dict[str, int]:
+    return {name: sum(share[name] for share in _telling(shares)) for name in ("keys", *_COUNTS)}
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+def status_of_several(several: AsOne, args: argparse.Namespace) -> bool:
+    """Show it once, or every `args.watch` seconds; whether all answered."""
+    shares: list[Share] = []
+
+    def frame() -> RenderableType:
+        shares[:] = shares_of(several)
+        return _status_table(shares)
+
+    def as_json() -> dict[str, Any]:
+        shares[:] = shares_of(several)
+        return {"url": shown(args.url), "nodes": shares, "total": _total(shares)}
+
+    watch(args, frame, as_json)
+    return not any("error" in share for share in shares)
+
+
+def _status_table(shares: list[Share]) -> RenderableType:
+    table = table_of("node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients", numbers_from=2)
+    for share in shares:
+        told = [share["server"], *_status_cells(share)] if share in _telling(shares) else [_silent(share)]
+        table.add_row(share["url"], *told)
+    table.add_row(how_many(len(shares), "node"), "", *_status_cells(_total(shares)), style="bold")
+    plain = any(not share["server"].startswith(OURS) for share in _telling(shares))
+    remark = "Valkey and Redis tell nothing of pages, blocks or why something was missed" if plain else ""
+    return Group(table, *([Text(remark)] if remark else []))
+
+
+def _status_cells(share: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{share['keys']:,}",
+        as_size(share["used_bytes"]),
+        as_size(share["limit_bytes"]) if share["limit_bytes"] else "none",
+        _hits(share),
+        f"{share['hits'] + share['misses']:,}",
+        f"{share['evicted_keys']:,}",
+        f"{share['clients']:,}",
+    ]
+
+
+def _hits(counts: Mapping[str, float]) -> str:
+    reads = counts["hits"] + counts["misses"]
+    return f"{counts['hits'] / reads:.1%}" if reads else ""
+
+
+# -- top ---------------------------------------------------------------------------------------------------------------
+
+
+def top_of_several(several: AsOne, store: AskedStore, args: argparse.Namespace) -> bool:
+    """Show every `args.watch` seconds what each does a second, and who uses the memory of all, as `store` tells."""
+    view = _ViewOfSeveral(several, store, args.url)
+    return watch(args, view.frame, view.as_json, screen=True)
+
+
+class _ViewOfSeveral:
+    """Servers as shown on the screen."""
+
+    def __init__(self, several: AsOne, store: AskedStore, url: str) -> None:
+        self._several, self._url = several, url
+        self._whose = Whose(store, holdings_of_store)
+        self._engines = [*_listening(several, url)]
+        self._before: tuple[float, list[Share]] = 0.0, []  # when they were asked last, and what they said
+
+    def frame(self) -> RenderableType:
+        """What is shown now."""
+        shares, holdings, engines = self._shares(), self._whose.now(), self._connected()
+        return Group(
+            Text(f"{how_many(len(shares), 'server')} at {shown(self._url)}\n", "bold"),
+            _top_table(shares),
+            *tables(engines, holdings, room_for_rows(len(shares))),
+            *map(Text, remarks(holdings)),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        shares = self._shares()
+        engines = [asdict(engine) for engine in self._connected()]
+        total = _total(shares) | {"per_second": _total_rates(shares)}
+        return {"url": shown(self._url), "at": time.time(), "nodes": shares, "total": total, "engines": engines}
+
+    def _shares(self) -> list[Share]:
+        """What each has, with `per_second`, None when that is unknown: at first, and after a restart."""
+        shares, now = shares_of(self._several), time.monotonic()
+        (at, before), self._before = self._before, (now, shares)
+        was = {share["url"]: share for share in _telling(before)}
+        for share in _telling(shares):
+            share["per_second"] = _rates(was.get(share["url"]), share, now - at)
+        return shares
+
+    def _connected(self) -> list[EngineFigures]:
+        """Each engine tells all servers."""
+        found: dict[str, EngineFigures] = {}
+        for heard in self._engines:
+            with suppress(*NO_ANSWER):
+                found |= {engine.name: engine for engine in heard.connected()}
+        return sorted(found.values(), key=lambda engine: engine.name)
+
+
+def _listening(several: AsOne, url: str) -> Iterator[HeardEngines]:
+    for store in several.stores.values():
+        with suppress(*NO_ANSWER):
+            yield HeardEngines(store, url)
+
+
+def _rates(was: Share | None, share: Share, seconds: float) -> dict[str, float] | None:
+    if was is None or share["commands"] < was["commands"]:
+        return None
+    return {name: max(share[name] - was[name], 0) / seconds for name in _RATES}
+
+
+def _total_rates(shares: list[Share]) -> dict[str, float] | None:
+    known = [share["per_second"] for share in _telling(shares) if share["per_second"]]
+    return {name: sum(rates[name] for rates in known) for name in _RATES} if known else None
+
+
+def _top_table(shares: list[Share]) -> RenderableType:
+    a_second = "commands/s", "received/s", "sent/s", "reads/s", "hits", "evicted/s"
+    table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1)
+    for share in shares:
+        told = _top_cells(share, share["per_second"]) if share in _telling(shares) else [_silent(share)]
+        table.add_row(share["url"], *told)
+    if _telling(shares):
+        table.add_row("together", *_top_cells(_total(shares), _total_rates(shares)), style="bold")
+    return table
+
+
+def _top_cells(share: Mapping[str, Any], rates: Mapping[str, float] | None) -> list[str]:
+    limit = as_size(share["limit_bytes"]) if share["limit_bytes"] else "none"
+    cells = [as_size(share["used_bytes"]), limit, f"{share['clients']:,}"]
+    if rates is None:
+        return cells
+    moved = [as_size(int(rates[name])) for name in ("bytes_in", "bytes_out")]
+    reads = f"{rates['hits'] + rates['misses']:,.0f}"
+    return [*cells, f"{rates['commands']:,.0f}", *moved, reads, _hits(rates), f"{rates['evicted_keys']:,.0f}"]
