@@ -9,9 +9,9 @@ Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO tells litt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvpage_server.observe.asking import Reading, refused, text
 
@@ -27,13 +27,14 @@ class NotAStore(Exception):
 
 def _of(name: str, default: Any = 0) -> Any:
     """A field that INFO has under another name."""
-    return field(default=default, metadata={"info": name})
+    return field(default=default, metadata={"read": lambda told: type(default)(told.get(name) or default)})
 
 
-def _read(kind: type[F], told: Mapping[str, str], **others: Any) -> F:
-    """The fields that INFO has, with what is made of others."""
-    named = ((each, each.metadata["info"]) for each in fields(kind) if each.metadata)
-    return kind(**{each.name: type(each.default)(told.get(name) or each.default) for each, name in named}, **others)
+def _read(kind: Callable[..., F], told: Mapping[str, str], **others: Any) -> F:
+    """The fields that INFO has, and others."""
+    return kind(
+        **{each.name: each.metadata["read"](told) for each in fields(cast(Any, kind)) if each.metadata}, **others
+    )
 
 
 def hit_ratio(hits: float, misses: float) -> float | None:
