@@ -97,25 +97,30 @@ class DType(IntEnum):
     @property
     def itemsize(self) -> int:
         """Bytes an element."""
-        return _ITEMSIZE[self]
+        return _FORMS[self][0]
+
+    @property
+    def safetensors(self) -> str:
+        """Its name in safetensors files."""
+        return _FORMS[self][1]
 
 
-_ITEMSIZE = {
-    DType.FLOAT16: 2,
-    DType.FLOAT32: 4,
-    DType.INT8: 1,
-    DType.BFLOAT16: 2,
-    DType.FLOAT8_E4M3: 1,
-    DType.FLOAT8_E5M2: 1,
-    DType.UINT32: 4,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-    DType.UINT16: 2,
-    DType.INT16: 2,
-    DType.INT32: 4,
-    DType.UINT64: 8,
-    DType.INT64: 8,
-    DType.FLOAT64: 8,
+_FORMS = {  # bytes an element, and the name
+    DType.FLOAT16: (2, "F16"),
+    DType.FLOAT32: (4, "F32"),
+    DType.INT8: (1, "I8"),
+    DType.BFLOAT16: (2, "BF16"),
+    DType.FLOAT8_E4M3: (1, "F8_E4M3"),
+    DType.FLOAT8_E5M2: (1, "F8_E5M2"),
+    DType.UINT32: (4, "U32"),
+    DType.UINT8: (1, "U8"),
+    DType.BOOL: (1, "BOOL"),
+    DType.UINT16: (2, "U16"),
+    DType.INT16: (2, "I16"),
+    DType.INT32: (4, "I32"),
+    DType.UINT64: (8, "U64"),
+    DType.INT64: (8, "I64"),
+    DType.FLOAT64: (8, "F64"),
 }
 ALLOWED_DTYPES = ", ".join(f"{d.value} {d.name.lower()}" for d in DType)
 

@@ -20,7 +20,9 @@ async def index(request: Request) -> Response:
     """All agents."""
     service, tenant = _asked(request)
     found = await asyncio.to_thread(service.engine.store.agents)
-    return JSONResponse({"object": "list", "data": [_shown(info, tenant) for info in found if _is_of(tenant, info)]})
+    return JSONResponse(
+        {"object": "list", "data": [_shown(info, tenant) for info in found if tenant.given(info.agent_id)]}
+    )
 
 
 async def show(request: Request) -> Response:
@@ -74,7 +76,7 @@ ROUTES = [
 
 def _asked(request: Request) -> tuple[Service, Tenant]:
     service: Service = request.app.state.service
-    return service, service.tenant(request)
+    return service, service.tokens.tenant(request)
 
 
 async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
@@ -83,10 +85,6 @@ async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
     if not info:
         raise _unknown(given)
     return _shown(info, tenant)
-
-
-def _is_of(tenant: Tenant, info: AgentInfo) -> bool:
-    return tenant.given(info.agent_id) is not None
 
 
 def _shown(info: AgentInfo, tenant: Tenant) -> dict[str, Any]:

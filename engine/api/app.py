@@ -34,11 +34,11 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
     started = int(time.time())
 
     async def models(request: Request) -> Response:
-        service.tenant(request)
+        service.tokens.tenant(request)
         return JSONResponse({"object": "list", "data": [_model(service.model_id, started)]})
 
     async def model(request: Request) -> Response:
-        service.tenant(request)
+        service.tokens.tenant(request)
         service.check_model(request.path_params["model"])
         return JSONResponse(_model(service.model_id, started))
 
@@ -49,7 +49,7 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
         return _health(service.ready)
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.exposition(service.who(request)), media_type=EXPOSITION)
+        return Response(service.metrics.exposition(service.tokens.who(request)), media_type=EXPOSITION)
 
     app = Starlette(
         routes=[

@@ -19,7 +19,7 @@ from engine.api.worker import Prompt
 async def chat(request: Request) -> Response:
     """The next message of a conversation."""
     service: Service = request.app.state.service
-    tenant = service.tenant(request)
+    tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
     service.check_model(body.model)
     prompts = service.prompts
@@ -34,7 +34,7 @@ async def chat(request: Request) -> Response:
 async def complete(request: Request) -> Response:
     """The continuation of a text."""
     service: Service = request.app.state.service
-    tenant = service.tenant(request)
+    tenant = service.tokens.tenant(request)
     body = await service.parsed(CompletionBody, request)
     service.check_model(body.model)
     tokens = await unless_gone(request, service.prompts.of_text(body.prompt))

@@ -24,7 +24,7 @@ async def page(request: Request) -> Response:
 async def events(request: Request) -> Response:
     """What happens here, to whoever may see it."""
     service: Service = request.app.state.service
-    tenant = service.tenant(request)
+    tenant = service.tokens.tenant(request)
     if service.watching.watchers >= MOST_WATCHERS:
         raise ApiError(503, f"{MOST_WATCHERS} pages are shown already, as many as may", retry_after=10)
     told = service.watching.events(service.engine, tenant)

@@ -44,11 +44,11 @@ class Service:
     def __init__(self, worker: EngineThread, model_id: str, tokens: Tokens, limits: Limits) -> None:
         self.worker = worker
         self.model_id = model_id
+        self.tokens = tokens
         self.limits = limits
         self.metrics = Metrics(lambda: worker.pending)
         self.watching = Watching(worker)
         self.closing = False
-        self._tokens = tokens
         self._parser = ThreadPoolExecutor(1, "bodies")
         self._engine: Engine | None = None
         self._prompts: Prompts | None = None
@@ -86,14 +86,6 @@ class Service:
         assert self.engine
         assert self._prompts
         return self._prompts
-
-    def tenant(self, request: Request) -> Tenant:
-        """See `Tokens.tenant`."""
-        return self._tokens.tenant(request)
-
-    def who(self, request: Request) -> Tenant:
-        """See `Tokens.who`."""
-        return self._tokens.who(request)
 
     async def body(self, request: Request) -> bytes:
         """The request's body. Raises ApiError if it is too long or too slow."""

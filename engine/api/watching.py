@@ -16,7 +16,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from engine.agent_engine import AgentEngine, Answer, JobProgress
-from engine.api.auth import Tenant
+from engine.api.auth import Tenant, tenant_of
 from engine.api.worker import EngineThread
 from engine.startup import Engine
 from engine.tiers.store import AgentInfo
@@ -81,8 +81,8 @@ class Watching:
 
     def answered(self, answer: Answer, *, kept: bool) -> None:
         """Remember it for a while; `kept`: it is an agent's."""
-        tenant, given = _of(answer.agent_id)
-        seen = self._tenants.setdefault(tenant, _Tenancy())
+        tenant = Tenant(tenant_of(answer.agent_id))
+        seen = self._tenants.setdefault(tenant.name, _Tenancy())
         reuse, totals = answer.reuse, seen.totals
         totals.answers += 1
         totals.prompt += answer.prompt_tokens
@@ -92,7 +92,7 @@ class Watching:
             Answered(
                 totals.answers,
                 time.time(),
-                given if kept else None,
+                tenant.given(answer.agent_id) if kept else None,
                 answer.prompt_tokens,
                 reuse.tokens,
                 reuse.tier,
@@ -167,12 +167,6 @@ def _progress_of(engine: Engine) -> list[JobProgress]:
 
 def _progress(progress: JobProgress, given: str) -> dict[str, Any]:
     return asdict(progress) | {"agent_id": given if progress.kept else None, "stage": progress.stage.name.lower()}
-
-
-def _of(agent_id: str) -> tuple[str, str]:
-    """An agent's tenant, and its name within the tenant."""
-    given, _, tenant = agent_id.rpartition("@") if "@" in agent_id else (agent_id, "", "")
-    return tenant, given
 
 
 def _shown(agents: Iterable[AgentInfo], tenant: Tenant) -> dict[str, Any]:

@@ -57,21 +57,6 @@ Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16
 VERSION = "1"
 DIRECTORY = Path("~/.agent_memory/caches")
 SUFFIX = ".safetensors"
-_DTYPES = {
-    DType.FLOAT16: "F16",
-    DType.BFLOAT16: "BF16",
-    DType.FLOAT32: "F32",
-    DType.FLOAT64: "F64",
-    DType.BOOL: "BOOL",
-    DType.UINT8: "U8",
-    DType.UINT16: "U16",
-    DType.UINT32: "U32",
-    DType.UINT64: "U64",
-    DType.INT8: "I8",
-    DType.INT16: "I16",
-    DType.INT32: "I32",
-    DType.INT64: "I64",
-}
 NAMES = ("k_layer_{}", "v_layer_{}", "k_layer_{}_scales", "k_layer_{}_biases", "v_layer_{}_scales", "v_layer_{}_biases")
 MAX_TOKENS = 2_000_000  # of a context; a header has no room for more
 _STRIP_COLUMNS = 16  # columns that are transposed at once: their cache lines stay in the CPU's cache
@@ -99,7 +84,7 @@ class _Place(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         heads, rows, dim = self.kept.shape
-        return Tensor(_DTYPES[self.kept.plane.dtype], (heads, dim, rows) if self.transposed else (heads, rows, dim))
+        return Tensor(self.kept.plane.dtype.safetensors, (heads, dim, rows) if self.transposed else (heads, rows, dim))
 
 
 class _GivenUpError(Exception):

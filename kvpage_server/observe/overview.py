@@ -9,11 +9,13 @@ Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO tells litt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, cast
 
 from kvpage_server.observe.asking import Reading, refused, text
+
+F = TypeVar("F")
 
 FIRST_BOUND, LAST_BOUND = 12, 34  # powers of two of nanoseconds: 4 microseconds to 17 seconds
 BOUNDS = tuple(float(f"{2**power / 1e9:.6g}") for power in range(FIRST_BOUND, LAST_BOUND + 1))  # seconds
@@ -21,6 +23,18 @@ BOUNDS = tuple(float(f"{2**power / 1e9:.6g}") for power in range(FIRST_BOUND, LA
 
 class NotAStore(Exception):
     """The server is another Redis; the message says which."""
+
+
+def _of(name: str, default: Any = 0) -> Any:
+    """A field that INFO has under another name."""
+    return field(default=default, metadata={"read": lambda told: type(default)(told.get(name) or default)})
+
+
+def _read(kind: Callable[..., F], told: Mapping[str, str], **others: Any) -> F:
+    """The fields that INFO has, and others."""
+    return kind(
+        **{each.name: each.metadata["read"](told) for each in fields(cast(Any, kind)) if each.metadata}, **others
+    )
 
 
 def hit_ratio(hits: float, misses: float) -> float | None:
@@ -60,12 +74,12 @@ class CallFigures:
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    version: str = ""
-    core: str = ""  # native or python
-    uptime: int = 0  # seconds
-    port: int = 0
-    pid: int = 0
-    store: str = ""  # memory, tiered, or cluster for a gateway
+    version: str = _of("kvpage_version", "")
+    core: str = _of("page_core", "")  # native or python
+    uptime: int = _of("uptime_in_seconds")  # seconds
+    port: int = _of("tcp_port")
+    pid: int = _of("process_id")
+    store: str = _of("page_store", "")  # memory, tiered, or cluster for a gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +87,40 @@ class MemoryFigures:
     """Bytes. `used` counts against `limit` (0: none). `live`, `spare` and `fragmentation` together are the arena: slots
     in use, chunks kept for the next values, and free slots between those in use."""
 
-    used: int = 0
-    peak: int = 0
-    limit: int = 0
-    policy: str = ""
-    live: int = 0
-    spare: int = 0
+    used: int = _of("used_memory")
+    peak: int = _of("used_memory_peak")
+    limit: int = _of("maxmemory")
+    policy: str = _of("maxmemory_policy", "")
+    live: int = _of("arena_used")
+    spare: int = _of("arena_spare")
     fragmentation: int = 0
-    in_flight: int = 0  # held by connections: incomplete commands, unread replies
-    resident: int = 0  # of the process
+    in_flight: int = _of("mem_clients_normal")  # held by connections: incomplete commands, unread replies
+    resident: int = _of("used_memory_rss")  # of the process
 
 
 @dataclass(frozen=True, slots=True)
 class ContentFigures:
-    requests: int = 0
-    blocks: int = 0
+    requests: int = _of("requests")
+    blocks: int = _of("blocks")
     keys: int = 0
     expiring: int = 0  # keys that have a time to live
-    protected: int = 0  # blocks leased or pinned
-    protected_bytes: int = 0
+    protected: int = _of("leased_or_pinned")  # blocks leased or pinned
+    protected_bytes: int = _of("leased_or_pinned_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficFigures:
     """Commands, bytes and reads so far."""
 
-    commands: int = 0
-    errors: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    hits: int = 0
-    misses: int = 0
-    expired: int = 0  # keys
-    evicted: int = 0  # keys
-    commands_per_second: int = 0  # of the last second, as the server measures it
+    commands: int = _of("total_commands_processed")
+    errors: int = _of("total_error_replies")
+    bytes_in: int = _of("total_net_input_bytes")
+    bytes_out: int = _of("total_net_output_bytes")
+    hits: int = _of("keyspace_hits")
+    misses: int = _of("keyspace_misses")
+    expired: int = _of("expired_keys")  # keys
+    evicted: int = _of("evicted_keys")  # keys
+    commands_per_second: int = _of("instantaneous_ops_per_sec")  # of the last second, as the server measures it
 
     @property
     def hit_ratio(self) -> float | None:
@@ -116,11 +130,11 @@ class TrafficFigures:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFigures:
-    now: int = 0
-    limit: int = 0
-    so_far: int = 0
-    rejected: int = 0
-    blocked: int = 0
+    now: int = _of("connected_clients")
+    limit: int = _of("maxclients")
+    so_far: int = _of("total_connections_received")
+    rejected: int = _of("rejected_connections")
+    blocked: int = _of("blocked_clients")
     closed: Mapping[str, int] = field(default_factory=dict)  # by the server, by reason
     denied: Mapping[str, int] = field(default_factory=dict)  # by the ACL, by kind: auth, cmd, key, channel
 
@@ -129,22 +143,22 @@ class ConnectionFigures:
 class DiskFigures:
     """The tier below memory."""
 
-    values: int = 0
-    bytes: int = 0
-    file_bytes: int = 0
-    limit: int = 0
-    waiting_bytes: int = 0
-    unsaved: int = 0  # changes that a crash would cost
-    write_errors: int = 0
-    failing: str = ""  # why writes fail now
-    fetched: int = 0
-    dropped: int = 0  # values that left memory and stay on disk
-    evicted: int = 0
-    corrupt: int = 0
-    repaired: int = 0
-    quarantined: int = 0
-    scrubbed_bytes: int = 0
-    scrub_rounds: int = 0
+    values: int = _of("disk_values")
+    bytes: int = _of("disk_bytes")
+    file_bytes: int = _of("disk_file_bytes")
+    limit: int = _of("maxdisk")
+    waiting_bytes: int = _of("disk_waiting_bytes")
+    unsaved: int = _of("rdb_changes_since_last_save")  # changes that a crash would cost
+    write_errors: int = _of("disk_write_errors")
+    failing: str = _of("disk_failing", "")  # why writes fail now
+    fetched: int = _of("disk_fetched")
+    dropped: int = _of("disk_dropped_from_memory")  # values that left memory and stay on disk
+    evicted: int = _of("disk_evicted")
+    corrupt: int = _of("disk_corrupt")
+    repaired: int = _of("disk_repaired")
+    quarantined: int = _of("disk_quarantined")
+    scrubbed_bytes: int = _of("scrubbed_bytes")
+    scrub_rounds: int = _of("scrub_rounds")
     commits: CallFigures = CallFigures()
     fetches: CallFigures = CallFigures()
 
@@ -199,62 +213,31 @@ def parse(info: str) -> Overview:
     told = dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
     if "kvpage_version" not in told:
         raise NotAStore(f"{told.get('redis_mode', 'some')} Redis {told.get('redis_version', '')}".strip())
-    number = partial(_number, told)
+
+    def number(name: str) -> int:
+        return int(told.get(name) or 0)
 
     def numbers(prefix: str) -> dict[str, int]:
         return {name.removeprefix(prefix): int(value) for name, value in told.items() if name.startswith(prefix)}
 
-    def fields(prefix: str) -> dict[str, dict[str, str]]:
+    def groups(prefix: str) -> dict[str, dict[str, str]]:
         return {name.removeprefix(prefix): _fields(value) for name, value in told.items() if name.startswith(prefix)}
 
     keys = _fields(told.get("db0", ""))
     return Overview(
         at=number("server_time_usec") / 1e6,
         everything="used_memory" in told,
-        server=ServerFigures(
-            told["kvpage_version"],
-            told.get("page_core", ""),
-            number("uptime_in_seconds"),
-            number("tcp_port"),
-            number("process_id"),
-            told.get("page_store", ""),
-        ),
-        memory=MemoryFigures(
-            used=number("used_memory"),
-            peak=number("used_memory_peak"),
-            limit=number("maxmemory"),
-            policy=told.get("maxmemory_policy", ""),
-            live=number("arena_used"),
-            spare=number("arena_spare"),
+        server=_read(ServerFigures, told),
+        memory=_read(
+            MemoryFigures,
+            told,
             fragmentation=number("arena_held") - number("arena_used") - number("arena_spare"),
-            in_flight=number("mem_clients_normal"),
-            resident=number("used_memory_rss"),
         ),
-        contents=ContentFigures(
-            number("requests"),
-            number("blocks"),
-            int(keys.get("keys", 0)),
-            int(keys.get("expires", 0)),
-            number("leased_or_pinned"),
-            number("leased_or_pinned_bytes"),
-        ),
-        traffic=TrafficFigures(
-            commands=number("total_commands_processed"),
-            errors=number("total_error_replies"),
-            bytes_in=number("total_net_input_bytes"),
-            bytes_out=number("total_net_output_bytes"),
-            hits=number("keyspace_hits"),
-            misses=number("keyspace_misses"),
-            expired=number("expired_keys"),
-            evicted=number("evicted_keys"),
-            commands_per_second=number("instantaneous_ops_per_sec"),
-        ),
-        connections=ConnectionFigures(
-            number("connected_clients"),
-            number("maxclients"),
-            number("total_connections_received"),
-            number("rejected_connections"),
-            number("blocked_clients"),
+        contents=_read(ContentFigures, told, keys=int(keys.get("keys", 0)), expiring=int(keys.get("expires", 0))),
+        traffic=_read(TrafficFigures, told),
+        connections=_read(
+            ConnectionFigures,
+            told,
             closed={reason: number(name) for reason, name in _CLOSED.items()},
             denied=numbers("acl_access_denied_"),
         ),
@@ -262,14 +245,21 @@ def parse(info: str) -> Overview:
         evictions=tuple(
             EvictionFigures(*name.rpartition("_")[::2], count) for name, count in numbers("evictions_").items()
         ),
-        families={name: _calls(found) for name, found in fields("familystat_").items()},
-        commands={name: _calls(found) for name, found in fields("cmdstat_").items()},
-        errors={name: int(found["count"]) for name, found in fields("errorstat_").items()},
+        families={name: _calls(found) for name, found in groups("familystat_").items()},
+        commands={name: _calls(found) for name, found in groups("cmdstat_").items()},
+        errors={name: int(found["count"]) for name, found in groups("errorstat_").items()},
         quotas=tuple(
             QuotaFigures(found["pattern"], int(found["limit"]), int(found["bytes"]), int(found["evicted_keys"]))
-            for found in fields("quota").values()
+            for found in groups("quota").values()
         ),
-        disk=_disk(told) if "disk_values" in told else None,
+        disk=_read(
+            DiskFigures,
+            told,
+            commits=_calls(_fields(told.get("disk_commit_times", ""))),
+            fetches=_calls(_fields(told.get("disk_fetch_times", ""))),
+        )
+        if "disk_values" in told
+        else None,
     )
 
 
@@ -295,32 +285,4 @@ def _calls(found: Mapping[str, str]) -> CallFigures:
         failed=int(found.get("failed_calls", 0)),
         rejected=int(found.get("rejected_calls", 0)),
         within=tuple(map(int, found["within"].split("/"))) if found.get("within") else (),
-    )
-
-
-def _number(told: Mapping[str, str], name: str) -> int:
-    return int(told.get(name) or 0)
-
-
-def _disk(told: Mapping[str, str]) -> DiskFigures:
-    number = partial(_number, told)
-    return DiskFigures(
-        values=number("disk_values"),
-        bytes=number("disk_bytes"),
-        file_bytes=number("disk_file_bytes"),
-        limit=number("maxdisk"),
-        waiting_bytes=number("disk_waiting_bytes"),
-        unsaved=number("rdb_changes_since_last_save"),
-        write_errors=number("disk_write_errors"),
-        failing=told.get("disk_failing", ""),
-        fetched=number("disk_fetched"),
-        dropped=number("disk_dropped_from_memory"),
-        evicted=number("disk_evicted"),
-        corrupt=number("disk_corrupt"),
-        repaired=number("disk_repaired"),
-        quarantined=number("disk_quarantined"),
-        scrubbed_bytes=number("scrubbed_bytes"),
-        scrub_rounds=number("scrub_rounds"),
-        commits=_calls(_fields(told.get("disk_commit_times", ""))),
-        fetches=_calls(_fields(told.get("disk_fetch_times", ""))),
     )

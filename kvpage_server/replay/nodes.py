@@ -14,7 +14,7 @@ from kvpage_server.replay.simulate import Outcome, count_hits, enter
 from kvpage_server.replay.trace import TracedPrompt
 from kvpage_server.segments import first_of
 from kvpage_server.slot_map import SLOTS, slot_of
-from kvpage_server.store.eviction.policy import Policy
+from kvpage_server.store.eviction.queues import Queues
 
 SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
 
@@ -57,7 +57,7 @@ def _over_mean(counts: list[int]) -> float:
 
 
 def simulate_nodes(
-    make: Callable[[], Policy],
+    make: Callable[[], Queues],
     trace: Sequence[TracedPrompt],
     capacity: int,
     nodes: int,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpage_server.replay.trace import TracedPrompt
-from kvpage_server.store.eviction.policy import Policy
+from kvpage_server.store.eviction.queues import Queues
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Outcome:
 Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # of a trace with room for so many blocks
 
 
-def simulate(make: Callable[[], Policy], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
+def simulate(make: Callable[[], Queues], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
     """The outcome of a trace under a policy, with room for `capacity` blocks."""
     policy, outcome = make(), Outcome()
     there: set[bytes] = set()
@@ -40,7 +40,7 @@ def simulate(make: Callable[[], Policy], trace: Sequence[TracedPrompt], capacity
     return outcome
 
 
-def enter(policy: Policy, there: set[bytes], blocks: list[bytes], second: int, capacity: int, outcome: Outcome) -> None:
+def enter(policy: Queues, there: set[bytes], blocks: list[bytes], second: int, capacity: int, outcome: Outcome) -> None:
     """Store the blocks of a prompt, evicting others if necessary."""
     policy.now = second
     new = [block for block in blocks if block not in there]
@@ -55,7 +55,7 @@ def enter(policy: Policy, there: set[bytes], blocks: list[bytes], second: int, c
     policy.follows(blocks)
 
 
-def _evict(policy: Policy, there: set[bytes], most: int) -> int:
+def _evict(policy: Queues, there: set[bytes], most: int) -> int:
     """Evict blocks until at most `most` are left. Returns how many were evicted."""
     before = len(there)
     if before > most:

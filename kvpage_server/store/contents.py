@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from kvpage_server.core import Arena
+from kvpage_server.core.rows import bit_of, row_of
 from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
 from kvpage_server.store.eviction.evictor import Evictor
 from kvpage_server.store.eviction.expiry import Expirer
@@ -209,7 +210,8 @@ class Contents:
         if new is not None and new.unit is block:
             return
         name = PageKey.parse(key)
-        self.ghosts.page_went(block, name.layer, name.head, name.kv_type, _REASONS.get(event, event))
+        row = row_of(name.layer, name.head, name.kv_type)
+        self.ghosts.remember(block, {row: bit_of(name.head)}, _REASONS.get(event, event))
         block.discard(name.layer, name.head, name.kv_type)
         if self.evictor.quotas is not None:
             self.evictor.quotas.grew(block, -HEADER_SIZE - old.size)
@@ -225,7 +227,7 @@ class Contents:
         self.index.remove(block)
         self.evictor.units.removed(block)
         self.leases.removed(block)
-        self.ghosts.block_went(block, reason or _REASONS[event], self._who(block, event, reason))
+        self.ghosts.remember(block, block.rows, reason or _REASONS[event], self._who(block, event, reason))
         keys = list(block.page_keys()) if self.on_block is not None else []
         self.expirer.keys -= self.catalogue.take_pages(block)
         block.extent = None  # those who still look at the block do not keep its memory

@@ -247,7 +247,7 @@ class Keyspace:
             stay = rows_of(coming)
             gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
             if gone:
-                self.ghosts.pages_went(block, gone, "overwritten")
+                self.ghosts.remember(block, gone, "overwritten")
         had = self._expiries(block) if self.contents.on_block is not None else {}
         self.contents.expirer.keys -= self._catalogue.take_pages(block)
         self.contents.grow(block, -block.footprint)

@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.api.openai.errors import invalid
 from engine.api.openai.schema import ChatBody, Message, Tool
+from engine.generation.tokens import encode
 from engine.spec import ModelCacheSpec
 
 SHORT = 1000  # characters, made in half a millisecond
@@ -94,7 +95,7 @@ class Prompts:
     def _of_text(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             self._check_length([prompt], "prompt")
-            return self._fitting(self._encode(prompt), "prompt")
+            return self._fitting(encode(self._tokenizer, prompt), "prompt")
         if prompt and (largest := max(prompt)) >= self._spec.vocab_size:
             raise invalid(f"prompt: token ids are 0 to {self._spec.vocab_size - 1}, got {largest}", "prompt")
         return self._fitting(list(prompt), "prompt")
@@ -103,11 +104,9 @@ class Prompts:
         """Refuse a text that is much too long, without looking at all of it."""
         limit = LETTERS_A_TOKEN * (self._spec.context or 0)
         if limit and sum(map(len, texts)) > limit:
-            self._fitting(self._encode("".join(text[:limit] for text in texts)[:limit]), param, least="at least ")
-
-    def _encode(self, text: str) -> list[int]:
-        bos = self._tokenizer.bos_token
-        return list(self._tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
+            self._fitting(
+                encode(self._tokenizer, "".join(text[:limit] for text in texts)[:limit]), param, least="at least "
+            )
 
     def _fitting(self, tokens: list[int], param: str, least: str = "") -> list[int]:
         if not tokens:

@@ -20,24 +20,6 @@ T = TypeVar("T")
 
 FOREVER = -1  # what PTTL says of a key without an expiry
 
-SAFETENSORS_DTYPE = {
-    DType.FLOAT16: "F16",
-    DType.FLOAT32: "F32",
-    DType.INT8: "I8",
-    DType.BFLOAT16: "BF16",
-    DType.FLOAT8_E4M3: "F8_E4M3",
-    DType.FLOAT8_E5M2: "F8_E5M2",
-    DType.UINT32: "U32",
-    DType.UINT8: "U8",
-    DType.BOOL: "BOOL",
-    DType.UINT16: "U16",
-    DType.INT16: "I16",
-    DType.INT32: "I32",
-    DType.UINT64: "U64",
-    DType.INT64: "I64",
-    DType.FLOAT64: "F64",
-}
-
 
 class Geometry(NamedTuple):
     """What all pages of a tensor have in common."""
@@ -86,7 +68,7 @@ class PageTensor:
     @property
     def element(self) -> str:
         """The tensor's element type, as safetensors spells it."""
-        return SAFETENSORS_DTYPE[self.geometry.dtype] if self.fits else "U8"
+        return self.geometry.dtype.safetensors if self.fits else "U8"
 
     @property
     def shape(self) -> list[int]:

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from kvpage_server.page import checksum
+from kvpage_server.page import DType, checksum
 from kvpage_server.snapshot.errors import BadFile
-from kvpage_server.snapshot.format.entries import SAFETENSORS_DTYPE, Entry, entry_of
+from kvpage_server.snapshot.format.entries import Entry, entry_of
 from kvpage_server.system.durable import replacing
 
 FORMAT = "kvpage-dump"
@@ -31,7 +31,7 @@ VERSION = "1"
 MAX_HEADER = 100_000_000  # bytes: what safetensors' own readers take
 _ALIGNMENT = 64
 _NO_DIGEST = "0" * 16
-_ITEMSIZE = {name: dtype.itemsize for dtype, name in SAFETENSORS_DTYPE.items()}
+_ITEMSIZE = {dtype.safetensors: dtype.itemsize for dtype in DType}
 _GATHER = 512  # pieces in one writev; IOV_MAX is 1024
 
 

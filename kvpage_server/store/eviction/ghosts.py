@@ -41,18 +41,8 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def page_went(self, block: Block, layer: int, head: int, kv_type: int, reason: str) -> None:
-        self._remember(block, {row_of(layer, head, kv_type): bit_of(head)}, reason, "")
-
-    def block_went(self, block: Block, reason: str, by: str) -> None:
-        """A block is gone with all its pages."""
-        self._remember(block, block.rows, reason, by)
-
-    def pages_went(self, block: Block, rows: Mapping[int, int], reason: str) -> None:
+    def remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str = "") -> None:
         """Some pages of a block, in rows, are gone."""
-        self._remember(block, rows, reason, "")
-
-    def _remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str) -> None:
         name = (block.req_id, block.page)
         ghosts = self._blocks.pop(name, None)
         if ghosts is None:

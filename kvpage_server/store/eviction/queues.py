@@ -11,13 +11,13 @@ Units that were not taken over yet are the first to go. The change itself costs 
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvpage_server.core import Columns, enter, use_again
-from kvpage_server.store.eviction.policy import Policy, Unit
+from kvpage_server.store.eviction.policy import Unit
 
 NOBODY = 0  # no place
 QUEUES = 5  # of a policy, at the most
@@ -28,11 +28,11 @@ _LOOKED_AT = 10_000  # places at once, in a millisecond or two
 Moved = list[tuple[int, int, int]]  # from which queue and slot of time, how many in a row
 
 
-class Queues(Policy):
-    """Units at their places. A policy chooses a unit's queue, and the order in which they go: see `Policy`."""
+class Queues(ABC):
+    """Units at their places. A policy chooses a unit's queue, and the order in which they go."""
 
     def __init__(self) -> None:
-        self.now = 0
+        self.now = 0  # unix seconds, kept by the owner, since reading the clock would cost more than noting a use
         self.reset()
 
     def reset(self) -> None:
@@ -63,22 +63,34 @@ class Queues(Policy):
         return len(self._places)
 
     def __iter__(self) -> Iterator[Unit]:
+        """Every unit, in the order of use as far as it is known."""
         return iter(self._places)
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._places
 
+    @abstractmethod
+    def used(self, unit: Unit) -> None:
+        """The unit was written or read."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[Unit]:
+        """The units in the order they should go. One that still exists when the next is asked for is spared."""
+
     def idle(self, unit: Unit) -> int:
+        """Seconds since a unit's last use."""
         return self.now - self._at[self._places[unit]]
 
     def used_all(self, units: list[Unit]) -> None:
+        """These units were written or read, in this order."""
         for unit in units:
             self.used(unit)
 
-    def follows(self, units: Sequence[Unit]) -> None:
-        """To most policies it makes no difference."""
+    def follows(self, units: Sequence[Unit]) -> None:  # noqa: B027 - most policies ignore it
+        """Each of these extends the one before it, without which it is useless. An unknown unit ends a run."""
 
     def removed(self, unit: Unit) -> None:
+        """The unit was deleted or has expired, if it is known."""
         place = self._places.pop(unit, None)
         if place is not None:
             self.leave(place)
@@ -86,6 +98,7 @@ class Queues(Policy):
             self._give_back(place)
 
     def evicted(self, unit: Unit) -> None:
+        """The unit, if it is known, was evicted."""
         self.removed(unit)
 
     def leave(self, place: int) -> None:
@@ -96,6 +109,7 @@ class Queues(Policy):
             self._unlink(place)
 
     def clear(self) -> dict[Unit, Any]:
+        """Forget everything. Returns what there was."""
         old = self._places
         self.reset()
         return old

@@ -149,7 +149,7 @@ def test_ghosts_are_bounded_and_say_since_when_they_know() -> None:
         block = Block(b"r%d" % (page % 10), page)
         for head, kv_type in ((0, 0), (1, 0), (0, 1), (1, 1)):
             block.add(0, head, kv_type)
-        ghosts.block_went(block, "evicted", "allkeys-lru")
+        ghosts.remember(block, block.rows, "evicted", "allkeys-lru")
         assert len(ghosts) <= 20
         time.sleep(0.0001)
     assert ghosts.of_page(b"r9", 0, 1, 999, 1).reason == "evicted"

@@ -18,7 +18,7 @@ from stored_pages import set_block
 from kvpage_server.page import unix_ms
 from kvpage_server.store.eviction.lru import LRU
 from kvpage_server.store.eviction.policies import POLICIES
-from kvpage_server.store.eviction.policy import Policy, Unit
+from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import Queues, successor
 from kvpage_server.store.eviction.s3fifo import S3FIFO
@@ -28,7 +28,7 @@ from kvpage_server.store.memory_limit import MOST_LEAVE
 KINDS: list[type[Queues]] = [LRU, S3FIFO, Prefix]
 
 
-def evict(policy: Policy, count: int = 1) -> list[Unit]:
+def evict(policy: Queues, count: int = 1) -> list[Unit]:
     gone = []
     for unit in islice(policy.victims(), max(count, 0)):
         policy.evicted(unit)
@@ -36,7 +36,7 @@ def evict(policy: Policy, count: int = 1) -> list[Unit]:
     return gone
 
 
-def write(policy: Policy, *units: bytes) -> None:
+def write(policy: Queues, *units: bytes) -> None:
     for unit in units:
         policy.used(unit)
     policy.follows(units)
