@@ -280,7 +280,9 @@ class Audit:
             if cell is None or 0 < cell.expires <= found.at or cell in overdue:
                 return True
             return key in self._gone or self._may_be_lost(cell)
-        if cell is None or not agrees(cell.string, found.value):
+        if cell is None:  # or what was due then, and is not by the clock of now
+            return any(self._is(key, value) for value in self._overdue.get(key, []))
+        if not agrees(cell.string, found.value):
             return False
         if found.expires == _GONE:
             return 0 < cell.expires <= found.expires_at
@@ -293,6 +295,9 @@ class Audit:
         return cell is not None and (b"records" in rotted or (b"pieces" in rotted and cell.size >= _MAY_ROT))
 
     def _believe(self, state: dict[bytes, Cell]) -> None:
+        for key, found in self._found.items():
+            if found.value is not None and state.get(key) is None:  # what was due, and is not any more
+                state[key] = next((value for value in self._overdue.get(key, []) if self._is(key, value)), None)
         self._judge.model.store.keys = {key: cell for key, cell in state.items() if cell is not None}
 
     def _alive(self, key: bytes, store: Any) -> Any:

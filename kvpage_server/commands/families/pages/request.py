@@ -137,6 +137,8 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
                 yield ()
                 continue
             for keys in keys_in(block):
+                if block.extent is not None:
+                    break  # it was stored whole meanwhile, after what is deleted
                 removed += sum(map(keyspace.delete, keys))
                 yield ()
         yield removed
@@ -210,10 +212,9 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
         blocks, checked, unchecked = (yield from named_blocks(client, args[0], args[1:])), 0, 0
         corrupt: list[bytes] = []
         for block in _still_there(keyspace, blocks):
-            lost = yield from _fetch(client, block)
-            checked += len(lost)
-            corrupt += lost
-            if block.extent is not None:
+            keys = yield from _keys_on_disk(client, block)
+            yield from fetched(client, partial(_values_of, block), touches=client.touches)
+            if block.extent is not None:  # in memory until the next step
                 intact = yield from _check_extent(block.extent)
                 checked += block.pages if intact is not None else 0
                 unchecked += block.pages if intact is None else 0
@@ -222,6 +223,9 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                     keyspace.remove_block(block, "del", "corrupt")
                 yield ()
                 continue
+            lost = yield from _lost(keyspace, keys)
+            checked += len(lost)
+            corrupt += lost
             for key in chain.from_iterable(keys_in(block)):
                 yield from fetched(client, partial(_value_of, key), touches=client.touches)
                 page = keyspace.find(key)
@@ -240,21 +244,27 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
-    """Have a block in memory, in steps; the keys of its pages that are not on disk what was stored."""
-    if client.server.tiered is None:
-        return []
-    ghosts, parts, gone = client.keyspace.ghosts, list[list[bytes]](), list[PageKey]()
-    for some in keys_in(block):
-        parts.append(some)
+def _keys_on_disk(client: Client, block: Block) -> Steps[list[list[bytes]]]:
+    """The keys of a block's pages, in steps, if there is a disk that these may be on."""
+    keys: list[list[bytes]] = []
+    for some in keys_in(block) if client.server.tiered is not None else ():
+        keys.append(some)
         yield ()
-    name = block.req_id, block.page
-    yield from fetched(client, lambda tiered: tiered.needs.blocks_at([name]), touches=client.touches)
-    for some in parts:
-        gone += [PageKey.parse(key) for key in some if client.keyspace.find(key) is None]
+    return keys
+
+
+def _lost(keyspace: Keyspace, keys: list[list[bytes]]) -> Steps[list[bytes]]:
+    """The keys, in steps, of pages that are not on disk what was stored, and were removed when that was found."""
+    ghosts, gone = keyspace.ghosts, list[PageKey]()
+    for some in keys:
+        gone += [PageKey.parse(key) for key in some if keyspace.find(key) is None]
         yield ()
     ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
     return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
+
+
+def _values_of(block: Block, tiered: DiskTier) -> Iterator[Needed]:
+    return tiered.needs.blocks_at([(block.req_id, block.page)])
 
 
 def _value_of(key: bytes, tiered: DiskTier) -> Iterator[Needed]:

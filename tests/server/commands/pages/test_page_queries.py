@@ -255,6 +255,20 @@ def test_a_block_of_very_many_pages_by_themselves_is_deleted_in_small_steps() ->
     assert len(here.keyspace) == 0
 
 
+def test_a_block_that_is_stored_whole_while_its_pages_are_deleted_is_whole() -> None:
+    here, count = Here(), 2000
+    described = [word for i in range(count) for word in (b"r", b"%d" % i, b"0", b"0", b"0", *b"8 1 1 0 x".split())]
+    here.call("KVPAGEMSET", count, *described)
+    deleting = steps_of(here, [b"KVPAGEDEL", b"r"])
+    said = next(deleting)[1]
+    while here.keyspace.block(b"r", 0).pages == count:
+        said += next(deleting)[1]
+    assert here.call("KVBLOCKSET", "r", 0, count, 1, 1, 0, 1, 0, 8, 1, bytes(count)) == b"+OK\r\n"
+    said += b"".join(words for _, words in deleting)
+    assert 0 < int(said.removeprefix(b":")) < count
+    assert here.call("KVBLOCKGET", "r", 0) == b"$%d\r\n%b\r\n" % (count, bytes(count))
+
+
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("order", ["a block", "a block each", "a block stored whole", "absent", "every other absent"])
 def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:

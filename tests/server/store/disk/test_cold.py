@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -391,3 +392,28 @@ def test_to_find_that_blocks_wait_to_be_written_costs_little_however_many_pages_
 
     asyncio.run(make_room())
     assert spelt < 20 * 10
+
+
+def test_a_block_that_leaves_memory_while_others_read_is_verified(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", "allkeys-lru") as (server, client):
+        shape = (1, 4096, 1, 0, 1, 0, 8, 256)  # of many pages: a verification has many steps
+        for seed in range(2):
+            client.execute_command("KVBLOCKSET", "v", seed, *shape, body(MB, seed))
+        for seed in range(6):
+            client.set(f"s{seed}", body(MB // 2, seed))
+        done = Event()
+
+        def read() -> None:
+            with server.client() as mine:
+                while not done.is_set():
+                    for seed in range(6):
+                        mine.get(f"s{seed}")
+
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            try:
+                for _ in range(20):
+                    assert client.execute_command("KVPAGEVERIFY", "v")[b"checked"] == 2 * 4096
+            finally:
+                done.set()
+            reading.result()
