@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-p
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NO_CHROMIUM = "chromium is not installed (Debian: chromium)"
+FRAME = 50.0  # milliseconds that a task may take: more is felt
+DRIVEN = "blink.mojom.DevToolsSession"  # by which Playwright drives a page
 WITHIN = 60_000  # milliseconds, for what is going to be shown
 SERIOUS = ("serious", "critical")
 
@@ -62,3 +64,42 @@ def fits_a_phone(page: Any) -> None:
     """Whether nobody has to scroll the page sideways."""
     page.set_viewport_size({"width": 390, "height": 844})
     page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=10_000)
+
+
+def stays_fluid(page: Any, work: Callable[[], object]) -> bool:
+    """Whether no task takes longer than a frame. What others on the machine do only adds to the time of a task, so the
+    best of three times counts."""
+
+    def longest() -> float:
+        with busy(page) as tasks:
+            work()
+        return max(tasks)
+
+    return any(longest() < FRAME for _ in range(3))
+
+
+@contextmanager
+def busy(page: Any) -> Iterator[list[float]]:
+    """Milliseconds of processor time that each task of a page's main thread takes meanwhile: scripts, style, layout and
+    painting. What Playwright itself does in the page is left out."""
+    tracing = page.context.browser.new_browser_cdp_session()
+    events: list[dict[str, Any]] = []
+    ended: list[bool] = []
+    tracing.on("Tracing.dataCollected", lambda told: events.extend(told["value"]))
+    tracing.on("Tracing.tracingComplete", lambda _: ended.append(True))
+    config = {"includedCategories": ["toplevel", "blink.user_timing"]}
+    tracing.send("Tracing.start", {"transferMode": "ReportEvents", "traceConfig": config})
+    page.evaluate("() => { performance.mark('this page') }")
+    took: list[float] = []
+    yield took
+    tracing.send("Tracing.end")
+    while not ended:
+        page.wait_for_timeout(50)
+    tracing.detach()
+    (main,) = {(each["pid"], each["tid"]) for each in events if each["name"] == "this page"}
+    on_main = [each for each in events if (each["pid"], each["tid"]) == main and "tdur" in each]
+    ours = [each["ts"] for each in on_main if DRIVEN in str(each.get("args"))]
+    tasks = [each for each in on_main if each["name"] == "ThreadControllerImpl::RunTask"]
+    took += [
+        task["tdur"] / 1000 for task in tasks if not any(task["ts"] <= at <= task["ts"] + task["dur"] for at in ours)
+    ]

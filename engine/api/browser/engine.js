@@ -1,6 +1,6 @@
 // The engine's page: what it hears, it shows. The numbers are the server's; nothing is remembered here.
 
-import { at, bar, el, first, list, meter, say, soon, themes } from "./dom.js";
+import { at, bar, el, first, list, meter, say, soon, themes, widthOf } from "./dom.js";
 import { ago, bytes, clock, count, median, percent, plural, seconds } from "./format.js";
 import { scatter } from "./charts.js";
 import { listen } from "./events.js";
@@ -31,19 +31,9 @@ listen("/page/events", {
       if (answers.length && data[0].number < answers[0].number) answers = []; // another engine, begun anew
       answers = [...news, ...answers].slice(0, 500);
     }
-    soon(show);
+    soon(...PARTS[name]);
   },
 });
-
-function show() {
-  if (!state) return;
-  showFigures();
-  showTiers();
-  showFirst();
-  showBatch();
-  showAnswers();
-  showAgents();
-}
 
 const reused = () => TIERS.reduce((sum, tier) => sum + (state.totals.reused[tier] ?? 0), 0);
 const computed = () => answers.filter((answer) => !answer.reused);
@@ -104,11 +94,8 @@ function showFirst() {
   const said = kinds.map(([word, those]) => `${word}: ${those.length
     ? `${seconds(median(those.map((answer) => answer.first_seconds)))} in the middle of ${those.length}` : "none"}`);
   const box = at("first");
-  const drawn = JSON.stringify(points) + box.clientWidth;
-  if (box.drawn === drawn) return;
-  box.drawn = drawn;
   box.replaceChildren(scatter(points, {
-    width: Math.max(box.clientWidth, 260),
+    width: Math.max(widthOf(box, showFirst), 260),
     height: 230,
     name: `Time to first token. ${said.join("; ")}.`,
     formatX: count,
@@ -174,7 +161,12 @@ const name = (agent) => el("span", { class: agent === null ? "soft" : "name clip
 const prompt = (each) =>
   bar([[each.tier, each.reused], ["none", each.prompt - each.reused]], each.prompt);
 
-at("agents-find").addEventListener("input", () => soon(show));
-addEventListener("resize", () => soon(show));
+const PARTS = { // what is drawn when something is told
+  state: [showFigures, showTiers, showBatch],
+  answers: [showFigures, showFirst, showAnswers],
+  agents: [showAgents],
+};
+
+at("agents-find").addEventListener("input", () => soon(showAgents));
 themes(at("theme"));
 chat().then((model) => say(at("model"), model));

@@ -1,5 +1,7 @@
 // Elements, made without any HTML: what users have written is text, whatever it says.
 
+import { count } from "./format.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /** An element. Attributes that are functions are listeners, null ones are left out; children are nodes or text. */
@@ -29,17 +31,30 @@ export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Have `parent` show these items, in their order: a node each, made anew only when its key or its content is new. */
+const MADE = 150; // elements that are made in a frame
+
+/** Have `parent` show these items, in their order: a node each, made anew only when its key or its content is new. Where
+ * there are many new ones, the next frames make the rest. */
 export function list(parent, items, key, make) {
   const old = parent.shown ?? new Map();
   const now = new Map();
+  const more = () => parent.items === items && list(parent, items, key, make);
+  parent.items = items;
+  parent.shown = now;
   let before = parent.firstElementChild;
+  let made = 0;
   for (const item of items) {
-    const name = key(item);
+    let name = key(item);
+    while (now.has(name)) name = `${name}+`; // of another item, which calls itself the same
     const content = JSON.stringify(item);
     let entry = old.get(name);
     if (!entry || entry.content !== content) {
+      if (made > MADE) {
+        for (const [each, there] of old) if (!now.has(each)) now.set(each, there);
+        return soon(more);
+      }
       const node = make(item);
+      made += 1 + node.getElementsByTagName("*").length;
       if (entry) {
         if (before === entry.node) before = node;
         entry.node.replaceWith(node);
@@ -51,26 +66,55 @@ export function list(parent, items, key, make) {
     else parent.insertBefore(entry.node, before);
   }
   for (const [name, { node }] of old) if (!now.has(name)) node.remove();
-  parent.shown = now;
+  return null;
 }
 
-const due = new Set();
+const FRAME_MS = 4; // of a frame: what is left waits for the next one
 
-/** Do `work` in the next frame, once however often it is asked for. */
-export function soon(work) {
-  if (!due.size) requestAnimationFrame(() => {
-    const all = [...due];
-    due.clear();
-    for (const each of all) each();
-  });
-  due.add(work);
+const due = new Set();
+let framed = false;
+
+/** Do these in the next frames, each once however often it is asked for. */
+export function soon(...works) {
+  for (const work of works) due.add(work);
+  if (due.size && !framed) requestAnimationFrame(frame);
+  framed = due.size > 0;
+}
+
+function frame() {
+  const end = performance.now() + FRAME_MS;
+  framed = false;
+  try {
+    for (const work of due) {
+      due.delete(work);
+      work();
+      if (performance.now() > end) break;
+    }
+  } finally {
+    soon();
+  }
+}
+
+const widths = new WeakMap();
+
+/** How wide a box is; to ask costs no layout. `redraw` is done when it has changed. */
+export function widthOf(box, redraw) {
+  if (!widths.has(box)) {
+    widths.set(box, box.clientWidth);
+    new ResizeObserver(() => {
+      if (widths.get(box) === box.clientWidth) return;
+      widths.set(box, box.clientWidth);
+      soon(redraw);
+    }).observe(box);
+  }
+  return widths.get(box);
 }
 
 /** The first `limit` of the items, and a note of how many there are more. */
 export function first(items, limit, note) {
   const more = items.length - limit;
   note.hidden = more <= 0;
-  if (more > 0) say(note, `and ${more.toLocaleString("en")} more`);
+  if (more > 0) say(note, `and ${count(more)} more`);
   return items.slice(0, limit);
 }
 

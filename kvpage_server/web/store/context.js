@@ -1,6 +1,6 @@
 // One agent's context as a strip of blocks, and one block as layers by heads.
 
-import { at, el, list, say, soon, svg } from "./dom.js";
+import { at, el, first, list, say, soon, svg } from "./dom.js";
 import { bytes, clock, count, plural, seconds } from "./format.js";
 import { walk } from "./charts.js";
 
@@ -55,16 +55,20 @@ function strips(contexts) {
   say(at("context-note"), contexts.length ? contexts.map((context) =>
     `${context.model}: ${plural(context.tokens, "token")}, a load finds ${context.found === context.tokens ? "all of them" : count(context.found)}`).join("; ")
     : "It is not here any more.");
-  list(at("contexts"), contexts, (context) => context.model, (context) => {
-    const shown = context.blocks.slice(0, MOST_BLOCKS);
-    const strip = el("div", { class: "blocks", role: "group", "aria-label": `Blocks under ${context.model}` },
-      ...shown.map((each, index) => square(each, index)));
-    const more = context.blocks.length - shown.length;
-    return el("div", {}, strip, more > 0 ? el("p", { class: "soft" }, `and ${count(more)} more`) : null);
-  });
-  press();
-  const words = [["page", "in memory"], ["cold", "on disk alone"], ["shared", "top edge: shared with others"], ["missing", "missing"]];
+  list(at("contexts"), contexts.map(({ id, model }) => ({ id, model })), ({ id, model }) => `${model} ${id}`, ({ model }) =>
+    el("div", {}, el("div", { class: "blocks", role: "group", "aria-label": `Blocks under ${model}` }), el("p", { class: "soft" })));
+  contexts.forEach(({ blocks }, i) => strip(blocks, ...at("contexts").children[i].children));
+  const words = [["page", "in memory"], ["cold", "on disk alone"], ["shared", "top edge: shared with others"],
+    ["page leased", "bar below: leased or pinned"], ["missing", "missing"]];
   list(at("context-legend"), words, ([kind]) => kind, ([kind, word]) => el("li", {}, el("span", { class: `key ${kind}` }), word));
+}
+
+function strip(blocks, box, more) {
+  const focused = [...box.children].indexOf(document.activeElement);
+  const shown = first(blocks, MOST_BLOCKS, more).map((each, index) => [each, index]);
+  list(box, shown, ([, index]) => index, ([each, index]) => square(each, index));
+  box.children[focused]?.focus();
+  if (!box.querySelector("[tabindex='0']")) box.firstElementChild?.setAttribute("tabindex", 0);
 }
 
 function square(each, index) {
@@ -75,8 +79,7 @@ function square(each, index) {
     type: "button",
     tabindex: index ? -1 : 0,
     title: told(each, index),
-    "aria-label": told(each, index),
-    "aria-pressed": "false",
+    "aria-pressed": String(each.name === block),
     "data-name": each.name,
     click: () => open(each, index),
     keydown: (event) => walk(event, () => open(each, index)),
@@ -91,7 +94,10 @@ function told(each, index) {
 }
 
 function press() {
-  for (const button of at("contexts").querySelectorAll(".block")) button.setAttribute("aria-pressed", String(button.dataset.name === block));
+  for (const button of at("contexts").querySelectorAll(".block")) {
+    const pressed = String(button.dataset.name === block);
+    if (button.getAttribute("aria-pressed") !== pressed) button.setAttribute("aria-pressed", pressed);
+  }
 }
 
 async function open(each, index) {

@@ -1,6 +1,6 @@
 // The page server's page: what it hears, it shows. The numbers are the server's.
 
-import { at, bar, el, first, list, meter, say, soon, themes } from "./dom.js";
+import { at, bar, el, first, list, meter, say, soon, themes, widthOf } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, seconds } from "./format.js";
 import { columns, lines } from "./charts.js";
 import { listen } from "./events.js";
@@ -34,36 +34,15 @@ listen("/page/events", {
       const last = moments.at(-1)?.at ?? 0;
       moments = [...moments, ...data.filter((moment) => moment.at > last)].slice(-SECONDS);
     }
-    soon(show);
+    soon(...PARTS[name]);
   },
 });
-
-function show() {
-  if (!now) return;
-  showFigures();
-  showCharts();
-  showTiers();
-  showEngines(now);
-  if (holdings) {
-    showWhose(holdings, now, openAgent);
-    showShared(holdings);
-    showAgents();
-    showRequests();
-    showContext(holdings);
-  }
-  if (more) {
-    showLost();
-    showClients();
-    showSlow();
-  }
-  say(at("lede"), lede(now, holdings, more));
-}
 
 // -- what one sees first ---------------------------------------------------------------------------------------------
 
 function showFigures() {
   const { memory, disk, traffic, server, connections } = now;
-  const [last] = moments.slice(-1);
+  const last = moments.at(-1);
   say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, seen as ${now.user}`);
   at("leave").hidden = !now.logged_in;
   say(at("used"), bytes(now.everything ? memory.used : storedBytes()));
@@ -127,7 +106,7 @@ function showCharts() {
     values: [...Array(SECONDS - moments.length).fill(null), ...moments.map((moment) => moment[way])],
   }));
   draw("flow", (width) => lines(flows, { width, height: 140, name: "Bytes a second, out and in", format: bytes, span }));
-  const [last] = moments.slice(-1);
+  const last = moments.at(-1);
   const rates = now.everything ? [["page", "out", last?.out ?? 0], ["hot", "in", last?.in ?? 0]] : [];
   say(at("flow-note"), now.everything ? "bytes a second" : UNTOLD);
   list(at("flow-legend"), rates, ([, way]) => way, ([kind, way, rate]) =>
@@ -136,7 +115,7 @@ function showCharts() {
 
 function draw(id, make) {
   const box = at(id);
-  box.replaceChildren(make(Math.max(box.clientWidth, 240)));
+  box.replaceChildren(make(Math.max(widthOf(box, showCharts), 240)));
 }
 
 // -- tables ----------------------------------------------------------------------------------------------------------
@@ -148,13 +127,14 @@ const ORDERS = {
 };
 
 function showAgents() {
+  if (!holdings) return;
   const wanted = at("find").value.trim().toLowerCase();
   const found = holdings.agents.filter((agent) => agent.id.toLowerCase().includes(wanted));
   found.sort(ORDERS[at("order").value]);
   const largest = Math.max(...holdings.agents.map((agent) => agent.bytes), 1);
   list(at("agents"), first(found, SHOWN, at("agents-more")), (agent) => `${agent.id} ${agent.model}`, (agent) =>
     el("tr", {},
-      el("td", {}, el("button", { class: "link clip", type: "button", title: agent.id, click: () => openAgent(agent.id) }, agent.id),
+      el("td", {}, el("button", { class: "link clip", type: "button", title: agent.id, click: () => open(agent.id) }, agent.id),
         el("div", { class: "soft clip", title: agent.model }, agent.model)),
       meter(bar([["page", agent.own], ["shared", agent.bytes - agent.own]], largest), bytes(agent.bytes)),
       el("td", { class: "num" }, bytes(agent.own)),
@@ -242,6 +222,29 @@ function showTiers() {
       el("span", { class: "soft" }, `${bytes(quota.bytes)}${quota.limit ? ` of ${bytes(quota.limit)}` : ""}, ${plural(quota.evicted, "key")} evicted`)));
 }
 
-for (const id of ["find", "order", "by"]) at(id).addEventListener("input", () => soon(show));
-addEventListener("resize", () => soon(show));
+// -- whose it is -----------------------------------------------------------------------------------------------------
+
+function showHolders() {
+  if (holdings) showWhose(holdings, now, open, showHolders);
+}
+
+function open(agent) {
+  openAgent(agent);
+  soon(showHolders);
+}
+
+// -- what is drawn when something is told, in this order ---------------------------------------------------------------
+
+const sentence = () => say(at("lede"), lede(now, holdings, more));
+
+const PARTS = {
+  overview: [showFigures, showTiers, () => showEngines(now), showContext, sentence],
+  moments: [showFigures, showCharts],
+  holdings: [showHolders, () => showShared(holdings), showAgents, showRequests, showFigures, sentence],
+  more: [showLost, showClients, showSlow, sentence],
+};
+
+for (const id of ["find", "order"]) at(id).addEventListener("input", () => soon(showAgents));
+at("by").addEventListener("input", () => soon(showHolders));
+at("context-close").addEventListener("click", () => soon(showHolders));
 themes(at("theme"));

@@ -1,6 +1,6 @@
 // Whose memory it is: a treemap, in which every byte is once, and what agents share.
 
-import { at, el, first, list, say } from "./dom.js";
+import { at, el, first, list, say, widthOf } from "./dom.js";
 import { ago, bytes, count, plural } from "./format.js";
 import { treemap } from "./charts.js";
 import { chosen } from "./context.js";
@@ -22,7 +22,8 @@ const remarks = ({ cut, unreadable }, { disk }) => [
   ...(cut.length ? [`more ${cut.join(" and ")} were not looked at`] : []),
 ].join("; ");
 
-export function showWhose(holdings, now, open) {
+/** `open` is done with the agent that is chosen, `again` when there is more or less room. */
+export function showWhose(holdings, now, open, again) {
   say(at("whose-note"), remarks(holdings, now));
   const by = at("by").value;
   const tiles = { agent: byAgent, tenant: byTenant, tier: byTier }[by](holdings, now).filter((tile) => tile.value > 0);
@@ -34,7 +35,7 @@ export function showWhose(holdings, now, open) {
     tiles.push({ key: "rest", name: `${count(rest.length)} more`, note: bytes(value), value, kind: "none", title: bytes(value) });
   }
   const box = at("whose");
-  const width = Math.max(box.clientWidth, 260);
+  const width = Math.max(widthOf(box, again), 260);
   const drawn = JSON.stringify([tiles, width, chosen()]);
   if (box.drawn === drawn) return;
   box.drawn = drawn;

@@ -108,6 +108,20 @@ def test_bodies_that_do_not_come_lock_nobody_out(engine: RunningEngine) -> None:
         assert healthy(engine)
 
 
+def test_more_than_may_be_answered_at_once_are_told_so(engine: RunningEngine) -> None:
+    """With an error as OpenAI's clients know them, and when to come again."""
+    with ExitStack() as stack:
+        for _ in range(FROM_ADDRESS - 1):
+            watching = stack.enter_context(connect(engine, b"GET /page/events HTTP/1.1\r\nHost: here\r\n\r\n"))
+            assert watching.recv(1000).startswith(b"HTTP/1.1 200")
+        refused = httpx.get(f"{engine.url}/v1/models")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        error = refused.json()["error"]
+        assert (error["code"], error["message"]) == ("too_many_connections", "too many connections")
+        assert healthy(engine)
+    assert eventually_answered(engine)
+
+
 def eventually_answered(engine: RunningEngine) -> bool:
     return eventually(lambda: answered(engine) == 200)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
-from browsers import CHROMIUM, NO_CHROMIUM, chromium, faults, fits_a_phone, says, shown
+from browsers import CHROMIUM, NO_CHROMIUM, chromium, faults, fits_a_phone, says, shown, stays_fluid
 from servers import RunningServer
+
+from engine.api.watching import LATELY
 
 pytestmark = pytest.mark.slow
 in_chromium = pytest.mark.skipif(not CHROMIUM, reason=NO_CHROMIUM)
@@ -113,6 +116,28 @@ def test_nothing_of_the_engines_page_is_wider_than_a_phone(engine: RunningEngine
         says(page, "#agents", "a-name-that")
         says(page, "#answers", "a-name-that")
         fits_a_phone(page)
+
+
+@in_chromium
+def test_five_hundred_agents_and_as_many_answers_as_are_told_stay_fluid(engine: RunningEngine, browser: Any) -> None:
+    ask(engine, "many", "Hello")
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    with httpx.Client(base_url=f"{engine.url}/v1", timeout=60) as client:
+        for number in range(500):
+            assert client.post("/agents/many/fork", json={"to": f"agent-{number}"}).status_code == 201
+        with ThreadPoolExecutor(8) as askers:  # several in a batch
+            list(askers.map(lambda _: client.post("/chat/completions", json=body), range(LATELY)))
+
+        def look() -> None:
+            for wanted in ("agent-4", "agent-", ""):
+                page.locator("#agents-find").fill(wanted)
+            client.post("/chat/completions", json=body)
+            page.wait_for_timeout(3000)
+
+        with shown(browser, engine.url) as page:
+            assert stays_fluid(page, look)
+            says(page, "#agents-note", "50")
+            assert page.locator("*").count() < 3000
 
 
 @in_chromium
