@@ -14,7 +14,7 @@ from typing import Any
 
 from kvpage_server.client.cluster.commands import Command, ask, ask_lines
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
-from kvpage_server.client.cluster.receiving import Answer
+from kvpage_server.client.cluster.receiving import OTHER_SIZE, Answer
 from kvpage_server.client.cluster.topology import Address, Node, Shard, SlotMap, ask_slots, redirection, slot_of
 from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
 from kvpage_server.client.wire.deadline import Deadline
@@ -59,7 +59,10 @@ class Router:
 
         Raises refusals, and the error of a write that couldn't be done until `end`."""
         late = Failed(end.exceeded())
-        ways = [_Way(answer=late, from_replica=self.read_from_replicas and not one.writes) for one in commands]
+        ways = [
+            _Way(answer=late, from_replica=self.read_from_replicas and not (one.writes or one.at_primary))
+            for one in commands
+        ]
         slots = [slot_of(one.key) for one in commands]
         left, pause = list(range(len(commands))), 0.0
         if left and self.outdated:
@@ -70,7 +73,7 @@ class Router:
             failures = len(lost)
             for i in lost:
                 self._failed(commands[i], ways[i], Refused(f"CLUSTERDOWN nobody serves slot {slots[i]}"))
-            for group, outcome in zip(groups.values(), outcomes, strict=True):
+            for ((node, _, _), group), outcome in zip(groups.items(), outcomes, strict=True):
                 if isinstance(outcome, Failed):
                     if isinstance(outcome.error, Refused) and outcome.error.code not in _AGAIN:
                         raise outcome.error.again()
@@ -79,7 +82,7 @@ class Router:
                         self._failed(commands[i], ways[i], outcome.error)
                     continue
                 for i, answer in zip(group, outcome, strict=True):
-                    failures += self._answered(commands[i], slots[i], ways[i], answer)
+                    failures += self._answered(commands[i], slots[i], ways[i], answer, node)
             left = [i for i in left if not ways[i].over]
             tries = max((ways[i].tries for i in left), default=0)
             pause = _PAUSES[min(tries, len(_PAUSES)) - 1] if tries else 0.0
@@ -109,10 +112,11 @@ class Router:
                 groups[shard.primary, False, False].append(i)
         return groups, lost
 
-    def _answered(self, command: Command, slot: int, way: _Way, answer: Answer) -> bool:
-        """Take an answer, or follow a redirection. Returns whether it is a failure. Raises Refused."""
+    def _answered(self, command: Command, slot: int, way: _Way, answer: Answer, node: Node) -> bool:
+        """Take a node's answer, or follow a redirection. Returns whether it is a failure. Raises Refused."""
         if not isinstance(answer, Refused):
-            if answer is None and way.from_replica and self._has_replicas(slot):
+            absent = not answer or answer is OTHER_SIZE  # null, 0, or nothing of a string
+            if absent and way.from_replica and self._has_replicas(slot):
                 way.from_replica = False  # the replica may be behind
             else:
                 way.answer, way.over = answer, True
@@ -120,7 +124,7 @@ class Router:
         if answer.code == "TRYAGAIN" and command.apart:
             way.answer, way.over = answer, True
             return False
-        to = redirection(str(answer)) if answer.code in ("MOVED", "ASK") else None
+        to = redirection(str(answer), node) if answer.code in ("MOVED", "ASK") else None
         if to is None and answer.code not in _AGAIN:
             raise answer.again()
         if to and way.followed == FOLLOWED:
@@ -139,7 +143,7 @@ class Router:
     def _failed(self, command: Command, way: _Way, error: PageClientError) -> None:
         """Note that a try has failed. That there was no time for it says less than why the one before it failed."""
         way.tries += 1
-        way.to, way.from_replica = None, False
+        way.to, way.from_replica, way.followed = None, False, 0
         if way.tries == 1 or not isinstance(error, DeadlineExceeded):
             way.answer = Failed(error)
         in_doubt = command.once and not isinstance(error, Refused)
@@ -190,8 +194,6 @@ class Router:
         if not isinstance(error, Refused):
             self.outdated = True
             return not isinstance(error, WrongReply)
-        if error.code == "MOVED" and (to := redirection(str(error))):
-            self.slots.moved(*to)
         self.outdated = True
         return error.code in _AGAIN | {"MOVED", "ASK"}
 
@@ -205,16 +207,19 @@ class Router:
     def _refresh(self) -> Generator[Round, list[Any], None]:
         """Ask the nodes in turn until one returns the map. If none does, the old map stays.
 
-        Raises the last error if there is no old map, and Refused if it is not a cluster."""
+        Raises the last error if there is no old map; rather a refusal, such as that of a server that is no cluster."""
         error: PageClientError = Disconnected("the cluster's URL names no node")
         for node in dict.fromkeys([*self.slots.nodes(), *self.address.seeds]):
             [outcome] = yield Round([Errand(node, ask_slots(node))])
-            if not isinstance(outcome, Failed):
+            if not isinstance(outcome, Failed) and outcome.nodes():
                 self.slots, self.outdated = outcome, False
                 return
-            error = outcome.error
-            if isinstance(error, Refused) and error.code not in _AGAIN:
-                raise Refused(f"{error} (asked {node} which slots the nodes of the cluster serve)")
+            if not isinstance(outcome, Failed):
+                error = Refused(f"CLUSTERDOWN {node} knows of no node that serves a slot")
+            elif isinstance(outcome.error, Refused) and outcome.error.code not in _AGAIN:
+                error = Refused(f"{outcome.error} (asked {node} which slots the nodes of the cluster serve)")
+            elif not isinstance(error, Refused):
+                error = outcome.error
         if not self.slots.nodes():
             raise error.again()
 

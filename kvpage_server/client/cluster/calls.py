@@ -94,10 +94,11 @@ class ClusterCalls:
 
     @timed
     def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
-        sizes = yield from self.router.ask([simple(b"STRLEN", bytes(key)) for key in keys], end)
-        shapes = yield from self._shapes(dict.fromkeys((key.req_id, key.page) for key in keys), end)
-        rooms = []
-        for key, size in zip(keys, sizes, strict=True):
+        names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
+        sizes = [simple(b"STRLEN", bytes(key)) for key in keys]
+        answers = yield from self.router.ask([*sizes, *map(commands.get_opening, names)], end)
+        shapes, rooms = _shapes(names, answers[len(keys) :]), []
+        for key, size in zip(keys, answers, strict=False):
             ranges = _ranges(key, shapes)
             nbytes = ranges[1][1] + 1 - ranges[1][0] if ranges else size - HEADER_SIZE if isinstance(size, int) else 0
             rooms.append(Place(_memory(HEADER_SIZE), _memory(max(nbytes, 0))))
@@ -143,7 +144,7 @@ class ClusterCalls:
         check_names(names or [(req_id, 0)])
         if not names:
             raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
-        shapes = yield from self._shapes(names, end)
+        shapes = _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
         gone = yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
         return sum(shapes[name].pages for name, count in zip(names, gone, strict=True) if count and name in shapes)
 
@@ -190,7 +191,7 @@ class ClusterCalls:
         """The number of blocks that exist as blocks, from the first one. They are kept from expiring."""
         check_names(names)
         asked = [commands.get_opening(name) for name in names]
-        leased = [_lease(name, lease_ms) for name in names] if lease_ms else []
+        leased = [_lease(name, lease_ms, at_primary=True) for name in names] if lease_ms else []
         answers = yield from self.router.ask([*asked, *leased], end)
         shapes = _shapes(names, answers[: len(names)])
         for i, name in enumerate(names):
@@ -206,7 +207,7 @@ class ClusterCalls:
         if not names:
             raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
         touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
-        found = yield from self._integers([*touched, *(_lease(name, lease_ms) for name in names)], end)
+        found = yield from self._integers([*touched, *(_lease(name, lease_ms, writes=True) for name in names)], end)
         return sum(found[: len(names)])
 
     # -- anything else -----------------------------------------------------------------------------------------------
@@ -270,10 +271,12 @@ class ClusterCalls:
             Command(bytes(key), commands.simple(b"GET", bytes(key)).pieces, room)
             for key, room in zip(keys, rooms, strict=True)
         ]
-        names = [] if shapes is not None else list(dict.fromkeys((key.req_id, key.page) for key in keys))
-        answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
         if shapes is None:
+            names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
+            answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
             shapes = _shapes(names, answers[len(keys) :])
+        else:
+            answers = yield from self.router.answers(single, end)
         missed = [_reason(answer) for answer in answers[: len(keys)]]
         in_blocks = {i: ranges for i, key in enumerate(keys) if (ranges := _ranges(key, shapes))}
         parts = []
@@ -281,9 +284,9 @@ class ClusterCalls:
             key = block_key((keys[i].req_id, keys[i].page))
             for part, memory in ((header, rooms[i].head), (body, rooms[i].body)):
                 parts.append(Command(key, commands.get_range(key, *part).pieces, Place(memory[:0], memory)))
-        found = iter((yield from self.router.ask(parts, end)))
-        for i in in_blocks:
-            missed[i] = _reason(next(found)) or _reason(next(found))
+        reasons = map(_reason, (yield from self.router.answers(parts, end)))
+        for i, of_header, of_body in zip(in_blocks, reasons, reasons, strict=False):
+            missed[i] = of_header or of_body
         return [reason or _amiss(key, room, self.verify) for key, room, reason in zip(keys, rooms, missed, strict=True)]
 
     def _blocks_of_pages(
@@ -297,7 +300,7 @@ class ClusterCalls:
     ) -> Plan[None]:
         """Receive the absent blocks' pages, for those that were written page by page. They have a first one."""
         firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
-        there = yield from self.router.ask([simple(b"EXISTS", bytes(key)) for key in firsts], end)
+        there = yield from self.router.answers([simple(b"EXISTS", bytes(key)) for key in firsts], end)
         for i, answer in zip(absent, there, strict=True):
             missed[i] = GONE if isinstance(answer, Failed) else missed[i]
         absent = [i for i, answer in zip(absent, there, strict=True) if answer == 1]
@@ -319,10 +322,6 @@ class ClusterCalls:
         shapes = _shapes(names, answers[len(keys) :])
         return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=False)]
 
-    def _shapes(self, names: Any, end: Deadline) -> Plan[dict[BlockName, BlockShape]]:
-        names = list(names)
-        return _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
-
     def _integers(self, asked: Sequence[Command], end: Deadline) -> Plan[list[int]]:
         return [integer(answer) for answer in (yield from self.router.ask(asked, end))]
 
@@ -334,9 +333,9 @@ class ClusterCalls:
         return [reason is None for reason in missed]
 
 
-def _lease(name: BlockName, lease_ms: int) -> Command:
+def _lease(name: BlockName, lease_ms: int, **how: bool) -> Command:
     """Keep a block at least that long, if it expires."""
-    return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", writes=True)
+    return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", **how)
 
 
 def _reason(answer: Answer | Failed) -> str | None:

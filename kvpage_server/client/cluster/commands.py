@@ -33,7 +33,8 @@ class Command:
     key: bytes
     pieces: Callable[[], Iterator[Piece | Chunk]]
     place: Place | None = None
-    writes: bool = False
+    writes: bool = False  # so it goes to the primary, and is tried until the deadline
+    at_primary: bool = False  # though it is no write
     once: bool = False  # not again when it may have been done
     apart: Callable[[], Iterator[Command]] | None = None  # the same, one key at a time, for a slot that is being moved
     read: Callable[[Any], Any] | None = None  # what the answer means; raises WrongReply
@@ -69,16 +70,16 @@ def ask_lines(texts: Sequence[bytes]) -> Request[list[bytes]]:
     return Request(lambda: iter((b"".join(texts),)), lambda: Lines(len(texts)), lambda lines: lines)
 
 
-def simple(*words: bytes | int, writes: bool = False) -> Command:
+def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) -> Command:
     """A command in a few words, of which the second is its key."""
-    text = command(*words)
-    return Command(bytes(words[1]) if isinstance(words[1], bytes) else b"", lambda: iter((text,)), None, writes)
+    text, key = command(*words), bytes(words[1]) if isinstance(words[1], bytes) else b""
+    return Command(key, lambda: iter((text,)), writes=writes, at_primary=at_primary)
 
 
 def of_question(question: Question, *, once: bool) -> Command:
-    """Any command whose second word is its key."""
+    """Any command whose second word is its key, and whose answer is no array. Only the primary knows it for sure."""
     text = command(*map(encoded, question.words))
-    return Command(key_of(question), lambda: iter((text,)), writes=once, once=once, read=question.read)
+    return Command(key_of(question), lambda: iter((text,)), writes=once, at_primary=True, once=once, read=question.read)
 
 
 def get_block(name: BlockName, place: Place) -> Command:

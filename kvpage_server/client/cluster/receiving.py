@@ -19,6 +19,7 @@ from kvpage_server.core.answers import MAX_FRAME
 
 _SCRATCH = 64 * 1024
 _LINE = 1024  # bytes of an error at most
+_DROPPED = 1 << 20  # bytes that are dropped at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +165,10 @@ class Answers:
         if place.nbytes == size:
             yield from self._into_memory([place.head, place.body])
             return ARRIVED
-        while size:
-            some = np.empty(min(size, 1 << 20), np.uint8).data
-            size -= len(some)
-            yield from self._into_memory([some], crlf=not size)
+        while size > _DROPPED:
+            yield from self._into_memory([np.empty(_DROPPED, np.uint8).data], crlf=False)
+            size -= _DROPPED
+        yield from self._into_memory([np.empty(size, np.uint8).data])
         return OTHER_SIZE
 
     def _into_memory(self, memory: list[memoryview], *, crlf: bool = True) -> Generator[None, None, None]:
@@ -210,7 +211,7 @@ class Lines:
         """As every receiver."""
         self._received += data
         self._left -= data.count(b"\n")
-        self.done = not self._left and data.endswith(b"\r\n")
+        self.done = not self._left and self._received.endswith(b"\r\n")
         if self._left < 0 or (not self._left and not self.done) or len(self._received) > self._most:
             raise WrongReply(f"instead of lines came {bytes(self._received[-40:])!r}")
 

@@ -96,16 +96,16 @@ def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
         yield first, last, Shard(primary, tuple(replicas))
 
 
-def redirection(line: str) -> tuple[int, Node] | None:
-    """The slot and node in a MOVED or ASK error; None if it is malformed."""
+def redirection(line: str, asked: Node) -> tuple[int, Node] | None:
+    """The slot and node in the MOVED or ASK error of a node; None if it is malformed."""
     _, _, rest = line.partition(" ")
     slot, _, address = rest.partition(" ")
     host, _, port = address.rpartition(":")
     if not (slot.isascii() and slot.isdigit() and int(slot) < SLOTS):
         return None
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         return None
-    return int(slot), Node(host.strip("[]"), int(port))
+    return int(slot), Node(host.strip("[]") or asked.host, int(port))
 
 
 class Address:

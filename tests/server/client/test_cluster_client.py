@@ -39,9 +39,12 @@ from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
 from kvpage_server.cli import main
 from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
-from kvpage_server.client.cluster.block_value import block_key, head_size
+from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size
 from kvpage_server.client.cluster.commands import Scattered
-from kvpage_server.client.cluster.topology import has_tag, slot_of
+from kvpage_server.client.cluster.receiving import Lines
+from kvpage_server.client.cluster.topology import Node as NodeAddress
+from kvpage_server.client.cluster.topology import has_tag, redirection, slot_of
+from kvpage_server.client.page import pages_of_block
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, decode_page
 
 NAMES = [(b"{prompt-%d}" % i, i) for i in range(24)]
@@ -178,6 +181,42 @@ def test_what_deletes_a_blocks_pages_is_the_same_spelled_at_once_as_one_by_one(
     assert texts == [bytes(piece) for one in singly for piece in one.pieces()]
     if not has_tag(req_id):
         assert slots == [slot_of(one.key) for one in singly]
+
+
+def test_a_string_that_is_no_page_is_a_miss_and_what_was_asked_with_it_arrives(
+    pages: PageClient, cluster: Cluster
+) -> None:
+    keys = [PageKey(b"{one}%d" % i, 0, 0, 0, KVType.K) for i in range(3)]
+    pages.mset([Page(key, b"body", DType.INT8, 1, 4) for key in keys])
+    for value in (b"", b"x", bytes(3 << 20)):
+        cluster.master_of(slot_of(b"{one}")).ask("SET", bytes(keys[1]), value)
+        into = [np.zeros(4, np.uint8) for _ in keys]
+        assert pages.mget_into(keys, into) == [True, False, True]
+        assert pages.misses == {"size": 1}
+        pages.misses.clear()
+
+
+def test_a_block_that_was_cut_off_costs_no_page_of_another(pages: PageClient, cluster: Cluster) -> None:
+    pages.mset_blocks(NAMES[:3], SHAPE, bodies(3))
+    node, key = node_of(cluster, NAMES[1]), block_key(NAMES[1])
+    node.ask("SET", key, node.ask("GETRANGE", key, 0, OPENING_SIZE - 1))
+    wanted = [next(pages_of_block(name, SHAPE))[0] for name in NAMES[:3]]
+    assert [page is not None for page in pages.mget(wanted)] == [True, False, True]
+
+
+def test_a_redirection_without_a_host_leads_to_the_one_that_answers() -> None:
+    asked = NodeAddress("10.0.0.1", 7000)
+    assert redirection("MOVED 3999 :6381", asked) == (3999, NodeAddress("10.0.0.1", 6381))
+    assert redirection("ASK 3999 [::1]:6381", asked) == (3999, NodeAddress("::1", 6381))
+    assert redirection("MOVED 3999 host:x", asked) is None
+
+
+def test_lines_may_come_in_any_pieces() -> None:
+    lines = Lines(3)
+    for byte in b":1\r\n-ERR no\r\n:0\r\n":
+        assert not lines.done
+        lines.feed(bytes([byte]))
+    assert (lines.done, lines.result()) == (True, [b":1", b"-ERR no", b":0"])
 
 
 def test_blocks_of_a_segment_of_a_prompt_are_on_one_node(pages: PageClient, cluster: Cluster) -> None:
@@ -344,6 +383,11 @@ def test_what_a_replica_does_not_have_yet_is_found_at_its_master(pages: PageClie
         with PageClient(cluster.url, read_from_replicas=True, deadline=30) as reader:
             into = empty()
             assert reader.mget_blocks_into(NAMES, SHAPE, into) == [True] * len(NAMES)
+            assert reader.prefix(NAMES, pages_per_block=SHAPE.pages) == len(NAMES)
+            key, _, span = next(pages_of_block(NAMES[0], SHAPE))
+            page = reader.get_page(key)
+            assert page
+            assert bytes(page.body) == bodies()[0][span].tobytes()
         assert all((a == b).all() for a, b in zip(into, bodies(), strict=True))
     finally:
         for node in cluster.replicas:

@@ -26,9 +26,19 @@ from waiting import eventually, until
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import SLOTS, Cluster, Node
-from kvpage_server.client import AsyncPageClient, DeadlineExceeded, PageClient, PageClientError, Refused
+from kvpage_server.client import (
+    AsyncPageClient,
+    BlockName,
+    DeadlineExceeded,
+    Page,
+    PageClient,
+    PageClientError,
+    Refused,
+)
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.topology import slot_of
+from kvpage_server.client.page import pages_of_block
+from kvpage_server.page import DType, PageKey
 
 NAMES = [(b"prompt-%d" % i, i) for i in range(24)]
 BODIES = [block_body(i) for i in range(len(NAMES))]
@@ -98,6 +108,40 @@ def test_a_node_that_hangs_costs_its_blocks_for_a_while_and_no_wait_past_its_dea
         finally:
             stopped.signal(signal.SIGCONT)
         assert eventually(lambda: all(read(pages)))
+
+
+def test_what_the_living_nodes_have_is_found_though_what_is_asked_next_is_on_a_dead_one(masters: Cluster) -> None:
+    """Pages and blocks by the ways that take more than one round."""
+    dead, names = masters.masters[1], [(b"name-%d" % i, 0) for i in range(100)]
+
+    def lives(key: bytes) -> bool:
+        return masters.master_of(slot_of(key)) is not dead
+
+    def page_of(name: BlockName) -> PageKey:
+        return next(key for key, *_ in pages_of_block(name, SHAPE))
+
+    there = next(name for name in names if lives(block_key(name)) and lives(bytes(page_of(name))))
+    absent = next(name for name in names if lives(block_key(name)) and not lives(bytes(page_of(name))))
+    unknown = next(name for name in names if not lives(block_key(name)) and lives(bytes(page_of(name))))
+    lone = page_of(unknown)
+    with PageClient(masters.url, deadline=60, node_deadline=1) as pages:
+        pages.mset([Page(lone, b"alone", DType.INT8, 1, 5)])
+        pages.mset_blocks([there], SHAPE, BODIES[:1])
+        dead.signal(signal.SIGSTOP)
+        try:
+            [page] = pages.mget([lone])
+            assert page
+            assert bytes(page.body) == b"alone"
+            into = empty()[:2]
+            assert pages.fetch_blocks_into([there, absent], SHAPE, into) == [None, "gone"]
+            assert (into[0] == BODIES[0]).all()
+            before = time.monotonic()
+            assert pages.prefix([there], pages_per_block=SHAPE.pages, lease_ms=1000) == 1
+            assert pages.prefix([there, unknown], pages_per_block=SHAPE.pages, lease_ms=1000) == 1
+            assert time.monotonic() - before < 40  # less than the call's deadline
+        finally:
+            dead.signal(signal.SIGCONT)
+        assert eventually(lambda: pages.get_page(lone) is not None)
 
 
 def test_when_no_node_answers_the_error_says_so_and_it_recovers_with_them(masters: Cluster) -> None:
@@ -238,6 +282,19 @@ def test_a_server_that_is_no_cluster_is_named() -> None:
             read(pages)
         with pytest.raises(Refused, match=f"127.0.0.1:{server.port}"):
             pages.mset_blocks(NAMES, SHAPE, BODIES)
+
+
+@pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+def test_a_node_that_knows_no_slots_and_a_server_that_is_no_cluster_are_passed_over(masters: Cluster) -> None:
+    """First in the URL they may be, as when a node was removed, and its address is another's."""
+    options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    with start_server() as other, start_redis(*options) as anew:
+        first = f"valkey-cluster://127.0.0.1:{other.port},127.0.0.1:{anew.port}"
+        with PageClient(f"{first},{masters.addresses}", deadline=30) as pages:
+            pages.mset_blocks(NAMES, SHAPE, BODIES)
+            assert all(read(pages))
+        with PageClient(first) as pages, pytest.raises(Refused, match="no node that serves a slot"):
+            read(pages)
 
 
 def test_who_may_not_do_something_is_told_so(masters: Cluster) -> None:
