@@ -215,7 +215,7 @@ class Router:
                 self.slots, self.outdated = outcome, False
                 return
             if not isinstance(outcome, Failed):
-                error = Refused(f"CLUSTERDOWN {node} knows of no node that serves a slot")
+                error = Refused(f"CLUSTERDOWN nobody serves slots, says {node}")
             elif isinstance(outcome.error, Refused) and outcome.error.code not in _AGAIN:
                 error = Refused(f"{outcome.error} (asked {node} which slots the nodes of the cluster serve)")
             elif not isinstance(error, Refused):
