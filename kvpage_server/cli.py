@@ -45,6 +45,8 @@ _OF_NO_CLUSTER = {  # commands that take no cluster, and what there is instead
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
 }
 
+_OF_A_GATEWAY = "; look into the cluster by its own URL, as valkey-cluster://HOST:PORT"
+
 
 def main(arguments: list[str] | None = None) -> None:
     """The process. Exits with 1 when something is missing or damaged, with 2 when the store can't be asked."""
@@ -72,7 +74,8 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (redis.RedisError, ValueError, OSError) as error:
-        return say("kvpage", str(error), 2)
+        refused = str(error).startswith("a gateway does not support")
+        return say("kvpage", f"{error}{_OF_A_GATEWAY if refused else ''}", 2)
 
 
 def _ask(args: argparse.Namespace) -> int:

@@ -30,8 +30,7 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
     if args.req is not None:
         return _ls_blocks(store, args)
     holdings = ask(store, holdings_of_store(LIMITS))
-    if holdings.cut and not (holdings.agents or holdings.requests or holdings.unreadable):
-        store.execute_command(b"SCAN", b"0")  # a gateway, or a user who may not, is told why nothing was found
+    raise_if_blind(store, holdings)
     if args.json:
         print_json(as_json(holdings, args))
         return True
@@ -43,6 +42,12 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
     for line in remarks(holdings):
         out.print(line)
     return True
+
+
+def raise_if_blind(store: AskedStore, holdings: Holdings) -> None:
+    """Raises the store's ResponseError if it refuses to list its keys, as a gateway does, so that nothing was found."""
+    if holdings.cut and not (holdings.agents or holdings.requests or holdings.unreadable):
+        store.execute_command(b"SCAN", b"0")
 
 
 def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[RenderableType]:

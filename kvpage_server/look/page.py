@@ -10,7 +10,7 @@ import redis
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.look.ls import agent_as_json, ago
+from kvpage_server.look.ls import agent_as_json, ago, raise_if_blind
 from kvpage_server.look.output import LookError, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
@@ -60,6 +60,7 @@ def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
     holdings = ask(store, holdings_of_store())
     found = [agent for agent in holdings.agents if agent.agent_id == args.key]
     if not found:
+        raise_if_blind(store, holdings)
         raise LookError(_no_agent(store, args.key))
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:

@@ -19,6 +19,8 @@ from kvpage_server.observe.overview import DiskFigures, NotAStore, Overview, ove
 from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out
 
+KEEPS_NOTHING = "a gateway, which keeps nothing; kvpage with its cluster's URL tells what the cluster has"
+
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Show it once, or every `args.watch` seconds."""
@@ -77,7 +79,7 @@ def _told(now: Overview) -> Iterator[tuple[str, Any]]:
     parts = f"{as_size(memory.spare)} spare, {as_size(memory.fragmentation)} between values"
     yield "", f"the process has {as_size(memory.resident)}: {as_size(memory.live)} in values, {parts}"
     if now.server.store == "cluster":
-        yield "store", "a gateway, which keeps nothing; kvpage status of its cluster's URL tells what the cluster has"
+        yield "store", KEEPS_NOTHING
     else:
         yield from _told_of_store(now)
     clients = f"{now.connections.now:,} connected"

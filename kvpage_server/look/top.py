@@ -15,7 +15,7 @@ from kvpage_server.address import shown
 from kvpage_server.look.engines import HeardEngines, engines_table
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
-from kvpage_server.look.status import headline, of_limit, overview
+from kvpage_server.look.status import KEEPS_NOTHING, headline, of_limit, overview
 from kvpage_server.observe.asking import AskedStore, Reading, ask
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.history import History, Moment
@@ -51,12 +51,13 @@ class _View:
         """What is shown now."""
         now = overview(self._store, self._url)
         self._history.add(now)
-        holdings, engines = self._whose.now(), self._engines.connected()
+        gateway = now.server.store == "cluster"
+        holdings, engines = Holdings() if gateway else self._whose.now(), self._engines.connected()
         return Group(
             headline(self._url, now),
             *_figures(now, [*self._history.moments]),
             *tables(engines, holdings, room_for_rows()),
-            *map(Text, remarks(holdings)),
+            *map(Text, [KEEPS_NOTHING] if gateway else remarks(holdings)),
         )
 
     def as_json(self) -> dict[str, object]:

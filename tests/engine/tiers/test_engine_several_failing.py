@@ -5,6 +5,7 @@ What is lost is counted with its reason, nobody waits past a deadline, and what 
 
 from __future__ import annotations
 
+import re
 import signal
 import tempfile
 from contextlib import ExitStack
@@ -132,6 +133,30 @@ def test_who_may_not_do_something_on_a_cluster_saves_nothing_and_says_so(masters
             assert found(tier) == (len(TOKENS) if password == "secret" else 0)
             tier.close()
         whole.close()
+
+
+def test_the_rights_that_are_documented_are_enough(masters: Cluster, pool: BlockPool) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    named = re.findall(r"`([^`]+)`", text.partition("user needs the keys")[2].partition("Other keys")[0])
+    rules = ["~" + name if "*" in name else "+" + name for name in named]
+    with home_of(cluster=masters) as home:
+        home.flush()
+        for node in masters.masters:
+            node.ask("ACL", "SETUSER", "modest", "on", ">secret", "+@read", "+@write", *rules)
+            node.ask("ACL", "LOG", "RESET")
+        tier = PageTier(f"valkey-cluster://modest:secret@{masters.addresses}", SPEC, pool, deadline=40)
+        for agent, tokens in (("alice", TOKENS[: 3 * BLOCK]), ("alice", TOKENS), ("bob", TOKENS)):
+            assert save(tier, agent, tokens)
+            assert found(tier, agent, tokens) == len(tokens)
+        assert tier.claim("name", 10)
+        assert tier.renew("name", 20)
+        assert tier.release("name")
+        assert tier.delete("alice")
+        assert tier.delete("bob")
+        assert home.keys() == set()
+        tier.close()
+        log = [one for node in masters.masters for one in node.ask("ACL", "LOG")]
+        assert {one[one.index(b"object") + 1] for one in log} <= {b"client|setinfo"}
 
 
 def test_a_server_that_is_no_cluster_is_no_tier_and_other_people_s_keys_stay(

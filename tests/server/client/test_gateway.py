@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -338,23 +341,28 @@ def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gate
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for node in cluster.masters:
-        node.ask(
-            "ACL", "SETUSER", "pages", "on", ">secret", "~kv:*", "+@read", "+@write", "+@connection", "+cluster|slots"
-        )
+        node.ask("ACL", "SETUSER", "pages", "on", ">secret", "~kv:*", "+@read", "+@write", "+cluster|slots")
     url = f"valkey-cluster://pages:secret@{cluster.addresses}"
     log = tmp_path / "log"
     with start_server("--store", "cluster", "--cluster-nodes", url, "--logfile", str(log)) as gateway:
         with gateway.client() as client:
             client.execute_command("KVPAGESET", "r", *PAGE, b"body")
-        with pytest.raises(SystemExit) as ended:
-            main(["ls", "--url", gateway.url])
-        assert ended.value.code == 2
-        said = capsys.readouterr()
-        assert "a gateway does not support 'scan'" in said.err
-        assert not said.out
+        for words in (["ls"], ["stat", "alice"], ["why", "r"], ["verify", "r"], ["dump", str(tmp_path / "dump")]):
+            with pytest.raises(SystemExit) as ended:
+                main([*words, "--url", gateway.url])
+            assert ended.value.code == 2
+            said = capsys.readouterr()
+            assert "a gateway does not support" in said.err
+            assert "look into the cluster by its own URL" in said.err
+            assert not said.out
         with pytest.raises(SystemExit):
             main(["status", "--url", gateway.url])
         assert "a gateway, which keeps nothing" in capsys.readouterr().out
+        program = Path(sys.executable).with_name("kvpage")
+        with subprocess.Popen([program, "top", "--url", gateway.url], stdout=subprocess.PIPE) as top:
+            assert top.stdout
+            assert b"a gateway, which keeps nothing" in b"".join(islice(top.stdout, 4))
+            top.kill()
     assert "can't be used" not in log.read_text()
 
 
