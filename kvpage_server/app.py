@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
 WATCH_EVERY = 1.0  # seconds
 COUNT_EVERY = 60.0  # seconds
+AGAIN_AFTER = 1.0  # seconds
 _SMALLEST_DISK = 16 * 1024**2  # bytes
 _OWN_DESCRIPTORS = 32  # what the process needs besides its clients
 
@@ -213,9 +215,13 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     _calm_the_collector()
     _greet(server, addresses, list(map(name_of, http)))
-    told = [_sweep(server.keyspace), _watch(Watch(server)), renew_when(renewing, server)]
+    told = [
+        _again(partial(_sweep, server.keyspace)),
+        _again(partial(_watch, Watch(server))),
+        renew_when(renewing, server),
+    ]
     if server.placing is not None:
-        told.append(_count_elsewhere(server.placing, server.keyspace))
+        told.append(_again(partial(_count_elsewhere, server.placing, server.keyspace)))
     if upstream is not None:
         told.append(upstream.begin())
     tasks = [asyncio.create_task(one) for one in told]
@@ -228,23 +234,31 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     finally:
         for task in [*tasks, *([companion] if companion else [])]:
             task.cancel()
-        listener.stop()
-        if tiered is not None:
-            await tiered.behind.settle()
-        for client in list(server.clients.values()):
-            client.close()
-        await asyncio.sleep(0)  # the sessions send what they have
-        if companion is not None:
-            await asyncio.wait([companion])
-        lost = await tiered.close() if tiered is not None else ""
-        if upstream is not None:
-            await upstream.client.close()
-        if pidfile:
-            pidfile.unlink(missing_ok=True)
-        if lost:
-            logger.error(lost)
-            raise DiskError(lost)
+        try:
+            await _end_service(server, listener)
+            if companion is not None:
+                await asyncio.wait([companion])
+        finally:  # whatever else fails, the store is saved
+            lost = await tiered.close() if tiered is not None else ""
+            if lost:
+                logger.error(lost)
+            if upstream is not None:
+                await upstream.client.close()
+            if pidfile:
+                pidfile.unlink(missing_ok=True)
+            if lost:
+                raise DiskError(lost)
         logger.info("bye: %d commands served", server.stats.commands)
+
+
+async def _end_service(server: Server, listener: Listener) -> None:
+    """Take no more commands, and send the replies to those that were run."""
+    listener.stop()
+    if server.tiered is not None:
+        await server.tiered.behind.settle()
+    for client in list(server.clients.values()):
+        client.close()
+    await asyncio.sleep(0)  # the sessions send what they have
 
 
 def _stand_before(upstream: Upstream, server: Server) -> None:
@@ -270,6 +284,16 @@ def _renew(server: Server) -> None:
     """Have every session send what waits from where it has moved to."""
     for client in server.clients.values():
         client.connection.renew()
+
+
+async def _again(work: Callable[[], Awaitable[None]]) -> None:
+    """Do what has no end, and begin it again if an error ends it."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("the server's regular work was interrupted, and goes on in %g s", AGAIN_AFTER)
+            await asyncio.sleep(AGAIN_AFTER)
 
 
 async def _sweep(keys: Keyspace) -> None:

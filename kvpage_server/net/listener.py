@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from kvpage_server.commands.access.user import User
 from kvpage_server.commands.context import Server
@@ -83,7 +84,8 @@ class Listener:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             if sock.family == socket.AF_UNIX:
-                os.unlink(sock.getsockname())
+                with suppress(OSError):  # somebody has removed it already, or its directory
+                    os.unlink(sock.getsockname())
             sock.close()
         self._sockets.clear()
         for handshake in self._handshakes:
@@ -111,21 +113,18 @@ class Listener:
             except OSError:
                 self._rest()
                 return
-            sock.setblocking(False)
-            try:
+            with _closed_if_gone(sock):
                 if not self._turn_away(sock, _is_local(sock)):
                     self._tune(sock)
                     self._sockets[listening](sock)
-            except OSError:  # gone before it was greeted: its peer has no name any more
-                sock.close()
 
     def take(self, sock: socket.socket, address: str, user: User | None) -> None:
         """Begin a session over a socket that nobody has connected to, for `user`, or for who is at that address."""
-        sock.setblocking(False)
-        if not self._turn_away(sock, user is not None or _is_loopback(address)):
-            session = self._converse(sock, address, lambda session: SocketTransport(self._loop, sock, session))
-            session.client.touches = False  # to look at something is no use of it
-            session.client.become(user or session.client.user)
+        with _closed_if_gone(sock):
+            if not self._turn_away(sock, user is not None or _is_loopback(address)):
+                session = self._converse(sock, address, lambda session: SocketTransport(self._loop, sock, session))
+                session.client.touches = False  # to look at something is no use of it
+                session.client.become(user or session.client.user)
 
     def _turn_away(self, sock: socket.socket, local: bool) -> bool:
         """Whether the connection was refused, and told why."""
@@ -175,6 +174,16 @@ class Listener:
         """Begin a session with the peer at `address`. A socket whose peer is gone does not know it any more."""
         ends = Ends(address, name_of(sock), sock.fileno())
         return Session(self._server, self._loop, self._line, self._scratch, ends, open_transport)
+
+
+@contextmanager
+def _closed_if_gone(sock: socket.socket) -> Iterator[None]:
+    """A peer that is gone before it is greeted has no name any more, and can't be told anything."""
+    sock.setblocking(False)
+    try:
+        yield
+    except OSError:
+        sock.close()
 
 
 def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.socket]:

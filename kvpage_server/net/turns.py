@@ -8,6 +8,7 @@ a newcomer waits for little more than that.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from kvpage_server.resp.reply import Reply, Wait
 
 TURN = 1_000_000  # nanoseconds
 ROUND = 2_000_000  # nanoseconds
+
+log = logging.getLogger("kvpage")
 
 
 class Waiting(Protocol):
@@ -52,7 +55,10 @@ class Line:
             line.clear()
         end = time.monotonic_ns() + ROUND
         for _ in range(len(line)):
-            line[0].take_turn()  # it stays in its place meanwhile: who joins now finds that the line is being served
+            try:
+                line[0].take_turn()  # it stays in its place meanwhile, so who joins does not begin to serve the line
+            except Exception:
+                log.exception("somebody's turn broke off; the others in the line go on")
             line.popleft()
             if time.monotonic_ns() > end:
                 break

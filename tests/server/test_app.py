@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
+from waiting import until
 
 from kvpage_server import __version__, core
 from kvpage_server.configuration.config import ConfigError, from_arguments
@@ -162,6 +163,42 @@ class TestConfiguration:
                 return int(found[1])
             time.sleep(0.05)
         raise AssertionError(f"it never said that it is ready:\n{log.read_text()}")
+
+
+def failing_once(what: str) -> tuple[str, str]:
+    """The program of a server of which a method fails the first time it is called."""
+    return "-c", (
+        "from kvpage_server import app\n"
+        f"call = app.{what}\n"
+        "def fail(*_):\n"
+        f"    app.{what} = call\n"
+        "    raise OSError(5, 'broken')\n"
+        f"app.{what} = fail\n"
+        "app.main()\n"
+    )
+
+
+class TestAFailure:
+    def test_what_was_answered_is_saved_even_if_the_stop_fails_before(self, tmp_path: Path) -> None:
+        options = ("--store", "tiered", "--appendfsync", "no")
+        with (
+            pytest.raises(AssertionError, match="exit code 1"),
+            start_server(*options, directory=tmp_path, program=failing_once("Listener.stop")) as server,
+            server.client() as client,
+        ):
+            client.set("key", "value")
+        with start_server(*options, directory=tmp_path) as server, server.client() as client:
+            assert client.get("key") == b"value"
+
+    def test_the_work_between_commands_goes_on(self, tmp_path: Path) -> None:
+        log = tmp_path / "kvpage.log"
+        with (
+            start_server("--logfile", str(log), program=failing_once("Keyspace.sweep")) as server,
+            server.client() as client,
+        ):
+            client.set("key", "value", px=1)
+            until(lambda: client.dbsize() == 0, "an expired key to be swept")
+        assert "broken" in log.read_text()
 
 
 class TestLog:

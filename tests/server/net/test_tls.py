@@ -250,6 +250,15 @@ class TestUnixSocket:
             _, told = process.communicate(timeout=60)
         assert f"ready on unix {path}\n" in told
 
+    def test_if_somebody_removed_it_the_stop_saves_what_there_is_nevertheless(self, tmp_path: Path) -> None:
+        path = tmp_path / "socket"
+        options = ("--unixsocket", str(path), "--store", "tiered", "--appendfsync", "no")
+        with start_server(*options, directory=tmp_path) as server, server.client() as client:
+            client.set("key", "value")
+            path.unlink()
+        with start_server(*options, directory=tmp_path) as server, server.client() as client:
+            assert client.get("key") == b"value"
+
     def test_takes_the_place_of_one_left_behind_and_of_nothing_else(self, tmp_path: Path) -> None:
         path = tmp_path / "socket"
         with socket.socket(socket.AF_UNIX) as left:

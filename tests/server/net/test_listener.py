@@ -1,0 +1,33 @@
+"""Connections whose peer is gone before it is greeted."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import kvpage_server.commands.families  # noqa: F401  fills the table
+from kvpage_server.commands.context import Server
+from kvpage_server.configuration.config import from_arguments
+from kvpage_server.net.listener import Listener
+from kvpage_server.store.keyspace import Keyspace
+
+
+def test_a_peer_that_is_gone_before_it_is_refused_troubles_nobody() -> None:
+    async def refuse() -> None:
+        server = Server(from_arguments(["--maxclients", "1"]), Keyspace())
+        listener = Listener(server, asyncio.get_running_loop())
+        ours, theirs = socket.socketpair()
+        listener.take(ours, "127.0.0.1:1", None)
+        gone, end = socket.socketpair()
+        end.close()
+        listener.take(gone, "127.0.0.1:2", None)
+        assert gone.fileno() < 0, "closed"
+        assert server.stats.rejected == 1
+        theirs.sendall(b"PING\r\n")
+        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(theirs.recv, 100) == b"+PONG\r\n"
+        for client in [*server.clients.values()]:
+            client.connection.abort()
+        theirs.close()
+
+    asyncio.run(refuse())

@@ -1,0 +1,47 @@
+"""The line of those who wait for their turn, when somebody in it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvpage_server.net.turns import Line
+from kvpage_server.resp.reply import Reply
+
+
+class Turn:
+    """Somebody whose turn is this."""
+
+    def __init__(self, take_turn: Callable[[], object]) -> None:
+        self.take_turn = take_turn
+
+
+def broken() -> None:
+    raise RuntimeError("broken")
+
+
+def broken_steps() -> Iterator[Reply]:
+    yield ()
+    broken()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [lambda line: line.join(Turn(broken)), lambda line: line.finish(broken_steps())],
+    ids=["a turn", "the rest of a command"],
+)
+def test_who_breaks_off_is_logged_and_holds_up_nobody(
+    first: Callable[[Line], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def turns() -> None:
+        line = Line(asyncio.get_running_loop())
+        first(line)
+        for _ in range(2):  # who is in the line already, and who joins it later
+            taken = asyncio.Event()
+            line.join(Turn(taken.set))
+            await asyncio.wait_for(taken.wait(), 20)
+
+    asyncio.run(turns())
+    assert "RuntimeError: broken" in caplog.text
