@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpage_server import app
-from kvpage_server.store.disk.file.database import Disk, Found, Outcome
+from kvpage_server.store.disk.file.bodies import Found, Outcome
+from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError
 
 _read, _find = Disk.read, Disk.find

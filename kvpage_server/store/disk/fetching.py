@@ -21,7 +21,7 @@ from typing import TypeAlias, cast
 
 from kvpage_server.core import Arena, Slot
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file.database import Found, Outcome
+from kvpage_server.store.disk.file.bodies import Found, Outcome
 from kvpage_server.store.disk.file.encoding import Corrupt
 from kvpage_server.store.disk.file.lmdb_file import DiskError
 from kvpage_server.store.disk.file.readers import DiskReader

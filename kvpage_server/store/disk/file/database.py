@@ -14,18 +14,16 @@ Any thread may read, one at a time may write. Every call may wait for the disk.
 from __future__ import annotations
 
 import shutil
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
 import lmdb
-import xxhash
 
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
+from kvpage_server.store.disk.file.bodies import NUMBER, Found, Outcome, ReadTxn, StoredBodies
 from kvpage_server.store.disk.file.change import Change, Clear, Delete, Retime, Write
-from kvpage_server.store.disk.file.hashing import copy, digest_of
 from kvpage_server.store.disk.file.lmdb_file import (
     FORMAT,
     RESERVE,
@@ -50,15 +48,8 @@ _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _MANY = 8  # values that are read together, from which on all of a sheet is looked up
 _MOST_KNOWN = 1 << 14  # pages whose places are remembered
-_NUMBER = struct.Struct(">Q")
-_WRONG_BODY = "its body does not match the checksum it was stored with"
-
-Outcome = bool | Exception  # of a read. True: done; False: not there; Damaged or DiskError: that
-Found = list[memoryview] | Outcome  # the pieces of a body, or why there are none
-
 
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
-_ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
 _Place = tuple[bytes, Spot] | None
 
 
@@ -123,7 +114,7 @@ class Disk:
         with env.begin() as txn:
             self.quarantined = txn.stat(self._quarantine)["entries"]
             last = txn.cursor(self._pieces)
-            self._next = _NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
+            self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
     def close(self) -> None:
         """Close the file in order."""
@@ -161,7 +152,7 @@ class Disk:
             self._reserve.unlink(missing_ok=True)
             self._commit_in_parts(list(changes))
             with self._env.begin(write=True, db=self._about) as txn:
-                txn.put(b"turn", _NUMBER.pack(txn.id()))
+                txn.put(b"turn", NUMBER.pack(txn.id()))
             self._witness.committed()
             self._keep_reserve(least=0)  # so that what comes next can use what was freed
 
@@ -237,7 +228,7 @@ class Disk:
         elif len(body):
             first = self._next
             for start in range(0, len(body), PIECE):
-                number = _NUMBER.pack(self._next)
+                number = NUMBER.pack(self._next)
                 txn.put(number, body[start : start + PIECE], append=True, db=self._pieces)
                 self._next += 1
         lies = Body(len(body), write.digest or checksum(body), first, inline)
@@ -266,7 +257,7 @@ class Disk:
 
     def _delete_pieces(self, txn: _Txn, record: Record) -> None:
         for number in record.body.pieces:
-            txn.delete(_NUMBER.pack(number), db=self._pieces)
+            txn.delete(NUMBER.pack(number), db=self._pieces)
 
     def _retime(self, txn: _Txn, sheets: Sheets, change: Retime, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).get(place[1])):
@@ -293,11 +284,11 @@ class Disk:
             data = txn.pop(key, db=self._records)
         if data is None:
             return
-        txn.put(_NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
+        txn.put(NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
         while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
             oldest = txn.cursor(self._quarantine)
             oldest.first()
-            self._delete_pieces_of(txn, oldest.key()[_NUMBER.size :], oldest.value())
+            self._delete_pieces_of(txn, oldest.key()[NUMBER.size :], oldest.value())
             oldest.delete()
         self.quarantined = txn.stat(self._quarantine)["entries"]
 
@@ -344,106 +335,28 @@ class Disk:
         The GIL is released while bodies are copied or come from the disk.
         """
         with told(self.path), self._env.begin(buffers=True) as txn:
-            lately = self._known_since(txn.id())
-            return [self._outcome(txn, lately, name, into, len(wanted)) for name, into in wanted]
+            bodies = self._bodies(txn, len(wanted))
+            return [bodies.read(name, into) for name, into in wanted]
 
     def find(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
         """Find the bodies of values with these names and sizes. They are valid as long as the first result is kept.
 
-        Bodies were read and checked with the GIL released, so they are in the system's cache. Raises DiskError.
+        StoredBodies were read and checked with the GIL released, so they are in the system's cache. Raises DiskError.
         """
         with told(self.path):
             txn = self._env.begin(buffers=True)
-            lately = self._known_since(txn.id())
-            return txn, [self._intact(txn, lately, name, size, len(wanted)) for name, size in wanted]
+            bodies = self._bodies(txn, len(wanted))
+            return txn, [bodies.find(name, size) for name, size in wanted]
 
-    def _intact(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, size: int, others: int) -> Found:
-        try:
-            found = lately.get(name) or self._find(txn, lately, name, others)
-            if found is None or found.size != size:
-                return False
-            pieces = list(self._pieces_of(txn, found))
-        except Damaged as damage:
-            return damage.with_traceback(None)
-        return pieces if digest_of(pieces) == found.digest else Damaged(_WRONG_BODY)
-
-    def _known_since(self, commit: int) -> dict[bytes, Body]:
-        """The places of pages that were looked up since a commit."""
-        since, known = self._lately
+    def _bodies(self, txn: ReadTxn, wanted: int) -> StoredBodies:
+        """For so many values; with the places of pages that were looked up since the last commit."""
+        commit, (since, known) = txn.id(), self._lately
         if since != commit or len(known) > _MOST_KNOWN:
             known = {}
             self._lately = commit, known  # another thread may have set it too; either is right
-        return known
-
-    def _outcome(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, into: memoryview, others: int) -> Outcome:
-        try:
-            found = lately.get(name) or self._find(txn, lately, name, others)
-            if found is None or found.size != len(into):
-                return False
-            if found.first and found.size <= PIECE:
-                copy(self._piece(txn, found.first, found.size), into)
-                digest = checksum(into)
-            else:
-                digest = self._gather(txn, found, into)
-        except Damaged as damage:
-            return damage.with_traceback(None)
-        return True if digest == found.digest else Damaged(_WRONG_BODY)
-
-    def _gather(self, txn: _ReadTxn, found: Body, into: memoryview) -> int:
-        """Fill memory with a body, and return its digest. Each piece is hashed while it is in the processor's cache."""
-        digest = xxhash.xxh3_64()
-        start = 0
-        for piece in self._pieces_of(txn, found):
-            part = into[start : start + len(piece)]
-            copy(piece, part)
-            digest.update(part)
-            start += len(piece)
-        return digest.intdigest()
+        return StoredBodies(txn, self._records, self._pieces, known, whole_sheets=wanted >= _MANY)
 
     def check(self, name: bytes) -> int:
         """The size of a value that was read and found intact; 0 if there is none. Raises Damaged, DiskError."""
         with told(self.path), self._env.begin(buffers=True) as txn:
-            lately = self._known_since(txn.id())
-            found = lately.get(name) or self._find(txn, lately, name, _MANY)
-            if found is None:
-                return 0
-            digest = digest_of(self._pieces_of(txn, found))
-        if digest != found.digest:
-            raise Damaged(_WRONG_BODY)
-        return found.size
-
-    def _find(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, others: int) -> Body | None:
-        """Where a value's body lies. With many `others`, all pages of its sheet are looked up. Raises Damaged."""
-        place = sheet.place_of(name)
-        data = None if place is None else txn.get(place[0], db=self._records)
-        if place is not None and data is not None:
-            key, spot = place
-            rows = sheet.unpack(key, data)[1]
-            if others < _MANY:
-                found = sheet.body_of(rows, spot)
-            else:
-                lately.update(sheet.bodies(key, rows))
-                found = lately.get(name)
-            if found is not None:
-                return found
-        key = database_key(name)
-        data = txn.get(key, db=self._records)
-        return None if data is None else Record.parse(key, data).body
-
-    def _pieces_of(self, txn: _ReadTxn, body: Body) -> Iterator[memoryview]:
-        if not body.first:
-            if len(body.inline) != body.size:
-                raise Damaged("its body has another length than its record says")
-            yield memoryview(body.inline)
-            return
-        left = body.size
-        for number in body.pieces:
-            piece = self._piece(txn, number, min(left, PIECE))
-            left -= len(piece)
-            yield piece
-
-    def _piece(self, txn: _ReadTxn, number: int, size: int) -> memoryview:
-        piece = txn.get(_NUMBER.pack(number), db=self._pieces)
-        if piece is None or len(piece) != size:
-            raise Damaged("a piece of its body is missing or has another length than its record says")
-        return piece
+            return self._bodies(txn, _MANY).check(name)

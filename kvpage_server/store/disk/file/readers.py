@@ -14,7 +14,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvpage_server.store.disk.file.database import Disk, Found, Outcome
+from kvpage_server.store.disk.file.bodies import Found, Outcome
+from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError
 
 T = TypeVar("T")

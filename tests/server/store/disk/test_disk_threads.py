@@ -19,8 +19,9 @@ import pytest
 from waiting import PATIENCE, until
 
 from kvpage_server.net.limits import keep_large_blocks_apart
+from kvpage_server.store.disk.file.bodies import Outcome
 from kvpage_server.store.disk.file.change import Write
-from kvpage_server.store.disk.file.database import Disk, Outcome
+from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.file.readers import THREADS, DiskReader
 from kvpage_server.store.disk.file.scrub import Scrubber
