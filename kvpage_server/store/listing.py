@@ -33,7 +33,7 @@ class Listing:
         now, entries, found = unix_ms(), self._catalogue.entries, list[bytes]()
         for place in places:
             if isinstance(place, bytes):
-                entry = entries.get(place)
+                entry = entries.get(place) or self._catalogue.page_in_extent(place)  # since it was listed
                 if entry is not None and (not entry.expires or entry.expires > now):
                     found.append(place)
             elif isinstance(place, Block) and (not place.soonest or place.soonest > now):

@@ -59,7 +59,7 @@ class Judge:
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
         self._left: list[bytes] = []  # keys that the server has let go of by itself, and the model has still
-        self.let_go: set[bytes] = set()  # since this process began
+        self.let_go = self.model.let_go  # since this process began
         self.violation: Violation | None = None
 
     def begin(self, process: Process) -> None:
@@ -71,7 +71,7 @@ class Judge:
         process.broke, process.leaves = self.note_broken, self.leaves
         self.model.pinned.clear()
         self.model.leased.clear()
-        self.model.talks, self.model.paused_until = [], 0
+        self.model.talks, self.model.paused_until, self.model.flushed_at = [], 0, 0
         self.model.checksums = self.checksums
         self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
 
@@ -167,6 +167,8 @@ class Judge:
             asked.expected = ANYTHING  # nobody here is told, and it is as it was
         else:
             asked.expected = model.answer(talk, said)
+        if asked.heard is not None:
+            asked.unsure = store.doubtful() | store.fog
         asked.at, asked.end = before, len(store.log)
         asked.changes = asked.end - before - (store.gone - gone)  # that a key is due is nobody's promise
         if asked.end > before:
@@ -270,6 +272,8 @@ class Judge:
         if asked.changes and not is_error(reply):
             self.acknowledged = max(self.acknowledged, asked.end)
         self._note_protection(asked, reply)
+        if asked.heard is not None:
+            asked.heard(asked, reply)
 
     def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
         """A keyspace notification: of a change, told to the key's channel and then to the event's."""
@@ -472,7 +476,7 @@ class Judge:
             return known
         if value is None:
             return None
-        if key[:3] != b"kv:":
+        if value[:4] != b"KVPG":
             return Value(value, max(expires, 0))
         return read_page(key, value, max(expires, 0))
 
@@ -495,9 +499,10 @@ class Judge:
             self.fail(f"{key!r} was evicted under noeviction")
         if not (model.limited or self._maxdisk or self.disk_fails):
             self.fail(f"{key!r} was evicted, and nothing is limited")
-        if model.is_protected(block_of(key), self.machine.clock.unix_ms):
-            self.fail(f"{key!r} was evicted though its block is pinned or leased")
         known = model.store.keys.get(key)
+        is_text = known is not None and known.page is None
+        if not is_text and model.is_protected(block_of(key), self.machine.clock.unix_ms):
+            self.fail(f"{key!r} was evicted though its block is pinned or leased")
         is_known = known is not None and key not in model.store.doubtful() | model.store.fog
         expires = self.process.server.keyspace.expires_of(key)  # which a transaction may have set that is being run
         if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):

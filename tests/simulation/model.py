@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.model_errors import is_unknown, is_wrong
 from tests.simulation.model_pages import Pages
 from tests.simulation.model_rights import NO_RIGHT, Rights, keys_used
 from tests.simulation.model_strings import Strings
-from tests.simulation.replies import ANYTHING, OK, QUEUED, Err, any_order, between, one_of
+from tests.simulation.replies import ANYTHING, OK, QUEUED, SOME_KEYS, Err, any_order, between, one_of
 from tests.simulation.values import Store
 
 Words = tuple[bytes, ...]
@@ -72,6 +73,7 @@ _WHILE_LISTENING = frozenset(b"subscribe psubscribe unsubscribe punsubscribe pin
 _AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
 _NOT_IN_MULTI = frozenset((b"save", b"bgsave"))
 _READ = frozenset((b"get", b"mget", b"strlen", b"getrange", b"kvpageget", b"kvpagemget"))
+_WRONG = Err("ERR")
 _TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
 
 
@@ -94,6 +96,8 @@ class Model(Strings, Pages):
         self.users: dict[bytes, Rights] = {}  # those who may not do everything
         self.notifies = False  # those who listen to every channel of each change
         self.changes: set[bytes] = set()  # keys that have changed, or may have
+        self.let_go: set[bytes] = set()  # keys that the server has let go of by itself
+        self.flushed_at = 0  # changes that there were when everything was removed
         self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
 
     def _changed(self, key: bytes) -> None:
@@ -113,6 +117,9 @@ class Model(Strings, Pages):
         """The reply to a command, which is carried out."""
         self.talk, self.pushes, self.store.now = talk, [], self._now()
         name = words[0].lower()
+        if is_unknown(words):
+            talk.refused = talk.queued is not None
+            return _WRONG
         if not self._may(words):
             talk.refused = talk.queued is not None
             return NO_RIGHT
@@ -161,6 +168,8 @@ class Model(Strings, Pages):
     def _handler(self, words: Words) -> Callable[[], Any] | None:
         name = words[0].lower().decode("latin1")
         method = getattr(self, f"do_{name}", None)
+        if is_wrong(words):
+            return lambda: _WRONG
         if method is not None:
             return lambda: method(*words[1:])
         if len(words) > 1:
@@ -172,8 +181,8 @@ class Model(Strings, Pages):
     @staticmethod
     def _is_about_all(words: Words) -> bool:
         name = words[0].lower()
-        return name in (b"keys", b"scan", b"dbsize", b"randomkey", b"flushall", b"exists") or (
-            name.startswith((b"kvpage", b"kvblock")) or name in (b"smembers", b"scard")
+        return name in (b"keys", b"dbsize", b"randomkey", b"flushall", b"exists", b"type") or (
+            name.startswith((b"kvpage", b"kvblock")) or name in (b"smembers", b"scard", b"sismember")
         )
 
     def keys_of(self, words: Words) -> Iterable[bytes]:
@@ -275,7 +284,7 @@ class Model(Strings, Pages):
         return ANYTHING
 
     do_info = do_memory = do_object = do_slowlog = do_latency = do_command = do_time = _anything
-    do_lastsave = do_kvpagewhy = _anything
+    do_lastsave = _anything
 
     # -- channels --------------------------------------------------------------------------------------------------
 
@@ -331,6 +340,12 @@ class Model(Strings, Pages):
         living = len(list(filter(self._sees, self.store.living())))
         return between(living, living + len(list(filter(self._sees, self.store.lately_expired()))))
 
+    def do_randomkey(self) -> Any:
+        return one_of([*filter(self._sees, self.store.living())] or [None])
+
+    def do_scan(self, _: bytes, *options: bytes) -> Any:
+        return SOME_KEYS
+
     def _sees(self, key: bytes) -> bool:
         rights = self.users.get(self.talk.user)
         return rights is None or rights.may_use(key)
@@ -343,4 +358,5 @@ class Model(Strings, Pages):
             talk.unheard = before  # nobody is notified of these, as in Redis
         self.pinned.clear()
         self.leased.clear()
+        self.flushed_at = len(self.store.log)
         return OK

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.simulation.replies import ANYTHING, OK, Err, any_order, between, fields, one_of, some_of
+from tests.simulation.replies import ANYTHING, OK, SOME_KEYS, Err, any_order, between, fields, one_of, some_of
 from tests.simulation.values import Store, Value
 
 ITEM = {1: 2, 2: 4, 3: 1, 4: 2, 7: 4, 8: 1}  # bytes, by dtype
 WRONG_TYPE = Err("WRONGTYPE")
+_TOLD = (b"layer", b"head", b"page", b"type", b"dtype", b"page_size", b"head_dim", b"ttl")  # as in `Value.page`
 
 
 def key_of(req: bytes, layer: int, head: int, page: int, kv_type: int) -> bytes:
@@ -37,6 +38,9 @@ class Pages:
     leased: dict[tuple[bytes, int], int]
     limited: bool
     rotted: set[bytes]
+    changes: set[bytes]
+    let_go: set[bytes]
+    flushed_at: int
     checksums = True
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -113,7 +117,23 @@ class Pages:
         (value,) = self._named(words)
         if value is None or value.page is None:
             return WRONG_TYPE if value else None
-        return fields({b"bytes": len(value.data), b"layer": value.page[0], b"page": value.page[2]})
+        told = dict(zip(_TOLD, value.page, strict=True)) | {b"bytes": len(value.data)}
+        if b"kv:" + b":".join(words) not in self.store.doubtful():
+            told[b"ttl_left_ms"] = value.expires - self.store.now if value.expires else -1
+        return fields(told)
+
+    def do_kvpagewhy(self, *words: bytes) -> Any:
+        if len(words) == 1:
+            return ANYTHING
+        (value,) = self._named(words)
+        if value is not None:
+            return fields({b"reason": b"stored"}) if value.page else WRONG_TYPE
+        key = b"kv:" + b":".join(words)
+        went = any(name == key and old and old.page for name, old, _ in self.store.log[self.flushed_at :])
+        reasons = [] if went and key not in self.store.doubtful() else [b"never stored"]
+        reasons += [b"deleted", b"overwritten", b"expired"] if key in self.changes else []
+        reasons += [b"evicted", b"over quota", b"corrupt"] if key in self.let_go else []
+        return fields({b"reason": one_of(reasons)})
 
     def do_kvpagedel(self, req: bytes, *pages: bytes) -> Any:
         return sum(map(self.store.drop, self._keys(req, *map(int, pages))))
@@ -131,6 +151,16 @@ class Pages:
 
     def do_scard(self, key: bytes) -> Any:
         return len(self._keys(key.split(b":")[1]))
+
+    def do_sismember(self, key: bytes, page: bytes) -> Any:
+        return int(page in self._keys(key.split(b":")[1]))
+
+    def do_sscan(self, *_: bytes) -> Any:
+        return SOME_KEYS
+
+    def is_index(self, key: bytes) -> bool:
+        """Whether a key lists the pages of a request that has some."""
+        return key.endswith(b":index") and bool(self._keys(key.split(b":")[1]))
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -200,6 +230,7 @@ class Pages:
             return
         start, end = b"kv:%b:" % block[0], b":%d" % block[1]
         left = [one for one in self.store.keys if one.startswith(start) and one.rpartition(b":")[0].endswith(end)]
+        left = [one for one in left if self.store.keys[one].page]
         if not left or (value is not None and value.expires):
             self.pinned.discard(block)
             self.leased.pop(block, None)

@@ -10,7 +10,7 @@ Words = tuple[bytes, ...]
 _NO_KEYS = frozenset(
     b"ping echo hello auth client multi exec discard unwatch info save keys dbsize publish subscribe unsubscribe "
     b"psubscribe punsubscribe reset "
-    b"memory config command acl".split()
+    b"memory config command acl randomkey scan".split()
 )
 _SEVERAL = frozenset(b"del unlink exists touch mget watch".split())
 _PAGE = frozenset(b"kvpageset kvpageget kvpageexists kvpagestat".split())

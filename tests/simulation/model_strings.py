@@ -22,7 +22,7 @@ class Strings:
     """A handler is a method named as its command is."""
 
     store: Store
-    as_page: Callable[[bytes, bytes, int], Value | None]
+    is_index: Callable[[bytes], bool]
 
     def _expiry(self, option: bytes, time: bytes) -> int:
         return int(time) * _UNITS[option] + (0 if option.endswith(b"AT") else self.store.now)
@@ -129,6 +129,8 @@ class Strings:
         first, last = (max(place + size, 0) if place < 0 else place for place in (first, last))
         return value.data[first : last + 1]
 
+    do_substr = do_getrange
+
     # -- keys ------------------------------------------------------------------------------------------------------
 
     def do_del(self, *keys: bytes) -> Any:
@@ -139,10 +141,11 @@ class Strings:
     def do_touch(self, *keys: bytes) -> Any:
         return sum(self.store.get(key) is not None for key in keys)
 
-    do_exists = do_touch
+    def do_exists(self, *keys: bytes) -> Any:
+        return sum(self.store.get(key) is not None or self.is_index(key) for key in keys)
 
     def do_type(self, key: bytes) -> Any:
-        return b"string" if self.store.get(key) is not None else b"none"
+        return b"string" if self.store.get(key) is not None else b"set" if self.is_index(key) else b"none"
 
     # -- times -----------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class Asked:
     streamed: bool = False  # its reply is made in steps, and so is what it does
     audit: Any = None  # who is told of the reply, in place of the judge
     doubt: Any = None  # what it may or may not have done yet
+    heard: Callable[[Asked, Any], None] | None = None  # who is told of a right reply as well
+    unsure: set[bytes] = field(default_factory=set)  # keys of which it was not known what they are, when it was run
 
 
 @dataclass(eq=False)

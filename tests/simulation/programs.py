@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.simulation.administration import MS, TENANTS, Administration
 from tests.simulation.model import Words
+from tests.simulation.oddities import Oddities
 from tests.simulation.peers import PEERS
 from tests.simulation.scenes import CHANNELS, Scenes
 
@@ -34,7 +35,7 @@ class Step:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Program(Administration, Scenes):
+class Program(Administration, Scenes, Oddities):
     """`steps(count)` are the first of a seed's; `options` is how its server is started.
 
     `maxdisk` is bytes, far fewer than the server's own least, so that a run can fill them; 0 for no limit.
@@ -79,6 +80,7 @@ class Program(Administration, Scenes):
         self._splits = rng.choice([0.0, 0.05, 0.5])
         self._engines_share = rng.choice([0.03, 0.15]) if self.engines else 0.0
         self._gaps = rng.choice([20_000, 200_000, 2 * MS, 30 * MS])
+        self._odd = self.oddities(seed)
 
     def _options(self) -> dict[str, str]:
         rng = self.rng
@@ -117,6 +119,7 @@ class Program(Administration, Scenes):
             else:
                 peer = self.rng.randrange(PEERS)
                 steps.append(self._send(peer, self._command(peer)))
+            steps += self._odd()
         return steps
 
     def _step(self, kind: str, peer: int = -1, words: Words = (), **extra: Any) -> Step:

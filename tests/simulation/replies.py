@@ -43,6 +43,9 @@ def is_error(reply: Any, *beginnings: str) -> bool:
 
 
 ANYTHING = May("anything", lambda reply: not is_error(reply, "ERR internal"))
+SOME_KEYS = May(
+    "a cursor and some keys", lambda reply: isinstance(reply, list) and len(reply) == 2 and isinstance(reply[1], list)
+)
 A_NUMBER = May("a number", lambda reply: isinstance(reply, int))
 
 

@@ -21,6 +21,7 @@ from tests.simulation.peers import Asked, BlockedError, Peer, Watchers, spell
 from tests.simulation.process import SOCKET, Process
 from tests.simulation.programs import PEERS, Program, Step
 from tests.simulation.replies import ANYTHING
+from tests.simulation.scans import Scan
 from tests.simulation.values import FORGOTTEN_LATE
 from tests.simulation.world.clock import Clock
 from tests.simulation.world.disk import copy_of
@@ -251,6 +252,10 @@ class Run:
 
     def _do_send(self, step: Step) -> None:
         self.send(self._open(step), step.number, step.words, step.extra.get("pieces", 1))
+
+    def _do_scan(self, step: Step) -> None:
+        self._open(step)
+        Scan(self, step).ask()
 
     def _do_half(self, step: Step) -> None:
         peer = self._open(step)

@@ -79,7 +79,7 @@ class Catalogue:
             if rows is not None:
                 return (key for key, *_ in sheet.pages(*place, rows))
             block = self.index.block(*place)
-            return block.page_keys() if block is not None and block.extent is None else ()
+            return block.page_keys() if block is not None else ()
         return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
 
     def strays_at(self, place: Place) -> Iterable[bytes]:

@@ -3,7 +3,8 @@
 It is kept only while somebody scans. A list has the keys that there were when it was begun, then those that came since.
 A scan starts at the end of the list and goes back to its beginning. So it ends however many keys are added, and finds
 every key that exists from its start to its end, since places do not change. It also finds deleted keys, which the
-caller leaves out. A key that was deleted and set again is in the list twice.
+caller leaves out. A key that was deleted and set again is in the list twice, and so is a page whose block was stored
+whole after that.
 
 A list with more dead keys than living ones gets no more keys, and the next scan begins a new one. Cursors into the last
 few lists stay valid. Any other cursor starts again, which repeats keys but skips none.

@@ -45,6 +45,17 @@ class TestScan:
             found += some
         assert staying <= set(found)
 
+    def test_pages_that_become_a_block_meanwhile_are_returned(self, client: redis.Redis) -> None:
+        for layer in range(4):
+            client.execute_command("KVPAGESET", "r", layer, 0, 0, 0, 8, 1, 1, 0, b"x")
+        client.mset({f"key:{i}": "1" for i in range(100)})
+        cursor, found = client.scan()
+        client.execute_command("KVBLOCKSET", "r", 0, 4, 1, 1, 0, 1, 0, 8, 1, b"abcd")
+        while cursor:
+            cursor, more = client.scan(cursor)
+            found += more
+        assert {b"kv:r:%d:0:0:0" % layer for layer in range(4)} <= {*found}
+
     def test_many_scans_at_once_each_return_everything(self, client: redis.Redis) -> None:
         keys = {b"key:%d" % i for i in range(300)}
         client.mset(dict.fromkeys(keys, "1"))

@@ -360,6 +360,20 @@ def test_a_string_under_the_key_of_a_page_is_scanned_after_a_restart_as_before(t
         assert {client.randomkey() for _ in range(200)} == there
 
 
+def test_a_block_that_rests_is_scanned_when_it_is_stored_whole_meanwhile(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        client.execute_command("KVPAGESET", *page("r", 0, b"abc"))
+        client.execute_command("KVPAGESET", *page("s", 0, b"abc"))
+    with tiered(tmp_path) as (_, client):
+        cursor, found = client.scan(count=1)
+        for req in "rs":
+            client.execute_command("KVBLOCKSET", req, 0, 1, 1, 1, 0, 1, 0, 8, 1, b"a")
+        while cursor:
+            cursor, more = client.scan(cursor)
+            found += more
+        assert {b"kv:r:0:0:0:0", b"kv:s:0:0:0:0"} <= {*found}
+
+
 # -- what has to stay in memory ----------------------------------------------------------------------------------------
 
 
