@@ -256,8 +256,8 @@ def test_slots_that_nobody_serves_are_an_error_until_somebody_does(masters: Clus
             tried = r"\(tried \d+ times in [\d.]+ of 2 s\)"
             with pytest.raises((Refused, DeadlineExceeded), match=tried):  # it is tried until the deadline
                 pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=2)
-            with pytest.raises(Refused, match="CLUSTERDOWN"):
-                read(pages)
+            with PageClient(masters.url, node_deadline=30) as new, pytest.raises(Refused, match="CLUSTERDOWN"):
+                read(new)
         finally:
             node.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * 2 // 3, SLOTS - 1)
         for other in masters.masters:
