@@ -174,7 +174,7 @@ def _end(nodes: Iterable[Node]) -> None:
     """End them, those that were stopped, too. They keep nothing, so they need not say goodbye."""
     for node in nodes:
         node.signal(signal.SIGKILL)
-        node.process.wait()
+        node.process.wait(_WITHIN)
 
 
 # -- making a cluster of them ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from getpass import getpass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kvpage_server.look.ls import ls
 from kvpage_server.look.nodes import cluster_as_one, is_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
-from kvpage_server.look.several import NO_ANSWER, AsOne, by_segment
+from kvpage_server.look.several import NO_ANSWER, AsOne, SlotsMoved, by_segment
 from kvpage_server.look.shares import OURS, shares_of, status_of_several, top_of_several
 from kvpage_server.look.status import status
 from kvpage_server.look.strings import AsStrings
@@ -88,11 +88,12 @@ def _ask(args: argparse.Namespace) -> int:
 def _ask_cluster(args: argparse.Namespace) -> int:
     if instead := _OF_NO_CLUSTER.get(args.show.__name__):
         raise LookError(f"kvpage {args.show.__name__} takes no cluster: {instead}")
-    with cluster_as_one(args) as masters:
-        if args.show is status:
-            return 0 if status_of_several(masters, args) else 2
-        knows_pages = any(share.get("server", "").startswith(OURS) for share in shares_of(masters))
-        return _shown(masters if knows_pages else AsStrings(masters), args, masters)
+    while True:
+        with suppress(SlotsMoved), cluster_as_one(args) as masters:
+            if args.show is status:
+                return 0 if status_of_several(masters, args) else 2
+            knows_pages = any(share.get("server", "").startswith(OURS) for share in shares_of(masters))
+            return _shown(masters if knows_pages else AsStrings(masters), args, masters)
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
@@ -100,7 +101,7 @@ def _ask_as_one(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
         several = AsOne(stores, by_segment([*stores]))
-        args.home, args.unreachable = several.home, lambda: several.unreachable
+        args.home, args.unreachable, args.changed = several.home, lambda: several.unreachable, lambda: False
         return _shown(several, args, several)
 
 

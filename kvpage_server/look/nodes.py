@@ -12,10 +12,10 @@ import redis
 from kvpage_server.address import shown
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.side_by_side import ServerUrl
-from kvpage_server.client.cluster.topology import SCHEMES, Address, Node, SlotMap, ranges_of, slot_of
+from kvpage_server.client.cluster.topology import SCHEMES, SLOTS, Address, Node, SlotMap, ranges_of, slot_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.look.output import LookError
-from kvpage_server.look.several import AsOne
+from kvpage_server.look.several import AsOne, Gone
 from kvpage_server.observe.manifests import PREFIX
 
 
@@ -44,8 +44,19 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[AsOne]:
         masters = {ServerUrl(address.url(node)): node for node in slots.primaries()}
         stores = {server: stack.enter_context(_client(address, node)) for server, node in masters.items()}
         as_one = AsOne(stores, server_of)
-        args.home, args.unreachable = home, lambda: as_one.unreachable
+
+        def changed() -> bool:
+            """Whether slots are served by other masters now, as one says that still answers."""
+            told = as_one.of_each(b"CLUSTER", b"SLOTS").items()
+            server, answer = next((server, answer) for server, answer in told if not isinstance(answer, Gone))
+            return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
+
+        args.home, args.unreachable, args.changed = home, lambda: as_one.unreachable, changed
         yield as_one
+
+
+def _primaries(slots: SlotMap) -> list[Node | None]:
+    return [shard.primary if shard else None for shard in map(slots.shard, range(SLOTS))]
 
 
 def _client(address: Address, node: Node) -> redis.Redis:

@@ -27,6 +27,10 @@ class Gone(redis.ResponseError):
     """Stands for the answer of a server that gives none; the message says why."""
 
 
+class SlotsMoved(Exception):
+    """Other nodes than those that are asked serve a cluster's slots by now."""
+
+
 def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
     """Which of the servers a key or a request belongs to, as for PageClient."""
     rendezvous = Rendezvous(servers)

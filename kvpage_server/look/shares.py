@@ -20,12 +20,12 @@ from rich.text import Text
 from kvpage_server.address import shown
 from kvpage_server.look.engines import HeardEngines
 from kvpage_server.look.ls import remarks
-from kvpage_server.look.output import watch
-from kvpage_server.look.several import NO_ANSWER, AsOne, Gone
+from kvpage_server.look.output import LookError, watch
+from kvpage_server.look.several import NO_ANSWER, AsOne, Gone, SlotsMoved
 from kvpage_server.look.top import Whose, room_for_rows, tables
 from kvpage_server.observe.asking import AskedStore, text
 from kvpage_server.observe.engines import EngineFigures
-from kvpage_server.observe.whose import holdings_of_store
+from kvpage_server.observe.whose import Holdings, holdings_of_store
 from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import table_of
 
@@ -48,6 +48,14 @@ _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")
 def shares_of(several: AsOne) -> list[Share]:
     """What each of them has. Raises RedisError when none answers, or one refuses to."""
     return [_share(shown(server.url), answer) for server, answer in several.of_each(b"INFO", b"EVERYTHING").items()]
+
+
+def _shares_now(several: AsOne, args: argparse.Namespace) -> list[Share]:
+    """The same. Raises SlotsMoved if a server does not answer because another one has taken over."""
+    shares = shares_of(several)
+    if any("error" in share for share in shares) and args.changed():
+        raise SlotsMoved
+    return shares
 
 
 def _share(url: str, answer: Any) -> Share:
@@ -91,11 +99,11 @@ def status_of_several(several: AsOne, args: argparse.Namespace) -> bool:
     shares: list[Share] = []
 
     def frame() -> RenderableType:
-        shares[:] = shares_of(several)
+        shares[:] = _shares_now(several, args)
         return _status_table(shares)
 
     def as_json() -> dict[str, Any]:
-        shares[:] = shares_of(several)
+        shares[:] = _shares_now(several, args)
         return {"url": shown(args.url), "nodes": shares, "total": _total(shares)}
 
     watch(args, frame, as_json)
@@ -135,24 +143,24 @@ def _hits(counts: Mapping[str, float]) -> str:
 
 def top_of_several(several: AsOne, store: AskedStore, args: argparse.Namespace) -> bool:
     """Show every `args.watch` seconds what each does a second, and who uses the memory of all, as `store` tells."""
-    view = _ViewOfSeveral(several, store, args.url)
+    view = _ViewOfSeveral(several, store, args)
     return watch(args, view.frame, view.as_json, screen=True)
 
 
 class _ViewOfSeveral:
     """Servers as shown on the screen."""
 
-    def __init__(self, several: AsOne, store: AskedStore, url: str) -> None:
-        self._several, self._url = several, url
+    def __init__(self, several: AsOne, store: AskedStore, args: argparse.Namespace) -> None:
+        self._several, self._args = several, args
         self._whose = Whose(store, holdings_of_store)
-        self._engines = [*_listening(several, url)]
+        self._engines = [*_listening(several, args.url)]
         self._before: tuple[float, list[Share]] = 0.0, []  # when they were asked last, and what they said
 
     def frame(self) -> RenderableType:
         """What is shown now."""
-        shares, holdings, engines = self._shares(), self._whose.now(), self._connected()
+        shares, holdings, engines = self._shares(), self._holdings(), self._connected()
         return Group(
-            Text(f"{how_many(len(shares), 'server')} at {shown(self._url)}\n", "bold"),
+            Text(f"{how_many(len(shares), 'server')} at {shown(self._args.url)}\n", "bold"),
             _top_table(shares),
             *tables(engines, holdings, room_for_rows(len(shares))),
             *map(Text, remarks(holdings)),
@@ -162,16 +170,24 @@ class _ViewOfSeveral:
         shares = self._shares()
         engines = [asdict(engine) for engine in self._connected()]
         total = _total(shares) | {"per_second": _total_rates(shares)}
-        return {"url": shown(self._url), "at": time.time(), "nodes": shares, "total": total, "engines": engines}
+        return {"url": shown(self._args.url), "at": time.time(), "nodes": shares, "total": total, "engines": engines}
 
     def _shares(self) -> list[Share]:
         """What each has, with `per_second`, None when that is unknown: at first, and after a restart."""
-        shares, now = shares_of(self._several), time.monotonic()
+        shares, now = _shares_now(self._several, self._args), time.monotonic()
         (at, before), self._before = self._before, (now, shares)
         was = {share["url"]: share for share in _telling(before)}
         for share in _telling(shares):
             share["per_second"] = _rates(was.get(share["url"]), share, now - at)
         return shares
+
+    def _holdings(self) -> Holdings:
+        try:
+            return self._whose.now()
+        except LookError:
+            if self._args.changed():
+                raise SlotsMoved from None
+            raise
 
     def _connected(self) -> list[EngineFigures]:
         """Each engine tells all servers."""

@@ -6,9 +6,12 @@ Never wrong bytes, no error but the documented ones, no wait past the deadline, 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -91,6 +94,22 @@ def test_a_master_that_is_killed_costs_nothing_that_its_replica_has(cluster: Clu
         pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=60)  # waits until the replica has taken over
         assert all(read(pages))
         assert pages.misses.keys() <= {"gone"}
+
+
+def test_kvpage_top_goes_on_with_the_replica_of_a_master_that_is_killed(cluster: Cluster) -> None:
+    words = ["top", "--json", "--watch", "0.2", "--url", cluster.url]
+    with subprocess.Popen([Path(sys.executable).with_name("kvpage"), *words], stdout=subprocess.PIPE) as top:
+        assert top.stdout
+        try:
+            told = (json.loads(line)["nodes"] for line in top.stdout)
+            before = {node["url"] for node in next(told)}
+            lost = next(node for node in cluster.nodes if f"redis://127.0.0.1:{node.port}" in before)
+            lost.signal(signal.SIGKILL)
+            after = next(nodes for nodes in told if f":{lost.port}" not in str(nodes))
+        finally:
+            top.kill()
+    assert len(after) == 3
+    assert not any("error" in node for node in after)
 
 
 def test_a_node_that_hangs_costs_its_blocks_for_a_while_and_no_wait_past_its_deadline(masters: Cluster) -> None:
