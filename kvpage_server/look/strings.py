@@ -25,8 +25,8 @@ from kvpage_server.client.cluster.block_value import (
 )
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
-from kvpage_server.look.several import Pipeline
-from kvpage_server.observe.asking import AskedStore, Command
+from kvpage_server.look.several import AsOne, Pipeline
+from kvpage_server.observe.asking import Command
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
 Answers: TypeAlias = list[Any]
@@ -41,7 +41,7 @@ class AsStrings:
     """Answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings. The rest the store
     answers."""
 
-    def __init__(self, store: AskedStore) -> None:
+    def __init__(self, store: AsOne) -> None:
         self._store = store
         self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids, by request
         self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # those that were written by themselves
@@ -116,7 +116,8 @@ class AsStrings:
         told = asdict(PageHeader.parse(found))
         del told["flags"]
         named = {"type": told.pop("kv_type"), "bytes": told.pop("body_size"), "checksum": b"%016x" % told["checksum"]}
-        return told | named | _THERE | {"ttl_left_ms": ask(b"PTTL", place[0])}
+        left = {"ttl_left_ms": ask(b"PTTL", place[0]), "url": self._store.home(place[0])}
+        return told | named | _THERE | left
 
     def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
         """KVPAGEVERIFY's answer. One string after the other is read; what is not what was written is deleted."""
@@ -185,7 +186,8 @@ class AsStrings:
             there, opening = told
             shape = shape_of(opening) if isinstance(opening, bytes) else None
             in_block = shape is not None and ranges_of_page(key, shape) is not None
-            return {b"reason": b"stored" if there == 1 or in_block else ABSENT.encode()}
+            where = {"url": self._store.home(bytes(key))} if there == 1 else {}
+            return where | {"reason": b"stored" if there == 1 or in_block else ABSENT.encode()}
 
         return [[b"EXISTS", bytes(key)], [b"GETRANGE", block, 0, OPENING_SIZE - 1]], read
 

@@ -515,6 +515,8 @@ def test_kvpage_verifies_pages_and_tells_of_one(
     assert 0 < page["ttl_left_ms"] <= 100_000
     page = told("stat", "kv:alone:0:1:7:0")
     assert (page["bytes"], page["ttl_left_ms"]) == (64, -1)
+    there = f"redis://127.0.0.1:{cluster.master_of(slot_of(bytes(alone[1]))).port}"
+    assert there == page["url"] == told("why", "alone", "0", "1", "7", "0")["url"]
 
     with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
         client.setrange("kv:{prompt-3}:block:3", 64 * (1 + SHAPE.pages) + 5, b"\xff\xfe")
