@@ -309,7 +309,8 @@ class Judge:
         store, doubt = self.model.store, asked.doubt
         if doubt is None:
             return  # the client has gone, or was quick
-        asked.expected = _fewer(asked.expected, len(doubt.evicted))
+        settled = {key for key, _, _ in store.log[asked.at : asked.end]}.difference(*doubt.variants)  # by others
+        asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
         asked.doubt, doubt.pending = None, False
         if asked.words[0].lower() == b"kvpagedel":
             self._learn_deleted(asked)
