@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.simulation import accounts
 from tests.simulation.judge import shown
 from tests.simulation.peers import Asked, Peer
-from tests.simulation.replies import agrees
+from tests.simulation.replies import agrees, is_error
 from tests.simulation.values import Cell, Doubt, Value, read_page
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class Audit:
         self.settle(self._ask, check=False)
 
     def _collect(self, asked: Asked, reply: Any) -> None:
-        self._told[asked.words[1]] += [reply, asked.ran]
+        if not (is_error(reply) and self._judge.disk_fails):  # or it is asked again, as often as the disk fails
+            self._told[asked.words[1]] += [reply, asked.ran]
 
     def _compare(self) -> None:
         """Find the moment of the past that is there."""

@@ -103,7 +103,8 @@ class Judge:
             peer.unanswered.append(asked)
             return reply
         runs_many = said[0].lower() == b"exec"
-        watched = dict(talk.watched)
+        watched, self.model.given_up = dict(talk.watched), reply is NULL_ARRAY
+        marks = {id(one): dict(one.watched) for one in self.model.talks if one.watched} if runs_many else {}
         evicted = self.note_evictions()
         if runs_many and reply is not NULL_ARRAY:
             talk.watched = watched  # what it evicts itself has not changed before it
@@ -115,10 +116,10 @@ class Judge:
             peer.pushes.clear()
         if evicted and not asked.streamed:
             self._forget_again(evicted)
-        if evicted and runs_many:
+        if evicted and runs_many and asked.expected is not None:
             asked.expected = ANYTHING  # nobody knows which of its commands came before and which after
         if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
-            self._lose_sight(asked)
+            self._lose_sight(asked, marks)
         if here:
             peer.unanswered.append(asked)
         for listening, message in self.model.pushes:
@@ -134,8 +135,10 @@ class Judge:
             if key not in there:
                 self._forget(key)
 
-    def _lose_sight(self, asked: Asked) -> None:
-        """Some commands of a transaction were refused: what it has changed is not known."""
+    def _lose_sight(self, asked: Asked, marks: dict[int, dict[bytes, bool]]) -> None:
+        """Some commands of a transaction were refused: what it has changed is not known. `marks`: what was watched."""
+        if asked.expected is None:
+            return  # it was not to be run
         store = self.model.store
         changed = {key for key, _, _ in store.log[asked.at :]}
         store.settle(changed)
@@ -143,6 +146,10 @@ class Judge:
         for talk in self.model.talks:
             talk.owed -= changed
             talk.unheard -= changed
+            for key in changed & talk.watched.keys():
+                if not marks.get(id(talk), {}).get(key):
+                    talk.watched[key] = False
+                    talk.maybe.add(key)
         asked.expected = ANYTHING
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
@@ -213,7 +220,7 @@ class Judge:
     def _refused(self, talk: Conversation, words: Words, error: str) -> Any:
         if words[0].lower() == b"exec":
             talk.queued, talk.refused = None, False
-            talk.watched.clear()
+            talk.unwatch()
         elif talk.queued is not None:
             talk.refused = True
         return Err(error[:20])
@@ -302,7 +309,8 @@ class Judge:
         store, doubt = self.model.store, asked.doubt
         if doubt is None:
             return  # the client has gone, or was quick
-        asked.expected = _fewer(asked.expected, len(doubt.evicted))
+        settled = {key for key, _, _ in store.log[asked.at : asked.end]}.difference(*doubt.variants)  # by others
+        asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
         asked.doubt, doubt.pending = None, False
         if asked.words[0].lower() == b"kvpagedel":
             self._learn_deleted(asked)

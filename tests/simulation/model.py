@@ -31,7 +31,7 @@ class Conversation:
     queued: list[Words] | None = None  # after MULTI
     refused: bool = False  # one of these
     watched: dict[bytes, bool] = field(default_factory=dict)  # and whether it changed
-    maybe: bool = False  # it may have
+    maybe: set[bytes] = field(default_factory=set)  # those of these that may have
     channels: dict[bytes, None] = field(default_factory=dict)
     patterns: dict[bytes, None] = field(default_factory=dict)  # of which each is for all channels
     user: bytes = b"default"
@@ -52,6 +52,11 @@ class Conversation:
         self.owed -= undone
         self.read |= undone
         self.unheard.difference_update(keys)
+
+    def unwatch(self) -> None:
+        """It watches nothing any more."""
+        self.watched.clear()
+        self.maybe.clear()
 
     def track(self, tracks: bool) -> None:
         """It tracks what it reads from now on, or does not: then it need not be told of what it has read."""
@@ -97,6 +102,7 @@ class Model(Strings, Pages):
         self.notifies = False  # those who listen to every channel of each change
         self.changes: set[bytes] = set()  # keys that have changed, or may have
         self.let_go: set[bytes] = set()  # keys that the server has let go of by itself
+        self.given_up = False  # whether the server has found that something watched has changed
         self.flushed_at = 0  # changes that there were when everything was removed
         self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
 
@@ -110,8 +116,10 @@ class Model(Strings, Pages):
                 talk.read.discard(key)
                 if self.store.sure and talk.tracks:
                     talk.owed.add(key)
-            if key in talk.watched:
+            if key in talk.watched and self.store.sure:
                 talk.watched[key] = True
+            elif key in talk.watched:
+                talk.maybe.add(key)
 
     def answer(self, talk: Conversation, words: Words) -> Any:
         """The reply to a command, which is carried out."""
@@ -155,12 +163,12 @@ class Model(Strings, Pages):
     def _as_now(self, handler: Callable[[], Any]) -> Callable[[], Any]:
         """Have a command find its conversation as it is now, however often it is run: in every case of a doubt."""
         talk = self.talk
-        queued, refused, watched = talk.queued, talk.refused, dict(talk.watched)
+        queued, refused, watched, maybe = talk.queued, talk.refused, dict(talk.watched), set(talk.maybe)
 
         def run() -> Any:
             self.pushes = []
             if queued is not None:
-                talk.queued, talk.refused, talk.watched = queued, refused, dict(watched)
+                talk.queued, talk.refused, talk.watched, talk.maybe = queued, refused, dict(watched), set(maybe)
             return handler()
 
         return run
@@ -207,7 +215,7 @@ class Model(Strings, Pages):
 
     def _end(self) -> None:
         self.talk.queued, self.talk.refused = None, False
-        self.talk.watched.clear()
+        self.talk.unwatch()
 
     def do_watch(self, *keys: bytes) -> Any:
         if self.talk.queued is not None:
@@ -218,7 +226,7 @@ class Model(Strings, Pages):
         return OK
 
     def do_unwatch(self) -> Any:
-        self.talk.watched.clear()
+        self.talk.unwatch()
         return OK
 
     def do_exec(self) -> Any:
@@ -227,7 +235,8 @@ class Model(Strings, Pages):
             return Err("ERR EXEC without MULTI")
         for key in list(talk.watched):
             self.store.get(key)
-        queued, refused, changed = talk.queued, talk.refused, any(talk.watched.values())
+        changed = any(talk.watched.values()) or (bool(talk.maybe) and self.given_up)
+        queued, refused = talk.queued, talk.refused
         self._end()
         if refused:
             return Err("EXECABORT")

@@ -227,6 +227,20 @@ MISTAKES = [
         "a command that has waited for the disk is run again",
     ),
     Mistake(
+        "scan-misses-what-became-a-block",
+        _STORE + "listing",
+        "entry = entries.get(place) or self._catalogue.page_in_extent(place)  # since it was listed",
+        "entry = entries.get(place)",
+        "a scan does not find pages whose block was stored whole meanwhile",
+    ),
+    Mistake(
+        "string-stays-in-the-way",
+        _STORE + "keyspace",
+        '        for key in self._catalogue.strays_in(req_id, page, extent):\n            self.contents.remove(key, "del")\n',
+        "",
+        "a block that is stored whole does not take the place of strings under keys of its pages",
+    ),
+    Mistake(
         "file-is-believed",
         "engine.formats.tensor_file",
         "        if digest.hexdigest() != written:\n",
