@@ -25,7 +25,8 @@ export function lede(now, holdings, more) {
   return said.join(" ");
 }
 
-function withoutAgents({ contents, everything }, holdings) {
+function withoutAgents({ contents, everything, server }, holdings) {
+  if (server.store === "cluster") return "This is a gateway: the cluster behind it has the pages.";
   if (!everything && holdings.request_count) return `${plural(holdings.request_count, "request")} of no agent, ${bytes(holdings.request_bytes)}.`;
   if (contents.blocks) return `${plural(contents.blocks, "block")} of no agent.`;
   if (contents.keys) return `${plural(contents.keys, "key")}, none of them a page.`;

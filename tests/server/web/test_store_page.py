@@ -134,10 +134,11 @@ LEDES: list[tuple[dict[str, Any], str]] = [
         "went for a quota.",
     ),
     ({"agents": [], "everything": False, "requests": 29}, "29 requests of no agent, 4.0 KiB."),
+    ({"agents": [], "store": "cluster"}, "This is a gateway: the cluster behind it has the pages."),
 ]
 SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
     {contents: {blocks: 0, keys: 4}, engines: made.engines ?? [], everything: made.everything ?? true,
-     misses: made.misses,
+     server: {store: made.store ?? "memory"}, misses: made.misses,
      traffic: {hit_ratio: made.ratio}},
     {
         agents: made.agents.map(([id, bytes, memory, own]) => ({id, bytes, memory, own: own ?? bytes, missing: 0})),
