@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
         command.set_defaults(show=show, url="", user="", askpass=False)
         if asks:
-            help = f"URL of the store, several with commas, or a cluster's (default: {URL} in the environment, or {DEFAULT_URL})"
+            help = f"URL of the store, of several with commas, or of a cluster (default: {URL} or {DEFAULT_URL})"
             command.add_argument("--url", default="", help=help)
             help = "user to log in as, with the password in KVPAGE_PASSWORD or REDISCLI_AUTH in the environment"
             command.add_argument("--user", metavar="NAME", default="", help=help)
