@@ -66,7 +66,7 @@ def as_integer(word: Word) -> int | None:
     """A 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
     if type(word) is not bytes:
         return None
-    if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # the usual ones, sooner
+    if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # the usual ones, quickly
         return int(word)
     if not _INTEGER.match(word) or word == b"-0":
         return None

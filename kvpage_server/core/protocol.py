@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from kvpage_server.core.inline import split_words
+from kvpage_server.core.sizes import IN_PLACE
 
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
@@ -15,8 +16,8 @@ WORD = 48  # bytes that a word takes beside its own
 SCRATCH_SIZE = 128 * 1024
 RECEIVE_TURN = 1024 * 1024  # bytes received in one call: others wait meanwhile
 MUCH = 64 * 1024  # bytes received at once: more may be there already
-DIRECT = 28 * 1024  # when so much of a word is still to come it is received into its slot
-AHEAD = 4 * 1024  # and so little of what comes behind it elsewhere: the next one may be as long
+AHEAD = 4 * 1024  # bytes received behind a long word: the next may be as long, and these of it have to be copied
+DIRECT = IN_PLACE - AHEAD  # bytes missing of a word that are received into its slot: AHEAD of it may be there already
 
 TOO_LONG = "command exceeds the query buffer limit"
 NO_CRLF = "bulk string is not terminated by CRLF"

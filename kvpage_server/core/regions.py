@@ -1,15 +1,15 @@
 """Memory from the system: few large mappings, from which chunks are cut and to which they return.
 
-A mapping costs the system nothing until it is written to. What returns can be cut again at once, whatever the size:
-memory that is fresh has to be zeroed first, which costs more than all else that is done with it. What was spare for a
-while without a break is handed back; and what is spare does not come on top of what is fresh: when all of it is too
-small, as much of it is handed back as is taken.
+A mapping takes no memory until it is written to. Then the system zeroes it, which costs more than all else that is done
+with it. So memory that returns is spare, and is cut again at once, for chunks of any size. What was spare for a while
+without a break is handed back to the system. If all that is spare is too small for what is taken, as much of it is
+handed back as is taken from the system.
 
-Memory is taken from a mapping and handed back in whole huge pages: where the system uses some, a part that went back
-would split one. They are not asked for. A value that comes into small pages finds each in the processor's cache, zeroed
-a moment ago; two megabytes that are zeroed at once have left it by then.
+Memory is handed back in whole huge pages, so that none is split where the system uses them. The server does not ask for
+them (`MADV_HUGEPAGE`). The system zeroes a small page just before a value is written to it, so it is in the processor's
+cache then. Of two megabytes that are zeroed at once, most have left the cache by then.
 
-Memory is handed back by a thread, since that takes milliseconds for large values.
+A thread hands memory back, since that takes milliseconds for large values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPARE_FOR = 20.0  # seconds; twice as long at most
 SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30
 HUGE = 2 << 20  # bytes of a huge page
 
-_GIVE_BACK = 4 if sys.platform == "linux" else 5  # madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
+_UNUSED = 4 if sys.platform == "linux" else 5  # madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
 _GIVEN_AT_ONCE = 16 << 20  # bytes: others who change what is mapped wait meanwhile
 _TOO_SMALL = 16 << 20  # bytes that may be spare, and too small for what is taken
 _AT_ONCE = 256  # spans that are handed back before others have their turn
@@ -136,7 +136,7 @@ class Regions:
         self._take_back()
         found = self._cut(size)
         if found is None:
-            self._give_back(min(size, self.spare - _TOO_SMALL))
+            self._shrink(min(size, self.spare - _TOO_SMALL))
             self._have_more(round_up(size, HUGE))
             found = self._cut(size)
             assert found is not None
@@ -152,7 +152,7 @@ class Regions:
         """Hand back what was spare for long enough; the rest of very much the next time."""
         now = monotonic()
         if now - self._since >= SPARE_FOR:
-            gone = self._give_back(self._least)
+            gone = self._shrink(self._least)
             self._least -= gone
             if not gone:
                 self._least, self._since = self.spare, now
@@ -191,7 +191,7 @@ class Regions:
                     raise
                 large //= 2
 
-    def _give_back(self, most: int) -> int:
+    def _shrink(self, most: int) -> int:
         """Hand up to so many bytes back that are spare, some of them; how many."""
         wanted = left = max(most, 0) // HUGE * HUGE
         spans = 0
@@ -207,12 +207,12 @@ class Regions:
     def _hand_over(self, stretch: Stretch) -> None:
         """Have the thread hand it back to the system."""
         if not self._begun:
-            thread = threading.Thread(target=_give_all_back, args=(self._leaving, self._returned), daemon=True)
+            thread = threading.Thread(target=_hand_all_back, args=(self._leaving, self._returned), daemon=True)
             thread.name = "kvpage-memory"
             try:
                 thread.start()
             except RuntimeError:  # the system has no memory for one
-                _give_back(stretch, self._returned)
+                _hand_back(stretch, self._returned)
                 return
             self._begun = True
         self._leaving.put(stretch)
@@ -227,14 +227,14 @@ class Regions:
                 self._regions.remove(region)
 
 
-def _give_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
+def _hand_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
     while (stretch := leaving.get()) is not None:
-        _give_back(stretch, returned)
+        _hand_back(stretch, returned)
         del stretch  # or its region would stay until the next
 
 
-def _give_back(stretch: Stretch, returned: deque[Stretch]) -> None:
+def _hand_back(stretch: Stretch, returned: deque[Stretch]) -> None:
     """Hand memory back to the system."""
     for at in range(0, stretch.size, _GIVEN_AT_ONCE):
-        _madvise(stretch.address + at, min(_GIVEN_AT_ONCE, stretch.size - at), _GIVE_BACK)
+        _madvise(stretch.address + at, min(_GIVEN_AT_ONCE, stretch.size - at), _UNUSED)
     returned.append(stretch)

@@ -19,7 +19,7 @@ SUFFIX = 2  # bytes of the CRLF behind a body
 LARGEST = 1 << 47  # bytes of a body: no processor addresses more
 SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20  # bytes, but for slots that are larger
 _SHORT_FRAME, _LONG_FRAME = 8, 16  # bytes kept before a body for its length; the former has room for five digits
-_WIDE = 32 << 10  # bytes of a body that the kernel may write in place: it does so sooner where they are aligned
+IN_PLACE = 32 << 10  # bytes of a body that the kernel writes into its slot: it does so faster where slots are aligned
 
 
 class SlotShape(NamedTuple):
@@ -46,7 +46,7 @@ def capacity_for(size: int) -> int:
 def slot_shape(capacity: int) -> SlotShape:
     """Slots for bodies of up to `capacity` bytes."""
     before = HEADER_SIZE + (_SHORT_FRAME if capacity < 100_000 else _LONG_FRAME)
-    align = 16 if capacity < _WIDE else 64
+    align = 16 if capacity < IN_PLACE else 64
     return SlotShape(capacity, round_up(before + capacity + SUFFIX, align), -before % align)
 
 

@@ -13,7 +13,7 @@ from kvpage_server.core.piece import Piece, lent
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp.reply import Raw, Reply, Stream, Wait, encode
 
-_FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
+_FEW = 4  # pieces: a reply of no more waits for the next, to be sent together
 _STEPS = 16  # of a reply, after which it is sent as far as it is made
 _END = object()
 

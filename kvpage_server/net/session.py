@@ -219,7 +219,7 @@ class Session:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
         client, transport, replies, load = self.client, self._transport, self._replies, self._load
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
-        stopped = False  # because too much waits to be sent; that may change soon
+        stopped = False  # answering, since too much waited to be sent; less may wait after the flush
         self._events.acting = client
         try:
             while left and self._state is READING and not self._ending:

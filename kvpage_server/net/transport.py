@@ -30,7 +30,7 @@ class SocketReader(Protocol):
         """There is something on the socket, or its end."""
 
     def received(self, data: bytes) -> None:
-        """This has come, encrypted."""
+        """This has come; it is decrypted."""
 
     def drained(self) -> None:
         """What waited to be sent is below the high-water mark again."""

@@ -1,1 +1,1 @@
-"""The Redis protocol, sans I/O: bytes in, commands out; values in, buffers out. Sockets may not come in."""
+"""The replies of the Redis protocol: values in, pieces of bytes out, without sockets. `core` parses the requests."""

@@ -1,9 +1,8 @@
 """Values in, buffers out: the reply half of RESP2 and RESP3, without I/O.
 
 A command answers with Python values: None, int, bytes, str (a bulk string too), bool, float, list, dict, set (or a
-dict's keys, in their order), and the
-few classes below where RESP knows more than Python. A tuple is a reply in pieces that are already as they go over the
-wire: bytes, and for a value that lies in the store the `Span` of memory it lies in, borrowed, never copied.
+dict's keys, in their order), and the few classes below where RESP knows more than Python. A tuple is a reply in pieces
+that are already as they go over the wire: bytes, and for a value in the store its slot, borrowed, never copied.
 """
 
 from __future__ import annotations
@@ -146,8 +145,6 @@ def _encode_rare(value: Reply, protocol: int, out: list[Piece]) -> None:
             out.append(b"*%d\r\n" % value.length)
         for item in value.items:
             encode(item, protocol, out)
-    elif isinstance(value, Wait) and value.now is not None:
-        value.now()
     elif value is NULL_ARRAY:
         out.append(b"_\r\n" if protocol == 3 else b"*-1\r\n")
     else:

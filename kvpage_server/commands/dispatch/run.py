@@ -93,11 +93,22 @@ def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
     """The whole reply to a command of a transaction, encoded in the client's current protocol."""
     reply, pieces = _run_queued(client, spec, words), list[Piece]()
     try:
+        if type(reply) is Stream:
+            reply = replace(reply, items=_without_waiting(reply.items))
         encode(reply, client.protocol, pieces)
     except Exception:
         log.exception("%s failed between its steps; its transaction goes on", spec.name)
         return [_failed(client, spec, ReplyError(_INTERNAL)).line]
     return pieces
+
+
+def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
+    """The steps of a reply, which do at once what they would wait for."""
+    for step in steps:
+        if type(step) is Wait and step.now is not None:
+            step.now()
+        else:
+            yield step
 
 
 def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:

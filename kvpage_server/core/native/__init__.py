@@ -15,4 +15,4 @@ from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
 from kvpage_server.core.native.uses import enter, use_again
 from kvpage_server.core.native.words import Words
-from kvpage_server.core.python import AT_ONCE, Columns, __all__
+from kvpage_server.core.python import Columns, __all__

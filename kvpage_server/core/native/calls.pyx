@@ -130,20 +130,27 @@ cdef class Caller:
                     left = 0
                 if error is not None or PyList_GET_SIZE(pushed) or not client.free:
                     return left, words, row, reply, error
-                if PyBytes_CheckExact(reply):
-                    PyList_Append(pieces, bulk(reply))
-                elif PyBytes_Check(reply):
-                    PyList_Append(pieces, reply)
-                elif reply is None:
-                    PyList_Append(pieces, b"_\r\n" if client.protocol == 3 else b"$-1\r\n")
-                elif PyLong_CheckExact(reply):
-                    PyList_Append(pieces, b":%d\r\n" % reply)
-                else:
+                spelt = plainly(reply, client)
+                if spelt is None:
                     return left, words, row, reply, None
+                PyList_Append(pieces, spelt)
             return 0, None, None, None, None
         finally:
             if ended:
                 client.finished = ended
+
+
+cdef inline object plainly(object reply, object client):
+    """A plain reply as it is sent; None if it is another. A subclass of bytes is sent as it is."""
+    if PyBytes_CheckExact(reply):
+        return bulk(<bytes>reply)
+    if PyBytes_Check(reply):
+        return reply
+    if reply is None:
+        return b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
+    if PyLong_CheckExact(reply):
+        return b":%d\r\n" % reply
+    return None
 
 
 cdef bytes bulk(bytes text):

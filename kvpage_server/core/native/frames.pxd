@@ -1,13 +1,8 @@
 cimport cython
 from kvpage_server.core.native.long_word cimport LongWord
 from kvpage_server.core.native.slots cimport Arena
+from kvpage_server.core.native.sockets cimport iovec
 from kvpage_server.core.native.words cimport Packed
-
-
-cdef extern from "sys/uio.h" nogil:
-    cdef struct iovec:
-        void *iov_base
-        size_t iov_len
 
 
 @cython.final
@@ -39,7 +34,7 @@ cdef class Parser:
     cdef Py_ssize_t most_words, most_bytes  # that this client may announce
     cdef Py_ssize_t max_command
     cdef LongWord word  # the word under way if it is long
-    cdef Py_ssize_t ahead  # bytes received of what is not known yet
+    cdef bint were_long  # the last words were as long as those that are received into their slots
     cdef object fault  # that `next` is to raise
 
     cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2

@@ -15,24 +15,24 @@ from libc.string cimport memchr, memcpy, memmove
 
 from kvpage_server.core.native.long_word cimport LongWord
 from kvpage_server.core.native.slots cimport Arena
+from kvpage_server.core.native.sockets cimport iovec, readv
 from kvpage_server.core.native.words cimport Packed, all_of
 
 from kvpage_server.core import protocol
 from kvpage_server.core.protocol import Limits, ProtocolError, count_of, inline_words, length_of
-
-cdef extern from "sys/uio.h" nogil:
-    ssize_t readv(int, const iovec *, int)
+from kvpage_server.core.sizes import IN_PLACE as _IN_PLACE
 
 cdef Py_ssize_t MAX_LINE = protocol.MAX_LINE
 cdef Py_ssize_t KEEP_FROM = protocol.KEEP_FROM
 cdef Py_ssize_t MOST_LISTED = protocol.MOST_LISTED
 cdef Py_ssize_t WORD = protocol.WORD
 cdef Py_ssize_t SCRATCH_SIZE = protocol.SCRATCH_SIZE
+cdef Py_ssize_t IN_PLACE = _IN_PLACE
 cdef Py_ssize_t DIRECT = protocol.DIRECT
 cdef Py_ssize_t AHEAD = protocol.AHEAD
 cdef Py_ssize_t RECEIVE_TURN = protocol.RECEIVE_TURN
 cdef Py_ssize_t MUCH = protocol.MUCH
-cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot at once: they are hashed while they are in the cache
+cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot at once: few enough to be hashed in the cache
 cdef Py_ssize_t SHORTEST = 6  # bytes of an empty word with its line
 cdef Py_ssize_t LITTLE = 4096  # bytes left over that are moved when more is received
 
@@ -57,7 +57,6 @@ cdef class Parser:
         self.hashed = hashed
         self.max_command = self.limits.max_command
         self.length = -1
-        self.ahead = SCRATCH_SIZE
         self.word = LongWord.__new__(LongWord)
         self.trust(True)
 
@@ -108,14 +107,17 @@ cdef class Parser:
         return received
 
     cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2:
-        """Receive from a socket once, `most` bytes. What goes wrong after something was received is met again."""
+        """Receive from a socket once. `most` becomes how many bytes there was room for.
+
+        What goes wrong after something was received (`again`) will be met again.
+        """
         cdef iovec room[2]
         cdef int rooms = 1
         cdef Py_ssize_t count, straight = 0
         self.make_room(room)
         cdef Py_ssize_t missing = 0 if self.word.slot is None else self.word.missing()
         if self.end or missing < DIRECT:
-            room[0].iov_len = min(<Py_ssize_t>room[0].iov_len, missing + self.ahead)
+            room[0].iov_len = min(<Py_ssize_t>room[0].iov_len, missing + (AHEAD if self.were_long else SCRATCH_SIZE))
         else:
             rooms = 2 if missing <= PIECE else 1
             straight = min(missing, PIECE)
@@ -134,7 +136,7 @@ cdef class Parser:
         if count > straight:
             self.end += count - straight
             if self.word.slot is None:
-                self.ahead = SCRATCH_SIZE
+                self.were_long = False
         return count
 
     cdef bint completes(self) except -1:
@@ -396,8 +398,8 @@ cdef class Parser:
         slot = self.arena.take(self.length)
         self.receiving += slot.chunk.size_class.pitch
         self.word.begin(slot, isinstance(name, bytes) and name in self.hashed)
-        if self.length >= DIRECT + AHEAD:
-            self.ahead = AHEAD
+        if self.length >= IN_PLACE:
+            self.were_long = True
         return 0
 
     cdef int end_long_word(self) except -1:

@@ -16,30 +16,19 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memmove, memset
 
 from kvpage_server.core.native.slots cimport Part, Slot, frame_size
+from kvpage_server.core.native.sockets cimport MSG_DONTWAIT, iovec, msghdr, sendmsg
+from kvpage_server.core.native.unlocked cimport UNLOCKED_FROM
 
 from kvpage_server.core.python.gather import AT_ONCE as _AT_ONCE
 from kvpage_server.core.python.gather import SEND_TURN as _SEND_TURN
 
-cdef extern from "sys/uio.h" nogil:
-    cdef struct iovec:
-        void *iov_base
-        size_t iov_len
-
-cdef extern from "sys/socket.h" nogil:
-    cdef struct msghdr:
-        iovec *msg_iov
-        size_t msg_iovlen
-    ssize_t sendmsg(int, const msghdr *, int)
-    int MSG_DONTWAIT
-
 cdef enum:
-    MOST_PIECES = 1024  # handed over: IOV_MAX
+    MOST_PIECES = 1024  # in one call: IOV_MAX
 
 cdef Py_ssize_t AT_ONCE = _AT_ONCE
 cdef Py_ssize_t SEND_TURN = _SEND_TURN
 cdef Py_ssize_t SHORT = 512  # bytes of a piece that is joined with others
 cdef Py_ssize_t JOINED = 64 * 1024  # bytes of short pieces together
-cdef Py_ssize_t LONG = 16 * 1024  # bytes: other threads may run while more than these are copied
 cdef Py_ssize_t FEW = 64  # pieces: room for no more is kept while nothing waits
 
 
@@ -146,7 +135,7 @@ cdef class Outbox:
         message.msg_iov = pieces
         while self.nbytes and sent < SEND_TURN:
             message.msg_iovlen = self.gather(pieces, &size)
-            if size > LONG:
+            if size >= UNLOCKED_FROM:
                 with nogil:
                     count = sendmsg(descriptor, &message, MSG_DONTWAIT)
             else:

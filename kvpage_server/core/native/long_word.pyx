@@ -5,11 +5,10 @@ from libc.string cimport memcpy
 
 from kvpage_server.core.native.hashing cimport Digest, digest_of
 from kvpage_server.core.native.slots cimport Slot
+from kvpage_server.core.native.unlocked cimport UNLOCKED_FROM
 
 from kvpage_server.core import protocol
 from kvpage_server.core.protocol import ProtocolError
-
-cdef Py_ssize_t ALONE = 16 * 1024  # bytes copied or hashed without the interpreter's lock
 
 
 @cython.final
@@ -36,7 +35,7 @@ cdef class LongWord:
         """Copy there what belongs to it; so many bytes."""
         count = min(count, self.missing())
         cdef char *place = self.place()
-        if count >= ALONE:
+        if count >= UNLOCKED_FROM:
             with nogil:
                 memcpy(place, data, count)
         elif count:
@@ -55,7 +54,7 @@ cdef class LongWord:
         cdef const char *text = slot.at + self.digested
         cdef Digest digest = self.digest
         if count == slot.size:
-            if count >= ALONE:
+            if count >= UNLOCKED_FROM:
                 with nogil:
                     slot.digest = digest_of(text, count)
             else:
@@ -63,7 +62,7 @@ cdef class LongWord:
         elif count:
             if not self.digested:
                 digest.begin()
-            if count >= ALONE:
+            if count >= UNLOCKED_FROM:
                 with nogil:
                     digest.add(text, count)
             else:

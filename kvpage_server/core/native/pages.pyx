@@ -12,6 +12,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 from kvpage_server.core.native.hashing cimport digest_of
 from kvpage_server.core.native.slots cimport Arena, Slot, header_of
+from kvpage_server.core.native.unlocked cimport UNLOCKED_FROM
 from kvpage_server.core.native.words cimport word_at
 
 import secrets
@@ -55,7 +56,6 @@ cdef enum:
     LONGEST_KEY = 3 + MOST_REQ_ID + 4 * (1 + 10)
     LONGEST_NUMBER = 15  # digits, of the largest ttl
     MOST_HASHED = 4 << 20  # bytes that are hashed or copied at once: some 0.5 ms
-    UNLOCKED_FROM = 16 << 10  # bytes that are hashed with the interpreter's lock released
 
 cdef int64_t MAX_LAYER = contract.MAX_LAYER, MAX_HEAD = contract.MAX_HEAD, MAX_PAGE = contract.MAX_PAGE
 cdef int64_t MAX_KV_TYPE = contract.MAX_KV_TYPE, MAX_U32 = contract.MAX_U32, MAX_TTL = contract.MAX_TTL

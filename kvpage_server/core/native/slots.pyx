@@ -15,13 +15,12 @@ from libc.stdlib cimport calloc, free, malloc
 from kvpage_server.core.regions import Regions
 from kvpage_server.core.sizes import LARGEST as _LARGEST
 from kvpage_server.core.sizes import chunk_shape, slot_shape
+from kvpage_server.page import HEADER_SIZE
 
 cdef extern from * nogil:
     int __builtin_clzll(unsigned long long)
 
-cdef Py_ssize_t HEADER = 64
-cdef Py_ssize_t CLASSES = 165  # up to bodies of 2**47 bytes
-
+cdef Py_ssize_t HEADER = HEADER_SIZE
 cdef Py_ssize_t LARGEST = _LARGEST
 cdef int AT_ONCE = 256  # chunks that are returned before others have their turn
 
@@ -43,6 +42,9 @@ cdef inline Py_ssize_t class_of(Py_ssize_t size) noexcept nogil:
         return 0
     cdef int doubled = 64 - __builtin_clzll(size - 1)  # the bits it takes to write that
     return 4 * (doubled - 7) + ((size - 1) >> (doubled - 3)) - 3
+
+
+cdef Py_ssize_t CLASSES = class_of(LARGEST) + 1
 
 
 cdef Py_ssize_t capacity_of(Py_ssize_t index) noexcept nogil:
@@ -129,7 +131,7 @@ cdef void free_chunk(Chunk *chunk) noexcept:
 
 @cython.final
 @cython.no_gc
-@cython.freelist(1024)
+@cython.freelist(1024)  # a batch of pages drops and takes hundreds
 cdef class Slot:
     """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by.
 

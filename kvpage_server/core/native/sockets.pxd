@@ -14,6 +14,8 @@ cdef extern from *:
         iovec *msg_iov
         size_t msg_iovlen
 
+    int MSG_DONTWAIT
     int MSG_NOSIGNAL
+    ssize_t readv(int fd, const iovec *into, int count) nogil
     ssize_t recvmsg(int fd, msghdr *message, int flags) nogil
     ssize_t sendmsg(int fd, const msghdr *message, int flags) nogil

@@ -9,7 +9,7 @@ from kvpage_server.core.native.slots cimport Slot
 
 cdef Py_ssize_t FEW = 128  # words that there is memory for at first
 cdef Py_ssize_t TEXT = 1024  # and bytes
-cdef Py_ssize_t LONG = 1024 * 1024  # bytes of a text that are given back at once
+cdef Py_ssize_t SPARE = 1024 * 1024  # bytes of a text that it may keep without need
 
 
 cdef class Packed:
@@ -48,8 +48,8 @@ cdef int drop_from(Packed packed, Py_ssize_t first) except -1:
             packed.size = packed.words[i].at
     packed.count = first
     del packed.slots[slots:]
-    if packed.text_room > 2 * (packed.size + LONG):
-        packed.text = <char *>resized(packed.text, &packed.text_room, packed.size + LONG, TEXT, 1)
+    if packed.text_room > 2 * (packed.size + SPARE):
+        packed.text = <char *>resized(packed.text, &packed.text_room, packed.size + SPARE, TEXT, 1)
     return 0
 
 

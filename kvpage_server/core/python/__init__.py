@@ -4,7 +4,7 @@ from kvpage_server.core.python.bodies import Bodies
 from kvpage_server.core.python.calls import Callee, Caller
 from kvpage_server.core.python.digests import digest, fill_digests
 from kvpage_server.core.python.frames import Parser, Scratch
-from kvpage_server.core.python.gather import AT_ONCE, Outbox
+from kvpage_server.core.python.gather import Outbox
 from kvpage_server.core.python.memory import Memory
 from kvpage_server.core.python.outgoing import Outgoing
 from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, filled, look_up
@@ -14,7 +14,6 @@ from kvpage_server.core.python.uses import Columns, enter, use_again
 from kvpage_server.core.python.words import Words
 
 __all__ = [
-    "AT_ONCE",
     "Arena",
     "Bodies",
     "Callee",

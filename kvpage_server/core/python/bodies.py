@@ -19,8 +19,8 @@ from kvpage_server.core.python.sent_pages import PageKeys
 from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageKey, checksum
 
 SCRATCH_BYTES = 256 * 1024
-LONG_BYTES = 16 * 1024  # bytes of a body that is worth a call of its own
-ITEMS_AHEAD = 64  # items that are looked at for a long one
+LONG_BYTES = 16 * 1024  # of a body that is worth a call. A server, which can't know what follows, takes longer ones
+ITEMS_AHEAD = 64  # items that are looked at for a long one: of 4 KiB each they fill the scratch memory
 LARGEST_STEP_BYTES = 1024 * 1024  # bytes in one call
 
 

@@ -1,7 +1,7 @@
 """Commands that have arrived, called one after another as long as nothing about them has to be decided.
 
-Who owns the table says what is called for which word, and with how many words, and is asked before those calls that
-`asks`. What is not in the table, or is not to be called now, is handed back; so is every reply but the plain ones.
+The owner of the table says what is called for which word, and with how many words. Before a call of a row that `asks`
+the owner decides whether it is made. A command that is not called is handed back, and so is a reply that is not plain.
 """
 
 from __future__ import annotations

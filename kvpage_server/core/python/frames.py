@@ -40,6 +40,7 @@ from kvpage_server.core.protocol import (
 )
 from kvpage_server.core.python.slots import Arena, Slot
 from kvpage_server.core.python.words import Argument, Command, Words
+from kvpage_server.core.sizes import IN_PLACE
 
 _CRLF = b"\r\n"
 _NOWHERE = memoryview(b"")
@@ -89,7 +90,7 @@ class Parser:
         self._place = _NOWHERE  # the memory of that, with room for its CRLF
         self._filled = 0  # bytes of it that are there
         self._digest: Any = None  # of them, if that is wanted
-        self._ahead = SCRATCH_SIZE  # bytes received of what is not known yet
+        self._were_long = False  # the last words were as long as those that are received into their slots
         self._fault: ProtocolError | MemoryError | None = None  # that `next` is to raise
 
     def trust(self, trusted: bool) -> None:
@@ -138,14 +139,14 @@ class Parser:
         return received
 
     def _room(self) -> list[memoryview]:
-        """Where the next bytes belong: the slot of a long word under way, and the scratch memory for what comes behind.
+        """Where the next bytes belong: the slot of the long word under way, and the scratch memory for what follows.
 
-        What is not known yet is taken to be as what came before: behind a body of which much can be received into its
-        slot, little is received elsewhere, so that of the next one much is still to come, too.
+        What is received into the scratch memory has to be copied. So little of it is received there behind a long word:
+        the next one is probably long, too.
         """
         scratch, rest = self._scratch.memory, self._place[self._filled :]
         if len(rest) < DIRECT:
-            return [scratch[: len(rest) + self._ahead]]
+            return [scratch[: len(rest) + (AHEAD if self._were_long else SCRATCH_SIZE)]]
         return [rest[:RECEIVE_TURN], scratch[: AHEAD if len(rest) <= RECEIVE_TURN else 0]]
 
     def _put(self, room: list[memoryview], count: int) -> None:
@@ -157,7 +158,7 @@ class Parser:
         if count:
             self._keep(scratch[:count])
             if self._slot is None:
-                self._ahead = SCRATCH_SIZE
+                self._were_long = False
 
     def _completes(self) -> bool:
         """Whether a command is whole, or something is wrong with it: `next` tells of either."""
@@ -287,8 +288,8 @@ class Parser:
             self._slot = self._arena.allocate(self._length)
             self.receiving += self._slot.footprint
             self._place, self._filled = self._slot.room, 0
-            if self._length >= DIRECT + AHEAD:
-                self._ahead = AHEAD
+            if self._length >= IN_PLACE:
+                self._were_long = True
             self._digest = xxhash.xxh3_64() if self._words and self._words[0] in self._hashed else None
         slot, room = self._slot, self._place
         part = memoryview(self._data)[self._pos : self._pos + len(room) - self._filled]

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from kvpage_server.core.python.slots import Slot
 
-AT_ONCE = 1 << 20  # bytes handed over: the kernel frees no memory of a socket while it copies into it
+AT_ONCE = 1 << 20  # bytes in one call, which frees no memory of the socket, however much the peer reads meanwhile
 SEND_TURN = 4 << 20  # bytes sent in one call: others wait meanwhile
-MOST_PIECES = 1024  # handed over: IOV_MAX
+MOST_PIECES = 1024  # in one call: IOV_MAX
 
 
 class Lent(Protocol):

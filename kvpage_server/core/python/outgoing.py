@@ -11,7 +11,7 @@ from kvpage_server.core.python.memory import Memory
 from kvpage_server.core.python.sent_pages import Chunk
 
 BYTES_AT_ONCE = 1024 * 1024  # bytes in one call
-PIECES = 512  # and pieces: IOV_MAX is 1024
+PIECES = 1024  # and pieces: IOV_MAX
 RECORD_BYTES = 64 * 1024  # bytes that are joined for TLS
 
 

@@ -106,7 +106,7 @@ class Slot:
 
     @property
     def borrowed(self) -> memoryview:
-        """The same, sooner, for who refers to the slot as long as to this."""
+        """The same, faster. It does not keep the slot: whoever uses it has to."""
         return self._chunk.stretch.region.memory[self._start + HEADER_SIZE : self.at + self.size + SUFFIX]
 
     @property

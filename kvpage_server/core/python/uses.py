@@ -10,18 +10,18 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-SLOT_BITS = 7  # of so many units that came it is not counted which came first
+SLOT_BITS = 7  # a slot of time: 2**7 units have come
 
 
 class Columns(NamedTuple):
-    """A field of every place each. Times are seconds, or units that came."""
+    """A field of every place each. Times are in seconds, or the number of units that had come until then."""
 
     before: array[int]  # neighbours in the queue; 0 when it is in none
     after: array[int]
     queue: array[int]  # where it belongs
     at: array[int]  # last use, in seconds
     counted: array[int]  # last use that counted, in seconds
-    last: array[int]  # last use, in units that came
+    last: array[int]  # last use, in units that had come
     uses: array[int]
     parent: array[int]  # what it extends
     children: array[int]  # how many extend it
