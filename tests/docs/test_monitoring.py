@@ -124,6 +124,33 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
             assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables
 
 
+@pytest.mark.filterwarnings("ignore:Prefer using dashboardv2")
+def test_the_dashboard_has_nothing_that_grafana_does_not_know() -> None:
+    """What Grafana's own types leave out when they read it and write it again, Grafana would pass over."""
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason="no grafana-foundation-sdk")
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    board = json.loads(DASHBOARD.read_text())
+    misspelt = json.loads(DASHBOARD.read_text().replace('"legendFormat"', '"legend"'))
+    written, again = (json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(each))) for each in (board, misspelt))
+    assert set(_unknown(board, written)) == set()
+    assert set(_unknown(misspelt, again)) == {"panels targets legend"}
+
+
+def _unknown(wanted: Any, known: Any, path: str = "") -> Iterator[str]:
+    """The names in one that are not in the other, or have another value there."""
+    if isinstance(wanted, dict) and isinstance(known, dict):
+        for name, value in wanted.items():
+            yield from _unknown(value, known.get(name, "nothing"), f"{path} {name}".strip())
+    elif isinstance(wanted, list) and isinstance(known, list) and len(wanted) == len(known):
+        for one, other in zip(wanted, known, strict=True):
+            yield from _unknown(one, other, path)
+    elif wanted != known:
+        yield path
+
+
 def _trial(directory: Path) -> Path:
     """A store whose engines end after eight hours, and begin to compute everything after six."""
     of = 'instance="kv1:9223"'

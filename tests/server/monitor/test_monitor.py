@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import httpx
@@ -147,24 +147,6 @@ def test_who_logs_in_has_a_cookie_that_no_script_and_no_other_site_gets(seen: Se
         assert "httponly" in cookie
         assert "samesite=strict" in cookie
         assert browser.post("/logout").status_code == 303
-
-
-def test_names_that_clients_invent_become_no_labels(seen: SeenServer) -> None:
-    def invent(names: Iterable[str]) -> None:
-        with seen.server.client(password="secret") as client, client.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.execute_command(f"NOSUCH-{name}")
-                pipeline.execute_command("CLIENT", "SETNAME", name)
-                pipeline.execute_command("KVPAGEGET", name, 0, 0, 0, 0)
-                pipeline.publish("kvpage:engines:" + name, "{}")
-            pipeline.execute(raise_on_error=False)
-
-    invent(["first"])
-    until(lambda: ("kvpage_errors_total", "ERR") in seen.metrics(), "the figures of now")
-    before = seen.metrics().keys()
-    invent(map(str, range(10_000)))
-    until(lambda: seen.metrics()["kvpage_errors_total", "ERR"] > 10_000, "the figures of now")
-    assert seen.metrics().keys() == before
 
 
 def test_figures_are_asked_for_as_a_user_that_nobody_can_be(seen: SeenServer) -> None:
