@@ -34,26 +34,21 @@ class TLSTransport(asyncio.Protocol):
     # -- the loop's side -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The handshake is over."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has these methods and does not say so
         self._transport.set_write_buffer_limits(high=_PART)
         self._reader = self._start()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         self._reader.received(data)
 
     def pause_writing(self) -> None:
-        """The loop has enough."""
         self._full = True
 
     def resume_writing(self) -> None:
-        """It takes more."""
         self._full = False
         self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The connection is gone."""
         self._closing = True
         self._queue.clear()
         self.queued = 0
@@ -63,19 +58,16 @@ class TLSTransport(asyncio.Protocol):
     # -- the session's side ----------------------------------------------------------------------------------------
 
     def attend(self) -> None:
-        """Tell of what comes again."""
         if self.ignored and not self._closing:
             self.ignored = False
             self._transport.resume_reading()
 
     def ignore(self) -> None:
-        """Receive nothing for now: it stays in the kernel, so the peer is slowed down."""
         if not self.ignored and not self._closing:
             self.ignored = True
             self._transport.pause_reading()
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        """Send pieces in order."""
         for piece in pieces:
             self._queue.append(piece)
             self.queued += len(piece) if isinstance(piece, bytes) else len(piece.view)
@@ -114,12 +106,10 @@ class TLSTransport(asyncio.Protocol):
         return b"".join(parts)
 
     def close(self) -> None:
-        """Read no more; close once everything is sent."""
         self.ignore()
         self._closing = True
         self._flush()
 
     def abort(self) -> None:
-        """Close now; what waits to be sent is dropped."""
         self._closing = True
         self._transport.abort()

@@ -44,7 +44,7 @@ class Transport(Protocol):
 
     bytes_out: int
     queued: int  # bytes that wait to be sent
-    ignored: bool  # what arrives stays in the kernel, so the peer is slowed down
+    ignored: bool  # since `ignore`
 
     def write(self, pieces: list[Piece]) -> None:
         """Send pieces in order, when the peer takes them."""
@@ -53,7 +53,7 @@ class Transport(Protocol):
         """What waits to be sent may have moved in memory: send it from where it is now."""
 
     def ignore(self) -> None:
-        """Tell of nothing that comes."""
+        """Tell of nothing that comes: it stays in the kernel, so the peer is slowed down."""
 
     def attend(self) -> None:
         """Tell of what comes again."""
@@ -86,13 +86,11 @@ class SocketTransport:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def attend(self) -> None:
-        """Have the loop tell the session of what comes."""
         if self.ignored and not self._closing:
             self.ignored = False
             self._loop.add_reader(self._sock, self._reader.readable)
 
     def ignore(self) -> None:
-        """Leave what arrives in the kernel, so that the peer is slowed down."""
         if not self.ignored:
             self.ignored = True
             self._loop.remove_reader(self._sock)
@@ -117,7 +115,6 @@ class SocketTransport:
             self._crowded = self._crowded or self.queued > HIGH_WATER
 
     def renew(self) -> None:
-        """What waits to be sent has moved."""
         self._outbox.renew()
 
     def _go_on(self) -> None:
@@ -150,14 +147,12 @@ class SocketTransport:
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Read no more; close once everything is sent."""
         self._closing = True
         self.ignore()
         if not self.queued:
             self.abort()
 
     def abort(self) -> None:
-        """Close now; what waits to be sent is dropped."""
         if self._over:
             return
         self._over = self._closing = True
