@@ -27,8 +27,9 @@ from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration import certificates, defaults, log
 from kvpage_server.configuration.config import Config, ConfigError, from_arguments
 from kvpage_server.net.companion import Companion, missing
-from kvpage_server.net.limits import Watch, keep_large_blocks_apart
+from kvpage_server.net.limits import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
+from kvpage_server.net.watch import Watch
 from kvpage_server.page import unix_ms
 from kvpage_server.renewal import renew_when
 from kvpage_server.slot_map import MapError
