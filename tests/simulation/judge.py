@@ -71,7 +71,8 @@ class Judge:
         process.broke, process.leaves = self.note_broken, self.leaves
         self.model.pinned.clear()
         self.model.leased.clear()
-        self.model.talks, self.model.paused_until, self.model.flushed_at = [], 0, 0
+        self.model.talks, self.model.paused_until = [], 0
+        self.model.went.clear()
         self.model.checksums = self.checksums
         self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
 

@@ -103,12 +103,15 @@ class Model(Strings, Pages):
         self.changes: set[bytes] = set()  # keys that have changed, or may have
         self.let_go: set[bytes] = set()  # keys that the server has let go of by itself
         self.given_up = False  # whether the server has found that something watched has changed
-        self.flushed_at = 0  # changes that there were when everything was removed
+        self.went: set[bytes] = set()  # keys of pages that were there for sure, and went, since all was removed
         self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
 
     def _changed(self, key: bytes) -> None:
         self._note_change(key)
         self.changes.add(key)
+        _, old, new = self.store.log[-1]
+        if self.store.sure and old is not None and old.page and (new is None or not new.page):
+            self.went.add(key)
         for talk in self.talks:
             if self.notifies and self.store.sure and not self.store.expires and talk.patterns:
                 talk.unheard.add(key)
@@ -367,5 +370,5 @@ class Model(Strings, Pages):
             talk.unheard = before  # nobody is notified of these, as in Redis
         self.pinned.clear()
         self.leased.clear()
-        self.flushed_at = len(self.store.log)
+        self.went.clear()
         return OK

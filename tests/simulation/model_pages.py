@@ -40,7 +40,7 @@ class Pages:
     rotted: set[bytes]
     changes: set[bytes]
     let_go: set[bytes]
-    flushed_at: int
+    went: set[bytes]
     checksums = True
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -129,8 +129,7 @@ class Pages:
         if value is not None:
             return fields({b"reason": b"stored"}) if value.page else WRONG_TYPE
         key = b"kv:" + b":".join(words)
-        went = any(name == key and old and old.page for name, old, _ in self.store.log[self.flushed_at :])
-        reasons = [] if went and key not in self.store.doubtful() else [b"never stored"]
+        reasons = [] if key in self.went and key not in self.store.doubtful() else [b"never stored"]
         reasons += [b"deleted", b"overwritten", b"expired"] if key in self.changes else []
         reasons += [b"evicted", b"over quota", b"corrupt"] if key in self.let_go else []
         return fields({b"reason": one_of(reasons)})

@@ -241,6 +241,13 @@ MISTAKES = [
         "a block that is stored whole does not take the place of strings under keys of its pages",
     ),
     Mistake(
+        "deletion-is-not-remembered",
+        _STORE + "contents",
+        "        self.ghosts.remember(block, {row: bit_of(name.head)}, _REASONS.get(event, event))\n",
+        "",
+        "KVPAGEWHY does not know of pages that went one by one",
+    ),
+    Mistake(
         "file-is-believed",
         "engine.formats.tensor_file",
         "        if digest.hexdigest() != written:\n",
