@@ -106,6 +106,7 @@ def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: S
         says(page, "#saved", "KiB")
         says(page, "#lost", "bob")
         says(page, "#lost", "deleted")
+        assert page.locator("#agents td").first.inner_text().splitlines() == ["alice", "tiny"]
 
 
 LEDES: list[tuple[dict[str, Any], str]] = [
