@@ -6,6 +6,7 @@ has, too, those that were stored or fetched longest ago first. Blocks go as a wh
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 
@@ -23,8 +24,9 @@ class DiskUsage:
         self._expected: dict[bytes, int] = {}  # of what waits to be written; 0 for a removal
         self._blocks: dict[bytes, int] = {}  # sizes of those whose pages are values of their own
         self._counts_blocks = counts_blocks
-        self._alone: dict[bytes, None] = {}  # units that are not in memory; the next to go is first
-        self._in_memory: dict[bytes, None] = {}  # units that are also in memory; the next to go is first
+        # The first of an OrderedDict is found at once; in a dict, all that was removed before it lies in the way.
+        self._alone: OrderedDict[bytes, None] = OrderedDict()  # units that are not in memory; the next to go is first
+        self._in_memory: OrderedDict[bytes, None] = OrderedDict()  # units that are also in memory, likewise
 
     def __len__(self) -> int:
         return len(self._sizes)

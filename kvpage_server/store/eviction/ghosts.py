@@ -7,6 +7,7 @@ O(rows) for a block, O(1) for a page.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Ghosts:
         self.since = unix_ms()
         self._most_rows = most_rows
         self._rows = 0
-        self._blocks: dict[tuple[bytes, int], dict[str, Ghost]] = {}  # both in order of time: the latest last
+        self._blocks: OrderedDict[tuple[bytes, int], dict[str, Ghost]] = OrderedDict()  # the latest last, as within
         self._requests: dict[bytes, set[int]] = {}  # page ids of a request's blocks among them
 
     def __len__(self) -> int:
@@ -66,8 +67,8 @@ class Ghosts:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        req_id, page = name = next(iter(self._blocks))
-        for ghost in self._blocks.pop(name).values():
+        (req_id, page), forgotten = self._blocks.popitem(last=False)
+        for ghost in forgotten.values():
             self._rows -= len(ghost.rows) + _GHOST
             self.since = max(self.since, ghost.at)
         pages = self._requests[req_id]

@@ -1,0 +1,19 @@
+"""What goes next from a disk is found at once, however much went before it."""
+
+from __future__ import annotations
+
+import time
+
+from kvpage_server.store.disk.usage import DiskUsage
+
+ENOUGH = 1.5  # seconds of processor time, ten times what it takes
+
+
+def test_a_disk_is_emptied_in_its_order_in_linear_time() -> None:
+    usage, units = DiskUsage(), [b"%d" % number for number in range(100_000)]
+    usage.found(units, (), 0)
+    began = time.process_time()
+    for unit in units:
+        assert usage.first(alone=True) == unit
+        usage.remove_unit(unit)
+    assert time.process_time() - began < ENOUGH
