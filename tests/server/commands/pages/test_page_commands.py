@@ -52,7 +52,7 @@ class PageCommandsTest(unittest.TestCase):
     def setUp(self) -> None:
         self.redis = redis.Redis(port=self.port(), single_connection_client=True, **CLIENT_OPTIONS)
         self.addCleanup(self.redis.close)
-        self.req = f"test-{os.getpid()}-{next(_numbers)}"
+        self.req = f"test-{os.getpid()}-{next(_numbers)}."  # without its last letter it is nobody's
         self.addCleanup(self.forget, self.req)
 
     def port(self) -> int:
