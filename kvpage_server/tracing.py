@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
 try:
@@ -39,9 +38,7 @@ class TraceSpan:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         pass
 
     def current(self) -> AbstractContextManager[object]:
@@ -115,9 +112,7 @@ class _Seen(TraceSpan):
         self._tokens = context.attach(trace.set_span_in_context(self._made)), _inner.set(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._tokens:
             attached, inner = self._tokens
             _inner.reset(inner)

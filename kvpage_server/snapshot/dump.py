@@ -25,8 +25,9 @@ from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
 from kvpage_server.snapshot.format.files import DumpOf, FileContents, Tensor, write_file
 from kvpage_server.snapshot.format.names import plane_name, string_name, text_of
 from kvpage_server.snapshot.format.planes import FoundPage, tensors_of
-from kvpage_server.snapshot.store import KEY_COSTS, Listed, RunningStore, Value, batches
+from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Listed, RunningStore, Value
 from kvpage_server.snapshot.unchanged import is_unchanged
+from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import private_directory, remove_unfinished
 
 FILE_BYTES = 128 << 20  # a file's tensors: twice as much is in memory
@@ -107,7 +108,7 @@ class _Dump:
         stale = [file for file in old if file.name not in files]
         finished = summary.files if summary is not None else {}
         directory.remove(file for file in stale if file.name not in finished)
-        numbers = directory.file_names(self._path)
+        numbers = directory.new_numbers(self._path)
         for kind, tensors in ahead(chain(self._full("strings", self._strings()), self._full("pages", self._pages()))):
             file = self._path / f"{kind}-{next(numbers):06}.safetensors"
             contents = write_file(file, tensors, DumpOf(self._began_ms, str(self._selection)))
@@ -162,7 +163,7 @@ class _Dump:
         for found in self._store.strings(self._selection.match):
             wanted = [(key, size) for key, size in found if string_name(key) not in self._kept]
             self._done(len(found) - len(wanted))
-            for keys in batches((key, size + KEY_COSTS) for key, size in wanted):
+            for keys in batches(((key, size + KEY_COSTS) for key, size in wanted), BATCH_BYTES):
                 for key, data, expires in self._store.values(keys):
                     yield [Tensor(String(key, len(data), self._left(expires), checksum(data)), [data])]
                 self._done(len(keys))
@@ -170,7 +171,7 @@ class _Dump:
     def _pages(self) -> Iterator[list[Tensor]]:
         """The blocks that are selected: their planes and pages, block by block."""
         requests: Iterable[bytes] = self._selection.requests or chain.from_iterable(self._store.requests())
-        for blocks in batches(self._wanted(self._store.blocks(requests, self._selection.match))):
+        for blocks in batches(self._wanted(self._store.blocks(requests, self._selection.match)), BATCH_BYTES):
             keys = list(chain.from_iterable(blocks))
             values = {value.key: value for value in self._store.values([bytes(key) for key in keys])}
             for block in blocks:

@@ -22,9 +22,8 @@ from kvpage_server.snapshot.format.entries import FOREVER, PageTensor
 from kvpage_server.snapshot.format.files import EntrySpan, read_data
 from kvpage_server.snapshot.format.names import text_of
 from kvpage_server.snapshot.plan import Item, Plan, PlannedBlock, plan
-from kvpage_server.snapshot.store import RunningStore, Writes, Written
+from kvpage_server.snapshot.store import BATCH_BYTES, RunningStore, Writes, Written
 
-_BATCH_BYTES = 16 << 20
 _SHARE = 2  # a block that takes more than one part in so many of what all clients may hold goes page by page
 _AROUND_BYTES = 1 << 10  # bytes of a SET besides its value
 _KEYS_AT_ONCE = 1000  # keys written or asked about in one go
@@ -150,7 +149,7 @@ class _Restore:
 
     def _wrote(self, write: _Write) -> None:
         self._waiting.append(write)
-        if self._writes.nbytes >= _BATCH_BYTES or self._writes.count >= _KEYS_AT_ONCE:
+        if self._writes.nbytes >= BATCH_BYTES or self._writes.count >= _KEYS_AT_ONCE:
             self._flush()
 
     def _flush(self) -> None:

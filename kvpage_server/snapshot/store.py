@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from itertools import chain, groupby
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from itertools import chain, groupby, islice
+from typing import Any, NamedTuple, Self
 
 import redis
 
@@ -27,13 +26,11 @@ _READ_AT_ONCE = 50  # keys in one MGET: a server runs it in one go
 _REQUESTS = 100  # requests asked about in one go
 
 KEY_COSTS = 8 << 10  # bytes that take as long as a key does
-_BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20
 
 _USUAL_LARGEST = 64 << 20  # bytes of a command, for a server that says nothing of it
 
 _ALL = b"*"
-
-T = TypeVar("T")
 
 
 class Value(NamedTuple):
@@ -103,9 +100,7 @@ class RunningStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.release(self._connection)
         self._pool.close()
 
@@ -141,13 +136,8 @@ class RunningStore:
 
     def blocks(self, requests: Iterable[bytes], match: bytes = _ALL) -> Iterator[Listed]:
         """The blocks of requests, and of their pages those whose keys match."""
-        some: list[bytes] = []
-        for req_id in requests:
-            some.append(req_id)
-            if len(some) == _REQUESTS:
-                yield from self._blocks(some, match)
-                some = []
-        if some:
+        left = iter(requests)
+        while some := list(islice(left, _REQUESTS)):
             yield from self._blocks(some, match)
 
     def _blocks(self, requests: list[bytes], match: bytes) -> Iterator[Listed]:
@@ -257,17 +247,3 @@ def _index_of(key: bytes) -> bytes | None:
         return index_key(PageKey.parse(key).req_id)
     except PageError:
         return None
-
-
-def batches(sized: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
-    """Batches of things that are large enough for one question."""
-    some: list[T] = []
-    total = 0
-    for thing, nbytes in sized:
-        if some and total + nbytes > _BATCH_BYTES:
-            yield some
-            some, total = [], 0
-        some.append(thing)
-        total += nbytes
-    if some:
-        yield some

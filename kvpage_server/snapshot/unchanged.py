@@ -7,7 +7,8 @@ from itertools import chain, islice
 from kvpage_server.page import HEADER_SIZE, checksum
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
 from kvpage_server.snapshot.format.files import FileContents
-from kvpage_server.snapshot.store import KEY_COSTS, RunningStore, batches
+from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, RunningStore
+from kvpage_server.system.batches import batches
 
 _AT_ONCE = 1000  # pages asked about in one go
 _SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole seconds
@@ -31,7 +32,7 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
         for (_, header, left), (_, head, expires) in zip(some, found, strict=True):
             if not header.checksum or head != bytes(header) or not _same_moment(contents, left, expires):
                 return False
-    for batch in batches((entry, entry.size + KEY_COSTS) for entry in strings):
+    for batch in batches(((entry, entry.size + KEY_COSTS) for entry in strings), BATCH_BYTES):
         found = store.values([entry.key for entry in batch])
         if len(found) != len(batch):
             return False

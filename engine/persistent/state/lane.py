@@ -64,7 +64,7 @@ class Lane:
         self._changed_in = journal.step
         self._set(index, value)
         self._written[index] = 1
-        journal.pending(self, self._current)
+        journal.pending(self, lambda: self._array)
 
     def clear(self, index: int) -> None:
         if self.written(index):
@@ -79,9 +79,6 @@ class Lane:
 
     def _fill(self, count: int) -> mx.array:
         return self._dtype.full((count, *self._shape), self._init)
-
-    def _current(self) -> mx.array:
-        return self._array
 
     def _copy(self, index: int) -> mx.array:
         """An entry that does not share the array's memory, computed now, so that the array can change in place."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from operator import add
 
 import mlx.core as mx
@@ -213,10 +214,7 @@ class Table:
         """Bytes of the entries that were written."""
         if not self._in_lanes:
             return sum(cell.nbytes for cell in self._cells.values())
-        entry = self.layout.dtype.itemsize
-        for dim in self.shape:
-            entry *= dim
-        return entry * sum(len(lane.indices()) for lane in self._lanes.values())
+        return self.layout.dtype.itemsize * prod(self.shape) * sum(len(lane.indices()) for lane in self._lanes.values())
 
     # -- indices -------------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
+from kvpage_server.system.batches import batches
 
 CHUNK_BYTES = 8 << 20  # of pages in one command, at most, but for one page
 TRIES = 10  # to read an instance that another process keeps saving
@@ -157,7 +158,7 @@ class StoredInstance:
         self._settle()
         versions: dict[tuple[str, Entry], _Version] = {}
         written = [page for name, table in memory.tables.items() for page in self._changed(name, table, versions)]
-        for run in _chunks(written):
+        for run in batches(((page, memoryview(page.body).nbytes) for page in written), CHUNK_BYTES):
             self._store.server.mset(run)
         manifest = self._known.successor(secrets.token_hex(8), steps)
         manifest.scalars = {name: _scalar(scalar.read()) for name, scalar in memory.scalars.items()}
@@ -380,17 +381,3 @@ def _scalar(value: mx.array) -> int | str:
 
 def _float(text: str, layout: Layout) -> mx.array:
     return mx.array(np.frombuffer(bytes.fromhex(text), np.uint8)).view(layout.dtype.mlx).reshape(())
-
-
-def _chunks(pages: Sequence[Page]) -> Iterator[list[Page]]:
-    run: list[Page] = []
-    nbytes = 0
-    for page in pages:
-        size = memoryview(page.body).nbytes
-        if run and nbytes + size > CHUNK_BYTES:
-            yield run
-            run, nbytes = [], 0
-        run.append(page)
-        nbytes += size
-    if run:
-        yield run

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 from kvpage_server.snapshot.errors import BadFile, DumpError
@@ -80,12 +81,9 @@ def dump_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if _FILE.match(file.name))
 
 
-def file_names(path: Path) -> Iterator[int]:
-    """New file names, numbered on from the existing ones."""
-    number = max((int(found[1]) for file in path.iterdir() if (found := _FILE.match(file.name))), default=0)
-    while True:
-        number += 1
-        yield number
+def new_numbers(path: Path) -> Iterator[int]:
+    """Numbers for new files, on from those of the existing ones."""
+    return count(1 + max((int(found[1]) for file in path.iterdir() if (found := _FILE.match(file.name))), default=0))
 
 
 def remove(files: Iterable[Path]) -> None:
