@@ -260,6 +260,7 @@ async def _end_service(server: Server, listener: Listener) -> None:
     for client in list(server.clients.values()):
         client.close()
     await asyncio.sleep(0)  # the sessions send what they have
+    await listener.complete()
 
 
 def _stand_before(upstream: Upstream, server: Server) -> None:

@@ -22,6 +22,7 @@ log = logging.getLogger("kvpage")
 
 _ACCEPT_TURN = 128  # connections before others have their turn
 _HANDSHAKE = 10.0  # seconds
+_COMPLETED_WITHIN = 10.0  # seconds
 _OUT_OF_DESCRIPTORS = 0.1  # seconds to wait for some
 
 _FULL = b"-ERR max number of clients reached\r\n"
@@ -79,7 +80,7 @@ class Listener:
         return int(opened[0].getsockname()[1])
 
     def stop(self) -> None:
-        """Accept no more, and stop commands between their steps: they were not answered, so nothing was promised."""
+        """Accept no more, and stop commands between their steps. `complete` does those those that change something."""
         self._line.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
@@ -90,6 +91,10 @@ class Listener:
         self._sockets.clear()
         for handshake in self._handshakes:
             handshake.cancel()
+
+    async def complete(self) -> None:
+        """When the clients are gone: complete what was begun and is whole or not at all, such as a batch of pages."""
+        await self._line.completed(_COMPLETED_WITHIN)
 
     # -- accepting -------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ class Replies:
             step = next(self._steps, _END)
             if step is _END:
                 self._steps, self.under_way = None, False
+                self.broken = self.broken and bool(self.pieces)
                 self._spell_pushed()
                 break
             if type(step) is Wait:
@@ -150,11 +151,15 @@ class Replies:
 
     def drop(self) -> Iterator[Reply] | None:
         """The connection is gone: drop what would be sent. Returns the steps that must be completed nevertheless."""
-        steps = self._steps if self._is_whole else None
-        self._steps, self.under_way = None, False
         self._aside.clear()
         self.pushed.clear()
         self.pieces.clear()
+        return self.break_off()
+
+    def break_off(self) -> Iterator[Reply] | None:
+        """Make no more of the reply under way. Returns the steps that must be completed nevertheless."""
+        steps = self._steps if self._is_whole else None
+        self._steps, self.under_way = None, False
         return steps
 
 

@@ -144,9 +144,7 @@ class Session:
         self._ending = self.client.gone = True
         self.client.free = False
         self.client.transaction = None
-        steps = self._replies.drop()
-        if steps is not None:
-            self._line.finish(steps)
+        self._line.finish(self._replies.drop())
         self._line.finish(freed(self._parser.give_up()))
         self._forget_the_pause()
         self._postponed = self._hold = None
@@ -177,6 +175,7 @@ class Session:
 
     def _close(self) -> None:
         self._flush()
+        self._line.finish(self._replies.break_off())
         if self._replies.is_behind:
             self._transport.ignore()
         elif self._state is not WAITING:  # what was told last is still to be sent then

@@ -18,6 +18,7 @@ from kvpage_server.resp.reply import Reply, Wait
 
 TURN = 1_000_000  # nanoseconds
 ROUND = 2_000_000  # nanoseconds
+_LOOK = 0.005  # seconds
 
 log = logging.getLogger("kvpage")
 
@@ -36,14 +37,26 @@ class Line:
         self._loop = loop
         self._line: deque[Waiting] = deque()
         self._stopped = False
+        self._rests = 0
 
     def stop(self) -> None:
-        """Nobody has a turn any more; what is not done yet will not be done."""
+        """No client has a turn any more. What has to be completed is."""
         self._stopped = True
+
+    async def completed(self, within: float) -> None:
+        """Wait until nothing has to be completed any more, for so many seconds at most."""
+        end = time.monotonic() + within
+        while self._rests:
+            if time.monotonic() > end:
+                log.error(
+                    "after %g s %d commands are not complete; the rest of them is left undone", within, self._rests
+                )
+                return
+            await asyncio.sleep(_LOOK)
 
     def join(self, waiting: Waiting) -> None:
         """Wait for a turn. Nobody joins twice."""
-        if self._stopped:
+        if self._stopped and not isinstance(waiting, _Rest):
             return
         self._line.append(waiting)
         if len(self._line) == 1:
@@ -52,7 +65,9 @@ class Line:
     def _serve(self) -> None:
         line = self._line
         if self._stopped:
+            rests = [waiting for waiting in line if isinstance(waiting, _Rest)]
             line.clear()
+            line.extend(rests)
         end = time.monotonic_ns() + ROUND
         for _ in range(len(line)):
             try:
@@ -65,9 +80,16 @@ class Line:
         if line:
             self._loop.call_soon(self._serve)
 
-    def finish(self, steps: Iterator[Reply]) -> None:
-        """Complete the steps of a command whose client is gone."""
+    def finish(self, steps: Iterator[Reply] | None) -> None:
+        """Complete the steps that are left of a command whose client is gone."""
+        if steps is None:
+            return
+        self._rests += 1
         self.join(_Rest(self, steps))
+
+    def note_completed(self) -> None:
+        """One of these is complete, or has broken off."""
+        self._rests -= 1
 
 
 class _Rest:
@@ -79,14 +101,23 @@ class _Rest:
 
     def take_turn(self) -> None:
         """Do some of it."""
+        goes_on = False
+        try:
+            goes_on = self._take_some()
+        finally:
+            if not goes_on:
+                self._line.note_completed()
+
+    def _take_some(self) -> bool:
         end = time.monotonic_ns() + TURN
         for step in self._steps:
             if type(step) is Wait:
                 step.start(self._go_on)
-                return
+                return True
             if time.monotonic_ns() > end:
                 self._go_on()
-                return
+                return True
+        return False
 
     def _go_on(self) -> None:
         self._line.join(self)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import sysconfig
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
 from waiting import until
+from wire import Wire, spell
 
 from kvpage_server import __version__, core
 from kvpage_server.configuration.config import ConfigError, from_arguments
@@ -189,6 +191,22 @@ class TestAFailure:
             client.set("key", "value")
         with start_server(*options, directory=tmp_path) as server, server.client() as client:
             assert client.get("key") == b"value"
+
+    def test_a_stop_completes_a_batch_that_has_begun(self, tmp_path: Path) -> None:
+        """Its pages are stored in steps, and all of them or none."""
+        count = 4000
+        named = [("r", layer, 0, 0, 0) for layer in range(count)]
+        for _ in range(4):
+            with start_server("--store", "tiered", directory=tmp_path) as server, Wire(server.port) as wire:
+                for version in range(10):
+                    pages = chain.from_iterable((*name, 8, 1, 8, 0, f"{version:08}") for name in named)
+                    wire.send(spell([str(word).encode() for word in ("KVPAGEMSET", count, *pages)]))
+                assert wire.reply() == b"+OK\r\n"
+                server.stop()
+            with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:
+                found = client.execute_command("KVPAGEMGET", count, *chain.from_iterable(named))
+                assert len(set(found)) == 1
+                assert found[0] is not None
 
     def test_the_work_between_commands_goes_on(self, tmp_path: Path) -> None:
         log = tmp_path / "kvpage.log"

@@ -131,11 +131,12 @@ class ClusterCalls:
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
         """Delete pages. Returns how many existed. A block with one of them is deleted as a whole."""
-        there = yield from self.taken(keys)(end)
-        gone = [simple(b"UNLINK", bytes(key), writes=True) for key in keys]
-        blocks = dict.fromkeys(block_key((key.req_id, key.page)) for key in keys)
-        yield from self._integers([*gone, *(simple(b"UNLINK", key, writes=True) for key in blocks)], end)
-        return sum(there)
+        keys = list(dict.fromkeys(keys))
+        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
+        blocks = {block_key((key.req_id, key.page)) for key, (_, in_block) in zip(keys, found, strict=True) if in_block}
+        gone = [simple(b"UNLINK", key, writes=True) for key in (*map(bytes, keys), *blocks)]
+        yield from self._integers(gone, end)
+        return sum(in_block or answer == 1 for answer, in_block in found)
 
     @timed
     def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:

@@ -135,6 +135,6 @@ def _node(text: str, wanted: str) -> Node:
         host, port = found.hostname, found.port
     except ValueError as error:
         raise ValueError(f"{wanted}; {text!r}: {error}") from None
-    if not host:
-        raise ValueError(f"{wanted}; {text!r} has no host")
+    if not host or port == 0:
+        raise ValueError(f"{wanted}; {text!r} has no host or port")
     return Node(host, 6379 if port is None else port)

@@ -204,6 +204,12 @@ def test_a_block_that_was_cut_off_costs_no_page_of_another(pages: PageClient, cl
     assert [page is not None for page in pages.mget(wanted)] == [True, False, True]
 
 
+def test_a_block_stays_when_a_page_is_deleted_that_it_does_not_have(pages: PageClient) -> None:
+    pages.set_block(NAMES[0], SHAPE, block_body())
+    assert pages.delete([PageKey(NAMES[0][0], SHAPE.layers, 0, NAMES[0][1], KVType.K)]) == 0
+    assert pages.get_block_into(NAMES[0], SHAPE, empty(1)[0])
+
+
 def test_a_redirection_without_a_host_leads_to_the_one_that_answers() -> None:
     asked = NodeAddress("10.0.0.1", 7000)
     assert redirection("MOVED 3999 :6381", asked) == (3999, NodeAddress("10.0.0.1", 6381))

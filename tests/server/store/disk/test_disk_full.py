@@ -92,6 +92,16 @@ def test_what_always_answers_is_on_a_disk_that_others_fill_and_what_it_cannot_ke
         assert all(client.get(f"key:{i}") == body(SIZE, i) for i in done + more + later)
 
 
+def test_who_has_saved_before_is_told_of_a_full_disk_too(disk: Path) -> None:
+    options = (*TIERED, "--appendfsync", "always")
+    with start_server(*options, directory=disk, killed=True) as server, server.client() as client:
+        assert client.save()
+        values = {f"key:{i}": body(SIZE, i) for i in range(60)}
+        with filled(disk), pytest.raises(redis.ResponseError, match="MISCONF Errors writing to disk"):
+            [client.set(name, value) for name, value in values.items()]
+        server.stop(signal.SIGKILL)
+
+
 def test_everysec_goes_on_in_memory_while_others_fill_the_disk_and_says_so(disk: Path) -> None:
     with start_server(*TIERED, directory=disk, killed=True) as server, server.client() as client:
         for i in range(20):
