@@ -69,7 +69,6 @@ def examples(document: str, server: RunningServer) -> str:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "document",
     [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in DOCUMENTS if blocks(name, "python")],
