@@ -36,7 +36,7 @@ os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX
 
 # Others' load is no failure of ours; what was tried once is tried again. `make soak` tries what nobody has tried.
-hypothesis.settings.register_profile("the same again", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("the same again", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("anything", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("the same again")
 

@@ -43,6 +43,7 @@ def test_every_curl_line_answers_as_shown(engine: RunningEngine) -> None:
     assert lines > 12
 
 
+@pytest.mark.soak
 def test_the_text_is_mlx_lms(engine: RunningEngine) -> None:
     model, tokenizer = mlx_lm.load(str(SMOLLM2))
     messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Why is the sea salt?"}]

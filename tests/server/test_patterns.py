@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import redis
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from servers import RunningServer
 from wire import spell
@@ -51,7 +51,6 @@ def test_rules_of_a_user_are_made_ready_in_steps_of_their_own(server: RunningSer
     client.acl_deluser("patterned")
 
 
-@settings(deadline=None)
 @given(st.lists(st.text("ab*?[]", max_size=5).map(str.encode), max_size=12), st.text("ab", max_size=5).map(str.encode))
 def test_patterns_are_found_as_if_each_was_looked_at(patterns: list[bytes], name: bytes) -> None:
     found: Patterns[bytes] = Patterns()

@@ -65,9 +65,9 @@ class Family:
         return AgentBlocks("agent", tuple(TOKENS[:count]), blocks, self.spec.fingerprint)
 
     def continuation(self, cache: list[Any], count: int) -> Logits:
-        """The logits of a chunk from `count` on and of five steps of greedy decoding after it."""
+        """The logits of a chunk from `count` on and of three steps of greedy decoding after it."""
         logits = [self.run(TOKENS[count : count + 5] or [7], cache)]
-        for _ in range(5):
+        for _ in range(3):
             logits.append(self.run([int(logits[-1][-1].argmax())], cache))
         return np.concatenate(logits)
 

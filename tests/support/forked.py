@@ -4,6 +4,8 @@ Each is a fork of a process that has done nothing else. Run as ``python forked.p
 
     {"log": "...", "arguments": [...]}   a server begins; its process id is told
     {"poll": 123}                        its exit code is told, or null while it runs
+
+When the lines end, so does it, with all its servers.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ def main() -> None:
     sys.path[0] = os.getcwd()  # as for `python -m`
     from kvpage_server import app
 
+    running = set[int]()
     for line in sys.stdin:
         asked = json.loads(line)
         if "poll" in asked:
             pid, status = os.waitpid(asked["poll"], os.WNOHANG)
             said = os.waitstatus_to_exitcode(status) if pid else None
+            running.discard(pid)
         elif not (said := os.fork()):
             _become(asked["log"])
             sys.argv[1:] = asked["arguments"]
             return app.main()
+        else:
+            running.add(said)
         print(json.dumps(said), flush=True)
+    for pid in running:  # of who was killed before it could stop them
+        os.kill(pid, signal.SIGKILL)
     return None
 
 
@@ -55,9 +63,13 @@ class _Origin:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, __file__]
         self._process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-        atexit.register(self._process.wait)
-        atexit.register(self._process.kill)  # the last that is registered is the first that is called
+        atexit.register(self._end)
         self._lock = threading.Lock()
+
+    def _end(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(10)
 
     def ask(self, **what: object) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -61,6 +61,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "lora": adapted,
     "dora": partial(adapted, dora=True),
 }
+UNLIKE = ["llama", "gemma3_text", "gpt_oss", "deepseek_v32", "qwen3_next", "rwkv7", "lora"]  # layers of all sorts
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def says_otherwise(model: Any, right: list[Any]) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind not in UNLIKE)) for kind in KINDS]
+)
 def test_whatever_changes_the_logits_changes_who_it_is(kind: str) -> None:
     """Each attribute once for every class that has it, in the first module that has."""
     model = KINDS[kind]()

@@ -14,8 +14,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+DTYPES = [mx.float32, pytest.param(mx.float16, marks=pytest.mark.soak), mx.bfloat16]
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "name", ["afm7", "baichuan_m1", "mamba", "nemotron_h", "olmo_hybrid", "recurrent_gemma", "rwkv7"]
 )
@@ -23,7 +25,7 @@ def test_a_batch_that_answers_otherwise_is_seen_in_every_dtype(name: str, dtype:
     assert not Model(name, dtype).spec.batches
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3", "phi3"])
 def test_rounding_is_not_taken_for_it(name: str, dtype: mx.Dtype) -> None:
     spec = Model(name, dtype).spec
@@ -77,7 +79,7 @@ def farthest(one: Said, other: Said) -> float:
     return float(np.abs(one.logprobs - other.logprobs).max())
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "longcat_flash"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", pytest.param("longcat_flash", marks=pytest.mark.soak)])
 def test_what_a_restored_context_says_otherwise_in_one_pass_is_the_rounding_of_the_model(name: str) -> None:
     """Weights five times as large make of the last bit a thousandth. In two passes there is no difference at all, and
     mlx-lm with other chunks of the same prompt is as far from itself."""

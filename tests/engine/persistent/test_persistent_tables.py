@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.persistent.dtypes import DTYPES
@@ -141,7 +141,6 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=40)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.init}-{layout.fixed}")
 @given(operations)
 def test_a_table_is_a_dictionary_of_arrays(layout: Layout, steps: list[Any]) -> None:

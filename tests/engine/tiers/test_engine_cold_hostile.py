@@ -173,7 +173,7 @@ def test_files_that_are_no_agents_are_not_listed(
     assert cold.agents() == ["alice"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_changed_in_a_header_is_found_out(
     data: st.DataObject, cold: SafetensorsCacheAdapter, pool: BlockPool

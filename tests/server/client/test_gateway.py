@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ from kvpage_server.client import PageClient
 from kvpage_server.page import PageKey, decode_page
 
 PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # what stands between the request and the body in KVPAGESET
+
+
+def start_node(*options: str, port: int | None = None) -> AbstractContextManager[RunningServer]:
+    """A cluster of one redis-server. The port of its bus is chosen: else it is another 10,000 further, free or not."""
+    return start_redis("--cluster-enabled", "yes", "--cluster-port", str(free_port()), *options, port=port)
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +380,7 @@ def test_it_starts_without_a_cluster_says_so_and_works_when_there_is_one() -> No
             client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0)
         assert "the cluster can't be used yet" in gateway.log
         assert client.ping()
-        with start_redis("--cluster-enabled", "yes", port=port) as node, node.client() as alone:
+        with start_node(port=port) as node, node.client() as alone:
             with pytest.raises(redis.ResponseError, match="nobody serves slot"):
                 client.set("a", "1")
             alone.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
@@ -390,7 +396,7 @@ def _works(client: Any) -> bool:
 
 
 def test_half_of_the_slots_have_nobody() -> None:
-    with start_redis("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no") as node:
+    with start_node("--cluster-require-full-coverage", "no") as node:
         with node.client() as alone:
             alone.execute_command("CLUSTER ADDSLOTSRANGE", 0, 8191)
         nodes = f"127.0.0.1:{node.port}"
@@ -411,7 +417,7 @@ def _sets(client: Any, key: str) -> bool:
 
 
 def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server: RunningServer) -> None:
-    with start_redis("--cluster-enabled", "yes", "--requirepass", "right") as node:
+    with start_node("--requirepass", "right") as node:
         for nodes, why in (
             (f"valkey-cluster://:wrong@127.0.0.1:{node.port}", "the cluster refuses this gateway's user: WRONGPASS"),
             (f"127.0.0.1:{redis_server.port}", "cluster support disabled"),

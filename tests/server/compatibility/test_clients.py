@@ -172,7 +172,7 @@ class TestRedisPyCache:
                 assert [keeps.get(key)[64:] for _ in range(3)] == [body] * 3
             writer.execute_command("KVPAGEDEL", "clients")
             assert keeps.get(key) is None
-            writer.set("short", "1", px=100)
+            writer.set("short", "1", px=1000)
             assert keeps.get("short") == b"1"
             while writer.exists("short"):
                 pass

@@ -124,7 +124,7 @@ class NativeMachine(ArenaMachine):
 
 
 TestPython, TestNative = PythonMachine.TestCase, NativeMachine.TestCase
-TestPython.settings = TestNative.settings = settings(max_examples=40, stateful_step_count=40)
+TestPython.settings = TestNative.settings = settings(stateful_step_count=40)
 
 
 @given(st.integers(0, 2**33))

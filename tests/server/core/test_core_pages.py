@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from servers import start_server
 from wire import Wire
@@ -139,7 +139,6 @@ def described(new: Any) -> Any:
     return new.keys, bodies, [(new.name(i), new.block(i), new.expires(i)) for i in each], new.blocks()
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_both_cores_say_store_and_find_the_same(data: st.DataObject) -> None:
     cores = [Core(plain_pages, plain_slots), Core(native_pages, native_slots)]
@@ -167,7 +166,6 @@ def test_both_cores_say_store_and_find_the_same(data: st.DataObject) -> None:
 rows = st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 63, 64, 500, 65535]), st.integers(0, 5))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), rows), max_size=60), st.lists(rows, max_size=20))
 def test_both_cores_know_the_same_pages_of_a_block(changes: list[tuple[bool, Any]], asked: list[Any]) -> None:
     sets = [core.PageSet(b"r", 7) for core in (plain_pages, native_pages)]

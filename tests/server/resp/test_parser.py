@@ -140,7 +140,6 @@ class TestSplits:
             assert parse(core, [data[:position], data[position:]]) == ([words, [b"PING"]], ""), position
 
     @given(st.data())
-    @settings(max_examples=300)
     def test_damaged_input_gives_the_same_whatever_the_split(self, core: ModuleType, data: st.DataObject) -> None:
         """Commands before the damage come out, the same ones; then the same error, or none."""
         good = b"".join(map(spell, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1))))
@@ -680,7 +679,7 @@ class TestAgainstRedis:
         data = PING + frame + PING
         assert talk(server, data) == talk(redis_server, data)
 
-    @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.data())
     def test_damaged_frames(self, server: RunningServer, redis_server: RunningServer, data: st.DataObject) -> None:
         frame = bytearray(spell([b"ECHO", data.draw(st.sampled_from([b"a", b"", b"12345", b"\xff"]))]))
@@ -692,7 +691,7 @@ class TestAgainstRedis:
         if b"is not terminated by CRLF" not in ours:
             assert ours == theirs, stream
 
-    @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.text(alphabet="ab\"'\\xn4 \t\v\f\r\x07\xff", max_size=14).map(lambda text: text.encode("latin-1")))
     @example(b"a\vb")
     @example(b'"a"\vb')

@@ -225,12 +225,12 @@ def test_an_interrupted_restore_goes_on(client: redis.Redis, store: RunningStore
 
 
 def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
-    client.set("short", "lived", px=40)
+    client.set("short", "lived", px=100_000)
     client.set("kept", "x")
     dump(store, tmp_path, EVERYTHING)
     summary = (tmp_path / "dump.json").read_text()
     began = read_summary(tmp_path).dumped_ms
-    (tmp_path / "dump.json").write_text(summary.replace(str(began), str(began + 50)))  # as an update would leave it
+    (tmp_path / "dump.json").write_text(summary.replace(str(began), str(began + 100_000)))  # as an update leaves it
     client.flushall()
     restored = restore(store, tmp_path)
     assert (restored.amount.strings, restored.expired) == (1, 1)

@@ -265,7 +265,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
 
 TestKeyspace = KeyspaceMachine.TestCase
-TestKeyspace.settings = settings(max_examples=40, stateful_step_count=40)
+TestKeyspace.settings = settings(stateful_step_count=30)
 
 
 # -- expiry by the real clock --------------------------------------------------------------------------------------

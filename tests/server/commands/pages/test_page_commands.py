@@ -347,8 +347,8 @@ class ExpiryTest(PageCommandsTest):
         self.assertIsNone(self.get_page())
 
     def test_a_page_nobody_asks_for_expires_too(self) -> None:
-        self.set_page(bytes(100_000), ttl=1)
         expired = self.redis.info("stats")["expired_keys"]
+        self.set_page(bytes(100_000), ttl=1)
         until(lambda: self.redis.info("stats")["expired_keys"] > expired)
 
 

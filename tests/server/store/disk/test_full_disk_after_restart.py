@@ -35,8 +35,8 @@ def ask_about_everything(client: redis.Redis) -> None:
             pipe.exists(":".join(map(str, ("kv", *page_args(seed)))))
         pipe.execute()
     for page in range(len(PAGES) // 4):
-        client.execute_command("KVPAGEPREFIX", 4, 10_000, 1, "r", page)
-    assert client.execute_command("KVPAGELEASE", "old", 10_000) <= len(BLOCKS)
+        client.execute_command("KVPAGEPREFIX", 4, 600_000, 1, "r", page)
+    assert client.execute_command("KVPAGELEASE", "old", 600_000) <= len(BLOCKS)
 
 
 @pytest.mark.parametrize("policy", ["allkeys-prefix", "volatile-ttl"])

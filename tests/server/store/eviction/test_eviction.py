@@ -101,9 +101,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert len(self.policy) == 0
 
 
-PolicyMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+PolicyMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestEveryPolicy = PolicyMachine.TestCase
 
 

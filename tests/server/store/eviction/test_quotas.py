@@ -180,7 +180,7 @@ class Quotas(RuleBasedStateMachine):
         assert [quota.bytes for quota in self.keys.evictor.every_quota] == sizes
 
 
-Quotas.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Quotas.TestCase.settings = settings(stateful_step_count=30)
 TestCountedExactly = Quotas.TestCase
 
 
