@@ -44,6 +44,7 @@ class Observer:
         self._overview: _Last[Overview] = _Last()
         self._holdings: _Last[Holdings] = _Last()
         self._known = Known()
+        self._keys = 0  # in the store when it was last looked through
 
     async def overview(self) -> Overview:
         """The store in numbers, at most a second old. Each new overview is added to the history."""
@@ -53,6 +54,8 @@ class Observer:
                 last.value = await ask_async(self.store, overview_of_store())
                 last.until = time.monotonic() + OVERVIEW_SECONDS
                 self.history.add(last.value)
+                if 2 * last.value.contents.keys < self._keys:  # flushed, say: what was found is not there any more
+                    self._known, self._holdings.until = Known(), 0.0
             return last.value
 
     async def engines(self) -> EnginesSeen:
@@ -60,11 +63,13 @@ class Observer:
         return self._engines.seen(None if (await self.overview()).everything else self._user)
 
     async def holdings(self) -> Holdings:
-        """Who uses the memory, at most five seconds old, or two hundred times as old as reading it takes."""
+        """Who uses the memory, at most five seconds old, or two hundred times as old as reading it takes. It is
+        read anew when more than half of the keys have gone."""
         last = self._holdings
         async with last.lock:
+            now = await self.overview()
             if last.value is None or time.monotonic() >= last.until:
-                began = time.monotonic()
+                began, self._keys = time.monotonic(), now.contents.keys
                 last.value = await ask_async(self.store, holdings_of_store(known=self._known))
                 took = time.monotonic() - began
                 last.until = began + max(HOLDINGS_SECONDS, took / HOLDINGS_SHARE)
