@@ -15,11 +15,9 @@ from rich.text import Text
 from kvpage_server.address import shown
 from kvpage_server.look.output import LookError, titled, watch
 from kvpage_server.observe.asking import ask
-from kvpage_server.observe.overview import DiskFigures, NotAStore, Overview, overview_of_store
+from kvpage_server.observe.overview import KEEPS_NOTHING, DiskFigures, NotAStore, Overview, overview_of_store
 from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out
-
-KEEPS_NOTHING = "a gateway, which keeps nothing; kvpage with its cluster's URL tells what the cluster has"
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:

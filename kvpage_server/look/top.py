@@ -15,12 +15,12 @@ from kvpage_server.address import shown
 from kvpage_server.look.engines import HeardEngines, engines_table
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
-from kvpage_server.look.status import KEEPS_NOTHING, headline, of_limit, overview
+from kvpage_server.look.status import headline, of_limit, overview
 from kvpage_server.observe.asking import AskedStore, Reading, ask
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.history import History, Moment
 from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE
-from kvpage_server.observe.overview import Overview
+from kvpage_server.observe.overview import KEEPS_NOTHING, Overview
 from kvpage_server.observe.whose import Holdings, Known, holdings_of_store
 from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import out, table_of

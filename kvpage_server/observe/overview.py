@@ -17,6 +17,8 @@ from kvpage_server.observe.asking import Reading, refused, text
 
 F = TypeVar("F")
 
+KEEPS_NOTHING = "a gateway, which keeps nothing; kvpage with its cluster's URL tells what the cluster has"
+
 FIRST_BOUND, LAST_BOUND = 12, 34  # powers of two of nanoseconds: 4 microseconds to 17 seconds
 BOUNDS = tuple(float(f"{2**power / 1e9:.6g}") for power in range(FIRST_BOUND, LAST_BOUND + 1))  # seconds
 

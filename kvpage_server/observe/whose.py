@@ -152,6 +152,7 @@ class Holdings:
     unreadable: tuple[bytes, ...] = ()  # manifests' keys
     cut: tuple[str, ...] = ()  # of which there are more than were looked at: "agents", "blocks", "requests"
     owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)  # the agents that have a block, by its name
+    refused: str = ""  # why the store lists no keys, if it does not
 
     @property
     def bytes(self) -> int:
@@ -163,6 +164,7 @@ class Holdings:
 class _Looked:
     cut: set[str] = field(default_factory=set)
     unreadable: list[bytes] = field(default_factory=list)
+    refused: str = ""
 
 
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
@@ -180,8 +182,8 @@ def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[byt
         keys = yield from _keys(b"manifest:*", b"string", most, "agents", looked)
         known.cursor = b"" if looked.cut else b"0"
         return keys
-    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most)  # what came last is scanned first
-    cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most)
+    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most, looked)  # what came last is scanned first
+    cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most, looked)
     known.cursor = cursor
     keys = sorted({*known.manifests, *newest, *others})
     if len(keys) > most:
@@ -214,24 +216,28 @@ def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _
         tuple(looked.unreadable),
         tuple(sorted(looked.cut)),
         owners,
+        looked.refused,
     )
 
 
 def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) -> Reading[list[bytes]]:
     """At most `most` keys that match, sorted."""
-    cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most)
+    cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most, looked)
     if cursor != b"0" or len(found) > most:
         looked.cut.add(what)
     return sorted(found)[:most]
 
 
-def _scan(pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int) -> Reading[tuple[bytes, set[bytes]]]:
+def _scan(
+    pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int, looked: _Looked
+) -> Reading[tuple[bytes, set[bytes]]]:
     """Goes on from a cursor, until there are `most` keys. Returns the next cursor, which is 0 at the end and empty for
     who may not scan, and the keys."""
     found = set[bytes]()
     for _ in range(turns):
         (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT, b"TYPE", kind]]
         if refused(answer):
+            looked.refused = str(answer)
             return b"", found
         cursor, some = answer
         found.update(some)

@@ -59,7 +59,8 @@ class Feed:
         slow = await self._observer.read(asked.slow_calls())
         clients = await self._observer.read(asked.clients())
         more = {"losses": losses, "slow": slow, "connected": clients}
-        told = shown.event("holdings", shown.holdings(holdings)) + shown.event("more", more)
+        store = (await self._observer.overview()).server.store
+        told = shown.event("holdings", shown.holdings(holdings, store)) + shown.event("more", more)
         self._slowly = told if told != self._slowly else self._slowly
         await asyncio.sleep(SLOWLY_SECONDS)
 

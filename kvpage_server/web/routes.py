@@ -34,6 +34,7 @@ async def login(request: Request) -> Response:
 async def events(request: Request) -> Response:
     """The store's state every second, and its agents when they change."""
     login = await login_of(request)
+    await login.observer.overview()  # who may not have it is told so
     feed = feed_of(login.observer)
     if feed.watchers >= MOST_WATCHERS:
         raise HTTPException(503, f"this user has {MOST_WATCHERS} open pages, the most allowed", {"Retry-After": "10"})

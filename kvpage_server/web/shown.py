@@ -12,7 +12,7 @@ from kvpage_server.observe.asking import text
 from kvpage_server.observe.context import BlockPlace, Pages
 from kvpage_server.observe.engines import EnginesSeen
 from kvpage_server.observe.history import Moment
-from kvpage_server.observe.overview import Overview
+from kvpage_server.observe.overview import KEEPS_NOTHING, Overview
 from kvpage_server.observe.whose import Agent, Holdings, OtherRequest
 
 MOST_AGENTS = 500
@@ -61,8 +61,9 @@ def moment(then: Moment) -> Shown:
     }
 
 
-def holdings(found: Holdings) -> Shown:
-    """Who uses the memory, the largest first. `shared` has each block that several agents have once."""
+def holdings(found: Holdings, store: str) -> Shown:
+    """Who uses the memory, the largest first. `shared` has each block that several agents have once; `unseen` is why
+    nothing can be seen."""
     told = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
     requests = [_request(request) for request in found.requests[:MOST_REQUESTS]]
     tenants: Counter[str] = Counter()
@@ -91,6 +92,7 @@ def holdings(found: Holdings) -> Shown:
         "request_bytes": sum(request.bytes for request in found.requests),
         "unreadable": len(found.unreadable),
         "cut": found.cut,
+        "unseen": f"This is {KEEPS_NOTHING}." if store == "cluster" else found.refused,
     }
 
 

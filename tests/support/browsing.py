@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -38,6 +39,13 @@ class SeenServer:
             answer = browser.get("/metrics")
         assert answer.status_code == 200, answer.text
         return samples(answer.text)
+
+    def event(self, name: str, browser: httpx.Client) -> Any:
+        """The data of the first event of that name which the page is told."""
+        with browser.stream("GET", "/page/events") as reply:
+            assert reply.status_code == 200, reply.read()
+            lines = reply.iter_lines()
+            return next(json.loads(next(lines).removeprefix("data: ")) for line in lines if line == f"event: {name}")
 
     def companion(self) -> int:
         children = subprocess.run(

@@ -33,7 +33,8 @@ const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 /** Hear a stream for as long as the page is seen, and come again when it breaks.
  *
- * `heard(name, data)` is called for each event, `state` with "live" or "lost"; `denied` is awaited when a token or a
+ * `heard(name, data)` is called for each event, `state` with "live" or "lost", and what a
+ * refusal says; `denied` is awaited when a token or a
  * login is wanted, and `headers` asked before each try. */
 export async function listen(url, { heard, state, denied, headers = () => ({}) }) {
   for (;;) {
@@ -41,20 +42,21 @@ export async function listen(url, { heard, state, denied, headers = () => ({}) }
     const stop = new AbortController();
     const leave = () => document.hidden && stop.abort();
     document.addEventListener("visibilitychange", leave);
+    let why = "";
     try {
       const response = await fetch(url, { headers: headers(), signal: stop.signal, cache: "no-store" });
       if (response.status === 401) await denied();
       else if (response.ok) {
         state("live");
         for await (const event of events(response)) tell(heard, event);
-      }
+      } else why = await response.text();
     } catch (error) {
       if (!(error instanceof TypeError) && error.name !== "AbortError") throw error;
     } finally {
       document.removeEventListener("visibilitychange", leave);
     }
     if (!document.hidden) {
-      state("lost");
+      state("lost", why);
       await wait(PAUSE_MS);
     }
   }

@@ -13,7 +13,7 @@ const REASONS = {
 
 export function lede(now, holdings, more) {
   if (!holdings) return "Looking through the store.";
-  const said = [holdings.agents.length ? most(holdings) : withoutAgents(now, holdings)];
+  const said = [holdings.unseen || (holdings.agents.length ? most(holdings) : withoutAgents(now, holdings))];
   const [prefix] = holdings.prefixes;
   if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
   const { hit_ratio: ratio } = now.traffic;
@@ -25,8 +25,7 @@ export function lede(now, holdings, more) {
   return said.join(" ");
 }
 
-function withoutAgents({ contents, everything, server }, holdings) {
-  if (server.store === "cluster") return "This is a gateway: the cluster behind it has the pages.";
+function withoutAgents({ contents, everything }, holdings) {
   if (!everything && holdings.request_count) return `${plural(holdings.request_count, "request")} of no agent, ${bytes(holdings.request_bytes)}.`;
   if (contents.blocks) return `${plural(contents.blocks, "block")} of no agent.`;
   if (contents.keys) return `${plural(contents.keys, "key")}, none of them a page.`;

@@ -21,9 +21,10 @@ let holdings = null;
 let more = null;
 
 listen("/page/events", {
-  state: (state) => {
+  state: (state, why) => {
     at("status").dataset.state = state;
-    say(at("status"), state === "live" ? "live" : "no answer, trying again");
+    say(at("status"), state === "live" ? "live" : `${why ? "refused" : "no answer"}, trying again`);
+    if (why) say(at("lede"), why);
   },
   denied: async () => location.assign("/login"),
   heard(name, data) {
@@ -45,17 +46,18 @@ function showFigures() {
   const last = moments.at(-1);
   say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, seen as ${now.user}`);
   at("leave").hidden = !now.logged_in;
-  say(at("used"), bytes(now.everything ? memory.used : storedBytes()));
+  const unseen = holdings?.unseen;
+  say(at("used"), unseen && !now.everything ? "–" : bytes(now.everything ? memory.used : storedBytes()));
   const onDisk = disk ? `, ${bytes(disk.bytes)} on disk` : "";
   say(at("used-note"), now.everything ? (memory.limit ? `of ${bytes(memory.limit)}` : "no limit") + onDisk : limits());
   say(at("hits"), traffic.hit_ratio === null ? "–" : percent(traffic.hit_ratio));
   say(at("hits-note"), now.everything ? `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}` : UNTOLD);
   const saved = holdings ? savedBySharing(holdings) : 0;
-  say(at("saved"), bytes(saved));
-  say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times as much without` : "nothing is shared");
+  say(at("saved"), unseen ? "–" : bytes(saved));
+  say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times as much without` : unseen ? "" : "nothing is shared");
   say(at("out"), last && now.everything ? `${bytes(last.out)}/s` : "–");
   say(at("in"), now.everything ? (last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "") : UNTOLD);
-  say(at("agents-count"), holdings ? least(holdings, "agents", count(holdings.agent_count)) : "–");
+  say(at("agents-count"), holdings && !unseen ? least(holdings, "agents", count(holdings.agent_count)) : "–");
   say(at("agents-note"), now.everything ? `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}` : "");
   at("failing").hidden = !disk?.failing;
   if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
@@ -145,6 +147,7 @@ function showAgents() {
 
 function showRequests() {
   at("requests-empty").hidden = holdings.request_count > 0;
+  say(at("requests-empty"), holdings.unseen ? "–" : holdings.agents.length ? "None: every block belongs to an agent." : "None.");
   at("requests-box").hidden = !holdings.request_count;
   say(at("requests-note"), holdings.request_count
     ? least(holdings, "requests", `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}`) : "");
@@ -161,7 +164,7 @@ function showLost() {
   const none = now.everything ? "nothing was evicted so far" : "";
   say(at("lost-note"), evicted.length ? `keys evicted so far: ${evicted.join("; ")}` : none);
   at("lost-empty").hidden = more.losses.length > 0;
-  say(at("lost-empty"), holdings?.agents.length ? "Every context is whole." : "No agent has a context here.");
+  say(at("lost-empty"), holdings.unseen ? "–" : holdings.agents.length ? "Every context is whole." : "No agent has a context here.");
   at("lost-box").hidden = !more.losses.length;
   list(at("lost"), more.losses.slice(0, 10), (loss) => loss.agent, (loss) =>
     el("tr", {},

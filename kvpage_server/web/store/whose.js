@@ -15,7 +15,7 @@ export const savedBySharing = (holdings) => holdings.shared.reduce((sum, group) 
 /** A number of what may not all have been looked at. */
 export const least = (holdings, what, said) => (holdings.cut.includes(what) ? `at least ${said}` : said);
 
-const remarks = ({ cut, unreadable }, { disk }) => [
+const remarks = ({ cut, unreadable, unseen }, { disk }) => unseen ? "" : [
   "one area for each agent; what agents share is there once",
   ...(disk ? ["in memory or on disk"] : []),
   ...(unreadable ? [`${plural(unreadable, "manifest")} cannot be read`] : []),
@@ -29,6 +29,8 @@ export function showWhose(holdings, now, open, again) {
   const tiles = { agent: byAgent, tenant: byTenant, tier: byTier }[by](holdings, now).filter((tile) => tile.value > 0);
   tiles.sort((a, b) => b.value - a.value);
   at("whose-empty").hidden = tiles.length > 0;
+  say(at("whose-empty"), holdings.unseen || (now.everything
+    ? "No page is stored yet. Start an engine on this store, and its agents appear here." : "There is nothing that you may see."));
   const rest = tiles.splice(TILES);
   if (rest.length) {
     const value = rest.reduce((sum, tile) => sum + tile.value, 0);
@@ -118,7 +120,7 @@ function legend(by) {
 
 export function showShared(holdings) {
   at("shared-empty").hidden = holdings.prefixes.length > 0;
-  say(at("shared-empty"), holdings.agents.length ? "No two agents begin alike." : "There are no agents.");
+  say(at("shared-empty"), holdings.unseen ? "–" : holdings.agents.length ? "No two agents begin alike." : "There are no agents.");
   const most = Math.max(...holdings.prefixes.map((prefix) => prefix.saved), 1);
   list(at("shared"), first(holdings.prefixes, 6, at("shared-more")), (prefix) => prefix.agents.join() + prefix.tokens, (prefix) => {
     const line = el("i", { class: "shared" });

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from browsing import start_seen_server
 from page_batches import SHAPE, batch, block_body, same
 from servers import RunningServer, free_port, start_redis, start_server
 from test_page_client import (  # noqa: F401 - what is promised of one server holds through a gateway
@@ -266,6 +267,14 @@ def test_the_rights_of_a_user_hold_here(cluster: Cluster) -> None:
         assert client.execute_command("KVPAGESET", "mine.1", *PAGE, "body") == b"OK"
         with pytest.raises(redis.ResponseError, match="No permissions to access a key"):
             client.execute_command("KVPAGESET", "other.1", *PAGE, "body")
+
+
+def test_its_page_says_that_it_keeps_nothing(cluster: Cluster) -> None:
+    with (
+        start_seen_server("--store", "cluster", "--cluster-nodes", cluster.addresses) as seen,
+        seen.browser() as browser,
+    ):
+        assert "a gateway, which keeps nothing" in seen.event("holdings", browser)["unseen"]
 
 
 @pytest.mark.parametrize("line", ["KVPAGEDEL {m}", "KVPAGELEASE {m} 30000"])

@@ -125,8 +125,13 @@ def test_who_may_ask_for_info_alone_gets_figures_and_who_may_not_is_told_so(seen
         assert browser.get("/metrics", auth=("figures", "first")).status_code == 200
         login = browser.post("/login", data={"user": "figures", "password": "first"})
         assert (login.status_code, login.headers["location"]) == (303, "/")
+        unseen = seen.event("holdings", browser)["unseen"]
         refused = browser.get("/metrics", auth=("nothing", "second"))
+        browser.post("/login", data={"user": "nothing", "password": "second"})
+        page = browser.get("/page/events")
+    assert unseen == "User figures has no permissions to run the 'scan' command"
     assert (refused.status_code, "no permissions to run the 'info' command" in refused.text) == (403, True)
+    assert (page.status_code, page.text) == (403, refused.text)
 
 
 def test_a_password_that_was_changed_opens_no_more(seen: SeenServer) -> None:

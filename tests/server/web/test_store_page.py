@@ -135,16 +135,15 @@ LEDES: list[tuple[dict[str, Any], str]] = [
         "went for a quota.",
     ),
     ({"agents": [], "everything": False, "requests": 29}, "29 requests of no agent, 4.0 KiB."),
-    ({"agents": [], "store": "cluster"}, "This is a gateway: the cluster behind it has the pages."),
+    ({"agents": [], "unseen": "This is a gateway."}, "This is a gateway."),
 ]
 SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
     {contents: {blocks: 0, keys: 4}, engines: made.engines ?? [], everything: made.everything ?? true,
-     server: {store: made.store ?? "memory"}, misses: made.misses,
-     traffic: {hit_ratio: made.ratio}},
+     misses: made.misses, traffic: {hit_ratio: made.ratio}},
     {
         agents: made.agents.map(([id, bytes, memory, own]) => ({id, bytes, memory, own: own ?? bytes, missing: 0})),
         agent_bytes: made.agents.reduce((sum, agent) => sum + agent[1], 0), prefixes: [],
-        request_count: made.requests ?? 0, request_bytes: 4096,
+        request_count: made.requests ?? 0, request_bytes: 4096, unseen: made.unseen ?? "",
     })"""
 
 
