@@ -82,7 +82,7 @@ async function hear(reply, shown) {
     text += chunk.choices?.[0]?.delta?.content ?? "";
     reuse = chunk.kvpage ?? reuse;
     usage = chunk.usage ?? usage;
-    say(shown.text, text || "…");
+    shown.text.textContent = text || "…";
     at("said").scrollTop = at("said").scrollHeight;
   }
   if (!reuse || !usage) throw new Error("the connection has ended before the answer did");
@@ -98,7 +98,8 @@ async function hear(reply, shown) {
 }
 
 function turn(role, content) {
-  const text = el("div", { class: "text" }, content);
+  const text = el("div", { class: "text" });
+  text.textContent = content; // as it was written, with its lines
   const reuse = el("div", { class: "reuse" });
   const who = el("span", { class: "unseen" }, role === "user" ? "You: " : "Agent: ");
   const box = at("said");

@@ -1,6 +1,6 @@
 // Drawings of our own: a few lines of SVG each. All of them have a name that is read out.
 
-import { svg } from "./dom.js";
+import { printable, svg } from "./dom.js";
 import { bytes } from "./format.js";
 
 /** Where rectangles lie whose areas are as the values: squarified, so that none is a sliver. Values are sorted. */
@@ -53,7 +53,7 @@ export function treemap(items, { width, height, name, choose, chosen }) {
   const current = Math.max(0, items.findIndex((item) => item.key === chosen));
   items.forEach((item, index) => {
     const [x, y, w, h] = places[index];
-    const label = h > 26 ? fits(item.name, w, 13) : "";
+    const label = h > 26 ? fits(printable(item.name), w, 13) : "";
     const note = label && h > 46 ? fits(item.note, w, 12) : "";
     const press = item.opens ? () => choose(item.key) : null;
     box.append(

@@ -1,4 +1,4 @@
-// Elements, made without any HTML: what users have written is text, whatever it says.
+// Elements, made without any HTML: what users have written is text, whatever it says, and all of it can be seen.
 
 import { count } from "./format.js";
 
@@ -14,12 +14,23 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+const UNPRINTABLE = /[\p{C}\p{Z}]/gu;
+
+/** With escapes for what cannot be seen, ends lines or turns the direction of writing, as `kvpage ls` writes it. */
+export const printable = (text) => text.replace(UNPRINTABLE, (letter) => {
+  if (letter === " ") return letter;
+  const code = letter.codePointAt(0);
+  const [kind, digits] = code < 256 ? ["x", 2] : code < 65536 ? ["u", 4] : ["U", 8];
+  return `\\${kind}${code.toString(16).padStart(digits, "0")}`;
+});
+
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") node.addEventListener(name, value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : printable(String(value)));
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  const there = children.filter((child) => child !== null && child !== undefined);
+  node.append(...there.map((child) => (child instanceof Node ? child : printable(String(child)))));
   return node;
 }
 
@@ -28,6 +39,7 @@ export const at = (id) => document.getElementById(id);
 
 /** Set a text if it is another: an unchanged one costs nothing, and is not read out again. */
 export function say(node, text) {
+  text = printable(String(text));
   if (node.textContent !== text) node.textContent = text;
 }
 

@@ -49,7 +49,7 @@ export async function listen(url, { heard, state, denied, headers = () => ({}) }
       else if (response.ok) {
         state("live");
         for await (const event of events(response)) tell(heard, event);
-      } else why = await response.text();
+      } else why = (await response.text()).trim();
     } catch (error) {
       if (!(error instanceof TypeError) && error.name !== "AbortError") throw error;
     } finally {

@@ -22,7 +22,7 @@ export function showEngines({ engines, everything }) {
   at("engines-box").hidden = !engines.length;
   list(at("engines"), first(engines, 20, at("engines-more")), (engine) => engine.name, (engine) =>
     el("tr", {},
-      el("td", {}, el("span", { class: "name clip", title: engine.name }, engine.name), el("div", { class: "soft" }, engine.model)),
+      el("td", {}, el("span", { class: "name clip", title: engine.name }, engine.name), el("div", { class: "soft clip", title: engine.model }, engine.model)),
       meter(bar(parts(engine), prompts(engine)), `${ratio(found(engine), prompts(engine))} of ${plural(prompts(engine), "token")}`),
       ...TIERS.map(([tier]) => el("td", { class: "num" }, count(engine.tiers[tier].tokens))),
       el("td", { class: "num" }, bytes(engine.tiers.page.bytes)),

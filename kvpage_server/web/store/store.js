@@ -171,9 +171,11 @@ function showLost() {
       el("td", {}, el("span", { class: "name clip", title: loss.agent }, loss.agent)),
       el("td", {}, `${plural(loss.tokens, "token")}, from block ${count(loss.block)} on`),
       el("td", {}, loss.why + (loss.by ? ` by ${loss.by}` : "")),
-      el("td", { class: "soft" }, loss.next),
+      el("td", { class: "soft" }, clipped(loss.next)),
       el("td", { class: "num soft" }, loss.at ? clock(loss.at / 1000) : "")));
 }
+
+const clipped = (name) => el("span", { class: "clip", title: name }, name);
 
 function showClients() {
   const { connected } = more;
@@ -183,9 +185,9 @@ function showClients() {
   say(at("clients-note"), plural(connected.count, "connection"));
   list(at("clients"), first(connected.clients, 12, at("clients-more")), (client) => client.id, (client) =>
     el("tr", {},
-      el("td", {}, client.user === MONITOR ? "this page and /metrics" : client.name || client["lib-name"] || "no name"),
+      el("td", {}, clipped(client.user === MONITOR ? "this page and /metrics" : client.name || client["lib-name"] || "no name")),
       el("td", { class: "mono" }, client.addr),
-      el("td", {}, client.user === MONITOR ? "" : client.user),
+      el("td", {}, clipped(client.user === MONITOR ? "" : client.user)),
       el("td", { class: "soft" }, client.cmd),
       el("td", { class: "num" }, seconds(Number(client.idle)))));
 }

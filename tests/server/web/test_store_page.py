@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason=NO_CHROM
 LAYERS, HEADS, TOKENS = 3, 2, 16
 BODY = bytes(range(256)) * (LAYERS * HEADS * 2 * TOKENS * 8 * 4 // 256)  # float32, 8 numbers a head
 SCRIPT = "<img/src=x/onerror=alert(1)>"
+TURNED = "\N{RIGHT-TO-LEFT OVERRIDE}gnp\N{LINE SEPARATOR}.exe"  # shown as exe.png
 
 
 def remember(client: redis.Redis, agent: str, blocks: Sequence[str], fingerprint: str = "aa") -> None:
@@ -61,7 +62,8 @@ def work(client: redis.Redis) -> None:
     for page in range(5):
         client.execute_command("KVPAGEGET", "nobody", 0, 0, page, 0)
     client.execute_command("KVPAGESET", f"req{SCRIPT}", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
-    client.execute_command("KVPAGESET", b"\xff\xfe", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+    for name in (b"\xff\xfe", TURNED.encode()):
+        client.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
     remember(client, f"eve{SCRIPT}", ["eve-0"])
 
 
@@ -219,13 +221,18 @@ def test_nothing_is_wider_than_a_phone(seen: SeenServer, browser: Any) -> None:
 
 def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
     with seen.server.client() as client, shown(browser, seen.url) as page:
-        client.client_setname("<script>alert(2)</script>")
+        client.client_setname(f"<script>alert(2)</script>{'x' * 3000}")
         says(page, "#agents", SCRIPT)
         says(page, "#requests", SCRIPT)
         says(page, "#requests", "\\xff\\xfe")
         page.locator("#agents button", has_text="eve").click()
         says(page, "#context-title", SCRIPT)
         says(page, "#clients", "<script>alert(2)</script>")
+        client_name = page.locator("#clients span", has_text="alert(2)")
+        assert len(client_name.get_attribute("title")) > 3000
+        assert client_name.bounding_box()["width"] < 400
+        says(page, "#requests", "\\u202egnp\\u2028.exe")
+        assert not [letter for letter in page.content() if letter in TURNED[0] + TURNED[4]]
         assert page.locator("img[src=x]").count() == 0
 
 
