@@ -10,6 +10,7 @@ import redis
 from rich.text import Text
 
 from kvpage_server.address import shown
+from kvpage_server.look.hints import may_say_why, typed
 from kvpage_server.look.ls import agent_as_json, ago, raise_if_blind
 from kvpage_server.look.output import LookError, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
@@ -25,18 +26,18 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
     try:
-        key = PageKey.parse(args.key.encode("utf-8", "surrogateescape"))
+        key = PageKey.parse(os.fsencode(args.key))
     except PageError as error:
         raise LookError(str(error)) from None
     name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
     found = store.execute_command("KVPAGESTAT", *name)
     if found is None:
-        raise LookError(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
+        raise LookError(f"{args.key} is not there{may_say_why(store, *args.key.split(':')[1:])}")
     page = named(found)
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
     if args.json:
         print_json(
-            {"url": args.home(key.req_id), "key": args.key} | page | {"dtype": dtype, "pinned": bool(page["pinned"])}
+            {"url": args.home(key.req_id), "key": bytes(key)} | page | {"dtype": dtype, "pinned": bool(page["pinned"])}
         )
         return True
     matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
@@ -58,7 +59,7 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
 
 def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
     holdings = ask(store, holdings_of_store())
-    found = [agent for agent in holdings.agents if agent.agent_id == args.key]
+    found = [agent for agent in holdings.agents if agent.agent_id == text(os.fsencode(args.key))]
     if not found:
         raise_if_blind(store, holdings)
         raise LookError(_no_agent(store, args.key))
@@ -81,8 +82,10 @@ def _no_agent(store: AskedStore, name: str) -> str:
     if not blocks:
         return f"{name} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE"
     page = named(blocks[0])["page"]
-    of_a_page = f"kvpage stat kv:{name}:LAYER:HEAD:{page}:TYPE tells of a page"
-    return f"{name} is a request: kvpage ls {name} lists its blocks, {of_a_page}"
+    if not (word := typed(name)):
+        return f"{name} is a request, and no agent"
+    of_a_page = f"kvpage stat kv:{word}:LAYER:HEAD:{page}:TYPE tells of a page"
+    return f"{name} is a request: kvpage ls {word} lists its blocks, {of_a_page}"
 
 
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
@@ -127,15 +130,16 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
 
 def verify(store: AskedStore, args: argparse.Namespace) -> bool:
     """Check a request's pages."""
+    req = os.fsencode(args.req)
     with out.status("hashing"):
-        answer = store.execute_command("KVPAGEVERIFY", args.req, *args.pages)
+        answer = store.execute_command("KVPAGEVERIFY", req, *args.pages)
     found = named(answer)
     checked, corrupt, unchecked = found["checked"], found["corrupt"], found["unchecked"]
     if not (checked or corrupt or unchecked):
-        raise LookError(f"request {args.req} has no such page; kvpage why {args.req} may say why")
+        raise LookError(f"request {args.req} has no such page{may_say_why(store, args.req)}")
     if args.json:
         counts = {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
-        print_json({"url": args.home(os.fsencode(args.req)), "request": text(args.req)} | counts)
+        print_json({"url": args.home(req), "request": req} | counts)
         return not corrupt
     if unchecked:
         out.print(f"{how_many(unchecked, 'page')} written without a checksum")
