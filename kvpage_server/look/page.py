@@ -35,22 +35,25 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
         raise LookError(f"{args.key} is not there{may_say_why(store, *args.key.split(':')[1:])}")
     page = named(found)
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
+    of_leases = page["pinned"] is not None
     if args.json:
-        print_json(
-            {"url": args.home(key.req_id), "key": bytes(key)} | page | {"dtype": dtype, "pinned": bool(page["pinned"])}
-        )
+        pinned = bool(page["pinned"]) if of_leases else None
+        print_json({"url": args.home(key.req_id), "key": bytes(key)} | page | {"dtype": dtype, "pinned": pinned})
         return True
     matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
     lives = "for ever" if left < 0 else f"{for_people(left / 1000)} more, of {page['ttl']} s"
+    leases = [
+        ("leased", f"for {for_people(lease / 1000)} more" if lease else "no"),
+        ("pinned", "yes" if page["pinned"] else "no"),
+    ]
     rows = [
         ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
         ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
         ("checksum", page["checksum"].decode() if page["checksum"] else "not looked up on disk"),
         ("created", when(page["created_ms"])),
         ("lives", lives),
-        ("leased", f"for {for_people(lease / 1000)} more" if lease else "no"),
-        ("pinned", "yes" if page["pinned"] else "no"),
+        *(leases if of_leases else []),
         ("tier", page["tier"].decode()),
     ]
     out.print(titled(rows))
@@ -97,12 +100,13 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
         ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
     ]
     out.print(titled(rows))
-    table = table_of("block", "tokens", "size", "lies in", "shared by", "protected", numbers_from=0)
+    protected = ["protected"] if all(place.pinned is not None for place in places) else []
+    table = table_of("block", "tokens", "size", "lies in", "shared by", *protected, numbers_from=0)
     for i, place in enumerate(places):
         lies = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
-        protected = "pinned" if place.pinned else "leased" if place.lease else ""
+        how = "pinned" if place.pinned else "leased" if place.lease else ""
         size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
-        table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), protected)
+        table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), *[how for _ in protected])
     out.print(table, soft_wrap=False)
 
 
