@@ -26,7 +26,7 @@ from kvpage_server.look.ls import ls
 from kvpage_server.look.nodes import cluster_as_one, is_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
-from kvpage_server.look.several import NO_ANSWER, AsOne, SlotsMoved, by_segment
+from kvpage_server.look.several import NO_ANSWER, AsOne, Gone, SlotsMoved, by_segment
 from kvpage_server.look.shares import OURS, shares_of, status_of_several, top_of_several
 from kvpage_server.look.status import status
 from kvpage_server.look.strings import AsStrings
@@ -67,6 +67,8 @@ def _run(args: argparse.Namespace) -> int:
         return _ask_as_one(args) if args.show in (ls, stat, top, verify, why) else _ask_all(args, urls)
     except LookError as failure:
         return say("kvpage", str(failure), 1)
+    except Gone:  # it was named when it did not answer
+        return 2
     except redis.AuthenticationError:
         return say("kvpage", _not_let_in(args.url), 2)
     except NO_ANSWER as error:
@@ -106,12 +108,16 @@ def _ask_as_one(args: argparse.Namespace) -> int:
 
 
 def _shown(store: redis.Redis | AsOne | AsStrings, args: argparse.Namespace, several: AsOne | None = None) -> int:
-    """`several` are the servers that the store is made of."""
+    """`several` are the servers that the store is made of. Returns the exit code: 2 if one of them did not answer."""
     if args.show in (ls, stat, verify, why, top):
         leave_no_trace(store)
     if args.show is top and several:
         return 0 if top_of_several(several, store, args) else 1
-    return 0 if args.show(store, args) else 1
+    try:
+        code = 0 if args.show(store, args) else 1
+    except LookError as failure:
+        code = say("kvpage", str(failure), 1)
+    return 2 if several and several.unreachable else code
 
 
 def _connected(url: str) -> redis.Redis:

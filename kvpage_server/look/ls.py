@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.address import shown
+from kvpage_server.look.hints import may_say_why
 from kvpage_server.look.output import LookError
-from kvpage_server.observe.asking import AskedStore, ask, named, text
+from kvpage_server.observe.asking import AskedStore, ask, named
 from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
 from kvpage_server.page import KVType
 from kvpage_server.system.plurals import as_size, how_many
@@ -163,14 +164,15 @@ def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ls_blocks(store: AskedStore, args: argparse.Namespace) -> bool:
-    answer = store.execute_command("KVPAGEINDEX", args.req, "WITHSIZES")
+    req = os.fsencode(args.req)
+    answer = store.execute_command("KVPAGEINDEX", req, "WITHSIZES")
     blocks = [named(block) for block in answer]
     if not blocks:
-        raise LookError(f"request {args.req} has no page; kvpage why {args.req} may say why")
+        raise LookError(f"request {args.req} has no page{may_say_why(store, args.req)}")
     if args.json:
         rows = [block | {"memory_bytes": block["memory"], "complete": bool(block["complete"])} for block in blocks]
         told = [{k: row[k] for k in row if k != "memory"} for row in rows]
-        print_json({"url": args.home(os.fsencode(args.req)), "request": text(args.req), "blocks": told})
+        print_json({"url": args.home(req), "request": req, "blocks": told})
         return True
     table = table_of("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
     for block in blocks:

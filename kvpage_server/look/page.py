@@ -10,6 +10,7 @@ import redis
 from rich.text import Text
 
 from kvpage_server.address import shown
+from kvpage_server.look.hints import may_say_why, typed
 from kvpage_server.look.ls import agent_as_json, ago, raise_if_blind
 from kvpage_server.look.output import LookError, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
@@ -25,31 +26,34 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
     try:
-        key = PageKey.parse(args.key.encode("utf-8", "surrogateescape"))
+        key = PageKey.parse(os.fsencode(args.key))
     except PageError as error:
         raise LookError(str(error)) from None
     name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
     found = store.execute_command("KVPAGESTAT", *name)
     if found is None:
-        raise LookError(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
+        raise LookError(f"{args.key} is not there{may_say_why(store, *args.key.split(':')[1:])}")
     page = named(found)
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
+    of_leases = page["pinned"] is not None
     if args.json:
-        print_json(
-            {"url": args.home(key.req_id), "key": args.key} | page | {"dtype": dtype, "pinned": bool(page["pinned"])}
-        )
+        pinned = bool(page["pinned"]) if of_leases else None
+        print_json({"url": args.home(key.req_id), "key": bytes(key)} | page | {"dtype": dtype, "pinned": pinned})
         return True
     matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
     lives = "for ever" if left < 0 else f"{for_people(left / 1000)} more, of {page['ttl']} s"
+    leases = [
+        ("leased", f"for {for_people(lease / 1000)} more" if lease else "no"),
+        ("pinned", "yes" if page["pinned"] else "no"),
+    ]
     rows = [
         ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
         ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
         ("checksum", page["checksum"].decode() if page["checksum"] else "not looked up on disk"),
         ("created", when(page["created_ms"])),
         ("lives", lives),
-        ("leased", f"for {for_people(lease / 1000)} more" if lease else "no"),
-        ("pinned", "yes" if page["pinned"] else "no"),
+        *(leases if of_leases else []),
         ("tier", page["tier"].decode()),
     ]
     out.print(titled(rows))
@@ -58,7 +62,7 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
 
 def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
     holdings = ask(store, holdings_of_store())
-    found = [agent for agent in holdings.agents if agent.agent_id == args.key]
+    found = [agent for agent in holdings.agents if agent.agent_id == text(os.fsencode(args.key))]
     if not found:
         raise_if_blind(store, holdings)
         raise LookError(_no_agent(store, args.key))
@@ -81,8 +85,10 @@ def _no_agent(store: AskedStore, name: str) -> str:
     if not blocks:
         return f"{name} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE"
     page = named(blocks[0])["page"]
-    of_a_page = f"kvpage stat kv:{name}:LAYER:HEAD:{page}:TYPE tells of a page"
-    return f"{name} is a request: kvpage ls {name} lists its blocks, {of_a_page}"
+    if not (word := typed(name)):
+        return f"{name} is a request, and no agent"
+    of_a_page = f"kvpage stat kv:{word}:LAYER:HEAD:{page}:TYPE tells of a page"
+    return f"{name} is a request: kvpage ls {word} lists its blocks, {of_a_page}"
 
 
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
@@ -94,12 +100,13 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
         ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
     ]
     out.print(titled(rows))
-    table = table_of("block", "tokens", "size", "lies in", "shared by", "protected", numbers_from=0)
+    protected = ["protected"] if all(place.pinned is not None for place in places) else []
+    table = table_of("block", "tokens", "size", "lies in", "shared by", *protected, numbers_from=0)
     for i, place in enumerate(places):
         lies = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
-        protected = "pinned" if place.pinned else "leased" if place.lease else ""
+        how = "pinned" if place.pinned else "leased" if place.lease else ""
         size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
-        table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), protected)
+        table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), *[how for _ in protected])
     out.print(table, soft_wrap=False)
 
 
@@ -127,15 +134,16 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
 
 def verify(store: AskedStore, args: argparse.Namespace) -> bool:
     """Check a request's pages."""
+    req = os.fsencode(args.req)
     with out.status("hashing"):
-        answer = store.execute_command("KVPAGEVERIFY", args.req, *args.pages)
+        answer = store.execute_command("KVPAGEVERIFY", req, *args.pages)
     found = named(answer)
     checked, corrupt, unchecked = found["checked"], found["corrupt"], found["unchecked"]
     if not (checked or corrupt or unchecked):
-        raise LookError(f"request {args.req} has no such page; kvpage why {args.req} may say why")
+        raise LookError(f"request {args.req} has no such page{may_say_why(store, args.req)}")
     if args.json:
         counts = {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
-        print_json({"url": args.home(os.fsencode(args.req)), "request": text(args.req)} | counts)
+        print_json({"url": args.home(req), "request": req} | counts)
         return not corrupt
     if unchecked:
         out.print(f"{how_many(unchecked, 'page')} written without a checksum")

@@ -15,7 +15,14 @@ from rich.text import Text
 from kvpage_server.address import shown
 from kvpage_server.look.output import LookError, titled, watch
 from kvpage_server.observe.asking import ask
-from kvpage_server.observe.overview import KEEPS_NOTHING, DiskFigures, NotAStore, Overview, overview_of_store
+from kvpage_server.observe.overview import (
+    KEEPS_NOTHING,
+    DiskFigures,
+    MemoryFigures,
+    NotAStore,
+    Overview,
+    overview_of_store,
+)
 from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out
 
@@ -54,6 +61,10 @@ def overview(store: redis.Redis, url: str) -> Overview:
         raise LookError(f"{shown(url)} is {other}, not a kvpage-server") from None
 
 
+def is_gateway(now: Overview) -> bool:
+    return now.server.store == "cluster"
+
+
 def headline(url: str, now: Overview) -> Text:
     """The server's version, address and uptime."""
     uptime = for_people(now.server.uptime)
@@ -70,19 +81,24 @@ def _told_to_a_tenant(store: redis.Redis, now: Overview) -> Iterator[tuple[str, 
 
 
 def _told(now: Overview) -> Iterator[tuple[str, Any]]:
-    memory, traffic = now.memory, now.traffic
+    traffic = now.traffic
+    if is_gateway(now):
+        yield "memory", f"the process has {as_size(now.memory.resident)}"
+        yield "store", KEEPS_NOTHING
+    else:
+        yield from _told_of_memory(now.memory)
+        yield from _told_of_store(now)
+    clients = f"{now.connections.now:,} connected"
+    yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} so far"
+    yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
+
+
+def _told_of_memory(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
     if memory.limit and out.is_terminal:
         yield "", ProgressBar(total=memory.limit, completed=min(memory.used, memory.limit), width=40)
     yield "memory", f"{as_size(memory.used)}{of_limit(memory.used, memory.limit)}, {memory.policy}"
     parts = f"{as_size(memory.spare)} spare, {as_size(memory.fragmentation)} between values"
     yield "", f"the process has {as_size(memory.resident)}: {as_size(memory.live)} in values, {parts}"
-    if now.server.store == "cluster":
-        yield "store", KEEPS_NOTHING
-    else:
-        yield from _told_of_store(now)
-    clients = f"{now.connections.now:,} connected"
-    yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} so far"
-    yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
 
 
 def _told_of_store(now: Overview) -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,7 @@ from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, deco
 Answers: TypeAlias = list[Any]
 Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]  # what a command is asked as, and what that means
 _OF_AGENTS = (0, 1)  # the page ids of an agent's block
-_THERE = {"tier": b"memory", "pinned": 0, "lease_left_ms": 0}
+_THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # nothing is told of leases
 ABSENT = "absent"
 _SCANS = 1_000_000  # of a request's keys
 

@@ -15,7 +15,7 @@ from kvpage_server.address import shown
 from kvpage_server.look.engines import HeardEngines, engines_table
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
-from kvpage_server.look.status import headline, of_limit, overview
+from kvpage_server.look.status import headline, is_gateway, of_limit, overview
 from kvpage_server.observe.asking import AskedStore, Reading, ask
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.history import History, Moment
@@ -51,7 +51,7 @@ class _View:
         """What is shown now."""
         now = overview(self._store, self._url)
         self._history.add(now)
-        gateway = now.server.store == "cluster"
+        gateway = is_gateway(now)
         holdings, engines = Holdings() if gateway else self._whose.now(), self._engines.connected()
         return Group(
             headline(self._url, now),
@@ -120,7 +120,7 @@ def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:
 
 
 def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list[float]]]:
-    if now.everything:
+    if now.everything and not is_gateway(now):
         used = f"{as_size(now.memory.used)}{of_limit(now.memory.used, now.memory.limit)}"
         yield "memory", used, [moment.used for moment in moments]
     if now.disk is not None:

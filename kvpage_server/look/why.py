@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvpage_server.address import shown
+from kvpage_server.look.hints import typed
 from kvpage_server.look.output import LookError
 from kvpage_server.look.page import context_as_json
 from kvpage_server.look.strings import ABSENT
@@ -40,7 +41,7 @@ def why(store: AskedStore, args: argparse.Namespace) -> bool:
     if args.json:
         print_json({"url": args.home(req), "request": req, "page": args.name} | answer)
         return True
-    for line in _said(text(req), answer):
+    for line in _said(args.req, answer):
         out.print(readable(line))
     return True
 
@@ -51,7 +52,8 @@ def _said(req: str, answer: Answer) -> Iterator[str]:
         return
     if not answer["whole_blocks"]:  # somebody reads it page by page
         pages = how_many(answer["pages"], "page")
-        yield f"{pages} stored, and no block whole: kvpage why {req} LAYER HEAD PAGE TYPE tells of a page"
+        how = f": kvpage why {word} LAYER HEAD PAGE TYPE tells of a page" if (word := typed(req)) else ""
+        yield f"{pages} stored, and no block whole{how}"
     yield f"block {answer['block']} is not there whole: {_explained(answer['cause'], answer)}"
 
 
@@ -74,7 +76,7 @@ def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings)
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     if args.json:
         found = [context_as_json(agent, places, args) for agent, places in contexts]
-        of_agent = {"agent": args.req, "contexts": found, "unreadable": holdings.unreadable}
+        of_agent = {"agent": text(os.fsencode(args.req)), "contexts": found, "unreadable": holdings.unreadable}
         print_json({"url": shown(args.url), "unreachable": args.unreachable()} | of_agent)
         return
     for agent, places in contexts:

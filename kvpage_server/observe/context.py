@@ -22,8 +22,8 @@ class BlockPlace:
     block: ContextBlock
     agents: tuple[str, ...]  # all agents that have it
     tier: str  # memory or disk; empty if it is missing
-    pinned: bool
-    lease: int  # milliseconds left
+    pinned: bool | None  # None if the store tells nothing of leases and pins
+    lease: int | None  # milliseconds left
     why: str  # why it is missing; empty if it is there
     why_at: int  # when it was removed, in unix milliseconds; 0 if unknown
     by: str  # the policy or quota that removed it
@@ -64,13 +64,14 @@ def _stat(name: bytes, index: Any) -> Command:
 def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any) -> BlockPlace:
     why = {} if refused(reason) else named(reason)
     told = {} if refused(stat) or stat is None else named(stat)
+    pinned = told.get("pinned", 0)
     there = block.complete or why.get("reason") == b"stored"
     return BlockPlace(
         block,
         agents,
         text(told["tier"]) if told else "",
-        bool(told.get("pinned")),
-        int(told.get("lease_left_ms", 0)),
+        None if pinned is None else bool(pinned),
+        told.get("lease_left_ms", 0),
         "" if there else text(why.get("cause") or why.get("reason", b"")),
         int(why.get("at", 0)),
         text(why.get("policy") or why.get("quota") or b""),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import redis
 from rich.console import Console
@@ -22,7 +23,7 @@ from kvpage_server.snapshot.amount import Amount
 from kvpage_server.snapshot.dump import Selection, dump
 from kvpage_server.snapshot.errors import DumpError
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor
-from kvpage_server.snapshot.format.names import bytes_of, text_of
+from kvpage_server.snapshot.format.names import text_of
 from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
 from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import RunningStore
@@ -185,7 +186,7 @@ def _none(fate: str, names: list[str]) -> bool:
 
 
 def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:
-    return tuple(bytes_of(os.fsencode(name).decode("utf-8", "surrogateescape")) for name in args.request)
+    return tuple(unquote_to_bytes(os.fsencode(name)) for name in args.request)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from servers import RunningServer
 from waiting import PATIENCE
 
 import kvpage_server.commands.families  # noqa: F401  # fills the table
+from kvpage_server.commands.families.pages.misses import REASONS
 from kvpage_server.commands.reference.document import reference
 from kvpage_server.commands.reference.examples import EXAMPLES
 from kvpage_server.commands.table.spec import TABLE
@@ -42,6 +43,13 @@ def test_every_page_block_and_index_command_has_an_example() -> None:
     assert described == set(EXAMPLES)
     for name, example in EXAMPLES.items():
         assert f"> {name.upper()} " in example
+
+
+def test_what_kvpagewhy_may_answer_is_described() -> None:
+    described = DOCUMENT.read_text().partition("### KVPAGEWHY\n")[2].partition("```")[0]
+    assert [reason for reason in REASONS if not re.search(rf"\b{reason}\b", described)] == []
+    fields = {"reason", "at", "policy", "quota", "block", "blocks", "cause", "since"}
+    assert fields <= {*re.findall(r"`(\w+)`", described)}
 
 
 def sessions(example: str) -> Iterator[tuple[str, str]]:

@@ -140,6 +140,34 @@ def test_verify_tells_whether_pages_are_intact(server: RunningServer, client: re
     assert (code, shown) == (0, "1 page written without a checksum\n0 pages checked, all intact\n")
 
 
+def test_a_name_is_any_bytes(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    name, key = "\udcc0\udcaf", "kv:\udcc0\udcaf:0:0:0:0"  # as Python has bytes of its arguments that are not UTF-8
+    client.execute_command("KVPAGESET", b"\xc0\xaf", 0, 0, 0, 0, 1, 16, 8, 0, bytes(256))
+    chain = {"count": 4, "chain": ["r"], "tokens": [1] * 4}
+    client.set(b"manifest:\xaf:00000000000000aa", "0" * 16 + json.dumps(chain))
+    assert kvpage("verify", name, url=server.url)[:2] == (0, "1 page checked, all intact\n")
+    for words in (["ls", name], ["verify", name], ["why", name], ["stat", key], ["why", "\udcaf"], ["stat", "\udcaf"]):
+        assert kvpage(*words, url=server.url)[::2] == (0, ""), words
+        code, shown, said = kvpage(*words, "--json", url=server.url)
+        assert (code, said) == (0, ""), words
+        assert "\\\\xaf" in shown, words
+    code, shown, _ = kvpage("dump", str(tmp_path), "--request", name, "--json", url=server.url)
+    assert (code, json.loads(shown)["pages"]) == (0, 1)
+
+
+def test_what_is_to_be_pasted_is_quoted_or_left_out(server: RunningServer, client: redis.Redis) -> None:
+    assert "; kvpage why 'a*' may say why" in kvpage("ls", "a*", url=server.url)[2]
+    assert "; kvpage why 'a*' 0 0 0 0 may say why" in kvpage("stat", "kv:a*:0:0:0:0", url=server.url)[2]
+    for words in (["ls", "\udcff"], ["verify", "\udcff"], ["stat", "kv:\udcff:0:0:0:0"]):
+        assert "may say why" not in kvpage(*words, url=server.url)[2]
+    for name in (b"a*", b"\xff"):
+        client.execute_command("KVPAGESET", name, 1, 0, 0, 0, 1, 16, 8, 0, bytes(256))
+    assert "kvpage ls 'a*' lists its blocks, kvpage stat kv:'a*':LAYER" in kvpage("stat", "a*", url=server.url)[2]
+    assert kvpage("stat", "\udcff", url=server.url)[2] == "kvpage: \\xff is a request, and no agent\n"
+    assert "kvpage why 'a*' LAYER" in kvpage("why", "a*", url=server.url)[1]
+    assert kvpage("why", "\udcff", url=server.url)[1].startswith("1 page stored, and no block whole\n")
+
+
 def flip_a_bit(pid: int, wanted: bytes) -> None:
     """What a failing memory chip does to every place where a process holds `wanted`; at least one."""
     flipped = 0

@@ -21,6 +21,7 @@ from slot_maps import start_mapped
 
 from kvpage_server.cli import main
 from kvpage_server.client import PageClient
+from kvpage_server.client.cluster.side_by_side import Rendezvous, servers_of
 
 PROGRAM = Path(sys.executable).with_name("kvpage")
 NAMES = [(b"{segment-%d}" % i, i) for i in range(16)]
@@ -135,6 +136,27 @@ def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
     assert "kvpage-server" in said.out
 
 
+def test_a_server_that_is_gone_is_named_once_and_the_exit_code_tells(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = f"redis://127.0.0.1:{free_port()}"
+    both = f"{server.url},{gone}"
+    home = Rendezvous(servers_of(both))
+    names = {str(home.server(b"r%d" % i)): f"r{i}" for i in range(32)}
+    with server.client() as client:
+        client.execute_command("KVPAGESET", names[server.url], 0, 0, 0, 0, 1, 4, 8, 0, bytes(64))
+    page = [f"kv:{names[gone]}:0:0:0:0"]
+    for words in (
+        ["ls"],
+        ["stat", "nobody"],
+        ["stat", *page],
+        *([name, names[gone]] for name in ("verify", "ls", "why")),
+    ):
+        assert run(*words, "--url", both) == 2, words
+        said = capsys.readouterr().err
+        assert said.count("refused") == said.count(f"cannot reach {gone}") == 1, words
+
+
 def test_a_command_for_one_server_says_what_there_is_for_several(capsys: pytest.CaptureFixture[str]) -> None:
     both = "redis://127.0.0.1:1,redis://127.0.0.1:2"  # nobody is asked
     for words, instead in (
@@ -158,13 +180,13 @@ def test_a_server_of_the_list_that_hangs_is_named_and_the_others_answer(
     ours = [name for name, _ in NAMES if name not in theirs]
     second_server.process.send_signal(signal.SIGSTOP)
     try:
-        assert run("ls", "--json", "--url", both) == 0
+        assert run("ls", "--json", "--url", both) == 2
         said = capsys.readouterr()
         assert f"cannot reach {second_server.url}" in said.err
         told = json.loads(said.out)
         assert told["unreachable"] == [second_server.url]
         assert {*ours} <= {request["request"].encode() for request in told["requests"]}
-        assert run("why", theirs[0].decode(), "--url", both) == 0
+        assert run("why", theirs[0].decode(), "--url", both) == 2
         assert "gone" in capsys.readouterr().out
         assert run("status", "--url", both) == 2
         said = capsys.readouterr()

@@ -516,6 +516,17 @@ def test_kvpage_verifies_pages_and_tells_of_one(
     pages.mset([Page(key, bytes(64), DType.FLOAT16, 4, 8) for key in alone])
     assert told("verify", "{prompt-3}")["checked"] == SHAPE.pages
     assert told("verify", "alone", "7")["checked"] == 3
+    assert told("stat", "kv:{prompt-3}:1:0:3:1")["lease_left_ms"] is None
+    for words in (
+        ["stat", "kv:{prompt-3}:1:0:3:1"],
+        ["stat", "kv:nobody:0:0:0:0"],
+        ["ls", "nobody"],
+        ["verify", "nobody"],
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "--url", cluster.url])
+        shown, said = capsys.readouterr()
+        assert not {"leased", "pinned", "why"} & {*shown.split(), *said.split()}, words
     page = told("stat", "kv:{prompt-3}:1:0:3:1")
     assert (page["layer"], page["page"], page["type"], page["dtype"], page["ttl"]) == (1, 3, 1, "float16", 100)
     assert 0 < page["ttl_left_ms"] <= 100_000

@@ -372,7 +372,9 @@ def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gate
             assert not said.out
         with pytest.raises(SystemExit):
             main(["status", "--url", gateway.url])
-        assert "a gateway, which keeps nothing" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "a gateway, which keeps nothing" in shown
+        assert "allkeys" not in shown
         program = Path(sys.executable).with_name("kvpage")
         with subprocess.Popen([program, "top", "--url", gateway.url], stdout=subprocess.PIPE) as top:
             assert top.stdout

@@ -74,8 +74,8 @@ MISTAKES = [
     ),
     Mistake(
         "checksum-not-compared",
-        _STORE + "disk.file.database",
-        "return True if digest == found.digest else Damaged(_WRONG_BODY)",
+        _STORE + "disk.file.bodies",
+        "return True if digest == body.digest else Damaged(_WRONG_BODY)",
         "return True",
         "what was damaged on disk is sent as it is",
     ),

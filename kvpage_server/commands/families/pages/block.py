@@ -133,7 +133,11 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     summary="Returns a block's body, or null if it is not complete.",
 )
 def kvblockget(client: Client, args: list[Argument]) -> Reply:
-    """One bulk string, in the order layer, plane, head, token, dim."""
+    """One bulk string, in the order layer, plane, head, token, dim.
+
+    A block is complete if it has all its pages and they fit together: one page_size, one dtype and head_dim in a plane,
+    and every body exactly as long as that makes it.
+    """
     name = request_name(args[0]), page_id(args[1])
 
     def body() -> Steps[Reply]:
@@ -156,7 +160,7 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies. A block is looked up when the reply gets to it. The eviction policy assumes that each block
-    extends the one before it."""
+    extends the one before it. A block is complete if its pages fit together, as KVBLOCKGET says."""
     check_batch("KVBLOCKMGET", args, 2, "block")
     index = client.keyspace.index
 
@@ -177,7 +181,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     "kvblockexists req page", needs=nothing, reply="integer", summary="Says whether a block exists and is complete."
 )
 def kvblockexists(client: Client, args: list[Argument]) -> Reply:
-    """1 or 0."""
+    """1 or 0. A block is complete if its pages fit together, as KVBLOCKGET says."""
     name = request_name(args[0]), page_id(args[1])
 
     def answer() -> Steps[Reply]:

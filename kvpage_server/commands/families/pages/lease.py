@@ -53,6 +53,8 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
     """The number of blocks, from the first one, that have `pages_per_block` pages. They are leased for `lease_ms`
     milliseconds; 0 leases nothing.
 
+    A block with that many pages is complete here, whether or not their shapes fit together as KVBLOCKGET wants.
+
     The count also ends at a block that can't be leased because too much is leased already. So every counted block is
     leased. What a lease is worth behind a gateway, KVPAGELEASE says.
     """

@@ -155,7 +155,10 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     summary="Stores N pages, or none of them.",
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
-    """OK, or an error that says which page is wrong; then none is stored."""
+    """OK, or an error that says which page is wrong; then none is stored.
+
+    If the server is killed before it answers, a part of a batch of more than 128 pages may be stored.
+    """
     count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
 
     def store() -> Iterator[Reply]:

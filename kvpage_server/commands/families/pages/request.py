@@ -157,6 +157,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
 def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     """A map for each block, by page id: page, pages, layers, heads, planes, complete, and for WITHSIZES bytes, memory.
 
+    `complete` is 1 if KVBLOCKGET would return the block, else 0: with all its pages it may still lack a common shape.
     `layers` and `heads` are the highest numbers plus one. `bytes` is the size of the bodies, `memory` is what the block
     occupies in memory.
     """

@@ -37,8 +37,12 @@ STORED = "stored"
 def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     """A map. `reason` is stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or hole.
 
+    A request is stored if every block from page id 0 to its last has all its pages, whether or not their shapes fit
+    together as KVBLOCKGET wants; `blocks` is the number of its blocks.
+
     `at` is when the page was removed (unix milliseconds), and `policy` or `quota` is the policy or the pattern of the
-    quota that removed it. If a request has a hole, `block` is its first incomplete page id, and `cause` is the reason.
+    quota that removed it. If a request has a hole, `block` is the page id of its first block that lacks pages, and
+    `cause` is the reason: one of these, or incomplete if the block has others of its pages and nothing was removed.
     `since` says from when on the server remembers removals (unix milliseconds).
     """
     keyspace = client.keyspace

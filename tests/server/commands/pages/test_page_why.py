@@ -53,6 +53,16 @@ def test_why_tells_eviction_when_and_by_which_policy() -> None:
         assert ask(client, "KVPAGEWHY", "r", 0, 2, 0, 1)["reason"] == "never stored"
 
 
+def test_pages_that_do_not_fit_together_are_counted_and_are_no_block_to_read(client: redis.Redis) -> None:
+    for head, body in enumerate((b"12345678", b"1234")):
+        client.execute_command("KVPAGESET", "r", 0, head, 0, 0, 3, 1, 8, 0, body)
+    assert ask(client, "KVPAGEWHY", "r") == {"reason": "stored", "blocks": 1}
+    assert client.execute_command("KVPAGEPREFIX", 2, 0, 1, "r", 0) == 1
+    assert client.execute_command("KVBLOCKGET", "r", 0) is None
+    assert client.execute_command("KVBLOCKEXISTS", "r", 0) == 0
+    assert client.execute_command("KVPAGEINDEX", "r")[0][b"complete"] == 0
+
+
 def test_why_finds_the_first_hole_of_a_request(client: redis.Redis) -> None:
     assert ask(client, "KVPAGEWHY", "r")["reason"] == "never stored"
     for page in range(5):
