@@ -59,7 +59,7 @@ assert.deepEqual(await message, ["news", "hello"]);
 await listener.quit();
 
 // Monitoring
-const watcher = new Redis({ port });
+const watcher = new Redis({ port, disableClientInfo: true }); // its CLIENT SETINFO may come before it knows that it monitors
 const monitor = await watcher.monitor(); // a connection of its own
 const seen = once(monitor, "monitor");
 await redis.get("watched");

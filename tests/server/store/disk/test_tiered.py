@@ -191,6 +191,7 @@ def test_a_restart_is_warm(tmp_path: Path) -> None:
         client.delete("kv:r:0:3:9:0")
         keys = set(client.keys()) - {b"soon"}
     with tiered(tmp_path) as (_, client):
+        until(lambda: not client.exists("soon"), "what expires soon to be gone")
         assert set(client.keys()) == keys
         assert set(client.scan_iter()) == keys
         assert client.execute_command("KVPAGESTAT", *page_args(2))[b"tier"] == b"disk"
