@@ -145,7 +145,8 @@ class Model(Strings, Pages):
         done = [words, *(talk.queued or ())]
         expected = self.run(words)
         if talk.tracks and (len(done) == 1 or isinstance(expected, list)):  # or it was given up
-            talk.read.update(key for one in done if one[0].lower() in _READ for key in keys_used(one))
+            begun = max((at for at, one in enumerate(done) if one[:2] == (b"CLIENT", b"TRACKING")), default=0)
+            talk.read.update(key for one in done[begun:] if one[0].lower() in _READ for key in keys_used(one))
         return expected
 
     def _may(self, words: Words) -> bool:
@@ -236,9 +237,8 @@ class Model(Strings, Pages):
         talk = self.talk
         if talk.queued is None:
             return Err("ERR EXEC without MULTI")
-        for key in list(talk.watched):
-            self.store.get(key)
-        changed = any(talk.watched.values()) or (bool(talk.maybe) and self.given_up)
+        due = [key for key in talk.watched if key in self.store.keys and self.store.get(key) is None]
+        changed = bool(due) or any(talk.watched.values()) or (bool(talk.maybe) and self.given_up)
         queued, refused = talk.queued, talk.refused
         self._end()
         if refused:
@@ -349,8 +349,10 @@ class Model(Strings, Pages):
         return any_order(filter(self._sees, self.store.living()))
 
     def do_dbsize(self) -> Any:
-        living = len(list(filter(self._sees, self.store.living())))
-        return between(living, living + len(list(filter(self._sees, self.store.lately_expired()))))
+        living = frozenset(filter(self._sees, self.store.living()))
+        found = between(len(living), len(living) + len(list(filter(self._sees, self.store.lately_expired()))))
+        found.members = living
+        return found
 
     def do_randomkey(self) -> Any:
         return one_of([*filter(self._sees, self.store.living())] or [None])

@@ -201,11 +201,11 @@ class Pages:
     def do_kvpageindex(self, req: bytes) -> Any:
         if self._is_unswept(req):
             return ANYTHING
-        blocks = self._blocks(req).items()
-        return [
-            fields({b"page": page, b"pages": len(keys), b"complete": int(self._body(keys) is not None)})
-            for page, keys in blocks
-        ]
+        rows = []
+        for page, keys in self._blocks(req).items():
+            rows.append(fields({b"page": page, b"pages": len(keys), b"complete": int(self._body(keys) is not None)}))
+            rows[-1].members = frozenset([b"%d" % page])
+        return rows
 
     # -- protection ------------------------------------------------------------------------------------------------
 

@@ -80,10 +80,12 @@ def any_order(expected: Iterable[bytes]) -> May:
 
 
 def gathered(sets: Sequence[frozenset[bytes]], reply: Any) -> bool:
-    """Whether a set may have been gathered while it changed, from one of `sets` to another.
+    """Whether a set, or its size, may have been gathered while it changed, from one of `sets` to another.
 
     What was always there is in it, and nothing else but what was there at some moment.
     """
+    if isinstance(reply, int):
+        return len(frozenset.intersection(*sets)) <= reply <= len(frozenset.union(*sets))
     if not isinstance(reply, list | set) or len(set(reply)) < len(reply):
         return False
     return frozenset.intersection(*sets) <= set(reply) <= frozenset.union(*sets)
