@@ -80,7 +80,7 @@ class Listener:
         return int(opened[0].getsockname()[1])
 
     def stop(self) -> None:
-        """Accept no more, and stop commands between their steps. `complete` does those those that change something."""
+        """Accept no more, and stop commands between their steps; `complete` ends those that change something."""
         self._line.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)

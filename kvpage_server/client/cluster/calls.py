@@ -94,11 +94,9 @@ class ClusterCalls:
 
     @timed
     def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
-        names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
-        sizes = [simple(b"STRLEN", bytes(key)) for key in keys]
-        answers = yield from self.router.ask([*sizes, *map(commands.get_opening, names)], end)
-        shapes, rooms = _shapes(names, answers[len(keys) :]), []
-        for key, size in zip(keys, answers, strict=False):
+        sizes, shapes = yield from self._with_shapes(keys, [simple(b"STRLEN", bytes(key)) for key in keys], end)
+        rooms = []
+        for key, size in zip(keys, sizes, strict=True):
             ranges = _ranges(key, shapes)
             nbytes = ranges[1][1] + 1 - ranges[1][0] if ranges else size - HEADER_SIZE if isinstance(size, int) else 0
             rooms.append(Place(_memory(HEADER_SIZE), _memory(max(nbytes, 0))))
@@ -273,12 +271,10 @@ class ClusterCalls:
             for key, room in zip(keys, rooms, strict=True)
         ]
         if shapes is None:
-            names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
-            answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
-            shapes = _shapes(names, answers[len(keys) :])
+            answers, shapes = yield from self._with_shapes(keys, single, end)
         else:
             answers = yield from self.router.answers(single, end)
-        missed = [_reason(answer) for answer in answers[: len(keys)]]
+        missed = [_reason(answer) for answer in answers]
         in_blocks = {i: ranges for i, key in enumerate(keys) if (ranges := _ranges(key, shapes))}
         parts = []
         for i, (header, body) in in_blocks.items():
@@ -318,10 +314,16 @@ class ClusterCalls:
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[list[tuple[Answer | Failed, bool]]]:
         """The answer to a command for each page, and whether the page is in a block."""
+        answers, shapes = yield from self._with_shapes(keys, asked, end)
+        return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=True)]
+
+    def _with_shapes(
+        self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
+    ) -> Plan[tuple[list[Answer | Failed], dict[BlockName, BlockShape]]]:
+        """The answer to a command for each page, and the shapes of the blocks that the pages would belong to."""
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
-        shapes = _shapes(names, answers[len(keys) :])
-        return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=False)]
+        return answers[: len(keys)], _shapes(names, answers[len(keys) :])
 
     def _integers(self, asked: Sequence[Command], end: Deadline) -> Plan[list[int]]:
         return [integer(answer) for answer in (yield from self.router.ask(asked, end))]
