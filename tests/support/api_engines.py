@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 from engine_models import END, letter_tokenizer, tiny_llama
+from forked import begin
 from servers import RunningServer
 
 # isort: split
@@ -96,14 +97,17 @@ class RunningEngine(RunningServer):
 
 @contextmanager
 def start_engine(
-    model: Path, *options: str, code: int = 0, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    model: Path, *options: str, code: int = 0, start: Callable[..., subprocess.Popen[bytes]] | None = None
 ) -> Iterator[RunningEngine]:
-    """`kvpage-engine serve` with a model, which must end with that exit code, and without a traceback."""
+    """`kvpage-engine serve` with a model, which must end with that exit code, and without a traceback.
+
+    `start` begins the process in another way.
+    """
     command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", *options]
     with TemporaryDirectory() as place:
         log_file = Path(place, "log")
         with log_file.open("wb") as log:
-            process = start(command, stdout=log, stderr=subprocess.STDOUT)
+            process = start(command, stdout=log, stderr=subprocess.STDOUT) if start else begin(command, log)
         engine = RunningEngine(process, 0, log_file)
         try:
             engine.port = _port(engine)

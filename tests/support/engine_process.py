@@ -1,6 +1,6 @@
 """An engine with its store, as a process: prompts come as lines of JSON on stdin, answers go as lines to stdout.
 
-Run as ``python engine_process.py MODEL STORE_URL [COLD_DIRECTORY]``; MODEL is a directory, ``tiny`` or ``adapted``; a
+Run as ``python -m engine_process MODEL STORE_URL [COLD_DIRECTORY]``; MODEL is a directory, ``tiny`` or ``adapted``; a
 load takes RESTORE_WITHIN seconds at most, from the environment. It is told:
 
     {"id": 1, "agent": "alice", "tokens": [...], "max_tokens": 8}   to be answered; each token is told, too
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections import deque
@@ -23,24 +22,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_models import adapt, adapted_llama, letter_tokenizer, tiny_llama
+from forked import Process, converse
+
+# isort: split
+from engine import model as models
+from engine.agent_engine import AgentEngine
+from engine.batch_engine import BlockPoolBatchEngine
+from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
+from engine.tiers.cache_config import CacheConfig
+from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore
+
 WITHIN = 60.0  # seconds, for anything that is asked of it
 
 
 def main() -> None:
     """Answer until the input ends."""
-    from engine_models import adapt, adapted_llama, letter_tokenizer, tiny_llama
-
-    # isort: split
-    from engine import model as models
-    from engine.agent_engine import AgentEngine
-    from engine.batch_engine import BlockPoolBatchEngine
-    from engine.pool import BlockPool
-    from engine.spec import ModelCacheSpec
-    from engine.tiers.cache_config import CacheConfig
-    from engine.tiers.cold import SafetensorsCacheAdapter
-    from engine.tiers.pages import PageTier
-    from engine.tiers.store import AgentCacheStore
-
     name, url, *directories = sys.argv[1:]
     within = float(os.environ.get("RESTORE_WITHIN", 10))
     made = {"tiny": tiny_llama, "adapted": adapted_llama}.get(name)
@@ -129,7 +129,7 @@ def main() -> None:
 class EngineProcess:
     """The other side of it."""
 
-    process: subprocess.Popen[str]
+    process: Process
     tokens: dict[int, list[int]] = field(default_factory=dict)  # told so far, by the prompt's number
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     _said: deque[dict[str, Any]] = field(default_factory=deque)
@@ -231,13 +231,11 @@ def start_engines(
 
 
 def start_process(
-    url: str, directory: Path | None = None, model: str = "tiny", errors: int | None = None, **environment: str
+    url: str, directory: Path | None = None, model: str = "tiny", errors: int = 2, **environment: str
 ) -> EngineProcess:
     """One, without waiting for it. `errors` is a file descriptor, for what it says on the standard error."""
-    command = [sys.executable, __file__, model, url, *([str(directory)] if directory else [])]
-    environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **environment}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return EngineProcess(subprocess.Popen(command, env=environment, stderr=errors, **pipes))
+    command = [sys.executable, "-m", "engine_process", model, url, *([str(directory)] if directory else [])]
+    return EngineProcess(converse(command, errors, **environment))
 
 
 if __name__ == "__main__":

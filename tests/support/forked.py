@@ -1,100 +1,114 @@
-"""kvpage-servers that begin where others have imported everything, which takes longer than most tests.
+"""Programs that begin where others have imported everything, which takes longer than most tests.
 
-Each is a fork of a process that has done nothing else. Run as ``python forked.py``, that process takes lines of JSON:
+Each is a fork of a process that has done nothing else. Run as ``python forked.py MODULE...``, that process imports the
+modules, and is told over a socket, its standard input, in JSON:
 
-    {"log": "...", "arguments": [...]}   a server begins; its process id is told
-    {"poll": 123}                        its exit code is told, or null while it runs
+    {"module": "...", "arguments": [...]}   with three descriptors, its standard streams: the module's `main` begins;
+                                            its process id is told
+    {"poll": 123}                           its exit code is told, or null while it runs
 
-When the lines end, so does it, with all its servers.
+When the socket is closed, so does it end, with all that it began.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import IO, Any
+
+LONGEST = 1 << 16  # bytes of what is said
+SERVER = ("kvpage_server.app",)
+ENGINES = ("engine_process", "engine.cli", "engine.api.server", "persistent_models")  # the first imports MLX
+SUPPORT = os.path.dirname(__file__)
 
 
-def main() -> None:
-    sys.path[0] = os.getcwd()  # as for `python -m`
-    from kvpage_server import app
-
+def main() -> object:
+    sys.path[:1] = [os.getcwd(), SUPPORT]  # as for `python -m`, and what lies here
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a fork has one thread of several"
+    told = socket.socket(fileno=os.dup(0))
     running = set[int]()
-    for line in sys.stdin:
+    while True:
+        line, streams, _, _ = socket.recv_fds(told, LONGEST, 3)
+        if not line:
+            break
         asked = json.loads(line)
         if "poll" in asked:
             pid, status = os.waitpid(asked["poll"], os.WNOHANG)
             said = os.waitstatus_to_exitcode(status) if pid else None
             running.discard(pid)
         elif not (said := os.fork()):
-            _become(asked["log"])
+            told.close()
+            _become(streams)
             sys.argv[1:] = asked["arguments"]
-            return app.main()
+            return importlib.import_module(asked["module"]).main()
         else:
             running.add(said)
-        print(json.dumps(said), flush=True)
+            for stream in streams:
+                os.close(stream)
+        told.send(json.dumps(said).encode())
     for pid in running:  # of who was killed before it could stop them
         os.kill(pid, signal.SIGKILL)
     return None
 
 
-def _become(log: str) -> None:
-    """A service of its own, that says what it says in a file."""
+def _become(streams: Sequence[int]) -> None:
+    """A service of its own, with these streams."""
     os.setsid()
-    for path, numbers in ((os.devnull, [0]), (log, [1, 2])):
-        opened = os.open(path, os.O_RDWR)
-        for number in numbers:
-            os.dup2(opened, number)
-        os.close(opened)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
 
 
 class _Origin:
     """The process that has imported everything."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [sys.executable, __file__]
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
+        self._told, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, *modules]
+        with theirs:
+            self._process = subprocess.Popen(command, env=environment, start_new_session=True, stdin=theirs)
         atexit.register(self._end)
         self._lock = threading.Lock()
 
     def _end(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
+        self._told.close()
         self._process.wait(10)
 
-    def ask(self, **what: object) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin
-        assert stdout
+    def ask(self, streams: Sequence[int] = (), **what: object) -> Any:
         with self._lock:
-            stdin.write(json.dumps(what) + "\n")
-            stdin.flush()
-            return json.loads(stdout.readline())
+            socket.send_fds(self._told, [json.dumps(what).encode()], list(streams))
+            return json.loads(self._told.recv(LONGEST))
 
 
 @cache
-def _origin(folder: str, *environment: tuple[str, str]) -> _Origin:
-    """For those who start a server in this folder, with this environment."""
-    return _Origin(dict(environment))
+def _origin(modules: Sequence[str], folder: str, *environment: tuple[str, str]) -> _Origin:
+    """For those who start one of these programs in this folder, with this environment."""
+    return _Origin(modules, dict(environment))
 
 
 @dataclass
 class Forked:
-    """A server, as `subprocess.Popen` has a process."""
+    """A program, as `subprocess.Popen` has a process."""
 
     pid: int
-    args: list[str]
+    args: Sequence[str]
     _origin: _Origin
     returncode: int | None = field(default=None)
+    stdin: IO[str] | None = None
+    stdout: IO[str] | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -120,12 +134,41 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def fork_server(command: list[str], log: str) -> Forked:
-    """What `python -m kvpage_server.app` with further words is."""
-    named = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    origin = _origin(os.getcwd(), *sorted(named.items()))
-    return Forked(origin.ask(arguments=command[3:], log=log), command, origin)
+Process = subprocess.Popen[Any] | Forked
+
+
+def begin(command: Sequence[str], log: IO[bytes]) -> Process:
+    """A service, which says what it says in a log: `python -m MODULE` with further words."""
+    if not _forks(command):
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    with open(os.devnull, "rb") as nothing:
+        return _fork(command, (nothing.fileno(), log.fileno(), log.fileno()), os.environ)
+
+
+def converse(command: Sequence[str], errors: int = 2, **environment: str) -> Process:
+    """A program that is told lines and answers with lines. `errors` is a descriptor."""
+    environment = {**os.environ, "PYTHONPATH": SUPPORT, **environment}
+    if not _forks(command):
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, stderr=errors, env=environment, **pipes)
+    (asked, ask), (answer, answered) = os.pipe(), os.pipe()
+    forked = _fork(command, (asked, answered, errors), environment)
+    os.close(asked)
+    os.close(answered)
+    forked.stdin, forked.stdout = os.fdopen(ask, "w"), os.fdopen(answer)
+    return forked
+
+
+def _forks(command: Sequence[str]) -> bool:
+    return sys.platform == "linux" and list(command[:2]) == [sys.executable, "-m"] and command[2] in SERVER + ENGINES
+
+
+def _fork(command: Sequence[str], streams: Sequence[int], environment: Mapping[str, str]) -> Forked:
+    modules = SERVER if command[2] in SERVER else ENGINES
+    named = sorted((name, value) for name, value in environment.items() if name != "PYTEST_CURRENT_TEST")
+    origin = _origin(modules, os.getcwd(), *named)
+    return Forked(origin.ask(streams, module=command[2], arguments=command[3:]), command, origin)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

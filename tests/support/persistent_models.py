@@ -32,8 +32,9 @@ def report(step: int, word: mx.array, logits: mx.array) -> str:
     return f"{step} {word.item()} {xxhash.xxh3_64_hexdigest(np.asarray(logits).tobytes())}"
 
 
-def main(url: str, instance: str) -> None:
+def main() -> None:
     """Go on with an instance for ever, saving every step, and say of each what it gave."""
+    url, instance = sys.argv[1:]
     simulator = Simulator(decoder(), attention(), store=PersistentStore(url))
     try:
         run = simulator.resume(instance, autosave=1)
@@ -45,4 +46,4 @@ def main(url: str, instance: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

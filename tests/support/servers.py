@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from forked import Forked, fork_server
+from forked import Process, begin
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -25,7 +25,6 @@ from benchmarks.ports import free_port
 
 SERVER = ("-m", "kvpage_server.app")  # a fork, on Linux
 FRESH = ("-c", "from kvpage_server.app import main; main()")  # no fork: all of its memory is its own
-Process = subprocess.Popen[bytes] | Forked
 START_WITHIN = 60.0  # seconds
 STOP_WITHIN = 60.0
 CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "retry": Retry(NoBackoff(), 0)}
@@ -104,10 +103,7 @@ def _run(command: list[str], port: int, directory: Path | None = None, name: str
         log_file = Path(place, name)
         command = [*command, "--dir", str(place)]
         with log_file.open("wb") as log:
-            if command[:3] == [sys.executable, *SERVER] and sys.platform == "linux":
-                process: Process = fork_server(command, str(log_file))
-            else:
-                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = begin(command, log)
         server = RunningServer(process, port, log_file)
         try:
             deadline = time.monotonic() + START_WITHIN

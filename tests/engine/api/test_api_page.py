@@ -28,6 +28,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(tiny: Path, server: RunningServer) -> Iterator[RunningEngine]:
+    with server.client() as client:
+        client.flushall()
     with start_engine(tiny, "--store", server.url, "--max-tokens", "8") as engine:
         yield engine
 

@@ -3,18 +3,16 @@ killed again and again and goes on elsewhere from what the page server has."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+from forked import converse
 from servers import RunningServer
 
 # isort: split
 import mlx.core as mx
 import pytest
 import redis
-from persistent_models import ROOT, attention, report
+from persistent_models import attention, report
 
 from benchmarks.decoder import Plain, decoder
 from engine.persistent import PersistentStore, Simulator
@@ -45,12 +43,10 @@ def test_killed_every_few_tokens_it_goes_on_as_if_nothing_had_happened(
     server: RunningServer, client: redis.Redis, life: int
 ) -> None:
     wanted = dict(enumerate(plain_reports(TOKENS + 2 * life), start=1))
-    process_file = Path(__file__).parents[2] / "support" / "persistent_models.py"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parents[2] / 'support'}"}
     reached, processes = 0, 0
     while reached < TOKENS:
-        command = [sys.executable, str(process_file), server.url, "decoder"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        process = converse([sys.executable, "-m", "persistent_models", server.url, "decoder"])
+        assert process.stdin
         assert process.stdout
         try:
             lines = [process.stdout.readline().rstrip() for _ in range(life)]
@@ -59,6 +55,7 @@ def test_killed_every_few_tokens_it_goes_on_as_if_nothing_had_happened(
             process.wait()
         lines += process.stdout.read().split("\n")[:-1]
         process.stdout.close()
+        process.stdin.close()
         steps = [int(line.split()[0]) for line in lines]
         assert steps[0] in (reached + 1, reached + 2), "what was reported had been saved; one more step may have been"
         assert lines == [wanted[step] for step in steps]
