@@ -34,6 +34,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 _DATA = TemporaryDirectory()  # a server that is told nothing keeps nothing in the home of who runs the tests
 os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX
+gc.disable()  # until all is imported
 
 # Others' load is no failure of ours; what was tried once is tried again. `make soak` tries what nobody has tried.
 hypothesis.settings.register_profile("the same again", deadline=None, derandomize=True, max_examples=30)
@@ -79,6 +80,7 @@ def pytest_collection_finish() -> None:
     """What all tests have imported stays: garbage is looked for in what comes after."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
