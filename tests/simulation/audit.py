@@ -166,7 +166,7 @@ class Audit:
         Also for what had expired before: that it has may not be on disk, and it counts until somebody looks at it.
         """
         store = self._judge.model.store
-        every = {*self._told, *store.keys, *store.doubtful(), *(key for key, _, _ in store.log)}
+        every = {*self._told, *store.keys, *store.doubtful(), *store.fog, *(key for key, _, _ in store.log)}
         self._told = {key: [] for key in sorted(every)}
         self._ask()
 

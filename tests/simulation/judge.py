@@ -159,6 +159,8 @@ class Judge:
         last = None
         try:
             for last in items:
+                if asked.words[0].lower() == b"kvpagedel":
+                    self._learn_deleted(asked)
                 yield last
         except GeneratorExit:
             self._abandon(asked)
@@ -317,8 +319,10 @@ class Judge:
         settled |= {key for key, old, new in changed if old and not new and asked.ran < old.expires <= now}  # by time
         asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
         asked.doubt, doubt.pending = None, False
-        if asked.words[0].lower() == b"kvpagedel":
-            self._learn_deleted(asked)
+        if asked.came:
+            asked.expected = (
+                A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + asked.came)
+            )
         if is_error(reply):
             if not self._may_fail_late(reply):
                 self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
@@ -341,19 +345,17 @@ class Judge:
         store.sure = True
 
     def _learn_deleted(self, asked: Asked) -> None:
-        """Pages that come while others of their request are deleted may be deleted, too."""
+        """Pages that come while others of their request are deleted may be deleted, too, in any of the steps."""
         store = self.model.store
         _, req, *pages = asked.words
         named = {(req, int(page)) for page in pages}
         new = {key for key, _, cell in store.log[asked.end :] if cell is not None and key.startswith(b"kv:%b:" % req)}
-        new = {key for key in new if not named or block_of(key) in named}
+        store.now = self.machine.clock.unix_ms
+        new = {key for key in new if (not named or block_of(key) in named) and store.get(key) is not None}
         gone = new.difference(self.process.server.keyspace.listing.names()) if new else set()
         for key in sorted(gone):
-            store.drop(key)
-        if gone:
-            asked.expected = (
-                A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + len(gone))
-            )
+            self._forget(key)
+        asked.came += len(gone)
 
     def _learn_evicted(self, doubt: Doubt) -> None:
         """What was evicted while a command in steps came to it was so before, or afterwards: then it is not there."""
@@ -401,6 +403,8 @@ class Judge:
         store.expire()
         if name == b"kvpageverify":
             return self._was_verified(asked, reply)
+        if name in SETS_IN_STEPS:
+            return self._was_gathered(talk, asked, reply)
         moments = [asked.expected]
         changes, used = store.log[asked.at :], tuple(map(_beginning, keys_used(asked.words)))
         now, doubts, store.doubts = dict(store.keys), store.doubts, []
@@ -419,9 +423,6 @@ class Judge:
         del store.log[end:]
         moments.append(self.model.run(asked.words))
         moments = [one for moment in moments for one in (moment.options if isinstance(moment, May) else [moment])]
-        sets = [moment.members for moment in moments if isinstance(moment, May) and moment.members is not None]
-        if name in SETS_IN_STEPS and len(sets) == len(moments):
-            return gathered(sets, reply)
         if name == b"kvpageindex" and isinstance(reply, list) and all(isinstance(one, list) for one in moments):
             return _was_listed(moments, reply)
         if isinstance(reply, list) and all(isinstance(one, list) and len(one) == len(moments[0]) for one in moments):
@@ -430,6 +431,23 @@ class Judge:
             if self._may_miss:
                 moments = [[one_of([part, None]) for part in moment] for moment in moments]
         return any(agrees(moment, reply) for moment in moments)
+
+    def _was_gathered(self, talk: Conversation, asked: Asked, reply: Any) -> bool:
+        """Whether a set, or its size, has what was always there, and nothing else but what was there at some moment."""
+        store, self.model.talk, end = self.model.store, talk, len(self.model.store.log)
+        moments = [*asked.expected.options, *self.model.run(asked.words).options]
+        if any(moment.members is None for moment in moments):
+            return agrees(ANYTHING, reply)
+        is_index, start = asked.words[0].lower() == b"smembers", _beginning(asked.words[-1])
+        least = frozenset.intersection(*(moment.members for moment in moments))
+        most = frozenset.union(*(moment.members for moment in moments))
+        for key, *cells in store.log[asked.at : end]:
+            if is_index and not key.startswith(start):
+                continue
+            there = [cell is not None and (cell.page is not None or not is_index) for cell in cells]
+            least -= {key} if not all(there) else set()
+            most |= {key} if any(there) and self.model._sees(key) else set()
+        return gathered([least, most], reply)
 
     def _was_verified(self, asked: Asked, reply: Any) -> bool:
         """Whether pages were verified that were there at some moment, and all that were there at every one."""

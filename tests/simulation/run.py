@@ -57,7 +57,7 @@ class Run:
         self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS + notifies)]
         self.judge = Judge(self.machine, self.peers)
         self.machine.turns.broke = self.judge.note_broken
-        self.judge.model.limited = program.options["maxmemory"] != "0"
+        self.judge.model.limited = program.options["maxmemory"] != "0" or program.maxdisk > 0
         self.judge.model.notifies = notifies
         if program.options.get("appendfsync") == "no":
             self.judge.model.store.forgotten = FORGOTTEN_LATE

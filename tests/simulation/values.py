@@ -71,7 +71,7 @@ class Store:
     log: list[Change] = field(default_factory=list)  # every change so far
     doubts: list[Doubt] = field(default_factory=list)
     fog: set[bytes] = field(default_factory=set)  # keys of which nothing is known
-    late: list[tuple[int, int, set[bytes]]] = field(default_factory=list)  # see `note_late`
+    late: list[tuple[int, bytes, list[Cell]]] = field(default_factory=list)  # see `moments_of_late`
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
     expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
@@ -141,7 +141,7 @@ class Store:
         """What a command answers, whichever of the states is true that are possible of `keys`, None for all."""
         asked = None if keys is None else set(keys)
         if self.fog and (asked is None or asked & self.fog):
-            self._lose_sight(run)
+            self._lose_sight(run, asked)
             return ANYTHING
         doubts = [d for d in self.doubts if asked is None or any(asked & v.keys() for v in d.variants)]
         if not doubts:
@@ -150,7 +150,7 @@ class Store:
         for doubt in doubts:
             many *= len(doubt.variants)
         if many > MOST_VARIANTS:
-            self._lose_sight(run)
+            self._lose_sight(run, asked)
             return ANYTHING
         replies, after, own = [], [], set[bytes]()
         for choice in product(*(doubt.variants for doubt in doubts)):
@@ -161,13 +161,19 @@ class Store:
         self._conclude(after, doubts, own)
         return one_of(replies)
 
-    def _lose_sight(self, run: Callable[[], Any]) -> None:
-        """Too much would have to be told apart: what is changed now is anything, until all is looked at again."""
+    def _lose_sight(self, run: Callable[[], Any], asked: set[bytes] | None) -> None:
+        """Too much would have to be told apart: what is changed now is anything, until all is looked at again.
+
+        What it changes may depend on what nobody knows, so it is also run as if nothing of that were there.
+        """
+        unsure = self.doubtful() | self.fog
+        with self._supposed([dict.fromkeys(unsure if asked is None else unsure & asked)]) as (log, _):
+            run()
         start = len(self.log)
         self.sure = False
         run()
         self.sure = True
-        changed = {key for key, _, _ in self.log[start:]}
+        changed = {key for key, _, _ in self.log[start:]} | log.keys()
         self.settle(changed)
         self.fog |= changed
 
@@ -231,25 +237,27 @@ class Store:
             self.put(key, value)
 
     def settle(self, keys: Iterable[bytes]) -> None:
-        """Nothing is in doubt of these any more: they are as `keys` has them."""
-        for doubt in self.doubts:
-            for variant in doubt.variants:
-                for key in keys:
-                    variant.pop(key, None)
+        """Nothing is in doubt of these any more: they are as `keys` has them. What they were until now stays so."""
+        for key in keys:
+            past = [variant.pop(key) for doubt in self.doubts for variant in doubt.variants if key in variant]
+            if past:
+                self.late.append((len(self.log) + 1, key, past))
         self.doubts = [doubt for doubt in self.doubts if any(doubt.variants)]
 
     def note_late(self, start: int, doubt: Doubt) -> None:
         """What is in the log from `start` on was done at some moment between then and now."""
-        self.late.append((start, len(self.log), {key for variant in doubt.variants for key in variant}))
+        past: dict[bytes, list[Cell]] = {key: [] for variant in doubt.variants for key in variant}
+        for key, *cells in self.log[start:]:
+            if key in past:
+                past[key] += cells
+        self.late += [(len(self.log), key, cells) for key, cells in past.items()]
 
     def moments_of_late(self, least: int) -> dict[bytes, list[Cell]]:
-        """Keys whose place in the log after `least` changes is not known, and what they may have been."""
+        """Keys of which it is not known what they were after `least` changes or later, and what they may have been."""
         result: dict[bytes, list[Cell]] = {}
-        for start, end, keys in self.late:
+        for end, key, cells in self.late:
             if end > least:
-                for key, *cells in self.log[start:]:
-                    if key in keys:
-                        result.setdefault(key, []).extend(cells)
+                result.setdefault(key, []).extend(cells)
         return result
 
     def doubtful(self) -> set[bytes]:

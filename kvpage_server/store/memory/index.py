@@ -226,6 +226,10 @@ class PageIndex:
         """Whether a request has a block. Wakes no block."""
         return page in self.requests.get(req_id, ())
 
+    def still_has(self, block: Block) -> bool:
+        """Whether a block that was found in an earlier step is still there."""
+        return self.requests.get(block.req_id, {}).get(block.page) is block
+
     def around(self, block: Block) -> list[Block]:
         """A block between its neighbours, as far as these exist."""
         request, req_id, page = self.requests[block.req_id], block.req_id, block.page

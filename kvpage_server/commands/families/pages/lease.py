@@ -109,18 +109,22 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     """
     keyspace = client.keyspace
     milliseconds = integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
+    few = are_few(client, args[0], args[2:])
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[2:])
         keyspace.leases.settle(unix_ms())
-        for leased, block in enumerate(blocks):
-            if not keyspace.protection.lease(block, unix_ms() + milliseconds):
-                return leased
-            if leased % STEP == STEP - 1:
+        gone = 0
+        for at, block in enumerate(blocks):
+            if not (few or keyspace.index.still_has(block)):
+                gone += 1
+            elif not keyspace.protection.lease(block, unix_ms() + milliseconds):
+                return at - gone
+            if at % STEP == STEP - 1:
                 yield ()
-        return len(blocks)
+        return len(blocks) - gone
 
-    return stepwise(steps(), small=are_few(client, args[0], args[2:]))
+    return stepwise(steps(), small=few)
 
 
 @_pinning(
@@ -130,6 +134,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     """The number of pinned blocks: all that exist, or an error if that would exceed the limit; then none is pinned."""
     keyspace, leases, protection = client.keyspace, client.keyspace.leases, client.keyspace.protection
+    few = are_few(client, args[0], args[1:])
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[1:])
@@ -138,17 +143,21 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
         wanted = Bytes(sum(size.memory for size in sizes), sum(size.disk for size in sizes))
         if blocks and not leases.have_room(blocks[0], wanted, protection.most(blocks[0])):
             raise _too_many(keyspace, blocks[0], wanted)
-        new = [block for block in blocks if not leases.of(block).pinned]
-        for pinned, block in enumerate(new):
-            if not protection.pin(block):
-                for one in new[:pinned]:
-                    leases.unpin(one)  # somebody else took the room meanwhile
-                raise _too_many(keyspace, block, wanted)
-            if pinned % STEP == STEP - 1:
+        new, gone = list[Block](), 0
+        for at, block in enumerate(blocks):
+            if not (few or keyspace.index.still_has(block)):
+                gone += 1
+            elif not leases.of(block).pinned:
+                if not protection.pin(block):
+                    for one in new:
+                        leases.unpin(one)  # somebody else took the room meanwhile
+                    raise _too_many(keyspace, block, wanted)
+                new.append(block)
+            if at % STEP == STEP - 1:
                 yield ()
-        return len(blocks)
+        return len(blocks) - gone
 
-    return stepwise(steps(), small=are_few(client, args[0], args[1:]))
+    return stepwise(steps(), small=few)
 
 
 @_pinning("kvpageunpin req [page ...]", summary="Ends the pins of a request, or of some of its blocks.")

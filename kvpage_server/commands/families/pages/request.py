@@ -215,11 +215,12 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
         for block in _still_there(keyspace, blocks):
             keys = yield from _keys_on_disk(client, block)
             yield from fetched(client, partial(_values_of, block), touches=client.touches)
-            if block.extent is not None:  # in memory until the next step
-                intact = yield from _check_extent(block.extent)
-                checked += block.pages if intact is not None else 0
-                unchecked += block.pages if intact is None else 0
-                if intact is False and keyspace.block(block.req_id, block.page) is block and block.extent is not None:
+            extent = block.extent if keyspace.index.still_has(block) else None
+            if extent is not None:  # in memory until the next step
+                intact = yield from _check_extent(extent)
+                checked += extent.shape.pages if intact is not None else 0
+                unchecked += extent.shape.pages if intact is None else 0
+                if intact is False and keyspace.index.still_has(block) and block.extent is extent:
                     corrupt += block.page_keys()
                     keyspace.remove_block(block, "del", "corrupt")
                 yield ()

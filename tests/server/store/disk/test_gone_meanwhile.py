@@ -1,0 +1,55 @@
+"""Blocks that go while a command that works in steps has found them already: it sees them as gone."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import RunningServer, start_server
+from test_tiered import settle
+from wire import Wire, parse, spell
+
+MB = 1024**2
+
+
+def words(*command: Any) -> list[bytes]:
+    return [word if isinstance(word, bytes) else str(word).encode() for word in command]
+
+
+def meanwhile(server: RunningServer, command: list[bytes], other: list[bytes], after: float) -> Any:
+    """The reply to a command, during which somebody else says something."""
+    with Wire(server.port) as first, Wire(server.port) as second:
+        first.send(spell(command))
+        time.sleep(after)
+        second.ask(*other)
+        return parse(first.reply())
+
+
+def test_all_keys_are_removed_while_a_block_on_disk_is_verified(tmp_path: Path) -> None:
+    shape = (1, 4096, 1, 0, 1, 0, 8, 256)  # of many pages: a verification has many steps
+    with (
+        start_server("--store", "tiered", "--maxmemory", "1mb", directory=tmp_path) as server,
+        server.client() as client,
+    ):
+        for attempt in range(20):
+            client.execute_command("KVBLOCKSET", "v", 0, *shape, random.Random(attempt).randbytes(MB))
+            client.set("s", bytes(MB))
+            settle(client)
+            reply = meanwhile(server, words("KVPAGEVERIFY", "v"), words("FLUSHALL"), attempt / 10_000)
+            assert reply in ([b"checked", n, b"unchecked", 0, b"corrupt", []] for n in (0, 4096))
+
+
+@pytest.mark.parametrize("other", ["FLUSHALL", "KVPAGEDEL r"])
+@pytest.mark.parametrize("command", ["KVPAGEPIN r", "KVPAGELEASE r 3600000"])
+def test_what_has_gone_before_it_is_pinned_or_leased_is_not(command: str, other: str) -> None:
+    pages = [words("r", 0, 0, page, 0, 8, 1, 1, 0, b"x") for page in range(20_000)]
+    batch = [word for page in pages for word in page]
+    with start_server("--maxmemory", "1gb") as server, server.client() as client:
+        for attempt in range(10):
+            client.execute_command("KVPAGEMSET", len(pages), *batch)
+            meanwhile(server, words(*command.split()), words(*other.split()), attempt / 1000)
+            assert client.dbsize() == 0
+            assert client.info("kvpage")["leased_or_pinned"] == 0
