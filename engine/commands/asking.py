@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.commands import Failure
 
 if TYPE_CHECKING:
-    from engine.agent_engine import Answer
+    from engine.agent_job import Answer
     from engine.generation.unbatched import Sampler
     from engine.scheduling.request import Token, TokenReceiver
     from engine.startup import Engine
