@@ -11,8 +11,8 @@ from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, he
 from kvpage_server.client.cluster.calls import ClusterCalls, header_of
 from kvpage_server.client.cluster.commands import Command, get_opening, get_range, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
-from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.reply import Answer
 from kvpage_server.page import HEADER_SIZE, PageHeader, PageKey, checksum
 
 Value = tuple[memoryview, ...]  # a string in one piece or two

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvpage_server.client.cluster.commands import Command
 from kvpage_server.client.cluster.plan import Failed
-from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.wire.exchange import Piece
+from kvpage_server.client.wire.reply import Answer
 from kvpage_server.client.wire.words import word
 from kvpage_server.commands.arguments import WRONG_TYPE, plain
 from kvpage_server.core import Argument, Slot

@@ -23,7 +23,6 @@ from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import Command, Scattered, Write, block_writes, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
-from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.client.cluster.topology import Node
 from kvpage_server.client.errors import PageClientError, Refused, Unsupported, WrongReply
 from kvpage_server.client.page import (
@@ -38,6 +37,7 @@ from kvpage_server.client.page import (
 )
 from kvpage_server.client.questions import BlockWords, Question, integer, up_to
 from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 
 _APART = 256  # commands that are sent at once, so that other tasks have their turn

@@ -11,12 +11,12 @@ from typing import Any
 
 from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import block_key
-from kvpage_server.client.cluster.receiving import Answer, Answers, Lines, Place
 from kvpage_server.client.cluster.topology import SLOTS, has_tag
 from kvpage_server.client.errors import Refused
 from kvpage_server.client.page import BlockName, Page, pages_of_block
 from kvpage_server.client.questions import Question, encoded, key_of
 from kvpage_server.client.wire.exchange import Piece, Request
+from kvpage_server.client.wire.reply import Answer, Lines, Place, Values
 from kvpage_server.client.wire.words import command, word
 from kvpage_server.core import Chunk, SentPages
 from kvpage_server.page import BlockShape
@@ -58,7 +58,7 @@ def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
         ]
 
     places = [place for one in commands for place in ([None, one.place] if asking else [one.place])]
-    return Request(pieces, lambda: Answers(places), read)
+    return Request(pieces, lambda: Values(with_errors=True, places=places), read)
 
 
 def _pairs(answers: list[Any]) -> Iterator[tuple[Any, Any]]:
