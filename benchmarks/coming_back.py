@@ -24,7 +24,8 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 
 from benchmarks.findings import Finding
 from benchmarks.servers import start_kvpage
-from engine.agent_engine import AgentEngine, Answer
+from engine.agent_engine import AgentEngine
+from engine.agent_job import Answer
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks

@@ -361,6 +361,3 @@ def _tell(receiver: Callable[[_Told], None], told: _Told) -> None:
         receiver(told)
     except Exception:
         log.exception("a receiver failed")
-
-
-__all__ = ["AgentEngine", "Answer", "JobProgress", "Reuse"]

@@ -22,16 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.generation.answer_text import AnswerText
 from engine.generation.sampling import Guarded
-from engine.generation.tokens import (
-    EmptyPromptError,
-    PromptError,
-    PromptTooLongError,
-    UnknownTokenError,
-    check_answer,
-    check_prompt,
-    encode,
-    token_ids,
-)
+from engine.generation.tokens import check_answer, check_prompt, encode, token_ids
 from engine.generation.unbatched import Sampler
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, check_agent_id
@@ -41,14 +32,7 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.config import SchedulerConfig
 from engine.scheduling.model_runner import ModelRunner
 from engine.scheduling.model_watch import ModelWatch
-from engine.scheduling.request import (
-    CompletedGeneration,
-    EngineClosedError,
-    PromptReceiver,
-    Request,
-    Token,
-    TokenReceiver,
-)
+from engine.scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Request, TokenReceiver
 from engine.spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
@@ -369,16 +353,3 @@ class BlockPoolBatchEngine:
             request.text.finish()
         self._block_manager.release(request)
         return request.completed("error", self.spec, None, f"the answer failed: {error!r}", error)
-
-
-__all__ = [
-    "BlockPoolBatchEngine",
-    "CompletedGeneration",
-    "EmptyPromptError",
-    "EngineClosedError",
-    "PromptError",
-    "PromptTooLongError",
-    "SchedulerConfig",
-    "Token",
-    "UnknownTokenError",
-]

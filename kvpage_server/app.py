@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,25 +28,19 @@ from kvpage_server.configuration.config import Config, ConfigError, from_argumen
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.limits import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
-from kvpage_server.net.watch import Watch
-from kvpage_server.page import unix_ms
-from kvpage_server.renewal import renew_when
+from kvpage_server.service.greeting import greet
+from kvpage_server.service.regular import regular_work
+from kvpage_server.service.renewal import renew_when
 from kvpage_server.slot_map import MapError
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
-from kvpage_server.system.plurals import how_many
 
 if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as all the rest
     from kvpage_server.gateway.upstream import Upstream
 
-SWEEP_EVERY = 0.1  # seconds
-SWEEP_MOST = 400  # keys a sweep: some milliseconds
-WATCH_EVERY = 1.0  # seconds
-COUNT_EVERY = 60.0  # seconds
-AGAIN_AFTER = 1.0  # seconds
 _SMALLEST_DISK = 16 * 1024**2  # bytes
 _OWN_DESCRIPTORS = 32  # what the process needs besides its clients
 
@@ -215,14 +208,8 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     addresses = listener.start()
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     _calm_the_collector()
-    _greet(server, addresses, list(map(name_of, http)))
-    told = [
-        _again(partial(_sweep, server.keyspace)),
-        _again(partial(_watch, Watch(server))),
-        renew_when(renewing, server),
-    ]
-    if server.placing is not None:
-        told.append(_again(partial(_count_elsewhere, server.placing, server.keyspace)))
+    greet(server, addresses, list(map(name_of, http)))
+    told = [*regular_work(server), renew_when(renewing, server)]
     if upstream is not None:
         told.append(upstream.begin())
     tasks = [asyncio.create_task(one) for one in told]
@@ -288,41 +275,6 @@ def _renew(server: Server) -> None:
         client.connection.renew()
 
 
-async def _again(work: Callable[[], Awaitable[None]]) -> None:
-    """Do what has no end, and begin it again if an error ends it."""
-    while True:
-        try:
-            await work()
-        except Exception:
-            logger.exception("the server's regular work was interrupted, and goes on in %g s", AGAIN_AFTER)
-            await asyncio.sleep(AGAIN_AFTER)
-
-
-async def _sweep(keys: Keyspace) -> None:
-    while True:
-        swept = keys.sweep(unix_ms(), SWEEP_MOST)
-        await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
-
-
-async def _count_elsewhere(placing: Placing, keys: Keyspace) -> None:
-    """Keys that belong elsewhere only become fewer, until there is another map."""
-    counted, due = None, 0.0
-    while True:
-        if placing.map is not counted or (placing.keys_elsewhere and time.monotonic() > due):
-            counted = placing.map
-            for _ in placing.count(keys.listing):
-                await asyncio.sleep(0)
-            due = time.monotonic() + COUNT_EVERY
-        await asyncio.sleep(SWEEP_EVERY)
-
-
-async def _watch(watch: Watch) -> None:
-    while True:
-        await asyncio.sleep(WATCH_EVERY)
-        for _ in watch.look(time.monotonic()):
-            await asyncio.sleep(0)
-
-
 def _have_descriptors(config: Config) -> None:
     """Ask the system for as many file descriptors as maxclients needs, or make do with what it gives."""
     wanted = config.maxclients + _OWN_DESCRIPTORS
@@ -344,63 +296,6 @@ def _calm_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 5, 1_000_000)
-
-
-def _greet(server: Server, addresses: list[str], http: list[str]) -> None:
-    config, users = server.config, server.users
-    limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
-    if "maxmemory" in config.chosen:
-        limit += f" of the {human(defaults.memory())} there are (maxmemory)"
-    facts: dict[str, object] = {
-        "version": __version__,
-        "pid": os.getpid(),
-        "addresses": addresses,
-        "store": config.store,
-        "maxmemory": config.maxmemory,
-        "maxmemory_policy": config.maxmemory_policy,
-        "page_core": core.NAME,
-    }
-    logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
-    if core.REASON:
-        logger.warning("  core    python, slower than the compiled one: %s (docs/operations.md)", core.REASON)
-    else:
-        logger.info("  core    %s", core.NAME)
-    if config.store == "cluster":
-        logger.info("  store   a cluster; nothing is kept here")
-    else:
-        logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
-    if server.tiered is not None:
-        path, most = (
-            server.tiered.disk.path.absolute(),
-            f"limit {human(config.maxdisk)}" if config.maxdisk else "no limit",
-        )
-        logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
-    if server.placing is not None:
-        logger.info("  cluster node %s of %s", server.placing.me.address, server.placing)
-    logger.info("  access  %s", _access(server))
-    if http:
-        logger.info("  page    http://%s/, figures for Prometheus at /metrics", http[0])
-    logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
-    if users.default.no_password and not config.protected_mode and not _only_local(addresses):
-        logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")
-
-
-def _access(server: Server) -> str:
-    others = len(server.users.by_name) - 1
-    default = server.users.default
-    if not default.enabled:
-        first = "the default user is off"
-    elif not default.no_password:
-        first = "a password is needed"
-    elif server.config.protected_mode:
-        first = "no password, so from this machine only"
-    else:
-        first = "no password"
-    return f"{first}, {how_many(others, 'more user')}" if others else first
-
-
-def _only_local(addresses: list[str]) -> bool:
-    return all(address.startswith(("127.", "[::1]", "unix ")) for address in addresses)
 
 
 if __name__ == "__main__":

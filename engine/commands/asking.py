@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.commands import Failure
 
 if TYPE_CHECKING:
-    from engine.agent_engine import Answer
+    from engine.agent_job import Answer
     from engine.generation.unbatched import Sampler
     from engine.scheduling.request import Token, TokenReceiver
     from engine.startup import Engine
@@ -23,7 +23,6 @@ def ask(
     max_tokens: int,
     sampler: Sampler | None = None,
     on_token: TokenReceiver | None = None,
-    keep: bool = True,
 ) -> Answer:
     """The answer to one prompt. Raises Failure with the engine's error."""
     answers: list[Answer] = []
@@ -33,7 +32,6 @@ def ask(
         tokens,
         max_tokens=max_tokens,
         sampler=sampler,
-        keep=keep,
         on_token=on_token,
         on_done=answers.append,
         on_error=errors.append,

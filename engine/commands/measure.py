@@ -26,7 +26,7 @@ from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.system.plurals import as_size
 
 if TYPE_CHECKING:
-    from engine.agent_engine import Answer
+    from engine.agent_job import Answer
     from engine.startup import Engine
     from engine.tiers.pages import PageTier
 

@@ -15,7 +15,7 @@ from engine.commands.options import add_engine, agent, count, number, open_engin
 from kvpage_server.system.durable import replacing
 
 if TYPE_CHECKING:
-    from engine.agent_engine import Answer
+    from engine.agent_job import Answer
     from engine.startup import Engine
 
 Messages = list[dict[str, str]]

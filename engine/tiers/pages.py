@@ -47,7 +47,6 @@ from kvpage_server.tracing import current, span
 T = TypeVar("T")
 Doing = Coroutine[Any, Any, T]
 RESTORE_SECONDS = 10.0
-__all__ = ["Fetch", "PageTier", "Saved"]
 
 
 class References(Protocol):

@@ -154,11 +154,11 @@ def _connect(address: str) -> socket.socket:
 
 
 @contextmanager
-def start_raw(*, unix: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[Callable[[int], RawClient]]:
-    """Start the process, as an argument of the command `prefix` if there is one; what connects to it."""
+def start_raw(*, unix: bool = False) -> Iterator[Callable[[int], RawClient]]:
+    """Start the process; what connects to it."""
     with tempfile.TemporaryDirectory() as directory:
         address = str(Path(directory, "raw")) if unix else "0"
-        command = [*prefix, sys.executable, "-m", "kvpage_server.bench.raw", address]
+        command = [sys.executable, "-m", "kvpage_server.bench.raw", address]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin
             assert process.stdout

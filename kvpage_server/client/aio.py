@@ -73,9 +73,9 @@ class AsyncPageClient:
             raise Unsupported("this is no cluster")
         return self._calls
 
-    async def carry_out(self, plan: Timed[T], *, deadline: float | None = None) -> T:
+    async def carry_out(self, plan: Timed[T]) -> T:
         """Carry out a plan, asking several nodes at the same time."""
-        return await self._do(plan, deadline)
+        return await self._do(plan, None)
 
     async def close(self) -> None:
         """Close the connections. Calls that are under way in other tasks raise Closed, and so does any later one."""

@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Any
 
 from kvpage_server.client.errors import Unsupported
-from kvpage_server.client.page import BlockName, Page, pages_of_block
+from kvpage_server.client.page import BlockName, Page, amiss, header_of, pages_of_block
 from kvpage_server.client.questions import array, integer, ok, up_to
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.reply import Values
-from kvpage_server.client.wire.words import command, word
+from kvpage_server.client.wire.words import around_set, command, word
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
-from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
 
 Missed = dict[int, str]  # which of a batch, and why
 _NAMES_AT_ONCE = 4096  # names that are encoded before other tasks have their turn
@@ -83,7 +83,7 @@ class BlobCommands:
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages: all with one command, or, if there is a `ttl`, each with its own."""
         created, count = unix_ms(), len(pages)
-        before, after = (b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)) if ttl else (b"", b"\r\n")
+        before, after = around_set(ttl) if ttl else (b"", b"\r\n")
 
         def pieces() -> Iterator[Piece | Chunk]:
             if not ttl:
@@ -168,18 +168,12 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
     if blob is None:
         missed[item] = "absent"
         return None
-    try:
-        header, body = PageHeader.parse(blob), memoryview(blob)[HEADER_SIZE:]
-    except PageError:
-        missed[item] = "header"
+    header, body = header_of(key, blob), memoryview(blob)[HEADER_SIZE:]
+    if reason := amiss(header, body, verify=verify):
+        missed[item] = reason
         return None
-    if not header.names(key) or len(body) != header.body_size:
-        missed[item] = "header"
-    elif verify and header.checksum and checksum(body) != header.checksum:
-        missed[item] = "checksum"
-    else:
-        return Page(key, body, header.dtype, header.page_size, header.head_dim)
-    return None
+    assert header
+    return Page(key, body, header.dtype, header.page_size, header.head_dim)
 
 
 class PageCommands(BlobCommands):

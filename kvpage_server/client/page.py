@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
@@ -13,17 +13,20 @@ from kvpage_server.client.errors import BadBuffer
 from kvpage_server.core import SentPages
 from kvpage_server.core.buffers import Unusable
 from kvpage_server.page import (
+    HEADER_SIZE,
     MAX_PAGE,
     MAX_TTL,
     MAX_U32,
     BlockShape,
     DType,
     PageError,
+    PageHeader,
     PageKey,
     Plane,
     check_dtype,
     check_range,
     check_req_id,
+    checksum,
 )
 
 BlockName = tuple[bytes, int]  # req_id, page_id
@@ -65,6 +68,22 @@ def _misfit(index: int, page: Page) -> Exception:
         return error
     size = len(readable(page.body))
     return BadBuffer(f"page {index}: page_size x head_dim x itemsize is {nbytes} bytes, its body has {size}")
+
+
+def header_of(key: PageKey, blob: Any) -> PageHeader | None:
+    """The header that a string begins with, if the string is that page."""
+    try:
+        header = PageHeader.parse(blob[:HEADER_SIZE]) if isinstance(blob, bytes | memoryview) else None
+    except PageError:
+        return None
+    return header if header and header.names(key) else None
+
+
+def amiss(header: PageHeader | None, body: memoryview, *, verify: bool) -> str | None:
+    """Why these are not a page: header, checksum, or None."""
+    if header is None or header.body_size != len(body):
+        return "header"
+    return "checksum" if verify and header.checksum and checksum(body) != header.checksum else None
 
 
 def check_names(names: Sequence[BlockName]) -> None:

@@ -17,7 +17,6 @@ __all__ = [
     "SYNTAX_ERROR",
     "WRONG_TYPE",
     "as_integer",
-    "batch",
     "check_batch",
     "integer",
     "integer_in",
@@ -75,9 +74,3 @@ def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> i
             f"got {len(args) - 1}"
         )
     return count
-
-
-def batch(name: str, args: list[Argument], width: int, unit: str) -> list[list[Argument]]:
-    """The things of a batch, each with its `width` arguments; see `check_batch`. Raises ReplyError."""
-    check_batch(name, args, width, unit)
-    return [args[start : start + width] for start in range(1, len(args), width)]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from kvpage_server.client import BlockName
 from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size, ranges_of_page, shape_of
-from kvpage_server.client.cluster.calls import ClusterCalls, header_of
+from kvpage_server.client.cluster.calls import ClusterCalls
 from kvpage_server.client.cluster.commands import Command, get_opening, get_range, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
-from kvpage_server.client.cluster.receiving import Answer
+from kvpage_server.client.page import amiss, header_of
 from kvpage_server.client.wire.deadline import Deadline
-from kvpage_server.page import HEADER_SIZE, PageHeader, PageKey, checksum
+from kvpage_server.client.wire.reply import Answer
+from kvpage_server.page import HEADER_SIZE, PageHeader, PageKey
 
 Value = tuple[memoryview, ...]  # a string in one piece or two
 NO_PAGE: Value = ()  # stands for a string under a page's key that is no page
@@ -75,8 +76,8 @@ class Plans:
                 found.append(None if len(value) > 1 else NO_PAGE)
             else:
                 body = value[1] if len(value) > 1 else value[0][HEADER_SIZE:]
-                reason = self._amiss(header, body)
-                self.calls.misses[reason] += bool(reason)
+                reason = amiss(header, body, verify=self.calls.verify)
+                self.calls.misses.update([reason] if reason else [])
                 found.append(None if reason else (body,))
         return found
 
@@ -122,13 +123,6 @@ class Plans:
             self.calls.misses[reason] += 1
             return None
         return (value[before:],)
-
-    def _amiss(self, header: PageHeader, body: memoryview) -> str:
-        """What is wrong with a page, if anything is."""
-        if header.body_size != len(body):
-            return "header"
-        wrong = self.calls.verify and header.checksum and checksum(body) != header.checksum
-        return "checksum" if wrong else ""
 
     def _count_gone(self, answers: Sequence[Answer | Failed]) -> None:
         self.calls.misses[GONE] += sum(isinstance(answer, Failed) for answer in answers)

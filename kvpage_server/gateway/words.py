@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvpage_server.client.cluster.commands import Command
+from kvpage_server.client.cluster.commands import Command, around_value
 from kvpage_server.client.cluster.plan import Failed
-from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.wire.exchange import Piece
+from kvpage_server.client.wire.reply import Answer
 from kvpage_server.client.wire.words import word
 from kvpage_server.commands.arguments import WRONG_TYPE, plain
 from kvpage_server.core import Argument, Slot
@@ -67,11 +67,10 @@ def passed(words: Sequence[Argument], *, writes: bool) -> Command:
 def set_page(key: bytes, slot: Slot) -> Command:
     """SET of a page and its header, which are in a slot."""
     ttl = int.from_bytes(slot.header[_TTL], "little")
-    count, ending = (5, b"\r\n" + word(b"EX") + word(ttl)) if ttl else (3, b"\r\n")
+    opening, ending = around_value(key, HEADER_SIZE + slot.size, ttl)
 
     def pieces() -> Iterator[Piece]:
-        yield b"*%d\r\n%b%b$%d\r\n" % (count, word(b"SET"), word(key), HEADER_SIZE + slot.size)
-        yield bytes(slot.header)
+        yield opening + bytes(slot.header)
         yield slot.body
         yield ending
 

@@ -40,8 +40,8 @@ class Moment:
 class History:
     """Moments, the oldest first. At one a second, it holds the last ten minutes."""
 
-    def __init__(self, most: int = 60 * MINUTES) -> None:
-        self.moments: deque[Moment] = deque(maxlen=most)
+    def __init__(self) -> None:
+        self.moments: deque[Moment] = deque(maxlen=60 * MINUTES)
         self._last: Overview | None = None
 
     def add(self, now: Overview) -> Moment | None:

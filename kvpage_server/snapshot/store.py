@@ -17,7 +17,7 @@ from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.client.wire.words import command, word
-from kvpage_server.page import BlockShape, PageError, PageKey, index_key
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageKey, index_key
 from kvpage_server.snapshot.format.entries import FOREVER
 
 _WITHIN = 60.0  # seconds for a batch
@@ -29,8 +29,6 @@ KEY_COSTS = 8 << 10  # bytes that take as long as a key does
 BATCH_BYTES = 16 << 20
 
 _USUAL_LARGEST = 64 << 20  # bytes of a command, for a server that says nothing of it
-
-_ALL = b"*"
 
 
 class Value(NamedTuple):
@@ -134,7 +132,7 @@ class RunningStore:
         for keys in self._scan(b"TYPE", b"set"):
             yield [key.removeprefix(b"kv:").removesuffix(b":index") for key in keys]
 
-    def blocks(self, requests: Iterable[bytes], match: bytes = _ALL) -> Iterator[Listed]:
+    def blocks(self, requests: Iterable[bytes], match: bytes) -> Iterator[Listed]:
         """The blocks of requests, and of their pages those whose keys match."""
         left = iter(requests)
         while some := list(islice(left, _REQUESTS)):
@@ -163,7 +161,7 @@ class RunningStore:
             for (_, keys), suffix in zip(replies, suffixes, strict=True)
         ]
 
-    def strings(self, match: bytes = _ALL) -> Iterator[list[tuple[bytes, int]]]:
+    def strings(self, match: bytes) -> Iterator[list[tuple[bytes, int]]]:
         """Keys that hold no page, and the lengths of their values, some at a time."""
         for keys in self._scan(b"MATCH", match):
             plain = self._without_pages(keys)
@@ -192,9 +190,9 @@ class RunningStore:
         replies = self.ask([command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys])
         return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
 
-    def heads(self, keys: Sequence[bytes], size: int) -> list[Value]:
-        """The first `size` bytes of the values of the keys that exist."""
-        asked = [command(b"GETRANGE", key, 0, size - 1) + command(b"PEXPIRETIME", key) for key in keys]
+    def headers(self, keys: Sequence[bytes]) -> list[Value]:
+        """The headers of the pages that exist."""
+        asked = [command(b"GETRANGE", key, 0, HEADER_SIZE - 1) + command(b"PEXPIRETIME", key) for key in keys]
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _living(keys, replies[::2], replies[1::2])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, islice
 
-from kvpage_server.page import HEADER_SIZE, checksum
+from kvpage_server.page import checksum
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
 from kvpage_server.snapshot.format.files import FileContents
 from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, RunningStore
@@ -26,7 +26,7 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
         strict=True,
     )
     while some := list(islice(expected, _AT_ONCE)):
-        found = store.heads([bytes(key) for key, _, _ in some], HEADER_SIZE)
+        found = store.headers([bytes(key) for key, _, _ in some])
         if len(found) != len(some):
             return False
         for (_, header, left), (_, head, expires) in zip(some, found, strict=True):

@@ -19,9 +19,10 @@ from mlx_lm import generate
 from mlx_lm.models.cache import QuantizedKVCache
 
 from engine import model
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
+from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 

@@ -15,9 +15,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.agent_engine import AgentEngine, Answer
-from engine.batch_engine import BlockPoolBatchEngine, UnknownTokenError
+from engine.agent_engine import AgentEngine
+from engine.agent_job import Answer
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.generation.sampling import SamplerError
+from engine.generation.tokens import UnknownTokenError
 from engine.memory.blocks import BlockError, check_agent_id
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from servers import RunningServer
 from test_agent_engine import SYSTEM, TOKENS, Bench
 
-from engine.batch_engine import PromptTooLongError
+from engine.generation.tokens import PromptTooLongError
 from kvpage_server import tracing
 from kvpage_server.client import Page, PageClient
 from kvpage_server.page import DType, PageKey, decode_page

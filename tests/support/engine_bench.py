@@ -8,9 +8,11 @@ import mlx.core as mx
 from engine_families import Family
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, SchedulerConfig
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.pool import BlockPool
+from engine.scheduling.config import SchedulerConfig
 from engine.scheduling.model_watch import ModelWatch
+from engine.scheduling.request import CompletedGeneration
 
 
 class Watched:

@@ -25,9 +25,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.batch_engine import CompletedGeneration
 from engine.memory.blocks import AgentBlocks
 from engine.scheduling.model_watch import ModelWatch
+from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.agent_engine import Answer
+from engine.agent_job import Answer
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.reading import Reader, Said
 from engine.scheduling.request import Token

@@ -43,7 +43,7 @@ def compile_graph(
 ) -> list[Action]:
     """What a step does, in order. Raises a GraphError with the place of what is wrong."""
     check_cycles(graph)
-    return _Compiler(graph, variables, sizes, tensors).block("entry", None)
+    return _Compiler(graph, variables, sizes, tensors).block("entry")
 
 
 def check_cycles(graph: nodes.Graph) -> None:
@@ -80,7 +80,7 @@ class _Compiler:
         self._elastic = elastic_variables(self.graph, self.variables)
         self._counting = Counting(self.variables, self.sizes, self.tensors)
 
-    def block(self, name: str, at: Place | None) -> list[Action]:
+    def block(self, name: str) -> list[Action]:
         """The actions of a block and, before them, those of all that it branches to."""
         if name not in self._blocks:
             (block,) = [block for block in self.graph.blocks if block.name == name]
@@ -182,14 +182,14 @@ class _Compiler:
         return Action(run, f"loop {statement.name}", at=statement.at)
 
     def _branch(self, statement: nodes.Branch) -> Action:
-        then = self.block(statement.then, statement.at)
+        then = self.block(statement.then)
         if statement.condition is None or statement.otherwise is None:
 
             def go(frame: Frame) -> None:
                 frame.run(then)
 
             return Action(go, f"branch {statement.then}", at=statement.at)
-        otherwise = self.block(statement.otherwise, statement.at)
+        otherwise = self.block(statement.otherwise)
         get, dtype = self._getter(nodes.Access(statement.condition, at=statement.at), frozenset())
         variable = self.variables[statement.condition]
         if dtype.name != "bool" or variable.shape:
@@ -227,7 +227,8 @@ class _Compiler:
             return Action(lambda frame: frame.memory.scalars[name].write(get(frame)), what, at=access.at)
         given = access.indices or ()
         if any(isinstance(index, nodes.Slice) for index in given) or len(given) < len(layout.indices):
-            raise SliceWriteError(layout.refuse_slice(), access.at)
+            whole = f"{name}[{', '.join(layout.indices)}]" if layout.indices else name
+            raise SliceWriteError(f"a write takes one entry, {whole}, no slice of {name}", access.at)
         select = self._counting.selection(access, layout, scope)
         return Action(lambda frame: frame.memory.tables[name].write(select(frame), get(frame)), what, at=access.at)
 

@@ -26,11 +26,10 @@ class Counting:
 
     def selection(self, access: Access, layout: Layout, scope: Scope) -> Callable[[Frame], tuple[int | slice, ...]]:
         """The indices of an access to persistent memory, as numbers."""
-        given = access.indices or ()
-        try:
-            layout.check_count(len(given))
-        except RankError as error:
-            raise RankError(error.message, access.at) from None
+        given, names = access.indices or (), layout.names
+        if len(given) > len(names):
+            takes = f"takes at most {len(names)} ({', '.join(names)})" if names else "takes no indices"
+            raise RankError(f"{layout.name} {takes}, got {len(given)}", access.at)
         parts: list[Callable[[Frame], int | slice]] = []
         for index in given:
             if isinstance(index, Slice):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
-from engine.persistent.errors import DTypeError, ShapeError
+from engine.persistent.errors import ShapeError
 from engine.persistent.state.journal import Journal
 from engine.persistent.state.table import Layout, Table
 
@@ -28,9 +28,7 @@ class Scalar:
         return self._value
 
     def write(self, value: mx.array) -> None:
-        """Raises DTypeError or ShapeError for one of another dtype, or with dimensions."""
-        if value.dtype != self.layout.dtype.mlx:
-            raise DTypeError(f"{self.layout.name} is {self.layout.dtype.name}, got {value.dtype}")
+        """The value has its dtype. Raises ShapeError for one with dimensions."""
         if value.shape:
             raise ShapeError(f"{self.layout.name} is a scalar, got the shape {list(value.shape)}")
         self._set(value if self.layout.dtype.is_float else value.item())  # type: ignore[arg-type]

@@ -21,16 +21,7 @@ from operator import add
 import mlx.core as mx
 
 from engine.persistent.dtypes import DType
-from engine.persistent.errors import (
-    DTypeError,
-    GrowthError,
-    NegativeIndexError,
-    RankError,
-    ShapeError,
-    SliceRangeError,
-    SliceResetError,
-    SliceWriteError,
-)
+from engine.persistent.errors import GrowthError, NegativeIndexError, ShapeError, SliceRangeError
 from engine.persistent.state.journal import Journal
 from engine.persistent.state.lane import Lane, Literal
 
@@ -65,20 +56,12 @@ class Layout:
         """The limit that @fixed gives an index."""
         return dict(self.fixed).get(index)
 
-    def refuse_slice(self) -> str:
-        """Why a write to a slice is an error."""
-        whole = f"{self.name}[{', '.join(self.indices)}]" if self.indices else self.name
-        return f"a write takes one entry, {whole}, no slice of {self.name}"
-
-    def check_count(self, given: int) -> None:
-        """Raise RankError when it takes fewer indices."""
-        if given > len(self.names):
-            takes = f"takes at most {len(self.names)} ({', '.join(self.names)})" if self.names else "takes no indices"
-            raise RankError(f"{self.name} {takes}, got {given}")
-
 
 class Table:
-    """A persistent tensor or table. Every change can be undone until the journal begins its next step."""
+    """A persistent tensor or table. Every change can be undone until the journal begins its next step.
+
+    How many indices a graph gives, where it may give slices, and the dtypes of what it writes were checked before.
+    """
 
     def __init__(self, layout: Layout, journal: Journal) -> None:
         self.layout = layout
@@ -102,11 +85,9 @@ class Table:
         """The tensors selected: an axis for each slice and for each table index not given, then a tensor's own.
 
         Scalar indices make the table long enough, and scalar auto_dim indices the tensors large enough; slices don't.
-        Raises RankError, NegativeIndexError, SliceRangeError or GrowthError.
+        Raises NegativeIndexError, SliceRangeError or GrowthError.
         """
-        layout = self.layout
-        layout.check_count(len(selection))
-        rank = len(layout.indices)
+        layout, rank = self.layout, len(self.layout.indices)
         table, auto = selection[:rank], selection[rank:]
         sizes = self._lengthened([index if isinstance(index, int) else None for index in table])
         axes: list[int | slice] = [
@@ -123,17 +104,9 @@ class Table:
         return entries[(slice(None),) * (entries.ndim - len(self.shape)) + spans]
 
     def write(self, selection: Selection, value: mx.array) -> None:
-        """Write one tensor of exactly the dtype and shape that it has, once it has grown.
-
-        Raises SliceWriteError, ShapeError, DTypeError, and what `read` does.
-        """
+        """Write one tensor, of exactly the shape that it has once it has grown. Raises ShapeError, and as `read`."""
         layout, rank = self.layout, len(self.layout.indices)
-        layout.check_count(len(selection))
-        if slice in map(type, selection) or len(selection) < rank:
-            raise SliceWriteError(layout.refuse_slice())
         entry, auto = self._scalars(selection[:rank]), self._scalars(selection[rank:])
-        if value.dtype != layout.dtype.mlx:
-            raise DTypeError(f"{layout.name} holds {layout.dtype.name}, got {value.dtype}")
         sizes, counts = self._lengthened(entry), self._grown(auto)
         shape = self.shape if counts is self.counts else self._shape(counts)
         if value.shape != shape:
@@ -149,14 +122,9 @@ class Table:
     def reset(self, selection: Selection = ()) -> None:
         """What was never written: all of it, also its length and counts, or the entries that begin with `selection`.
 
-        Entries leave the table as long as it is. Raises SliceResetError, RankError, NegativeIndexError, GrowthError.
+        Entries leave the table as long as it is. Raises NegativeIndexError, GrowthError.
         """
         layout = self.layout
-        layout.check_count(len(selection))
-        if slice in map(type, selection):
-            raise SliceResetError(f"a reset takes {layout.name}, an entry or the first indices of entries, no slice")
-        if len(selection) > len(layout.indices):
-            raise RankError(f"the dimensions of {layout.name} can't be reset alone: {', '.join(layout.auto)}")
         prefix = self._scalars(selection)
         self._lengthened(prefix)
         if not prefix:

@@ -217,11 +217,6 @@ def chain_in(raw: bytes | None, key: str) -> list[str]:
         return []
 
 
-def names_in(raw: bytes | None, key: str) -> set[str]:
-    """The same as a set."""
-    return set(chain_in(raw, key))
-
-
 def _created(raw: bytes | None, key: str) -> int:
     """When the agent was first stored, in unix milliseconds; 0 if the manifest does not say."""
     try:
@@ -233,7 +228,7 @@ def _created(raw: bytes | None, key: str) -> int:
 
 def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
     """A manifest changed for another key; None if it makes no sense."""
-    return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and names_in(raw, key) else None
+    return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and chain_in(raw, key) else None
 
 
 def digest_of(manifest: bytes) -> bytes:

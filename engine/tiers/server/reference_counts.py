@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.manifest import chain_in, manifest_key, moved, names_in, older_key
+from engine.tiers.server.manifest import chain_in, manifest_key, moved, older_key
 from kvpage_server.client.questions import Question, integer, ok, texts
 
 Stored = Mapping[str, bytes | None]  # manifests by key
@@ -87,8 +87,8 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
         nonlocal dropped
         stored = dict(zip(keys, values, strict=True))
         wanted = change(stored)
-        before = Counter(name for key in wanted for name in names_in(stored[key], key))
-        after = Counter(name for key, manifest in wanted.items() for name in names_in(manifest, key))
+        before = Counter(name for key in wanted for name in {*chain_in(stored[key], key)})
+        after = Counter(name for key, manifest in wanted.items() for name in {*chain_in(manifest, key)})
         added, removed = after - before, before - after
         dropped = list(removed)
         puts = [Question(["SET", key, manifest], ok) for key, manifest in wanted.items() if manifest is not None]
@@ -96,8 +96,8 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
         return [
             *puts,
             *(Question(["DEL", key], integer) for key in gone),
-            *(Question(["INCRBY", _count_key(name), count], integer) for name, count in added.items()),
-            *(Question(["DECRBY", _count_key(name), count], integer) for name, count in removed.items()),
+            *(Question(["INCRBY", count_key(name), count], integer) for name, count in added.items()),
+            *(Question(["DECRBY", count_key(name), count], integer) for name, count in removed.items()),
         ]
 
     answers = await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), questions)
@@ -109,23 +109,21 @@ async def bury(connection: ServerConnection, names: Sequence[str]) -> None:
     """Delete those of these blocks that no manifest names."""
     if not names:
         return
-    keys = list(map(_count_key, names))
+    keys = list(map(count_key, names))
 
     def change(counts: Sequence[bytes | None]) -> list[Question]:
-        dead = [name for name, count in zip(names, counts, strict=True) if count is None or _is_none(count)]
-        return [question for name in dead for question in _burial(name)]
+        found = zip(names, counts, strict=True)
+        dead = [name for name, count in found if count is None or count == b"0" or count.startswith(b"-")]
+        return [asked for name in dead for asked in (Question(["KVPAGEDEL", name], integer), forget_block(name))]
 
     await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), change)
 
 
-def _burial(name: str) -> list[Question]:
-    keys = [f"seal:{name}", f"state:{name}", _count_key(name)]
-    return [Question(["KVPAGEDEL", name], integer), Question(["DEL", *keys], integer)]
+def forget_block(name: str) -> Question:
+    """Delete what is stored of a block besides its pages."""
+    return Question(["DEL", f"seal:{name}", f"state:{name}", count_key(name)], integer)
 
 
-def _is_none(count: bytes) -> bool:
-    return count == b"0" or count.startswith(b"-")
-
-
-def _count_key(name: str) -> str:
+def count_key(name: str) -> str:
+    """Where it is counted how many manifests name a block."""
     return f"refs:{name}"

@@ -23,7 +23,7 @@ from itertools import groupby, islice
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.connection import OUTAGES, ServerConnection
 from engine.tiers.server.manifest import chain_in, digest_of, manifest_key, moved, older_key
-from engine.tiers.server.reference_counts import MakesManifest
+from engine.tiers.server.reference_counts import MakesManifest, count_key, forget_block
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
 from kvpage_server.segments import SEGMENT, tag_of
@@ -101,7 +101,7 @@ async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None
         stale = [(block, mark) for block, _, mark in references if mark != digest]
         return [
             *(Question(["SET", _mark_key(block, key), digest], ok) for block, _ in stale),
-            *(Question(["INCRBY", _count_key(block), 1], integer) for block, mark in stale if mark is None),
+            *(Question(["INCRBY", count_key(block), 1], integer) for block, mark in stale if mark is None),
         ]
 
     await _change(connection, key, _segments(chain_in(manifest, key)), change)
@@ -129,9 +129,8 @@ def _one_less(connection: ServerConnection, block: str, count: bytes | None) -> 
     if count is None or not count.isdigit():
         return []
     if int(count) > 1:
-        return [Question(["DECRBY", _count_key(block), 1], integer)]
-    keys = [f"seal:{block}", f"state:{block}", _count_key(block)]
-    return [connection.server.words.delete(block.encode(), (0, 1)), Question(["DEL", *keys], integer)]
+        return [Question(["DECRBY", count_key(block), 1], integer)]
+    return [connection.server.words.delete(block.encode(), (0, 1)), forget_block(block)]
 
 
 async def _change(
@@ -144,7 +143,7 @@ async def _change(
     failure is raised."""
 
     async def change_one(blocks: Sequence[str]) -> None:
-        keys = [word for block in blocks for word in (_count_key(block), _mark_key(block, key))]
+        keys = [word for block in blocks for word in (count_key(block), _mark_key(block, key))]
         await connection.transaction(
             keys,
             Question(["MGET", *keys], texts(len(keys))),
@@ -164,10 +163,6 @@ def _segments(chain: Sequence[str], kept: Collection[str] = ()) -> list[list[str
     tagged = ((tag_of(chain, i, SEGMENT), name) for i, name in enumerate(chain))
     found = ([tag + name for _, name in some if name not in kept] for tag, some in groupby(tagged, lambda one: one[0]))
     return [blocks for blocks in found if blocks]
-
-
-def _count_key(block: str) -> str:
-    return f"refs:{block}"
 
 
 def _mark_key(block: str, key: str) -> str:

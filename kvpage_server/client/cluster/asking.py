@@ -14,10 +14,10 @@ from typing import Any
 
 from kvpage_server.client.cluster.commands import Command, ask, ask_lines
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
-from kvpage_server.client.cluster.receiving import OTHER_SIZE, Answer
 from kvpage_server.client.cluster.topology import Address, Node, Shard, SlotMap, ask_slots, redirection, slot_of
 from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
 from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.reply import OTHER_SIZE, Answer
 
 READ_TRIES = 3  # of a read that no node answers
 FOLLOWED = 8  # redirections of one command

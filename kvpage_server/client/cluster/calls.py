@@ -23,22 +23,24 @@ from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import Command, Scattered, Write, block_writes, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
-from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.client.cluster.topology import Node
 from kvpage_server.client.errors import PageClientError, Refused, Unsupported, WrongReply
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
     Page,
+    amiss,
     check_block_sizes,
     check_names,
+    header_of,
     pages_of_block,
     sized,
     sized_blocks,
 )
 from kvpage_server.client.questions import BlockWords, Question, integer, up_to
 from kvpage_server.client.wire.deadline import Deadline
-from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
+from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Answer, Place
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, unix_ms
 
 _APART = 256  # commands that are sent at once, so that other tasks have their turn
 _SPELLED = 4096  # likewise, of those that are spelled without an object for each
@@ -139,10 +141,7 @@ class ClusterCalls:
     @timed
     def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
         """Delete blocks of a request. Returns how many pages they had."""
-        names = [(req_id, page) for page in pages]
-        check_names(names or [(req_id, 0)])
-        if not names:
-            raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
+        names = _named(req_id, pages)
         shapes = _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
         gone = yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
         return sum(shapes[name].pages for name, count in zip(names, gone, strict=True) if count and name in shapes)
@@ -201,10 +200,7 @@ class ClusterCalls:
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
         """Keep blocks from expiring for a while. Returns how many exist."""
-        names = [(req_id, page) for page in pages]
-        check_names(names or [(req_id, 0)])
-        if not names:
-            raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
+        names = _named(req_id, pages)
         touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
         found = yield from self._integers([*touched, *(_lease(name, lease_ms, writes=True) for name in names)], end)
         return sum(found[: len(names)])
@@ -284,7 +280,10 @@ class ClusterCalls:
         reasons = map(_reason, (yield from self.router.answers(parts, end)))
         for i, of_header, of_body in zip(in_blocks, reasons, reasons, strict=False):
             missed[i] = of_header or of_body
-        return [reason or _amiss(key, room, self.verify) for key, room, reason in zip(keys, rooms, missed, strict=True)]
+        return [
+            reason or amiss(header_of(key, room.head), room.body, verify=self.verify)
+            for key, room, reason in zip(keys, rooms, missed, strict=True)
+        ]
 
     def _blocks_of_pages(
         self,
@@ -336,6 +335,15 @@ class ClusterCalls:
         return [reason is None for reason in missed]
 
 
+def _named(req_id: bytes, pages: Sequence[int]) -> list[BlockName]:
+    """Blocks of a request. Raises Unsupported for all of them."""
+    names = [(req_id, page) for page in pages]
+    check_names(names or [(req_id, 0)])
+    if not names:
+        raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
+    return names
+
+
 def _lease(name: BlockName, lease_ms: int, **how: bool) -> Command:
     """Keep a block at least that long, if it expires."""
     return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", **how)
@@ -366,20 +374,3 @@ def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[Block
 def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[int, int], tuple[int, int]] | None:
     shape = shapes.get((key.req_id, key.page))
     return block_value.ranges_of_page(key, shape) if shape else None
-
-
-def header_of(key: PageKey, blob: Answer | Failed) -> PageHeader | None:
-    """The header of a string, if the string is that page."""
-    try:
-        header = PageHeader.parse(blob[:HEADER_SIZE]) if isinstance(blob, memoryview) else None
-    except PageError:
-        return None
-    return header if header and header.names(key) else None
-
-
-def _amiss(key: PageKey, room: Place, verify: bool) -> str | None:
-    """What is wrong with the blob at a page's key, or None."""
-    header = header_of(key, room.head)
-    if header is None or header.body_size != len(room.body):
-        return "header"
-    return "checksum" if verify and header.checksum and checksum(room.body) != header.checksum else None

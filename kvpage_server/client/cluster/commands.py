@@ -11,13 +11,13 @@ from typing import Any
 
 from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import block_key
-from kvpage_server.client.cluster.receiving import Answer, Answers, Lines, Place
 from kvpage_server.client.cluster.topology import SLOTS, has_tag
 from kvpage_server.client.errors import Refused
 from kvpage_server.client.page import BlockName, Page, pages_of_block
 from kvpage_server.client.questions import Question, encoded, key_of
 from kvpage_server.client.wire.exchange import Piece, Request
-from kvpage_server.client.wire.words import command, word
+from kvpage_server.client.wire.reply import Answer, Lines, Place, Values
+from kvpage_server.client.wire.words import around_set, command, word
 from kvpage_server.core import Chunk, SentPages
 from kvpage_server.page import BlockShape
 
@@ -58,7 +58,7 @@ def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
         ]
 
     places = [place for one in commands for place in ([None, one.place] if asking else [one.place])]
-    return Request(pieces, lambda: Answers(places), read)
+    return Request(pieces, lambda: Values(with_errors=True, places=places), read)
 
 
 def _pairs(answers: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -99,7 +99,7 @@ def get_range(key: bytes, first: int, last: int) -> Command:
 def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:
     """Write a block. Its digests are computed when it is sent."""
     key = block_key(name)
-    opening, ending = _set(key, block_value.head_size(shape) + shape.nbytes, ttl)
+    opening, ending = around_value(key, block_value.head_size(shape) + shape.nbytes, ttl)
 
     def pieces() -> Iterator[Piece]:
         yield opening + block_value.head(name[1], shape, body, ttl, created_ms)
@@ -111,20 +111,13 @@ def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], tt
 
 def set_page(page: Page, ttl: int, created_ms: int) -> Command:
     sent = SentPages([page])
-    before, after = _around(ttl)
+    before, after = around_set(ttl)
     return Command(bytes(page.key), lambda: iter((sent.as_blobs(0, before, after, ttl, created_ms),)), writes=True)
 
 
-def _around(ttl: int) -> tuple[bytes, bytes]:
-    """The bytes before the key and after the value of a SET."""
-    if ttl:
-        return b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)
-    return b"*3\r\n" + word(b"SET"), b"\r\n"
-
-
-def _set(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
+def around_value(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
     """The bytes before and after the value of a SET."""
-    before, after = _around(ttl)
+    before, after = around_set(ttl)
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after
 
 

@@ -1,4 +1,4 @@
-"""Replies as values, without I/O: bytes in, Python values out. RESP2, and the part of RESP3 that our questions need.
+"""Replies as values, or in places that are given for them: RESP2, and the part of RESP3 that our questions need.
 
 A *receiver* takes bytes until the reply is complete (`done`). Then `result` is the answer. More bytes are an error,
 since a connection has one question at a time.
@@ -7,18 +7,21 @@ since a connection has one question at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvpage_server.client.errors import Refused, WrongReply
-from kvpage_server.core.answers import MAX_BULK, MAX_LINE
+from kvpage_server.core.answers import MAX_BULK, MAX_FRAME, MAX_LINE
 
 MAX_DEPTH = 8
 _DIRECT_BYTES = 4096  # a bulk of at least this size is received into its own memory
 _SCRATCH_BYTES = 16 * 1024
 _AHEAD_BYTES = 256 * 1024  # bytes that are received behind a long string, where there may be more of them
+_DROPPED_BYTES = 1 << 20  # bytes that are dropped at once
+_SHORT_LINE = 1024  # bytes of one of `Lines`
 
 
 class Receiver(Protocol):
@@ -48,21 +51,52 @@ def only(values: list[Any]) -> Any:
     return values[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Memory for a string: `head` for its first bytes, and `body` for the rest."""
+
+    head: memoryview
+    body: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the string that fits."""
+        return len(self.head) + len(self.body)
+
+
+class Arrived:
+    """A string that was received into its place."""
+
+
+class OtherSize:
+    """A string of another size than its place, which was dropped."""
+
+
+Answer = Any  # bytes, memoryview, int, None, Refused; of a string with a place ARRIVED or OTHER_SIZE
+ARRIVED, OTHER_SIZE = Arrived(), OtherSize()
+
+
 class Values:
     """`count` replies of any kind. Strings are bytes, or memoryviews of their own memory.
 
     An error among them is raised when all have arrived, or, with `with_errors`, returned among them.
+
+    With `places`, there is one for each reply, or None, and no reply is an array. A string is received into its place.
+    Behind it, at most the line and the head of the next one are received, so that only the kernel copies bodies.
+    Strings without a place are memoryviews, to be told from simple strings.
     """
 
-    def __init__(self, count: int = 1, *, with_errors: bool = False) -> None:
+    def __init__(
+        self, count: int = 1, *, with_errors: bool = False, places: Sequence[Place | None] | None = None
+    ) -> None:
         self.done = False
         self._with_errors = with_errors
+        self._places = places
         self._values: list[Any] = []
         self._data = b""  # received, not yet parsed, from _pos on
         self._pos = 0
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._room = memoryview(b"")  # of the long string that is being received, `_filled` bytes so far
-        self._filled = 0
+        self._into: list[memoryview] = []  # what is still to be filled of a long string
         self._steps = self._parse(count)
         next(self._steps)
 
@@ -90,17 +124,29 @@ class Values:
                 count += len(some)
             self._received(count)
 
+    def result(self) -> list[Any]:
+        """The replies. Raises Refused."""
+        for value in self._values:
+            if isinstance(value, Refused) and not self._with_errors:
+                raise value.again()
+        return self._values
+
+    # -- where the next bytes belong -----------------------------------------------------------------------------------
+
     def _buffers(self) -> list[memoryview]:
-        if self._filled < len(self._room):
-            return [self._room[self._filled :], self._scratch]
-        return [self._scratch]
+        return [*self._into, self._scratch[: self._wanted_behind()]] if self._into else [self._scratch]
+
+    def _wanted_behind(self) -> int:
+        """The number of bytes up to the body of the next string, if it has a place."""
+        after = len(self._values) + 1
+        place = self._places[after] if self._places and after < len(self._places) else None
+        return 2 + MAX_FRAME + len(place.head) if place else len(self._scratch)
 
     def _received(self, count: int) -> None:
         """Parse as far as possible."""
-        direct = min(count, len(self._room) - self._filled)
-        self._filled += direct
-        if count > direct:
-            self._data = b"".join((memoryview(self._data)[self._pos :], self._scratch[: count - direct]))
+        count = self._fill(count)
+        if count:
+            self._data = b"".join((memoryview(self._data)[self._pos :], self._scratch[:count]))
             self._pos = 0
         try:
             next(self._steps)
@@ -109,16 +155,21 @@ class Values:
                 raise WrongReply("there are bytes after the reply") from None
             self.done = True
 
-    def result(self) -> list[Any]:
-        """The replies. Raises Refused."""
-        for value in self._values:
-            if isinstance(value, Refused) and not self._with_errors:
-                raise value.again()
-        return self._values
+    def _fill(self, count: int) -> int:
+        """Note that so many bytes have come for a long string. Returns how many of them are behind it."""
+        while self._into and count >= len(self._into[0]):
+            count -= len(self._into.pop(0))
+        if self._into:
+            self._into[0] = self._into[0][count:]
+            return 0
+        return count
+
+    # -- taking what came ----------------------------------------------------------------------------------------------
 
     def _parse(self, count: int) -> Generator[None, None, None]:
         yield
-        self._values = yield from self._several(count, 0)
+        for place in [None] * count if self._places is None else self._places:
+            self._values.append((yield from self._value(0, place)))
 
     def _several(self, count: int, depth: int) -> Generator[None, None, list[Any]]:
         values: list[Any] = []
@@ -126,7 +177,7 @@ class Values:
             values.append((yield from self._value(depth)))
         return values
 
-    def _value(self, depth: int) -> Generator[None, None, Any]:
+    def _value(self, depth: int, place: Place | None = None) -> Generator[None, None, Any]:
         if depth > MAX_DEPTH:
             raise WrongReply(f"a reply is nested deeper than {MAX_DEPTH}")
         line = yield from self._line()
@@ -140,8 +191,8 @@ class Values:
         if kind == b"_":
             return None
         if kind in b"$=":
-            return None if rest == b"-1" else (yield from self._bulk(bulk_size(rest)))
-        if kind in b"*~%":
+            return None if rest == b"-1" else (yield from self._bulk(bulk_size(rest), place))
+        if kind in b"*~%" and self._places is None:
             size = number(rest)
             if size == -1:
                 return None
@@ -160,29 +211,76 @@ class Values:
             raise WrongReply("a reply is an empty line")
         return line
 
-    def _bulk(self, size: int) -> Generator[None, None, bytes | memoryview]:
+    def _bulk(self, size: int, place: Place | None) -> Generator[None, None, Any]:
         while size < _DIRECT_BYTES and len(self._data) - self._pos < size + 2:
             yield
         end = self._pos + size
-        if len(self._data) >= end + 2:
+        if place is None and len(self._data) >= end + 2:
             text = self._data[self._pos : end]
             if self._data[end : end + 2] != b"\r\n":
                 raise WrongReply("a bulk string is not terminated by CRLF")
             self._pos = end + 2
-            return text
-        taken = len(self._data) - self._pos
-        room = _memory(size + 2)
-        room[:taken] = memoryview(self._data)[self._pos :]
-        self._pos += taken
-        self._room, self._filled = room, taken
-        if len(self._scratch) < _AHEAD_BYTES:
-            self._scratch = np.empty(_AHEAD_BYTES, np.uint8).data
-        while self._filled < size + 2:
+            return text if self._places is None else memoryview(text)
+        if place is None:
+            if len(self._scratch) < _AHEAD_BYTES:
+                self._scratch = np.empty(_AHEAD_BYTES, np.uint8).data
+            room = _memory(size)
+            yield from self._long([room])
+            return room
+        if place.nbytes == size:
+            yield from self._long([place.head, place.body])
+            return ARRIVED
+        while size > _DROPPED_BYTES:
+            yield from self._long([_memory(_DROPPED_BYTES)], crlf=False)
+            size -= _DROPPED_BYTES
+        yield from self._long([_memory(size)])
+        return OTHER_SIZE
+
+    def _long(self, memory: list[memoryview], *, crlf: bool = True) -> Generator[None, None, None]:
+        """Fill memory with what has come of a string, and then with what comes."""
+        self._into = [part for part in memory if len(part)]
+        while self._into and self._pos < len(self._data):
+            there = memoryview(self._data)[self._pos :][: len(self._into[0])]
+            self._into[0][: len(there)] = there
+            self._pos += len(there)
+            self._fill(len(there))
+        while self._into or (crlf and len(self._data) - self._pos < 2):
             yield
-        self._room, self._filled = memoryview(b""), 0
-        if bytes(room[-2:]) != b"\r\n":
-            raise WrongReply("a bulk string is not terminated by CRLF")
-        return room[:-2]
+        if crlf:
+            if self._data[self._pos : self._pos + 2] != b"\r\n":
+                raise WrongReply("a bulk string is not terminated by CRLF")
+            self._pos += 2
+
+
+class Lines:
+    """So many replies, each of which is a line."""
+
+    def __init__(self, count: int) -> None:
+        self.done = False
+        self._left, self._most = count, count * _SHORT_LINE
+        self._received = bytearray()
+
+    def receive(self, fd: int) -> int:
+        """As every receiver."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return -1
+        if data:
+            self.feed(data)
+        return len(data)
+
+    def feed(self, data: bytes) -> None:
+        """As every receiver."""
+        self._received += data
+        self._left -= data.count(b"\n")
+        self.done = not self._left and self._received.endswith(b"\r\n")
+        if self._left < 0 or (not self._left and not self.done) or len(self._received) > self._most:
+            raise WrongReply(f"instead of lines came {bytes(self._received[-40:])!r}")
+
+    def result(self) -> list[bytes]:
+        """The lines."""
+        return bytes(self._received).split(b"\r\n")[:-1]
 
 
 def _memory(nbytes: int) -> memoryview:

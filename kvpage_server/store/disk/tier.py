@@ -50,7 +50,6 @@ from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import Damaged, name_of_block, name_of_key
 
-_AT_ONCE = 256  # values that are noted before others have their turn
 _SHARE_OF_TEXTS = 0.5  # of maxmemory that short strings may take before they are evicted; memory always has them
 
 log = logging.getLogger("kvpage")

@@ -92,6 +92,22 @@ export function walk(event, press) {
   next.focus();
 }
 
+const LEFT = 58; // of the axis: room for its numbers
+
+/** A drawing with a name that is read out. */
+const chart = ({ width, height, name }) =>
+  svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
+
+/** A line across a chart, and the number that it stands for. */
+const rule = (width, y, number) => [
+  svg("line", { class: "rule", x1: LEFT, x2: width, y1: y, y2: y }),
+  svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, number),
+];
+
+/** Where an axis of time begins and ends. */
+const times = ({ width, height, span }) =>
+  [svg("text", { x: LEFT, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now")];
+
 const nice = (value) => {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= value);
@@ -103,22 +119,17 @@ const niceBytes = (value) => {
 };
 
 /** Lines over time. `series` are {kind, values}, oldest first, null where nothing is known; `top` is the axis's end. */
-export function lines(series, { width, height, name, format, top, span }) {
-  const left = 58;
+export function lines(series, { format, top, ...shape }) {
+  const { width, height } = shape;
   const floor = height - 22;
   const highest = Math.max(...series.flatMap(({ values }) => values.filter((value) => value !== null)), 0);
   const end = top ?? (format === bytes ? niceBytes(highest || 1024) : nice(highest || 1));
   const slots = Math.max(...series.map(({ values }) => values.length), 2);
-  const x = (index) => left + ((width - left) * index) / (slots - 1);
+  const x = (index) => LEFT + ((width - LEFT) * index) / (slots - 1);
   const y = (value) => floor - (floor - 8) * Math.min(1, value / end);
-  const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
-  for (const part of [0, 0.5, 1]) {
-    box.append(
-      svg("line", { class: "rule", x1: left, x2: width, y1: y(part * end), y2: y(part * end) }),
-      svg("text", { x: left - 8, y: y(part * end) + 4, "text-anchor": "end" }, format(part * end)),
-    );
-  }
-  box.append(svg("text", { x: left, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now"));
+  const box = chart(shape);
+  for (const part of [0, 0.5, 1]) box.append(...rule(width, y(part * end), format(part * end)));
+  box.append(...times(shape));
   for (const { kind, values } of series) {
     let path = "";
     let gap = true;
@@ -132,30 +143,24 @@ export function lines(series, { width, height, name, format, top, span }) {
 }
 
 /** Bars over time, stacked. `columns` are lists of [class, value], oldest first. */
-export function columns(series, { width, height, name, format, span }) {
-  const left = 58;
+export function columns(series, { format, ...shape }) {
+  const { width, height } = shape;
   const floor = height - 22;
   const highest = Math.max(...series.map((parts) => parts.reduce((sum, [, value]) => sum + value, 0)), 0);
   const end = nice(highest || 1);
-  const step = (width - left) / Math.max(series.length, 1);
-  const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
-  for (const part of [0, 1]) {
-    const y = floor - (floor - 8) * part;
-    box.append(
-      svg("line", { class: "rule", x1: left, x2: width, y1: y, y2: y }),
-      svg("text", { x: left - 8, y: y + 4, "text-anchor": "end" }, format(part * end)),
-    );
-  }
+  const step = (width - LEFT) / Math.max(series.length, 1);
+  const box = chart(shape);
+  for (const part of [0, 1]) box.append(...rule(width, floor - (floor - 8) * part, format(part * end)));
   series.forEach((parts, index) => {
     let y = floor;
     for (const [kind, value] of parts) {
       const tall = ((floor - 8) * value) / end;
       if (tall <= 0) continue;
       y -= tall;
-      box.append(svg("rect", { class: kind, x: left + index * step, y, width: Math.max(1, step - 2), height: tall, rx: 1 }));
+      box.append(svg("rect", { class: kind, x: LEFT + index * step, y, width: Math.max(1, step - 2), height: tall, rx: 1 }));
     }
   });
-  box.append(svg("text", { x: left, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now"));
+  box.append(...times(shape));
   return box;
 }
 
@@ -175,26 +180,20 @@ export function mark(kind) {
 }
 
 /** Points {x, y, kind, title}, `y` on a logarithmic scale. */
-export function scatter(points, { width, height, name, formatX, formatY, labelX }) {
-  const left = 58;
+export function scatter(points, { formatX, formatY, labelX, ...shape }) {
+  const { width, height } = shape;
   const floor = height - 40;
-  const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
+  const box = chart(shape);
   const low = Math.floor(Math.log10(Math.min(...points.map((point) => point.y), 1)) + 1e-9);
   const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...points.map((point) => point.y), 0.1)) - 1e-9));
   const end = nice(Math.max(...points.map((point) => point.x), 10));
-  const x = (value) => left + 8 + ((width - left - 22) * value) / end;
+  const x = (value) => LEFT + 8 + ((width - LEFT - 22) * value) / end;
   const y = (value) => floor - ((floor - 10) * (Math.log10(Math.max(value, 10 ** low)) - low)) / (high - low);
-  for (let power = low; power <= high; power += 1) {
-    const at = y(10 ** power);
-    box.append(
-      svg("line", { class: "rule", x1: left, x2: width, y1: at, y2: at }),
-      svg("text", { x: left - 8, y: at + 4, "text-anchor": "end" }, formatY(10 ** power)),
-    );
-  }
+  for (let power = low; power <= high; power += 1) box.append(...rule(width, y(10 ** power), formatY(10 ** power)));
   for (const part of [0, 0.5, 1]) {
     box.append(svg("text", { x: x(part * end), y: floor + 18, "text-anchor": "middle" }, formatX(part * end)));
   }
-  box.append(svg("text", { x: (left + width) / 2, y: height - 4, "text-anchor": "middle" }, labelX));
+  box.append(svg("text", { x: (LEFT + width) / 2, y: height - 4, "text-anchor": "middle" }, labelX));
   for (const point of points) {
     const shape = SHAPES[point.kind](x(point.x), y(point.y));
     shape.setAttribute("class", `dot ${point.kind}`);

@@ -17,14 +17,6 @@ export function bytes(value) {
 /** 1234567 is 1,234,567. */
 export const count = (value) => WHOLE.format(value);
 
-/** Many, in short: 1234567 is 1.2 M. */
-export function short(value) {
-  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
-    if (value >= size) return `${(value / (unit === "k" ? 1e3 : size)).toFixed(1)} ${unit}`;
-  }
-  return value < 10 && value % 1 ? value.toFixed(1) : count(value);
-}
-
 /** 0.0123 is 12 ms. */
 export function seconds(value) {
   if (value === 0) return "0 s";

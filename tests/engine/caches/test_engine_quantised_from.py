@@ -15,8 +15,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, SchedulerConfig
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.pool import BlockPool
+from engine.scheduling.config import SchedulerConfig
+from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
 
 MODEL = tiny_llama(head_dim=64)

@@ -13,9 +13,9 @@ from engine_models import letter_tokenizer
 import numpy as np
 import pytest
 
-from engine.batch_engine import Token
 from engine.generation.one_pass import SHORT_TOKENS
 from engine.memory.blocks import AgentBlocks
+from engine.scheduling.request import Token
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 KNOWN, QUESTION = 300, 11

@@ -24,12 +24,14 @@ import redis
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, IncompatibleBlocksError
 from engine.pool import BlockPool
+from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
-from engine.tiers.pages import PageTier, Saved
+from engine.tiers.pages import PageTier
+from engine.tiers.server.block_writer import Saved
 
 BLOCK = 64
 TOKENS = np.random.default_rng(0).integers(0, 96, 400).tolist()

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from engine.batch_engine import BlockPoolBatchEngine, EngineClosedError, SchedulerConfig
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool, PoolExhaustedError
+from engine.scheduling.config import SchedulerConfig
+from engine.scheduling.request import EngineClosedError
 from engine.spec import ModelCacheSpec
 
 MODEL = tiny_llama(head_dim=32)

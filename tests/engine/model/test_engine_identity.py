@@ -31,9 +31,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from engine.batch_engine import CHANGED, BlockPoolBatchEngine, CompletedGeneration, SchedulerConfig
+from engine.batch_engine import CHANGED, BlockPoolBatchEngine
 from engine.model.identity import Identity
 from engine.pool import BlockPool
+from engine.scheduling.config import SchedulerConfig
+from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 

@@ -20,10 +20,11 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetoke
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.generation.answer_text import AnswerText
 from engine.generation.tokens import UnknownTokenError
 from engine.memory.blocks import AgentBlocks
+from engine.scheduling.request import CompletedGeneration, Token
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 PLAIN = TOKENS[500:800]  # to which the models answer with a visible letter a token

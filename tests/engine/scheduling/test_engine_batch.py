@@ -16,16 +16,12 @@ from mlx_lm import generate
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 
-from engine.batch_engine import (
-    BlockPoolBatchEngine,
-    CompletedGeneration,
-    EmptyPromptError,
-    PromptTooLongError,
-    UnknownTokenError,
-)
+from engine.batch_engine import BlockPoolBatchEngine
+from engine.generation.tokens import EmptyPromptError, PromptTooLongError, UnknownTokenError
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
 from engine.pool import BlockPool, PoolExhaustedError
+from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
 
 MODEL = tiny_llama()

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-from engine.batch_engine import CompletedGeneration
 from engine.memory.blocks import AgentBlocks
 from engine.pool import PoolExhaustedError
+from engine.scheduling.request import CompletedGeneration
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 CHUNK = 512

@@ -22,8 +22,9 @@ from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, BlockError, KVBlock
 from engine.memory.prefix import root_of
 from engine.pool import BlockPool
-from engine.tiers.pages import PageTier, Saved
+from engine.tiers.pages import PageTier
 from engine.tiers.server import block_writer
+from engine.tiers.server.block_writer import Saved
 from engine.tiers.server.manifest import block_names
 
 pool = pool_of(64)

@@ -25,7 +25,8 @@ from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksErro
 from engine.memory.prefix import chain_hashes
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.pages import PageTier, Saved
+from engine.tiers.pages import PageTier
+from engine.tiers.server.block_writer import Saved
 from engine.tiers.server.manifest import _sealed, block_names, manifest_key
 from kvpage_server.page import PageKey
 

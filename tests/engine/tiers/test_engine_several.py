@@ -19,7 +19,8 @@ from servers import RunningServer
 from test_kvpage_cli import kvpage
 
 from engine.pool import BlockPool
-from engine.tiers.pages import PageTier, Saved
+from engine.tiers.pages import PageTier
+from engine.tiers.server.block_writer import Saved
 from kvpage_server.client import AsyncPageClient, PageClient
 
 TOKENS = some_tokens(24, 14 * BLOCK + 3)  # five segments, the last of them with a block that is not full

@@ -41,10 +41,10 @@ from kvpage_server.cli import main
 from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
 from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size
 from kvpage_server.client.cluster.commands import Scattered
-from kvpage_server.client.cluster.receiving import Lines
 from kvpage_server.client.cluster.topology import Node as NodeAddress
 from kvpage_server.client.cluster.topology import has_tag, redirection, slot_of
 from kvpage_server.client.page import pages_of_block
+from kvpage_server.client.wire.reply import Lines
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, decode_page
 
 NAMES = [(b"{prompt-%d}" % i, i) for i in range(24)]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpage_server.client import Refused, WrongReply
-from kvpage_server.client.wire.reply import Receiver, Values
+from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Place, Receiver, Values
 from kvpage_server.core.answers import ErrorAnswer, WrongAnswer
 from kvpage_server.page import FIELD_AT, DType, PageKey, encode_page
 
@@ -101,6 +101,44 @@ def test_bodies_arrive_in_their_places_whatever_is_missing_and_however_the_answe
     }
     assert found.missed == expected
     assert all(i in expected or place == body for i, (place, body) in enumerate(zip(found.places, held, strict=True)))
+
+
+LONG = st.one_of(SIZES, st.integers(3_000, 9_000), st.integers(60_000, 70_000))
+
+
+@given(
+    st.lists(st.tuples(LONG, st.sampled_from(["placed", "without", "shorter", "line", "refusal", "null"])), min_size=1),
+    st.lists(st.integers(0, 200_000), max_size=12),
+    st.integers(0, 64),
+)
+def test_strings_arrive_in_their_places_among_replies_of_other_kinds(
+    answer: list[tuple[int, str]], cuts: list[int], head: int
+) -> None:
+    places: list[Place | None] = []
+    expected: list[Any] = []
+    data = b""
+    for number, (size, kind) in enumerate(answer):
+        body = bytes([number % 251]) * size
+        place = Place(memoryview(bytearray(head)), memoryview(bytearray(size)))
+        places.append(None if kind in ("without", "line") else place)
+        if kind in ("placed", "without", "shorter"):
+            said = bytes(head - (kind == "shorter")) + body if head else body + bytes(kind == "shorter")
+            data += b"$%d\r\n%b\r\n" % (len(said), said)
+            expected.append({"placed": ARRIVED, "without": said, "shorter": OTHER_SIZE}[kind])
+        else:
+            data += {"line": b"+line\r\n", "refusal": b"-ERR no\r\n", "null": b"_\r\n"}[kind]
+            expected.append({"line": b"line", "refusal": "ERR no", "null": None}[kind])
+    values = Values(with_errors=True, places=places)
+    receive(values, data, cuts)
+    assert values.done
+    found = [str(value) if isinstance(value, Refused) else value for value in values.result()]
+    assert found == expected
+    for number, (place, value) in enumerate(zip(places, found, strict=True)):
+        if place and value is ARRIVED:
+            assert place.head == bytes(head)
+            assert place.body == bytes([number % 251]) * len(place.body)
+    with pytest.raises(WrongReply):
+        receive(Values(places=places), b"*1\r\n:1\r\n")
 
 
 KEY = PageKey(b"req", 300, 4, 70_000, 2)

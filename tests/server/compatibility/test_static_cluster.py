@@ -26,7 +26,7 @@ from kvpage_server.client import PageClient, Refused
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration.config import Config
-from kvpage_server.renewal import renew_when
+from kvpage_server.service.renewal import renew_when
 from kvpage_server.slot_map import MapError, parse_map, slot_of
 from kvpage_server.store.keyspace import Keyspace
 

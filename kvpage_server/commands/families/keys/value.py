@@ -64,12 +64,12 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
         keyspace.set_page(*page, expires)
 
 
-def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
-    """Store a value that `page_of` has checked and `admit` admitted. `expires` is in unix milliseconds, 0 for never."""
+def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> None:
+    """Store a value that `page_of` has checked and `admit` admitted. It does not expire."""
     if page is None:
-        client.keyspace.set_string(key, value, expires)
+        client.keyspace.set_string(key, value, 0)
     else:
-        client.keyspace.set_page(*page, expires)
+        client.keyspace.set_page(*page)
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:

@@ -1,0 +1,72 @@
+"""What a server says of itself when it is ready."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvpage_server import __version__, core
+from kvpage_server.commands.context import Server
+from kvpage_server.commands.families.server.info import human
+from kvpage_server.configuration import defaults
+from kvpage_server.system.plurals import how_many
+
+logger = logging.getLogger("kvpage")
+
+
+def greet(server: Server, addresses: list[str], http: list[str]) -> None:
+    """Log what it keeps where, who may use it, and where it listens: `addresses` for clients, `http` for the page."""
+    config, users = server.config, server.users
+    limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
+    if "maxmemory" in config.chosen:
+        limit += f" of the {human(defaults.memory())} there are (maxmemory)"
+    facts: dict[str, object] = {
+        "version": __version__,
+        "pid": os.getpid(),
+        "addresses": addresses,
+        "store": config.store,
+        "maxmemory": config.maxmemory,
+        "maxmemory_policy": config.maxmemory_policy,
+        "page_core": core.NAME,
+    }
+    logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
+    if core.REASON:
+        logger.warning("  core    python, slower than the compiled one: %s (docs/operations.md)", core.REASON)
+    else:
+        logger.info("  core    %s", core.NAME)
+    if config.store == "cluster":
+        logger.info("  store   a cluster; nothing is kept here")
+    else:
+        logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
+    if server.tiered is not None:
+        path, most = (
+            server.tiered.disk.path.absolute(),
+            f"limit {human(config.maxdisk)}" if config.maxdisk else "no limit",
+        )
+        logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
+    if server.placing is not None:
+        logger.info("  cluster node %s of %s", server.placing.me.address, server.placing)
+    logger.info("  access  %s", _access(server))
+    if http:
+        logger.info("  page    http://%s/, figures for Prometheus at /metrics", http[0])
+    logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
+    if users.default.no_password and not config.protected_mode and not _only_local(addresses):
+        logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")
+
+
+def _access(server: Server) -> str:
+    others = len(server.users.by_name) - 1
+    default = server.users.default
+    if not default.enabled:
+        first = "the default user is off"
+    elif not default.no_password:
+        first = "a password is needed"
+    elif server.config.protected_mode:
+        first = "no password, so from this machine only"
+    else:
+        first = "no password"
+    return f"{first}, {how_many(others, 'more user')}" if others else first
+
+
+def _only_local(addresses: list[str]) -> bool:
+    return all(address.startswith(("127.", "[::1]", "unix ")) for address in addresses)

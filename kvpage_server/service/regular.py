@@ -1,0 +1,66 @@
+"""What a server does again and again, whoever asks it for something."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import partial
+
+from kvpage_server.commands.context import Server
+from kvpage_server.commands.placing import Placing
+from kvpage_server.net.watch import Watch
+from kvpage_server.page import unix_ms
+from kvpage_server.store.keyspace import Keyspace
+
+SWEEP_EVERY = 0.1  # seconds
+SWEEP_MOST = 400  # keys a sweep: some milliseconds
+WATCH_EVERY = 1.0  # seconds
+COUNT_EVERY = 60.0  # seconds
+AGAIN_AFTER = 1.0  # seconds
+
+logger = logging.getLogger("kvpage")
+
+
+def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
+    """Each as a task without an end: keys expire, clients keep to their limits, keys of other servers are counted."""
+    yield _again(partial(_sweep, server.keyspace))
+    yield _again(partial(_watch, Watch(server)))
+    if server.placing is not None:
+        yield _again(partial(_count_elsewhere, server.placing, server.keyspace))
+
+
+async def _again(work: Callable[[], Awaitable[None]]) -> None:
+    """Do what has no end, and begin it again if an error ends it."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("the server's regular work was interrupted, and goes on in %g s", AGAIN_AFTER)
+            await asyncio.sleep(AGAIN_AFTER)
+
+
+async def _sweep(keys: Keyspace) -> None:
+    while True:
+        swept = keys.sweep(unix_ms(), SWEEP_MOST)
+        await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
+
+
+async def _count_elsewhere(placing: Placing, keys: Keyspace) -> None:
+    """Keys that belong elsewhere only become fewer, until there is another map."""
+    counted, due = None, 0.0
+    while True:
+        if placing.map is not counted or (placing.keys_elsewhere and time.monotonic() > due):
+            counted = placing.map
+            for _ in placing.count(keys.listing):
+                await asyncio.sleep(0)
+            due = time.monotonic() + COUNT_EVERY
+        await asyncio.sleep(SWEEP_EVERY)
+
+
+async def _watch(watch: Watch) -> None:
+    while True:
+        await asyncio.sleep(WATCH_EVERY)
+        for _ in watch.look(time.monotonic()):
+            await asyncio.sleep(0)
