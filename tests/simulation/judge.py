@@ -116,6 +116,8 @@ class Judge:
         if len(talk.channels) + len(talk.patterns) < listened and self.process.server.channels.busy:
             peer.may_come += peer.pushes  # messages wait for their turn, and are for those who listen then
             peer.pushes.clear()
+        elif len(talk.channels) + len(talk.patterns) > listened and self.process.server.channels.busy:
+            peer.may_come += [one for other in self.peers for one in other.pushes if other is not peer]
         if evicted and not asked.streamed:
             self._forget_again(evicted)
         if evicted and runs_many and asked.expected is not None:
