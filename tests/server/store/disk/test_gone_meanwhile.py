@@ -34,7 +34,7 @@ def test_all_keys_are_removed_while_a_block_on_disk_is_verified(tmp_path: Path) 
         start_server("--store", "tiered", "--maxmemory", "1mb", directory=tmp_path) as server,
         server.client() as client,
     ):
-        for attempt in range(20):
+        for attempt in range(8):
             client.execute_command("KVBLOCKSET", "v", 0, *shape, random.Random(attempt).randbytes(MB))
             client.set("s", bytes(MB))
             settle(client)
@@ -45,10 +45,10 @@ def test_all_keys_are_removed_while_a_block_on_disk_is_verified(tmp_path: Path) 
 @pytest.mark.parametrize("other", ["FLUSHALL", "KVPAGEDEL r"])
 @pytest.mark.parametrize("command", ["KVPAGEPIN r", "KVPAGELEASE r 3600000"])
 def test_what_has_gone_before_it_is_pinned_or_leased_is_not(command: str, other: str) -> None:
-    pages = [words("r", 0, 0, page, 0, 8, 1, 1, 0, b"x") for page in range(20_000)]
+    pages = [words("r", 0, 0, page, 0, 8, 1, 1, 0, b"x") for page in range(5000)]
     batch = [word for page in pages for word in page]
     with start_server("--maxmemory", "1gb") as server, server.client() as client:
-        for attempt in range(10):
+        for attempt in range(5):
             client.execute_command("KVPAGEMSET", len(pages), *batch)
             meanwhile(server, words(*command.split()), words(*other.split()), attempt / 1000)
             assert client.dbsize() == 0
