@@ -56,47 +56,49 @@ class Error(str):
 
 def parse(frame: bytes) -> Any:
     """What a reply says: int, bytes, str for a simple string, Error, None, list; a map is a list of its items."""
-    value, rest = _parse(frame)
-    assert not rest, rest
+    value, end = _parse(frame, 0)
+    assert end == len(frame), frame[end:]
     return value
 
 
 def items(frame: bytes) -> list[bytes]:
     """The replies that an array holds, each as its bytes."""
-    line, rest = _split(frame)
+    line, at = _line(frame, 0)
     found = []
     for _ in range(int(line[1:]) * (2 if line[:1] == b"%" else 1)):
-        after = _parse(rest)[1]
-        found.append(rest[: len(rest) - len(after)])
-        rest = after
+        end = _parse(frame, at)[1]
+        found.append(frame[at:end])
+        at = end
     return found
 
 
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    line, _, rest = data.partition(b"\r\n")
-    return line, rest
+def _line(data: bytes, at: int) -> tuple[bytes, int]:
+    """The line that begins at a place, and where the next one begins."""
+    end = data.index(b"\r\n", at)
+    return data[at:end], end + 2
 
 
-def _parse(data: bytes) -> tuple[Any, bytes]:
-    line, rest = _split(data)
+def _parse(data: bytes, at: int) -> tuple[Any, int]:
+    """What the reply that begins at a place says, and where it ends."""
+    line, at = _line(data, at)
     kind, body = line[:1], line[1:]
     if kind == b"+":
-        return body.decode(), rest
+        return body.decode(), at
     if kind == b"-":
-        return Error(body.decode("utf-8", "surrogateescape")), rest
+        return Error(body.decode("utf-8", "surrogateescape")), at
     if kind in b":(":
-        return int(body), rest
+        return int(body), at
     if kind == b",":
-        return float(body), rest
+        return float(body), at
     if kind == b"#":
-        return body == b"t", rest
+        return body == b"t", at
     if kind == b"_" or body == b"-1":
-        return None, rest
+        return None, at
     if kind in b"$=!":
         size = int(body)
-        return rest[:size], rest[size + 2 :]
+        return data[at : at + size], at + size + 2
     found = []
     for _ in range(int(body) * (2 if kind == b"%" else 1)):
-        value, rest = _parse(rest)
+        value, at = _parse(data, at)
         found.append(value)
-    return found, rest
+    return found, at
