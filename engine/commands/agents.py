@@ -11,10 +11,10 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from rich.console import Console
-from rich.table import Table
 
 from engine.commands import Failure
 from kvpage_server.system.plurals import as_size
+from kvpage_server.system.terminal import table_of
 
 TOKEN = "KVPAGE_TOKEN"  # in the environment
 ANSWER_SECONDS = 60.0
@@ -72,9 +72,7 @@ def _message(error: HTTPError) -> str:
 
 
 def _print(agents: list[dict[str, Any]]) -> None:
-    table = Table("agent", "tiers", "saved", box=None, header_style="bold", pad_edge=False, padding=(0, 2))
-    for column in ("tokens", "bytes"):
-        table.add_column(column, justify="right")
+    table = table_of("agent", "tiers", "saved", "tokens", "bytes", numbers_from=3)
     for agent in agents:
         saved = "yes" if agent["saved"] else "no"
         table.add_row(agent["id"], ", ".join(agent["tiers"]), saved, f"{agent['tokens']:,}", as_size(agent["bytes"]))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from rich.console import Console
-from rich.table import Table
 
 from engine.commands import Failure
 from engine.commands.asking import ask
@@ -24,6 +23,7 @@ from kvpage_server.address import shown
 from kvpage_server.client import names_several
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.system.plurals import as_size
+from kvpage_server.system.terminal import table_of
 
 if TYPE_CHECKING:
     from engine.agent_job import Answer
@@ -74,9 +74,7 @@ def bench(args: argparse.Namespace) -> int:
             speed = _decode(engine, agent, prompt)
     finally:
         engine.close()
-    table = Table(f"{len(prompt):,} tokens", box=None, header_style="bold", pad_edge=False, padding=(0, 2))
-    for column in ("reused", "first token", ""):
-        table.add_column(column, justify="right")
+    table = table_of(f"{len(prompt):,} tokens", "reused", "first token", "", numbers_from=1)
     for name, answer in rows:
         seconds = answer.reuse.time_to_first_token
         sooner = cold.reuse.time_to_first_token / seconds

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from engine.demo.processes import EngineProcess, running_engine, running_store
 from engine.demo.turn import Turn
+from kvpage_server.system.terminal import table_of
 
 QUESTIONS = (
     "How long did the longest fog on record last?",
@@ -108,9 +109,7 @@ def ask(engine: EngineProcess, messages: list[dict[str, str]], question: str, co
 
 
 def table(outcome: Outcome) -> Table:
-    shown = Table("turn", "engine", "found in", box=None, header_style="bold", pad_edge=False, padding=(0, 1))
-    for column in ("prompt", "reused", "", "first token", "text"):
-        shown.add_column(column, justify="right")
+    shown = table_of("turn", "engine", "found in", "prompt", "reused", "", "first token", "text", numbers_from=3)
     moved = zip(ENGINES, outcome.moved, strict=True)
     alone = (("C, alone", turn) for turn in outcome.uninterrupted)
     for number, (where, turn) in [*enumerate(moved, start=1), *enumerate(alone, start=1)]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from kvpage_server.replay.nodes import Spread
 from kvpage_server.replay.simulate import Outcome
 from kvpage_server.system.plurals import as_size
+from kvpage_server.system.terminal import table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,7 @@ class Replay:
 
 
 def table(replays: list[Replay], block_bytes: int) -> Table:
-    found = Table(box=None, header_style="bold", pad_edge=False)
-    found.add_column("policy")
-    for column in ("blocks", "prefix hits", "read", "written", "evicted"):
-        found.add_column(column, justify="right")
+    found = table_of("policy", "blocks", "prefix hits", "read", "written", "evicted", numbers_from=1)
     before = replays[0].policy
     for replay in replays:
         if replay.policy != before:
@@ -108,16 +106,8 @@ class SpreadReplay:
 
 
 def spread_table(replays: list[SpreadReplay]) -> Table:
-    found = Table(box=None, header_style="bold", pad_edge=False)
-    for column in (
-        "segment",
-        "prefix hits",
-        "nodes a prompt",
-        "busiest, blocks",
-        "busiest, prompts",
-        "lost with a node",
-    ):
-        found.add_column(column, justify="right")
+    columns = ("segment", "prefix hits", "nodes a prompt", "busiest, blocks", "busiest, prompts", "lost with a node")
+    found = table_of(*columns, numbers_from=0)
     for replay in replays:
         told = replay.figures()
         busiest = (f"{told[name]:.2f} x mean" for name in ("busiest_by_blocks", "busiest_by_prompts"))
