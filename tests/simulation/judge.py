@@ -161,6 +161,7 @@ class Judge:
         last = None
         try:
             for last in items:
+                self.note_evictions()  # which were before it, and not by it
                 if asked.words[0].lower() == b"kvpagedel":
                     self._learn_deleted(asked)
                 yield last
