@@ -26,16 +26,16 @@ serve: $(VENV)/engine.stamp $(MODEL)  ## the small model on port 8000, for OpenA
 demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two engines
 	$(BIN)/kvpage-engine demo
 
-# More than there are cores: tests wait, too.
-WORKERS ?= 3
+# More than there are cores: tests wait for more than half of their time.
+WORKERS ?= 5
 ALONE = $(shell grep -rl 'pytest.mark.alone' tests --include='test_*.py')
 ON_BOTH_CORES := tests/server/commands/test_keyspace.py tests/server/commands/pages/test_blocks.py \
 	tests/server/store/test_extent.py tests/server/commands/test_strings.py tests/server/net/test_sessions.py \
 	tests/server/commands/test_transactions.py tests/server/resp/test_reply.py tests/server/net/test_receiving.py \
 	tests/server/commands/test_mutations.py tests/server/compatibility/test_differential.py \
 	tests/server/commands/pages/test_index_keys.py tests/server/client/test_async_page_client.py \
-	tests/server/client/test_page_client.py tests/server/client/test_page_client_connections.py \
-	tests/server/client/test_page_client_questions.py tests/server/commands/pages/test_page_commands.py \
+	tests/server/client/test_page_client.py tests/server/client/test_page_client_questions.py \
+	tests/server/commands/pages/test_page_commands.py \
 	tests/server/commands/pages/test_page_properties.py tests/server/commands/pages/test_page_protection.py \
 	tests/server/commands/pages/test_page_queries.py
 test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model; KVPAGE_CORE=python: all on that core

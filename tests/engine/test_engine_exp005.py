@@ -28,7 +28,7 @@ from engine.tiers.pages import PageTier
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
 PROMPTS = ["The quick brown fox", "Write a story about a robot", "Explain quantum computing in detail"]
-SOME, ALL, OF_8_BITS = 14, 100, 16  # tokens
+SOME, ALL, OF_8_BITS = 6, 100, 16  # tokens
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

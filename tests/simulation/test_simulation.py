@@ -17,7 +17,7 @@ from tests.simulation.defects import DoesNotApply, Mistake, apply
 from tests.simulation.defects.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[2]
-CHEAP = {"keepttl-forgotten": 24, "msetnx-sets-some": 1, "evicted-is-still-listed": 2}  # what one run finds, and which
+CHEAP, FOUND_BY = "evicted-is-still-listed", 2  # a mistake, and the seed of a run that finds it
 HANGS = 900  # seconds; so many seeds take some, and on a machine that is busy they may take many
 
 
@@ -48,21 +48,16 @@ def test_what_failed_once_does_not_fail_again() -> None:
     check(simulate("--known"))
 
 
-def test_a_seed_gives_the_same_run_to_the_byte() -> None:
-    check(simulate("--seeds", "4..6", "--twice"))
-
-
-def test_no_promise_is_broken_in_some_runs_with_any_fault() -> None:
-    check(simulate("--seeds", "1..12"))
+def test_no_promise_is_broken_in_some_runs_with_any_fault_and_each_is_the_same_again_to_the_byte() -> None:
+    check(simulate("--seeds", "1..6", "--twice"))
 
 
 def test_the_core_in_plain_python_breaks_no_promise_either() -> None:
-    check(simulate("--seeds", "13..15", core="python"))
+    check(simulate("--seeds", "13..14", core="python"))
 
 
-@pytest.mark.parametrize(("mistake", "seed"), sorted(CHEAP.items()))
-def test_a_mistake_in_the_server_is_found_and_its_seed_is_told(mistake: str, seed: int) -> None:
-    assert found(simulate("--seed", f"{seed}", "--defect", mistake)) == seed
+def test_a_mistake_in_the_server_is_found_and_its_seed_is_told() -> None:
+    assert found(simulate("--seed", f"{FOUND_BY}", "--defect", CHEAP)) == FOUND_BY
 
 
 @pytest.mark.soak
