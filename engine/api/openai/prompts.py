@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.api.openai.errors import invalid
@@ -137,7 +137,3 @@ def _plain(message: Message, i: int) -> dict[str, Any]:
         except RecursionError:
             raise invalid(f"{param}: is nested too deeply", param) from None
     return plain
-
-
-split = TextStateMachine.split
-flush = TextStateMachine.flush

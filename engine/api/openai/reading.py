@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.api.openai.prompts import Prompts, flush, split
+from mlx_lm.generate import TextStateMachine
+
+from engine.api.openai.prompts import Prompts
 from engine.scheduling.request import Token
 
 
@@ -45,12 +47,12 @@ class Reader:
 
     def read(self, token: Token) -> Said:
         """What the next token adds; empty while a mark may be incomplete."""
-        self._state, segments = split(self._state, token.text)
+        self._state, segments = TextStateMachine.split(self._state, token.text)
         return self._take(segments, [] if token.ends_text else [token])
 
     def finish(self) -> Said:
         """The rest, including an incomplete tool call."""
-        self._state, rest, state = flush(self._state)
+        self._state, rest, state = TextStateMachine.flush(self._state)
         return self._take([(state, rest), ("", "")])
 
     def _take(self, segments: Sequence[tuple[str, str]], tokens: Sequence[Token] = ()) -> Said:

@@ -21,9 +21,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from engine.api.openai import bounds
 from engine.api.openai.errors import ApiError, invalid, shortened
+from engine.formats import json_bounds
 
+MAX_CONTAINERS = 8_192  # lists and objects
+MAX_STRINGS = 16_384  # names of fields included; a conversation of 4,096 messages has as many
+MAX_VALUES = 131_072  # enough for a prompt of token ids
 MAX_STOPS = 16
 MAX_STOP = 256  # characters; every token of the answer is compared with them
 MAX_TOOLS = 128  # as OpenAI's API
@@ -83,9 +86,11 @@ class RequestBody(BaseModel):
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         """Parse JSON. Raises ApiError, which names the field."""
-        bounds.check(raw)
         try:
+            json_bounds.check(raw, containers=MAX_CONTAINERS, strings=MAX_STRINGS, values=MAX_VALUES)
             body = from_json(raw, allow_inf_nan=False)
+        except json_bounds.TooMuchError as error:
+            raise invalid(f"the body holds {error}", code="body_too_large") from error
         except ValueError as error:
             if "recursion limit" in str(error):
                 raise invalid("the body is nested too deeply: 200 levels are the most", code="invalid_json") from error

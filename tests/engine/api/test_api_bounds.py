@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from servers import resident
 
-from engine.api.openai import bounds
+from engine.api.openai import schema
 from engine.api.openai.errors import ApiError
 from engine.api.openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
 from engine.formats import json_bounds
@@ -37,19 +37,19 @@ def array(element: bytes) -> bytes:
 
 WORST: dict[str, bytes] = {
     "zeros": array(b"0"),
-    "as many numbers as may be": b"[" + b"99999," * (bounds.MAX_VALUES - 60) + b"0]",
+    "as many numbers as may be": b"[" + b"99999," * (schema.MAX_VALUES - 60) + b"0]",
     "negative numbers": array(b"-1"),
     "fractions": array(b"0.1234567890123"),
     "empty lists": array(b"[]"),
-    "as many lists as may be": b"[" + b"[]," * (bounds.MAX_CONTAINERS - 60) + b"0]",
+    "as many lists as may be": b"[" + b"[]," * (schema.MAX_CONTAINERS - 60) + b"0]",
     "empty objects": array(b"{}"),
-    "as many objects as may be": b"[" + b"{}," * (bounds.MAX_CONTAINERS - 60) + b"0]",
+    "as many objects as may be": b"[" + b"{}," * (schema.MAX_CONTAINERS - 60) + b"0]",
     "empty strings": array(b'""'),
-    "as many strings as may be": b"[" + b'"",' * (bounds.MAX_STRINGS - 60) + b'"a"]',
+    "as many strings as may be": b"[" + b'"",' * (schema.MAX_STRINGS - 60) + b'"a"]',
     "messages": b"[" + b'{"role":"user","content":"x"},' * 4000 + b'{"role":"user","content":"x"}]',
     "messages but one": b"[" + b'{"role":"user","content":"x"},' * 4000 + b"0]",
     "parts": b"[" + b'{"type":"text","text":"x"},' * 4000 + b'{"type":"image"}]',
-    "names": b"{" + b",".join(b'"%d":0' % i for i in range(bounds.MAX_STRINGS - 60)) + b"}",
+    "names": b"{" + b",".join(b'"%d":0' % i for i in range(schema.MAX_STRINGS - 60)) + b"}",
     "more names": b"{" + b",".join(b'"%d":0' % i for i in range(80_000)) + b"}",
     "one name again and again": b"{" + b'"a":0,' * 100_000 + b'"a":0}',
     "lists in lists": b"[" * 100_000 + b"]" * 100_000,
