@@ -46,7 +46,7 @@ def plain(argument: Argument) -> bytes:
 
 def plain_all(arguments: Sequence[Argument]) -> list[bytes]:
     """Every argument's bytes."""
-    return [plain(argument) for argument in arguments]
+    return [argument if isinstance(argument, bytes) else plain(argument) for argument in arguments]
 
 
 def integer(raw: Argument) -> int:

@@ -9,20 +9,19 @@ from functools import partial
 from time import monotonic, monotonic_ns
 
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.dispatch.admission import Paused, is_unqueued
-from kvpage_server.commands.dispatch.at_once import AtOnce
+from kvpage_server.commands.dispatch.admission import Paused
 from kvpage_server.commands.dispatch.disk import Postponed
-from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.steps import freed
-from kvpage_server.core import Command, Parser, ProtocolError, Scratch
+from kvpage_server.core import Parser, ProtocolError, Scratch
 from kvpage_server.core.protocol import MUCH, RECEIVE_TURN
 from kvpage_server.net import limits
+from kvpage_server.net.answering import Answering
 from kvpage_server.net.load import Load
 from kvpage_server.net.replies import Replies
 from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEvent, after
 from kvpage_server.net.transport import HIGH_WATER, Ends, Transport
 from kvpage_server.net.turns import TURN, Line
-from kvpage_server.resp.reply import QUEUED, Reply, Wait
+from kvpage_server.resp.reply import Reply, Wait
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
@@ -50,13 +49,11 @@ class Session:
         self._parser = Parser(server.keyspace.arena, scratch, limits.of_frames(server.config), limits.hashed(server))
         self._state = READING
         self._ending = False  # no command is taken any more
-        self._answering = False  # a command is being run
-        self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
         self._pause_end: asyncio.TimerHandle | None = None
         self._awaited = 0  # things that it waits for while `WAITING`, all of which have to come
-        self._hold: object = None  # what it needs stays in memory while somebody has this, until it has run
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
+        self._before = 0  # the position in the changes when the commands that run began
         self.client = Client(
             server,
             id=next(server.client_ids),
@@ -66,8 +63,8 @@ class Session:
             connection=self,
         )
         self._replies = Replies(self.client, self._more_came)
-        self._at_once = AtOnce(self.client, self._parser)
         self._load = Load(self.client, self._parser)
+        self._answering = Answering(self.client, self._parser, self._replies, self._load, self._flush)
         default = server.users.default
         self.client.become(default if default.no_password and default.enabled else None)
         server.clients[self.client.id] = self.client
@@ -147,7 +144,7 @@ class Session:
         self._line.finish(self._replies.drop())
         self._line.finish(freed(self._parser.give_up()))
         self._forget_the_pause()
-        self._postponed = self._hold = None
+        self._answering.drop()
         self._load.drop()
 
     def _leave(self) -> None:
@@ -161,7 +158,7 @@ class Session:
     def push(self, message: Reply) -> None:
         if self._ending:
             return
-        now = not (self._answering or self._replies.under_way)
+        now = not (self._answering.is_busy or self._replies.under_way)
         self._replies.push(message, now=now)
         if now:
             self._flush()
@@ -220,28 +217,22 @@ class Session:
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
         stopped = False  # answering, since too much waited to be sent; less may wait after the flush
         self._events.acting = client
+        if self._promised is not None:
+            self._before = self._promised.position
         try:
             while left and self._state is READING and not self._ending:
                 if transport.queued:
-                    self._load.account()  # or several in a turn would find much, and not know of each other
+                    load.account()  # or several in a turn would find much, and not know of each other
                     stopped = self._crowded
                     if stopped:
                         break
                 if replies.under_way:
                     left = left - 1 if self._continue(deadline) else 0
                     continue
-                if client.free and self._postponed is None and load.is_nothing and not self._server.monitors:
-                    left, command, more = self._answer_at_once(left, deadline)
-                    if more:
-                        continue
-                else:
-                    command = self._parser.next() if self._postponed is None else self._postponed
-                if command is None:
+                more = self._answering.some(left, deadline)
+                if more is None:
                     break
-                left -= 1
-                self._answer(command)
-                if client.finished > deadline:
-                    left = 0
+                left = more
             self._flush()
             if not (load.is_nothing and self._parser.is_idle and not transport.queued and client.transaction is None):
                 self._load.account()
@@ -345,77 +336,19 @@ class Session:
         else:
             self._wait_for_a_turn()
 
-    def _answer_at_once(self, left: int, deadline: int) -> tuple[int, Command | None, bool]:
-        """Answer commands that need no decision. What is left; the first that does; or whether there may be more."""
-        before = self._promised.position if self._promised is not None else 0
-        self._answering = True
-        try:
-            left, command, was_run, reply = self._at_once.run(self._replies, left, deadline)
-        except Postponed as error:
-            self._put_off(error.command, self._parser.received, error)
-            raise
-        finally:
-            self._answering = False
-            if self._promised is not None:
-                self._note_promise(before)
-        if not was_run:
-            return left, command, False
-        if self._replies.add(reply):
-            self._flush()
-        return left, None, self._replies.under_way or not self._parser.is_idle
-
-    def _answer(self, command: Command) -> None:
-        client, load = self.client, self._load
-        theirs = self._parser.received if self._postponed is None else load.postponed
-        self._postponed, load.postponed = None, 0
-        queued = 0
-        if not load.is_nothing:
-            load.settle()  # its bytes belong to the store now, unless it waits for EXEC
-            queued = load.unqueue() if is_unqueued(command) else 0
-        before = self._promised.position if self._promised is not None else 0
-        self._answering = True
-        client.unanswered = client.silence != 0
-        try:
-            reply = execute(client, command)
-        except (Postponed, Paused) as error:
-            self._put_off(command, theirs, error)
-            load.queue(queued)
-            raise
-        finally:
-            self._answering = False
-        self._hold = None
-        if reply is QUEUED:
-            load.queue(theirs)
-        self._note_promise(before)
-        if self._replies.add(reply):
-            self._flush()
-
-    def _put_off(self, command: Command, size: int, why: Postponed | Paused) -> None:
-        """Keep a command, which has so many bytes of the arena, until it can run."""
-        self._postponed, self._load.postponed = command, size
-        self._hold = (why.hold or self._hold) if isinstance(why, Postponed) else None
-        self._load.settle()
-
     def _continue(self, deadline: int) -> bool:
         """Go on with the reply under way; False when there was no time for more, or it cannot go on yet."""
-        before = self._promised.position if self._promised is not None else 0
         try:
             done = self._replies.step(deadline)
         except Exception:
             log.exception("a reply broke off; so does the connection of %s", self.client.address)
             self.abort()
             return False
-        self._note_promise(before)
         self._flush()
         if isinstance(done, Wait):
             self._wait(done)
             return False
         return done
-
-    def _note_promise(self, before: int) -> None:
-        """Note the changes that must be on disk before the client gets its reply, if that is promised."""
-        if self._promised is not None and self._promised.position != before:
-            self.client.owes = self._promised.position
 
     @property
     def _crowded(self) -> bool:
@@ -430,12 +363,19 @@ class Session:
     def _flush(self) -> None:
         if self._events.tracking.is_due:
             self._events.tracking.tell()
+        if self._promised is not None and self._events.acting is self.client:
+            self._note_promise(self._promised.position)
         if self.client.owes and self._is_held_back():
             return
         replies = self._replies
         if pieces := replies.pieces:
             replies.pieces, replies.broken = [], replies.under_way
             self._transport.write(pieces)
+
+    def _note_promise(self, position: int) -> None:
+        """Note the changes that must be on disk before the client gets its reply."""
+        if position != self._before:
+            self.client.owes = position
 
     def _is_held_back(self) -> bool:
         """Whether replies have to wait until changes are on disk."""

@@ -10,15 +10,13 @@ import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from kvpage_server import app
 from kvpage_server.app import DiskError, Server, apply, from_arguments
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.at_once import AtOnce
-from kvpage_server.core import Command
-from kvpage_server.net import session
+from kvpage_server.core import Caller, Parser
+from kvpage_server.net import answering
 from kvpage_server.store.disk.naming import unit_of_cold
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.cold import Cold
@@ -30,7 +28,7 @@ from tests.simulation.world.threads import SERVER
 SOCKET = "socket"
 Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; what is sent for that
 
-_execute, _run_at_once = session.execute, AtOnce.run
+_execute, _caller_of, _came_of = answering.execute, answering.caller_of, answering.came_of
 _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 
 
@@ -63,8 +61,8 @@ class Process:
             self.server.tiered.stored.maxdisk = program.maxdisk
         app._load_users(self.server)
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
-        session.execute = self._execute
-        AtOnce.run = lambda *args: self._run_at_once(*args)  # type: ignore[method-assign]
+        answering.execute, answering.came_of = self._execute, self._came_of
+        answering.caller_of = _OneByOne  # type: ignore[assignment]
         self._attend()
         gc.freeze()  # a server that starts looks through all that is not
         self.ready = True
@@ -102,17 +100,8 @@ class Process:
     def _execute(self, client: Client, words: Any) -> Any:
         return self._ran(client, words, _execute(client, words))
 
-    def _run_at_once(
-        self, caller: AtOnce, replies: Any, left: int, deadline: int
-    ) -> tuple[int, Command | None, bool, Any]:
-        """What the core calls, it calls one by one, and hands back every reply as if a message were to follow it."""
-        _, words, was_run, reply = _run_at_once(
-            caller, SimpleNamespace(pieces=replies.pieces, pushed=[None]), 1, deadline
-        )
-        if not was_run:
-            return left, words, False, reply
-        client = caller._client
-        return left - 1 if client.finished <= deadline else 0, words, True, self._ran(client, words, reply)
+    def _came_of(self, client: Client, spec: Any, words: Any, reply: Any, error: Exception | None) -> Any:
+        return self._ran(client, words, _came_of(client, spec, words, reply, error))
 
     def end(self) -> None:
         """Somebody asks it to end, as `kill` does."""
@@ -171,3 +160,20 @@ def _listen(told: Callable[[str], None]) -> None:
     log = logging.getLogger("kvpage")
     log.handlers[:] = [_Broken(told)]
     log.propagate = False
+
+
+class _OneByOne:
+    """What the core calls, it calls one by one, and hands back every reply as if a message were to follow it."""
+
+    def __init__(self, client: Client, parser: Parser) -> None:
+        self._client = client
+        self._caller: Caller = _caller_of(client, parser)
+
+    def make(self, pieces: Any, pushed: Any, counts_of: Any, *, left: int, deadline: int, **how: Any) -> Any:
+        """As the core does."""
+        made = self._caller.make(pieces, [None], counts_of, left=1, deadline=deadline, **how)
+        if made is None:
+            return None
+        _, words, row, reply, error = made
+        in_time = row is None or self._client.finished <= deadline
+        return left - (row is not None) if in_time else 0, words, row, reply, error

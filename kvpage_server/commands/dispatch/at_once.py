@@ -3,63 +3,27 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import Postponed, is_at_hand
+from kvpage_server.commands.dispatch.disk import is_at_hand
 from kvpage_server.commands.dispatch.run import in_steps, told
 from kvpage_server.commands.dispatch.shown import note_slow
 from kvpage_server.commands.index_key import TAIL, names_index
 from kvpage_server.commands.table.spec import AT_ONCE, BY_WORD, SUBCOMMANDS, Spec
 from kvpage_server.core import Argument, Callee, Caller, Command, Parser
-from kvpage_server.core.piece import Piece
 from kvpage_server.resp.reply import Reply, Stream
 
 
-class ReplyList(Protocol):
-    """Where replies go. `pushed` are messages that are to follow the next one."""
-
-    pieces: list[Piece]
-    pushed: list[Reply]
+def caller_of(client: Client, parser: Parser) -> Caller:
+    """What calls them. Whoever uses it sees to it that nobody monitors."""
+    return Caller(client, parser, _rows(), _may_run, note_slow)
 
 
-class AtOnce:
-    """Of one client. Whoever calls it sees to it that nobody monitors."""
-
-    def __init__(self, client: Client, parser: Parser) -> None:
-        self._client = client
-        self._caller = Caller(client, parser, _rows(), _may_run, note_slow)
-
-    def run(self, replies: ReplyList, left: int, deadline: int) -> tuple[int, Command | None, bool, Reply]:
-        """Run up to `left` commands until a moment, and add their replies.
-
-        What is left; the command that was not run, or the last that was; whether it was; and its reply, which is not
-        added. Raises Postponed.
-        """
-        client = self._client
-        client.unanswered = False
-        left, words, row, reply, error = self._caller.make(
-            replies.pieces,
-            replies.pushed,
-            client.server.stats.calls,
-            ask=client.server.tiered is not None,
-            slow_from=client.server.slow_from,
-            left=left,
-            deadline=deadline,
-        )
-        if row is not None and words is not None:
-            if error is not None:
-                reply = self._told(row.what, words, error)
-            elif type(reply) is Stream:
-                reply = in_steps(client, row.what, reply)
-        return left, words, row is not None, reply
-
-    def _told(self, spec: Spec, words: Command, error: Exception) -> Reply:
-        try:
-            return told(self._client, spec, words, error)
-        except Postponed as postponed:
-            postponed.command = words
-            raise
+def came_of(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
+    """The reply to a command that was called and handed back. Raises Postponed."""
+    if error is None:
+        return in_steps(client, spec, reply) if type(reply) is Stream else reply
+    return told(client, spec, words, error)
 
 
 @cache

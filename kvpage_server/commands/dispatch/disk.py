@@ -40,7 +40,6 @@ class Postponed(Exception):
         super().__init__("the command has to wait")
         self.wait = wait
         self.hold = hold
-        self.command: Command = []  # that raised it while it ran, if the core called it
 
 
 def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> None:

@@ -5,10 +5,18 @@ from cpython.bytes cimport PyBytes_GET_SIZE
 from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE, PyList_GetSlice
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
+from cpython.tuple cimport PyTuple_CheckExact, PyTuple_GET_SIZE
 from libc.stdio cimport snprintf
 from libc.string cimport memcmp, memcpy
 
 from kvpage_server.core.native.frames cimport Parser
+from kvpage_server.core.native.slots cimport Slot
+
+from kvpage_server.core.python.calls import FEW as _FEW
+from kvpage_server.core.python.gather import AT_ONCE as _AT_ONCE
+
+cdef Py_ssize_t FEW = _FEW
+cdef Py_ssize_t AT_ONCE = _AT_ONCE
 
 cdef extern from "Python.h":
     PyObject *PyDict_GetItemWithError(object, object) except? NULL
@@ -66,6 +74,7 @@ cdef class Caller:
     cdef object client, may_run, note_slow
     cdef Parser parser
     cdef dict rows
+    cdef Py_ssize_t lent
 
     def __init__(self, client, Parser parser not None, dict rows not None, may_run, note_slow):
         self.client, self.parser, self.rows = client, parser, rows
@@ -77,6 +86,7 @@ cdef class Caller:
         list pushed not None,
         counts_of,
         *,
+        first,
         bint ask,
         long long slow_from,
         Py_ssize_t left,
@@ -89,12 +99,15 @@ cdef class Caller:
         cdef long long started, took, ended = 0
         cdef int bucket
         client = self.client
-        counts = None
+        words, counts = first, None
+        if not PyList_GET_SIZE(pieces):
+            self.lent = 0
         try:
-            while left > 0:
-                words = self.parser.take()
+            while left > 0 and self.lent < AT_ONCE:
                 if words is None:
-                    return left, None, None, None, None
+                    words = self.parser.take()
+                    if words is None:
+                        return None
                 found = NULL
                 if type(words) is list:
                     found = PyDict_GetItemWithError(self.rows, <object>PyList_GET_ITEM(words, 0))
@@ -130,27 +143,34 @@ cdef class Caller:
                     left = 0
                 if error is not None or PyList_GET_SIZE(pushed) or not client.free:
                     return left, words, row, reply, error
-                spelt = plainly(reply, client)
-                if spelt is None:
+                if not self.spells(reply, pieces):
                     return left, words, row, reply, None
-                PyList_Append(pieces, spelt)
-            return 0, None, None, None, None
+                words = None
+            return None if self.parser.is_idle else (left, None, None, None, None)
         finally:
             if ended:
                 client.finished = ended
 
-
-cdef inline object plainly(object reply, object client):
-    """A plain reply as it is sent; None if it is another. A subclass of bytes is sent as it is."""
-    if PyBytes_CheckExact(reply):
-        return bulk(<bytes>reply)
-    if PyBytes_Check(reply):
-        return reply
-    if reply is None:
-        return b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
-    if PyLong_CheckExact(reply):
-        return b":%d\r\n" % reply
-    return None
+    cdef bint spells(self, reply, list pieces) except -1:
+        """Add a plain reply as it is sent; false if it is another. A subclass of bytes is sent as it is."""
+        if PyBytes_CheckExact(reply):
+            PyList_Append(pieces, bulk(<bytes>reply))
+        elif PyBytes_Check(reply):
+            PyList_Append(pieces, reply)
+        elif reply is None:
+            PyList_Append(pieces, b"_\r\n" if self.client.protocol == 3 else b"$-1\r\n")
+        elif PyLong_CheckExact(reply):
+            PyList_Append(pieces, b":%d\r\n" % reply)
+        elif PyTuple_CheckExact(reply) and PyTuple_GET_SIZE(reply) <= FEW:
+            for piece in <tuple>reply:
+                PyList_Append(pieces, piece)
+                if type(piece) is Slot:
+                    self.lent += (<Slot>piece).size
+                elif not PyBytes_Check(piece):
+                    self.lent += piece.size
+        else:
+            return False
+        return True
 
 
 cdef bytes bulk(bytes text):

@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.piece import Piece, lent
 from kvpage_server.core.python.frames import Parser
+from kvpage_server.core.python.gather import AT_ONCE
 from kvpage_server.core.python.words import Argument, Command
+
+FEW = 4  # pieces that a plain reply has at most
 
 
 class Callee(NamedTuple):
@@ -49,10 +52,13 @@ class Counts(Protocol):
 
 
 class Returned(NamedTuple):
-    """Why no more is called. `left`: calls that there was time for; 0 when that is over."""
+    """Why no more is called. `left`: calls that there was time for; 0 when that is over.
+
+    Without words, and with time left, what the replies borrow is enough to be sent.
+    """
 
     left: int
-    words: Command | None = None  # of the command that comes next, or of the one that was called; None if there is none
+    words: Command | None = None  # of the command that comes next, or of the one that was called
     row: Callee | None = None  # of the one that was called, if what came of it is here
     reply: Any = None
     error: Exception | None = None  # that came instead
@@ -71,6 +77,7 @@ class Caller:
     ) -> None:
         self._client, self._parser, self._rows = client, parser, rows
         self._may_run, self._note_slow = may_run, note_slow
+        self._lent = 0  # bytes that `pieces` borrow, as far as they were added here
 
     def make(
         self,
@@ -78,21 +85,25 @@ class Caller:
         pushed: Sequence[Any],
         counts_of: Mapping[str, Counts],
         *,
+        first: Command | None,
         ask: bool,
         slow_from: int,
         left: int,
         deadline: int,
-    ) -> Returned:
-        """Make up to `left` calls until a moment, and add their replies to `pieces`.
+    ) -> Returned | None:
+        """Make up to `left` calls until a moment, and add their replies to `pieces`. None if no command is left.
 
-        `pushed` has something when another message is to follow the reply. All rows are asked for if `ask`; what takes
-        at least `slow_from` ns is noted.
+        `first` is a command that was taken before. `pushed` has something when another message is to follow the reply.
+        All rows are asked for if `ask`; what takes at least `slow_from` ns is noted.
         """
-        client, rows = self._client, self._rows
-        while left > 0:
-            words = self._parser.next()
+        client, rows, words = self._client, self._rows, first
+        if not pieces:
+            self._lent = 0
+        while left > 0 and self._lent < AT_ONCE:
             if words is None:
-                return Returned(left)
+                words = self._parser.next()
+            if words is None:
+                return None
             row = rows.get(words[0]) if type(words) is list else None
             if row is None or not row.fewest <= len(words) <= row.most or row.is_refused(words):
                 return Returned(left, words)
@@ -117,18 +128,25 @@ class Caller:
                 left = 0
             if error is not None or pushed or not client.free or not _is_plain(reply):
                 return Returned(left, words, row, reply, error)
-            pieces.append(_spelt(reply, client.protocol))
-        return Returned(0)
+            spelt = _spelt(reply, client.protocol)
+            pieces += spelt
+            self._lent += lent(spelt)
+            words = None
+        return None if self._parser.is_idle else Returned(left)
 
 
 def _is_plain(reply: object) -> bool:
+    if type(reply) is tuple:
+        return len(reply) <= FEW
     return isinstance(reply, bytes) or reply is None or type(reply) is int
 
 
-def _spelt(reply: bytes | int | None, protocol: int) -> bytes:
-    """A plain reply as it is sent. A subclass of bytes is that already."""
+def _spelt(reply: bytes | int | tuple[Piece, ...] | None, protocol: int) -> tuple[Piece, ...]:
+    """A plain reply as it is sent. A tuple and a subclass of bytes are that already."""
+    if isinstance(reply, tuple):
+        return reply
     if reply is None:
-        return b"_\r\n" if protocol == 3 else b"$-1\r\n"
+        return (b"_\r\n" if protocol == 3 else b"$-1\r\n",)
     if isinstance(reply, int):
-        return b":%d\r\n" % reply
-    return b"$%d\r\n%b\r\n" % (len(reply), reply) if type(reply) is bytes else reply
+        return (b":%d\r\n" % reply,)
+    return (b"$%d\r\n%b\r\n" % (len(reply), reply) if type(reply) is bytes else reply,)

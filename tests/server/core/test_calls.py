@@ -77,21 +77,24 @@ class Table:
     def make(
         self, *commands: str, left: int = 100, deadline: int = LATER, ask: bool = False, slow_from: int = LATER
     ) -> Any:
-        self.parser.feed(b"".join(spell(command.encode().split(b" ")) for command in commands))
+        self.feed(*commands)
         return self.go_on(left=left, deadline=deadline, ask=ask, slow_from=slow_from)
 
-    def go_on(self, *, left: int = 100, deadline: int = LATER, ask: bool = False, slow_from: int = LATER) -> Any:
-        return tuple(
-            self.calls.make(
-                self.pieces, self.pushed, self.counts, ask=ask, slow_from=slow_from, left=left, deadline=deadline
-            )
+    def feed(self, *commands: str) -> None:
+        self.parser.feed(b"".join(spell(command.encode().split(b" ")) for command in commands))
+
+    def go_on(self, *, first: Any = None, ask: bool = False, slow_from: int = LATER, **until: int) -> Any:
+        until = {"left": 100, "deadline": LATER} | until
+        made = self.calls.make(
+            self.pieces, self.pushed, self.counts, first=first, ask=ask, slow_from=slow_from, **until
         )
+        return None if made is None else tuple(made)
 
 
 @on_each_core
 def test_plain_replies_are_spelt_and_counted(core: Any) -> None:
     table = Table(core)
-    assert table.make("SAY raw", "SAY none", "SAY int", "SAY text more", "SET a b") == (95, None, None, None, None)
+    assert table.make("SAY raw", "SAY none", "SAY int", "SAY text more", "SET a b") is None
     assert table.pieces == [b"+OK\r\n", b"$-1\r\n", b":-7\r\n", b"$4\r\ntext\r\n", b"+SET\r\n"]
     assert (sum(table.counts["say"].histogram), sum(table.counts["set"].histogram)) == (4, 1)
     assert table.counts["say"].nanoseconds > 0
@@ -115,7 +118,7 @@ def test_what_is_not_to_be_called_is_handed_back(core: Any, command: str) -> Non
     left, words, row, reply, error = table.make("SAY first", command, "SAY later")
     assert (left, [*words], row, reply, error) == (99, command.encode().split(b" "), None, None, None)
     assert table.pieces == [b"$5\r\nfirst\r\n"]
-    assert table.go_on()[0] == 99
+    assert table.go_on() is None
     assert table.pieces[1:] == [b"$5\r\nlater\r\n"]
 
 
@@ -145,8 +148,40 @@ def test_a_turn_ends_after_so_many_calls_or_at_its_moment(core: Any) -> None:
     table = Table(core)
     assert table.make("SAY 1", "SAY 2", "SAY 3", left=2)[:2] == (0, None)
     assert table.pieces == [b"$1\r\n1\r\n", b"$1\r\n2\r\n"]
-    assert table.go_on(deadline=0)[:2] == (0, None)
+    assert table.go_on(deadline=0) is None
     assert len(table.pieces) == 3
+    assert table.make("SAY 4", "SAY 5", deadline=0)[:2] == (0, None)
+    assert len(table.pieces) == 4
+
+
+@on_each_core
+def test_a_command_that_was_taken_before_comes_first(core: Any) -> None:
+    table = Table(core)
+    table.feed("SAY 1", "SAY 2")
+    assert table.go_on(first=table.parser.next()) is None
+    assert table.pieces == [b"$1\r\n1\r\n", b"$1\r\n2\r\n"]
+
+
+@on_each_core
+def test_pieces_are_added_as_they_are_until_they_borrow_much(core: Any) -> None:
+    table = Table(core)
+    arena = core.Arena()
+    small, large = arena.allocate(5000), arena.allocate(1 << 20)
+    table.replies |= {
+        b"small": (small,),
+        b"parts": (b"$7\r\n", small.part(0, 7), b"\r\n"),
+        b"large": (large,),
+        b"many": (b"",) * 5,
+    }
+    assert table.make("SAY small", "SAY parts", "SAY large", "SAY later") == (97, None, None, None, None)
+    assert table.pieces[0] is small
+    assert [bytes(piece) for piece in (table.pieces[1], table.pieces[3])] == [b"$7\r\n", b"\r\n"]
+    assert (table.pieces[2].size, table.pieces[4]) == (7, large)
+    table.pieces.clear()
+    assert table.go_on() is None
+    assert table.pieces == [b"$5\r\nlater\r\n"]
+    assert table.make("SAY many")[3] == (b"",) * 5
+    assert table.make("SAY large") is None
 
 
 @on_each_core

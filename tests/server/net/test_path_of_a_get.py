@@ -49,7 +49,7 @@ def test_a_page_passes_few_functions_between_recv_and_send() -> None:
         r"^\d+\. `([\w.]+)`", page.partition("## What a page read passes")[2].partition("\n## ")[0], re.M
     )
     assert path == listed
-    assert [len(path), *others] == [10, 11, 9]
+    assert [len(path), *others] == [8, 9, 8]
 
 
 @pytest.mark.skipif(core.NAME != "native", reason="what the compiled core does is functions of the core in Python")

@@ -19,8 +19,8 @@ MISTAKES = [
     Mistake(
         "promise-of-steps-forgotten",
         "kvpage_server.net.session",
-        "        self._note_promise(before)\n        self._flush()\n        if isinstance(done, Wait):",
-        "        self._flush()\n        if isinstance(done, Wait):",
+        "if self._promised is not None and self._events.acting is self.client:",
+        "if self._promised is not None and self._events.acting is self.client and not self._replies.under_way:",
         "what a command does in steps is told before it is on disk",
     ),
     Mistake(
@@ -173,8 +173,8 @@ MISTAKES = [
     Mistake(
         "in-flight-leaks",
         "kvpage_server.net.session",
-        "        self._postponed = self._hold = None\n        self._load.drop()\n",
-        "        self._postponed = self._hold = None\n",
+        "        self._answering.drop()\n        self._load.drop()\n",
+        "        self._answering.drop()\n",
         "what a client held counts for ever when it goes",
     ),
     Mistake(
@@ -221,7 +221,7 @@ MISTAKES = [
     ),
     Mistake(
         "postponed-runs-twice",
-        "kvpage_server.net.session",
+        "kvpage_server.net.answering",
         "        self._postponed, load.postponed = None, 0\n        queued = 0\n",
         "        load.postponed = 0\n        queued = 0\n",
         "a command that has waited for the disk is run again",

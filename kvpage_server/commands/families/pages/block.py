@@ -62,17 +62,18 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
     slot = body if isinstance(body, Slot) else keyspace.slot_of(plain(body))
     if slot.size != shape.nbytes:
         raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {slot.size}")
+    with_checksum = client.server.config.page_checksums
 
-    def store() -> Iterator[Reply]:
-        """Hash some of it a step; then it becomes visible at once."""
+    def store() -> Steps[Reply]:
+        """Hash some of it a step, if it was not hashed as it arrived; then it becomes visible at once."""
         digest = 0
-        if client.server.config.page_checksums:
+        if with_checksum:
             digest = slot.digest or (yield from hash_in_steps(slot.body))
         slot.digest = 0
         keyspace.set_block(req_id, page, Extent(shape, slot, digest, unix_ms(), ttl))
-        yield OK
+        return OK
 
-    return Stream(None, store())
+    return stepwise(store(), small=slot.digest != 0 or not with_checksum)
 
 
 @lru_cache(maxsize=256)  # the blocks of a model share theirs
