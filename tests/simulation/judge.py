@@ -158,12 +158,12 @@ class Judge:
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
         """A reply in steps: what it has done is known when it is made, and the next command comes after that."""
-        last = None
+        last, doubt = None, asked.doubt
         try:
             for last in items:
                 self.note_evictions()  # which were before it, and not by it
-                if asked.words[0].lower() == b"kvpagedel":
-                    self._learn_deleted(asked)
+                if doubt is not None and asked.words[0].lower() == b"kvpagedel":
+                    self._learn_deleted(asked, doubt)
                 yield last
         except GeneratorExit:
             self._abandon(asked)
@@ -318,7 +318,7 @@ class Judge:
         if doubt is None:
             return  # the client has gone, or was quick
         changed, now = store.log[asked.at : asked.end], self.machine.clock.unix_ms
-        settled = {key for key, _, _ in changed}.difference(*doubt.variants)  # by others
+        settled = {key for key, _, _ in changed}.difference(asked.deleted, *doubt.variants)  # by others
         settled |= {key for key, old, new in changed if old and not new and asked.ran < old.expires <= now}  # by time
         asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
         asked.doubt, doubt.pending = None, False
@@ -331,8 +331,10 @@ class Judge:
                 self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
             asked.expected = Err(str(reply)[:12])
             self._may_not_be_told(asked)
-        if doubt not in store.doubts:
-            return  # others have settled it
+        if doubt not in store.doubts:  # all of it is settled
+            if not is_error(reply):
+                self._learn_evicted(doubt)
+            return
         store.doubts.remove(doubt)
         if len(store.log) > asked.end:
             store.note_late(asked.at, doubt)
@@ -347,15 +349,22 @@ class Judge:
             store._set(key, value)
         store.sure = True
 
-    def _learn_deleted(self, asked: Asked) -> None:
-        """Pages that come while others of their request are deleted may be deleted, too, in any of the steps."""
-        store = self.model.store
+    def _learn_deleted(self, asked: Asked, doubt: Doubt) -> None:
+        """A step of a deletion is done: others see what is left.
+
+        Pages that come meanwhile may be deleted, too, in any of the steps.
+        """
+        store, there = self.model.store, set(self.process.server.keyspace.listing.names())
+        others = {key for one in store.doubts if one is not doubt for variant in one.variants for key in variant}
+        done = {key for key, cell in doubt.variants[0].items() if cell is None} - there - others
+        store.settle(sorted(done))
+        asked.deleted |= done
         _, req, *pages = asked.words
         named = {(req, int(page)) for page in pages}
         new = {key for key, _, cell in store.log[asked.end :] if cell is not None and key.startswith(b"kv:%b:" % req)}
         store.now = self.machine.clock.unix_ms
         new = {key for key in new if (not named or block_of(key) in named) and store.get(key) is not None}
-        gone = new.difference(self.process.server.keyspace.listing.names()) if new else set()
+        gone = new - there
         for key in sorted(gone):
             self._forget(key)
         asked.came += len(gone)

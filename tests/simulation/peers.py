@@ -35,6 +35,7 @@ class Asked:
     streamed: bool = False  # its reply is made in steps, and so is what it does
     audit: Any = None  # who is told of the reply, in place of the judge
     doubt: Any = None  # what it may or may not have done yet
+    deleted: set[bytes] = field(default_factory=set)  # keys that it has deleted so far, in steps
     came: int = 0  # pages that came while it deleted others, and that it may have deleted, too
     heard: Callable[[Asked, Any], None] | None = None  # who is told of a right reply as well
     unsure: set[bytes] = field(default_factory=set)  # keys of which it was not known what they are, when it was run
