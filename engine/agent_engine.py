@@ -117,8 +117,10 @@ class AgentEngine:
     def step(self, timeout: float = 0.0) -> bool:
         """Run one round: loaded prompts join the batch; every prompt advances by a chunk and every answer by a token.
 
-        Waits up to `timeout` seconds when there is nothing to run. True while anything is pending.
+        Waits up to `timeout` seconds when there is nothing to run, but not after the last answer. True while anything
+        is pending.
         """
+        had_any = bool(self._jobs)
         self._begin()
         self._take_up()
         self._wait_no_longer()
@@ -127,7 +129,7 @@ class AgentEngine:
             self._make_room(*wanted)
         for done in self._batch.step_once():
             self._complete(done)
-        if timeout > 0 and not self._batch.running:
+        if timeout > 0 and not self._batch.running and (self._jobs or not had_any):
             look_again = self._batch.wanted or any(self._at(Stage.WAITING))
             self._woken.wait(min(timeout, LOOK_AGAIN_SECONDS) if look_again else timeout)
         self._woken.clear()

@@ -368,6 +368,15 @@ def test_what_arrives_from_elsewhere_ends_the_waiting(bench: Bench) -> None:
     assert time.monotonic() - started < WITHIN / 2
 
 
+def test_nothing_is_waited_for_after_the_last_answer(bench: Bench) -> None:
+    uid = bench.submit("alice", SYSTEM)
+    started = time.monotonic()
+    while bench.engine.step(timeout=WITHIN):
+        pass
+    assert uid in bench.answers
+    assert time.monotonic() - started < WITHIN / 2
+
+
 def test_an_engine_that_was_drained_takes_nothing_more(bench: Bench) -> None:
     uid = bench.submit("alice", SYSTEM)
     bench.engine.drain()

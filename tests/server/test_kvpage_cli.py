@@ -381,7 +381,9 @@ def test_a_server_that_goes_away_is_one_line() -> None:
     assert said.startswith(b"kvpage: cannot reach")
 
 
-@pytest.mark.parametrize("missing", ["mlx", "mlx_lm", "pydantic", "uvicorn"])
+@pytest.mark.parametrize(
+    "missing", ["mlx", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mlx_lm", "pydantic")), "uvicorn"]
+)
 def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
     program = f"import sys; sys.modules['{missing}'] = None; from engine.cli import main; sys.exit(main(['serve']))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)

@@ -133,8 +133,8 @@ def test_every_reason_is_told_and_counted(tmp_path: Path) -> None:
         set_page(client, "incomplete", layer=1)
         for page in range(4):
             set_block(client, "tenant.x", page, size=200)
-        client.pexpire("kv:expired:0:0:0:0", 1)
-        time.sleep(0.01)
+        client.pexpire("kv:expired:0:0:0:0", 50)  # one that is over when it is given is a deletion
+        time.sleep(0.06)
         missing = "never-stored", "expired", "evicted", "overwritten", "deleted", "corrupt"
         for req in missing:
             assert client.execute_command("KVPAGEGET", req, 0, 0, 0, 0) is None
