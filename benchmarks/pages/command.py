@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.findings import Finding, show, write
-from benchmarks.pages import documents, plot
+from benchmarks.pages import documents
 from benchmarks.pages.rounds import Plan
 from benchmarks.servers import pin_client, versions
 
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write(found, f"pages-{kind}", about, intro=INTRO)
     show(everything, INTRO)
     if not plan.quick:
+        from benchmarks.pages import plot  # it imports matplotlib
+
         plot.write()
         documents.rewrite()
 

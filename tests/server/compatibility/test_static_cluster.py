@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-import glide_sync
 import numpy as np
 import pytest
 import redis
@@ -106,6 +105,8 @@ def test_page_client_keeps_pages_and_blocks_there_as_in_any_cluster(mapped: Mapp
 
 
 def test_valkey_glide_follows_the_map(mapped: MappedServers) -> None:
+    import glide_sync  # here, or every worker of the tests would take a third of a second to import it
+
     addresses = [glide_sync.NodeAddress("127.0.0.1", mapped.ports[0])]
     client = glide_sync.GlideClusterClient.create(glide_sync.GlideClusterClientConfiguration(addresses))
     try:
