@@ -92,7 +92,10 @@ def main(arguments: list[str] | None = None) -> None:
         while server.keyspace.quotas.go_on():
             pass  # nobody writes before it is known what each quota holds
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(server, upstream))
+            try:
+                runner.run(serve(server, upstream))
+            finally:
+                signals.finish(runner.get_loop())
     except (
         ConfigError,
         MapError,

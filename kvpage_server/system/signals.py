@@ -54,6 +54,16 @@ def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: 
     _look(loop, terminal, watch, hang_up, True)
 
 
+def finish(loop: asyncio.AbstractEventLoop) -> None:
+    """Ignore all signals. A process that has done all it had to is not to be ended by one: its exit code says so.
+
+    A loop that is closed would give the signals that it attends to their usual meaning.
+    """
+    for number in (*STOP, signal.SIGHUP):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _terminal() -> int | None:
     """The controlling terminal of the process, wherever its input and output go. A service has none."""
     try:

@@ -411,6 +411,13 @@ class TestEnding:
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(STOP_WITHIN) == 0
 
+    def test_signals_are_harmless_to_the_very_end(self) -> None:
+        with start_server() as server:
+            while server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.0005)
+            assert server.process.returncode == 0
+
     def test_its_port_is_free_again_at_once(self) -> None:
         with start_server() as server, server.client() as client:
             client.ping()
