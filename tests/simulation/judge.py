@@ -112,7 +112,10 @@ class Judge:
             talk.watched = watched  # what it evicts itself has not changed before it
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         listened = len(talk.channels) + len(talk.patterns)
+        hashes = self.model.checksums
         self._answer(talk, asked, reply)
+        if self.model.checksums != hashes:
+            self.model.store.doubt_checksums()
         if len(talk.channels) + len(talk.patterns) < listened and self.process.server.channels.busy:
             peer.may_come += peer.pushes  # messages wait for their turn, and are for those who listen then
             peer.pushes.clear()
@@ -234,7 +237,7 @@ class Judge:
     def _note_stored(self, asked: Asked) -> None:
         store = self.model.store
         cells = [cell for _, _, cell in store.log[asked.at : asked.end]]
-        cells += [cell for doubt in store.doubts if doubt.pending for cell in doubt.variants[0].values()]
+        cells += [cell for doubt in store.doubts for cell in doubt.coming.values()]
         self.just_stored = sum(cell.size for cell in cells if cell is not None)
 
     def _doubt(self, asked: Asked) -> None:
@@ -562,9 +565,9 @@ class Judge:
     def _forget(self, key: bytes) -> None:
         """A key has gone. What is about to be stored by a command in steps may still come."""
         store = self.model.store
-        pending = [doubt for doubt in store.doubts if doubt.pending and key in doubt.variants[0]]
+        pending = [doubt for doubt in store.doubts if key in doubt.coming]
         for doubt in pending:
-            doubt.evicted[key] = doubt.variants[0][key]
+            (doubt.rest_of or doubt).evicted[key] = doubt.coming[key]
         store.settle([key])
         store.drop(key)
         if pending:
