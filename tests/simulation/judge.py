@@ -255,6 +255,9 @@ class Judge:
     def told(self, peer: Peer, reply: Any) -> None:
         """A peer has read something."""
         peer.moved = self.machine.clock.now
+        is_message = isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"], [b"invalidate"])
+        if is_message and peer.speaks and isinstance(reply, hiredis.PushNotification) != (peer.speaks == 3):
+            self.fail(f"peer {peer.number}, who speaks RESP{peer.speaks}, was told {reply!r:.200} in the other")
         if isinstance(reply, list) and reply[:1] == [b"invalidate"]:
             peer.talk.told(reply[1])
             return
@@ -275,6 +278,7 @@ class Judge:
         if asked.audit is not None:
             asked.audit(asked, reply)
             return
+        self._note_protocol(peer, asked.words, reply)
         if is_error(reply, "MISCONF Errors writing to disk: ") and self.disk_fails:
             self._broke_off(peer, asked)
             return
@@ -291,6 +295,16 @@ class Judge:
         self._note_protection(asked, reply)
         if asked.heard is not None:
             asked.heard(asked, reply)
+
+    def _note_protocol(self, peer: Peer, words: Words, reply: Any) -> None:
+        """In which protocol the next reply comes. A transaction may have had a HELLO."""
+        name = words[0].lower()
+        if name == b"hello" and isinstance(reply, dict):
+            peer.speaks = int(words[1])
+        elif name == b"reset" and reply == b"RESET":
+            peer.speaks = 2
+        elif name == b"exec" and peer.talk.protocol != peer.speaks:
+            peer.speaks = 0
 
     def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
         """A keyspace notification: of a change, told to the key's channel and then to the event's."""
