@@ -66,7 +66,7 @@ class Scenes:
         return [*writes, self._soon(self._step("kill", told=rng.choice([0, 0, 20_000, 200_000])), 20_000)]
 
     def _failing_disk(self) -> list[Step]:
-        """The disk takes nothing, and slowly, or gives nothing either. The same keys are written again meanwhile.
+        """The disk takes nothing, and slowly, or gives nothing either. The same keys are written or deleted meanwhile.
 
         Then comes a restart, sometimes after so long that nobody may have waited for it.
         """
@@ -78,10 +78,13 @@ class Scenes:
             lasts, slow = _LONG_FAULT, 0
         if more.random() < 0.4:
             name += " unreadable"
+        deletes = more.choice([0, 0, 0.4])
         steps: list[Step] = [self._step("fault", name=name, slow=slow, nanoseconds=lasts)]
         within = rng.choice([10 * MS, 150 * MS])
         for _ in range(rng.randrange(5, 15)):
             write = self._send(rng.randrange(PEERS), (b"SET", rng.choice(keys), self._exactly(20)))
+            if more.random() < deletes:  # and be written again while it is removed, to make room
+                write = replace(write, words=(b"DEL", write.words[1]))
             steps.append(self._soon(write, within))
         return [*steps, replace(self._step("settle"), gap=lasts), self._restart()]
 

@@ -64,7 +64,7 @@ class Doubt:
     variants: list[dict[bytes, Cell]]
     pending: bool = False  # the first may become true at any moment
     evicted: dict[bytes, Cell] = field(default_factory=dict)  # keys, and what they were to become
-    rest_of: Doubt | None = None  # what others have changed of it since, and what is to come all the same
+    rest_of: Doubt | None = None  # what others have changed of it since, and what is to be stored all the same
     still: dict[bytes, Cell] = field(default_factory=dict)
 
     @property
@@ -241,8 +241,9 @@ class Store:
                 self.gone = gone + 1
             if len(ends) > 1:
                 rest = Doubt([{key: end} for end in ends])
-                for source, value in pending[:1]:
-                    rest.rest_of, rest.still = source, {key: value}
+                for source, value in pending:
+                    if value is not None:
+                        rest.rest_of, rest.still = source, {key: value}
                 self.doubts.append(rest)
         self.sure = True
 
