@@ -38,6 +38,7 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     yield from _mistaken_expiry(keyspace)
     yield from _mistaken_blocks(keyspace)
     yield from _mistaken_leases(keyspace)
+    yield from _missed_by_scans(keyspace)
     yield from _mistaken_usage(server.tiered, keyspace) if server.tiered is not None else ()
     spared = len(keyspace.leases) or quotas or keyspace.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
     if memory.maxmemory and memory.tier is None and not spared:
@@ -86,6 +87,13 @@ def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
         protected[lease.account] += lease.size
     if counted := sum(abs(size.memory - protected[account]) for account, size in leases._bytes.items()):
         yield f"{leases.bytes} bytes are counted that are protected, there are {protected.total()}: {counted} are amiss"
+
+
+def _missed_by_scans(keyspace: Keyspace) -> Iterator[str]:
+    """Blocks that a scan of their request would not come to."""
+    req_id, pages = keyspace.index._order or (b"", [])
+    if missed := set(keyspace.index.page_ids(req_id)).difference(pages):
+        yield f"a scan of {req_id!r} would not come to its blocks {sorted(missed)}"
 
 
 def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
