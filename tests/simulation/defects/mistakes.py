@@ -303,4 +303,11 @@ MISTAKES = [
         "    try:\n        pass\n",
         "EXEC runs what its user has lost the right to since it was queued",
     ),
+    Mistake(
+        "dump-loses-what-fills-a-file",
+        "kvpage_server.snapshot.dump",
+        "                tensors, nbytes = {}, 0\n            tensors |= {tensor.entry.name: tensor for tensor in group}\n            nbytes += more\n",
+        "                tensors, nbytes = {}, 0\n                continue\n            tensors |= {tensor.entry.name: tensor for tensor in group}\n            nbytes += more\n",
+        "what is one too many for a file of a dump is in none",
+    ),
 ]
