@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import cast
 
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Slot
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text
 from kvpage_server.store.memory.extent import ExtentPage
+from kvpage_server.store.memory.index import Block
+from kvpage_server.store.records import sheet
 
 ROOM = 1 << 16  # bytes: what a limit may be passed by, for what was stored last
 
@@ -29,11 +35,82 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
         sizes = {unit: keyspace.quotas.size_of(unit) for unit in quota.sizes}
         if quota.sizes != sizes or quota.bytes != sum(sizes.values()):
             yield f"the quota of {quota.pattern!r} counts {quota.bytes}, its keys have {sum(sizes.values())}"
+    yield from _mistaken_expiry(keyspace)
+    yield from _mistaken_blocks(keyspace)
+    yield from _mistaken_leases(keyspace)
+    yield from _missed_by_scans(keyspace)
+    yield from _mistaken_usage(server.tiered, keyspace) if server.tiered is not None else ()
     spared = len(keyspace.leases) or quotas or keyspace.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
     if memory.maxmemory and memory.tier is None and not spared:
         most = memory.maxmemory + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
         if memory.used > most:
             yield f"{memory.used} bytes are used of a maxmemory of {memory.maxmemory}, {just_stored} were just stored"
+
+
+def _mistaken_expiry(keyspace: Keyspace) -> Iterator[str]:
+    """Keys that expire."""
+    contents = keyspace.contents
+    found = sum(bool(entry.expires) for entry in contents.catalogue.entries.values())
+    found += sum(block.pages for block in keyspace.index if block.extent is not None and block.extent.expires)
+    for rows in _resting(keyspace):
+        found += sum(bool(expires) for _, _, expires, _ in sheet.pages(b"", 0, rows))
+    if contents.expirer.keys != found:
+        yield f"{contents.expirer.keys} keys are counted that expire, there are {found}"
+
+
+def _mistaken_blocks(keyspace: Keyspace) -> Iterator[str]:
+    """What blocks have in memory."""
+    entries = keyspace.contents.catalogue.entries
+    for block in keyspace.index:
+        if block.extent is not None:
+            held = block.extent.slot.footprint
+        else:
+            held = sum(cast(Page, entries[key]).footprint for key in block.page_keys())
+        if block.footprint < held:  # or more: what an extent has beside its pages stays with a block that was split
+            yield f"block {block.page} of {block.req_id!r} counts {block.footprint} bytes, its pages have {held}"
+
+
+def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
+    """What leases and pins protect, and whose share of the room that is."""
+    leases, entries = keyspace.leases, keyspace.contents.catalogue.entries
+    protected: Counter[object] = Counter()
+    for unit, lease in leases._leases.items():
+        name = (unit.req_id, unit.page) if isinstance(unit, Block) else unit
+        if not (keyspace.index.still_has(unit) if isinstance(unit, Block) else unit in entries):
+            yield f"what protects {name!r} has outlived it"
+            continue
+        size = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
+        if lease.size != size:
+            yield f"{lease.size} bytes of {name!r} are protected, it has {size}"
+        if lease.account is not keyspace.evictor.limit_of(unit):
+            yield f"what protects {name!r} counts for another quota"
+        protected[lease.account] += lease.size
+    if counted := sum(abs(size.memory - protected[account]) for account, size in leases._bytes.items()):
+        yield f"{leases.bytes} bytes are counted that are protected, there are {protected.total()}: {counted} are amiss"
+
+
+def _missed_by_scans(keyspace: Keyspace) -> Iterator[str]:
+    """Blocks that a scan of their request would not come to."""
+    req_id, pages = keyspace.index._order or (b"", [])
+    if missed := set(keyspace.index.page_ids(req_id)).difference(pages):
+        yield f"a scan of {req_id!r} would not come to its blocks {sorted(missed)}"
+
+
+def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
+    """What values take on disk, when nothing waits to be written."""
+    usage = tiered.stored.usage
+    found = sum(usage._sizes.values()) + sum(map(sheet.footprint, _resting(keyspace)))
+    if usage.used != found or usage.expected != found:
+        yield f"{usage.used} bytes of the disk are counted, {usage.expected} are expected, values take {found}"
+
+
+def _resting(keyspace: Keyspace) -> Iterator[bytes]:
+    """The rows of every block that rests."""
+    index = keyspace.index
+    for name in index.resting_blocks():
+        rows = index.rows(*name)
+        assert rows is not None
+        yield rows
 
 
 def _slots(server: Server) -> Iterator[Slot]:

@@ -112,7 +112,10 @@ class Judge:
             talk.watched = watched  # what it evicts itself has not changed before it
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         listened = len(talk.channels) + len(talk.patterns)
+        hashes = self.model.checksums
         self._answer(talk, asked, reply)
+        if self.model.checksums != hashes:
+            self.model.store.doubt_checksums()
         if len(talk.channels) + len(talk.patterns) < listened and self.process.server.channels.busy:
             peer.may_come += peer.pushes  # messages wait for their turn, and are for those who listen then
             peer.pushes.clear()
@@ -235,7 +238,7 @@ class Judge:
     def _note_stored(self, asked: Asked) -> None:
         store = self.model.store
         cells = [cell for _, _, cell in store.log[asked.at : asked.end]]
-        cells += [cell for doubt in store.doubts if doubt.pending for cell in doubt.variants[0].values()]
+        cells += [cell for doubt in store.doubts for cell in doubt.coming.values()]
         self.just_stored = sum(cell.size for cell in cells if cell is not None)
 
     def _doubt(self, asked: Asked) -> None:
@@ -253,6 +256,9 @@ class Judge:
     def told(self, peer: Peer, reply: Any) -> None:
         """A peer has read something."""
         peer.moved = self.machine.clock.now
+        is_message = isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"], [b"invalidate"])
+        if is_message and peer.speaks and isinstance(reply, hiredis.PushNotification) != (peer.speaks == 3):
+            self.fail(f"peer {peer.number}, who speaks RESP{peer.speaks}, was told {reply!r:.200} in the other")
         if isinstance(reply, list) and reply[:1] == [b"invalidate"]:
             peer.talk.told(reply[1])
             return
@@ -273,6 +279,7 @@ class Judge:
         if asked.audit is not None:
             asked.audit(asked, reply)
             return
+        self._note_protocol(peer, asked.words, reply)
         if is_error(reply, "MISCONF Errors writing to disk: ") and self.disk_fails:
             self._broke_off(peer, asked)
             return
@@ -289,6 +296,16 @@ class Judge:
         self._note_protection(asked, reply)
         if asked.heard is not None:
             asked.heard(asked, reply)
+
+    def _note_protocol(self, peer: Peer, words: Words, reply: Any) -> None:
+        """In which protocol the next reply comes. A transaction may have had a HELLO."""
+        name = words[0].lower()
+        if name == b"hello" and isinstance(reply, dict):
+            peer.speaks = int(words[1])
+        elif name == b"reset" and reply == b"RESET":
+            peer.speaks = 2
+        elif name == b"exec" and peer.talk.protocol != peer.speaks:
+            peer.speaks = 0
 
     def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
         """A keyspace notification: of a change, told to the key's channel and then to the event's."""
@@ -572,9 +589,9 @@ class Judge:
     def _forget(self, key: bytes) -> None:
         """A key has gone. What is about to be stored by a command in steps may still come."""
         store = self.model.store
-        pending = [doubt for doubt in store.doubts if doubt.pending and key in doubt.variants[0]]
+        pending = [doubt for doubt in store.doubts if key in doubt.coming]
         for doubt in pending:
-            doubt.evicted[key] = doubt.variants[0][key]
+            (doubt.rest_of or doubt).evicted[key] = doubt.coming[key]
         store.settle([key])
         store.drop(key)
         if pending:

@@ -60,6 +60,7 @@ class Peer:
     busy_until: int = 0  # nanoseconds: when the last of them arrives
     blocked: list[bytes] = field(default_factory=list)  # what the kernel has not taken
     lives: int = 0
+    speaks: int = 2  # the protocol in which the next reply comes; 0 where that is not known
     moved: int = 0  # nanoseconds: when the server last did something for it
 
     def connect(self, path: str) -> None:
@@ -72,6 +73,7 @@ class Peer:
         self.stalled = self.half = False
         self.sending = self.busy_until = 0
         self.blocked = []
+        self.speaks = 2
         self._reader = hiredis.Reader()
 
     @property

@@ -171,8 +171,15 @@ class Program(Administration, Scenes, Oddities):
             if rng.random() < 0.3:
                 other = (peer + 1) % PEERS
                 steps.append(self._send(other, self._command(other)))
-        steps.append(self._send(peer, (rng.choice([b"EXEC"] * 5 + [b"DISCARD"]),)))
-        return steps
+        end = self._send(peer, (rng.choice([b"EXEC"] * 5 + [b"DISCARD"]),))
+        more = random.Random(
+            f"rights {self.seed} {self._number}"
+        )  # other than `rng`: most seeds are the runs they were
+        if not self.tenants or peer not in TENANTS or more.random() < 0.6:
+            return [*steps, end]
+        user = b"u%d" % peer  # whose rights go between what it queues and what is run of it
+        grant = b"ACL", b"SETUSER", user, b"resetkeys", b"~%b:*" % user, b"~kv:q%b:*" % user[1:]
+        return [*steps, self._send(0, grant[:4]), end, self._send(0, grant)]
 
     # -- commands --------------------------------------------------------------------------------------------------
 

@@ -26,9 +26,11 @@ class Scenes:
     """A part of `Program`: each method makes the steps of a scene."""
 
     rng: random.Random
+    seed: int
     peer: int
     engines: int
     strings: list[bytes]
+    _number: int
     _step: Any
     _send: Any
     _string_write: Any
@@ -111,7 +113,7 @@ class Scenes:
         return [pause, *writes, replace(self._send(0, (b"CLIENT", b"UNPAUSE")), gap=10 * MS)]
 
     def _listeners(self) -> list[Step]:
-        """Some listen while others talk."""
+        """Some listen while others talk, sometimes one of them in RESP3."""
         rng, peer, channel = self.rng, self.rng.choice(LISTENERS), self.rng.choice(CHANNELS)
         by_pattern = rng.random() < 0.3
         steps = [self._send(peer, (b"PSUBSCRIBE", b"*") if by_pattern else (b"SUBSCRIBE", channel))]
@@ -119,7 +121,13 @@ class Scenes:
             said = (b"PUBLISH", rng.choice(CHANNELS), b"%d" % number)
             steps.append(self._send(rng.choice([0, 3]), rng.choice([said, said, (b"GET", rng.choice(self.strings))])))
         end = (b"PUNSUBSCRIBE", b"*") if by_pattern else (b"UNSUBSCRIBE", channel)
-        return [*steps, self._send(peer, rng.choice([end, end, (b"RESET",), (b"PING", b"there")]))]
+        steps.append(self._send(peer, rng.choice([end, end, (b"RESET",), (b"PING", b"there")])))
+        more = random.Random(f"listeners {self.seed} {self._number}")  # other than `rng`: most seeds are what they were
+        if more.random() >= 0.4:
+            return steps
+        other = LISTENERS[peer == LISTENERS[0]]
+        first = [self._send(other, words) for words in ((b"HELLO", b"3"), (b"SUBSCRIBE", channel))]
+        return [*first, *steps, self._send(other, (b"UNSUBSCRIBE", channel))]
 
     def _leased_and_crowded(self) -> list[Step]:
         """What is leased lies there while others fill memory."""

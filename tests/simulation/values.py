@@ -23,12 +23,15 @@ FORGOTTEN_LATE = 40_000  # the same under `appendfsync no`
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A string; or a page's body, and its layer, head, page, kv_type, dtype, rows, columns and ttl."""
+    """A string; or a page's body, and its layer, head, page, kv_type, dtype, rows, columns and ttl.
+
+    `checksum` says whether its header has one; None where nobody knows.
+    """
 
     data: bytes
     expires: int = 0  # unix milliseconds, 0 for never
     page: tuple[int, int, int, int, int, int, int, int] | None = None
-    checksum: bool = True
+    checksum: bool | None = True
 
     @property
     def size(self) -> int:
@@ -61,6 +64,15 @@ class Doubt:
     variants: list[dict[bytes, Cell]]
     pending: bool = False  # the first may become true at any moment
     evicted: dict[bytes, Cell] = field(default_factory=dict)  # keys, and what they were to become
+    rest_of: Doubt | None = None  # what others have changed of it since, and what is to be stored all the same
+    still: dict[bytes, Cell] = field(default_factory=dict)
+
+    @property
+    def coming(self) -> dict[bytes, Cell]:
+        """What may become true at any moment."""
+        if self.rest_of is not None:
+            return self.still if self.rest_of.pending else {}
+        return self.variants[0] if self.pending else {}
 
 
 @dataclass
@@ -216,9 +228,10 @@ class Store:
                 end = log[key] if key in log else next((v[key] for v in choice if key in v), self.keys.get(key))
                 if end not in ends:
                     ends.append(end)
-            for doubt in doubts:
-                if doubt.pending and key in doubt.variants[0] and doubt.variants[0][key] not in ends:
-                    ends.append(doubt.variants[0][key])
+            pending = [(doubt.rest_of or doubt, doubt.coming[key]) for doubt in doubts if key in doubt.coming]
+            for _, value in pending:
+                if value not in ends:
+                    ends.append(value)
             self.settle([key])
             old, start, gone = self.keys.get(key), len(self.log), self.gone
             self._set(key, ends[0])
@@ -227,7 +240,11 @@ class Store:
             elif old is not None and ends[0] is None and 0 < old.expires <= self.now:
                 self.gone = gone + 1
             if len(ends) > 1:
-                self.doubts.append(Doubt([{key: end} for end in ends]))
+                rest = Doubt([{key: end} for end in ends])
+                for source, value in pending:
+                    if value is not None:
+                        rest.rest_of, rest.still = source, {key: value}
+                self.doubts.append(rest)
         self.sure = True
 
     def _set(self, key: bytes, value: Cell) -> None:
@@ -259,6 +276,17 @@ class Store:
             if end > least:
                 result.setdefault(key, []).extend(cells)
         return result
+
+    def doubt_checksums(self) -> None:
+        """Whether pages get one was changed: what is being stored in steps may have one, or none."""
+        for doubt in self.doubts:
+            for key, cell in [*doubt.coming.items()]:
+                if cell is None or not cell.page:
+                    continue
+                unsure, states = replace(cell, checksum=None), [*doubt.variants, doubt.still, self.keys]
+                for state in states:
+                    if state.get(key) is cell:
+                        state[key] = unsure
 
     def doubtful(self) -> set[bytes]:
         """Keys in doubt."""

@@ -112,6 +112,14 @@ class TestChannels:
             assert sorted([wire.reply()[:1], wire.reply()[:1]]) == [b":", b">"]
             assert wire.ask(b"PING") == b"+PONG\r\n"
 
+    def test_everybody_is_told_in_the_protocol_that_he_speaks(self, server: RunningServer, client: redis.Redis) -> None:
+        with Wire(server.port) as one, Wire(server.port) as other:
+            other.ask(b"HELLO", b"3")
+            for wire in (one, other):
+                wire.ask(b"SUBSCRIBE", b"news")
+            assert client.publish("news", "for both") == 2
+            assert (one.reply()[:1], other.reply()[:1]) == (b"*", b">")
+
     def test_a_message_never_breaks_into_a_reply(self, server: RunningServer, client: redis.Redis) -> None:
         """A reply that is made while it is sent is one reply, whatever is published meanwhile."""
         body = bytes(20_000)
