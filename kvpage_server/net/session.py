@@ -151,7 +151,7 @@ class Session:
         """Leave the server's lists, and break reference cycles: the garbage collector rarely runs."""
         self._server.stats.bytes_out += self._transport.bytes_out
         self._server.forget(self.client)
-        del self._transport, self.client.connection
+        del self._transport, self._answering, self._replies, self.client.connection
 
     # -- the client's side: `commands.context.Connection` says what each is ------------------------------------
 

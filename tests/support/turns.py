@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.configuration.config import from_arguments
 from kvpage_server.net.listener import Listener
+from kvpage_server.net.session import Session
 from kvpage_server.net.watch import Watch
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.file.database import Disk
@@ -59,6 +61,10 @@ class Turns:
         """Another connection that has said something, for as long as the stack is open."""
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", self.server.port), timeout=60))
         self._converse(sock, said)
+
+    def sessions(self) -> list[weakref.ref[Session]]:
+        """The server's connections."""
+        return self.on_loop(lambda: [weakref.ref(client.connection) for client in self.server.clients.values()])
 
     def _converse(self, sock: socket.socket, data: bytes) -> None:
         """Send something, and read until all of it is answered."""

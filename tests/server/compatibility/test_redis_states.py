@@ -81,6 +81,22 @@ def test_silence_keeps_back_replies_and_not_what_is_pushed(pair: Pair, words: li
     assert any(b"subscribe" in frame for frame in told[1])
 
 
+@pytest.mark.parametrize("how", ["SKIP", "OFF"])
+def test_reset_ends_silence_and_is_skipped_itself(pair: Pair, how: str) -> None:
+    told = []
+    for server in pair:
+        with Wire(server.port) as wire:
+            wire.send(
+                b"".join(spell(line.split()) for line in (b"CLIENT REPLY " + how.encode(), b"RESET", b"PING last"))
+            )
+            frames = [wire.reply()]
+            while b"last" not in frames[-1]:
+                frames.append(wire.reply())
+            told.append(frames)
+    assert told[0] == told[1]
+    assert (b"+RESET\r\n" in told[1]) == (how == "OFF")
+
+
 def test_who_waits_for_the_end_of_a_pause_is_blocked(pair: Pair) -> None:
     for server in pair:
         with server.client() as client, Wire(server.port) as wire:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import gc
 import socket
-import weakref
-from typing import Any
 
-from turns import Turns, measured
+from turns import measured
 from waiting import until
 from wire import spell
-
-
-def sessions(turns: Turns) -> list[Any]:
-    """Weak references to the server's connections."""
-    found: list[Any] = []
-    turns.on_loop(lambda: found.extend(weakref.ref(one.connection) for one in turns.server.clients.values()))
-    return found
 
 
 def test_nothing_is_left_of_who_waited_for_the_end_of_a_pause_that_was_cut_short() -> None:
@@ -25,11 +16,11 @@ def test_nothing_is_left_of_who_waited_for_the_end_of_a_pause_that_was_cut_short
         with socket.create_connection(address, timeout=60) as first:
             first.sendall(spell([b"CLIENT", b"PAUSE", b"3600000", b"WRITE"]))
             assert first.recv(100) == b"+OK\r\n"
-            known = sessions(turns)
+            known = turns.sessions()
             with socket.create_connection(address, timeout=60) as second:
                 second.sendall(spell([b"SET", b"key", b"value"]))
-                until(lambda: len(sessions(turns)) == 2, "the second connection")
-                (waiting,) = [one for one in sessions(turns) if one not in known]
+                until(lambda: len(turns.sessions()) == 2, "the second connection")
+                (waiting,) = [one for one in turns.sessions() if one not in known]
                 until(lambda: waiting() is not None and waiting().paused, "its pause")
                 first.sendall(spell([b"CLIENT", b"UNPAUSE"]))
                 assert second.recv(100) == b"+OK\r\n"

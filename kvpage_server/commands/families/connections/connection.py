@@ -96,7 +96,8 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     client.server.channels.forget(client)
     client.server.monitors.pop(client, None)
     client.server.events.untrack(client)
-    client.protocol, client.name, client.silence = 2, b"", 0
+    client.protocol, client.name = 2, b""
+    client.silence = max(client.silence, 0)  # SKIP still holds for this reply
     client.spared, client.touches = False, True
     default = client.server.users.default
     client.become(default if default.no_password and default.enabled else None)
