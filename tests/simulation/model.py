@@ -109,9 +109,10 @@ class Model(Strings, Pages):
     def _changed(self, key: bytes) -> None:
         self._note_change(key)
         self.changes.add(key)
-        _, old, new = self.store.log[-1]
-        if self.store.sure and old is not None and old.page and (new is None or not new.page):
-            self.went.add(key)
+        if self.store.sure:
+            _, old, new = self.store.log[-1]
+            if old is not None and old.page and (new is None or not new.page):
+                self.went.add(key)
         for talk in self.talks:
             if self.notifies and self.store.sure and not self.store.expires and talk.patterns:
                 talk.unheard.add(key)

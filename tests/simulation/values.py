@@ -235,6 +235,8 @@ class Store:
             self.settle([key])
             old, start, gone = self.keys.get(key), len(self.log), self.gone
             self._set(key, ends[0])
+            if len(self.log) == start and key in own:
+                self.changed(key)  # it came and went
             if key not in own:
                 self.gone = gone + len(self.log) - start
             elif old is not None and ends[0] is None and 0 < old.expires <= self.now:
