@@ -188,17 +188,20 @@ class _Dump:
                 yield wanted, nbytes + len(wanted) * KEY_COSTS
 
     def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
-        """The intact pages of a block."""
-        pages = []
+        """The intact pages of a block. A page that a string has replaced is none: strings were read before."""
+        pages, errors = [], dict[bytes, PageError]()
         for key, value in block:
             try:
                 header, body = decode_page(value.data)
                 if not header.names(key):
                     raise PageError("its header names another page")
             except PageError as error:
-                self._dumped.corrupt.append(f"{text_of(bytes(key))}: {error}")
+                errors[bytes(key)] = error
             else:
                 pages.append(FoundPage(key, header, self._left(value.expires_ms), body))
+        for replaced in self._store.without_pages(list(errors)):
+            del errors[replaced]
+        self._dumped.corrupt += [f"{text_of(name)}: {error}" for name, error in errors.items()]
         return list(tensors_of(pages))
 
     def _left(self, expires_ms: int) -> int:

@@ -164,10 +164,11 @@ class RunningStore:
     def strings(self, match: bytes) -> Iterator[list[tuple[bytes, int]]]:
         """Keys that hold no page, and the lengths of their values, some at a time."""
         for keys in self._scan(b"MATCH", match):
-            plain = self._without_pages(keys)
+            plain = self.without_pages(keys)
             yield list(zip(plain, self.ask([command(b"STRLEN", key) for key in plain]), strict=True))
 
-    def _without_pages(self, keys: list[bytes]) -> list[bytes]:
+    def without_pages(self, keys: list[bytes]) -> list[bytes]:
+        """Those of the keys that are no pages."""
         named = [(key, index) for key in keys if (index := _index_of(key))]
         are_pages = self.ask([command(b"SISMEMBER", index, key) for key, index in named])
         pages = {key for (key, _), is_page in zip(named, are_pages, strict=True) if is_page}

@@ -136,10 +136,11 @@ class Contents:
         if self.tier is not None:
             self.tier.was_split(block, pages)
 
-    def grow(self, block: Block, size: int) -> None:
-        """A block has grown by so many bytes of memory, which may be negative."""
-        block.footprint += size
-        self.leases.grew(block, size)
+    def grow(self, unit: Unit, size: int) -> None:
+        """A unit has grown by so many bytes of memory, which may be negative."""
+        if isinstance(unit, Block):
+            unit.footprint += size
+        self.leases.grew(unit, size)
 
     def set_expiry(self, key: bytes, expires: int) -> None:
         """Set a living key's expiry in unix milliseconds, 0 for none. One in the past removes the key."""

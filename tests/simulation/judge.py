@@ -31,6 +31,7 @@ _CHANGE = frozenset(
 )
 _COUNTED = frozenset(b"kvpagedel del unlink setnx msetnx expire pexpire expireat pexpireat persist".split())
 _MOST_MOMENTS = 400
+_NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _TOO_MUCH = "would have to be in memory at once, maxmemory-clients allows"
 _AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
 
@@ -177,6 +178,7 @@ class Judge:
         """Have the model do the same."""
         model, store, said = self.model, self.model.store, asked.words
         before, gone, model.pushes = len(store.log), store.gone, []
+        unclear = store.doubtful() | store.fog if isinstance(reply, Stream) else set()
         refusal = self._refusal(str(reply) if isinstance(reply, ReplyError) else "", said)
         if refusal:
             asked.expected = self._refused(talk, said, refusal)
@@ -195,6 +197,7 @@ class Judge:
             self._note_stored(asked)
         if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
             self._doubt(asked)
+            asked.unclear = unclear & asked.doubt.variants[1].keys()
         elif asked.streamed and said[0].lower() == b"kvpagedel" and asked.expected == 0:
             asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
 
@@ -273,6 +276,8 @@ class Judge:
             else:
                 self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {[*peer.pushes][:1]!r:.200}")
             return
+        if not peer.unanswered and peer.unrun and self.disk_fails and is_error(reply, _NOT_ON_DISK):
+            return  # it waited for room, which others have made for it, and that is not on disk
         if not peer.unanswered:
             self.fail(f"peer {peer.number} was told {reply!r:.300} though it has asked nothing")
         asked = peer.unanswered.popleft()
@@ -280,7 +285,7 @@ class Judge:
             asked.audit(asked, reply)
             return
         self._note_protocol(peer, asked.words, reply)
-        if is_error(reply, "MISCONF Errors writing to disk: ") and self.disk_fails:
+        if is_error(reply, _NOT_ON_DISK) and self.disk_fails:
             self._broke_off(peer, asked)
             return
         if asked.doubt is not None:
@@ -365,6 +370,7 @@ class Judge:
         for key, value in doubt.variants[1].items():
             store._set(key, value)
         store.sure = True
+        store.fog |= asked.unclear
 
     def _learn_deleted(self, asked: Asked, doubt: Doubt) -> None:
         """A step of a deletion is done: others see what is left.
@@ -516,6 +522,8 @@ class Judge:
         if asked.doubt is not None:
             asked.doubt.pending = False
             asked.doubt = None
+            self.model.store.settle(asked.unclear)
+            self.model.store.fog |= asked.unclear
             self._may_not_be_told(asked)
 
     def _may_not_be_told(self, asked: Asked) -> None:

@@ -38,6 +38,7 @@ class Asked:
     deleted: set[bytes] = field(default_factory=set)  # keys that it has deleted so far, in steps
     came: int = 0  # pages that came while it deleted others, and that it may have deleted, too
     heard: Callable[[Asked, Any], None] | None = None  # who is told of a right reply as well
+    unclear: set[bytes] = field(default_factory=set)  # what it changes, and nobody knew what that was before
     unsure: set[bytes] = field(default_factory=set)  # keys of which it was not known what they are, when it was run
 
 

@@ -268,8 +268,7 @@ class Fetching:
             grown[unit] = grown.get(unit, 0) + slot.footprint
             self._stored.counts.fetched += 1
         for unit, size in grown.items():
-            if isinstance(unit, Block):
-                contents.grow(unit, size)
+            contents.grow(unit, size)
             contents.evictor.units.used(unit)
             self._stored.usage.is_in_memory(name_of_unit(unit))
 

@@ -290,9 +290,7 @@ class DiskTier:
         """Free a unit's bytes in memory."""
         contents, units = self._contents, self._contents.evictor.units
         used = units.now - units.idle(unit)
-        if isinstance(unit, bytes):
-            self._cool(unit, names, used)
-        elif unit.extent is None:
+        if isinstance(unit, bytes) or unit.extent is None:
             contents.grow(unit, -self._cool(unit, names, used))
         elif not isinstance(slot := unit.extent.slot, Cold):
             unit.extent.slot = Cold(names[0], slot.size, unit=unit, used=used)

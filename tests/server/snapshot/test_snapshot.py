@@ -415,6 +415,17 @@ def test_what_is_damaged_in_the_server_is_not_dumped(
     assert os.listdir(tmp_path)
 
 
+def test_a_page_that_a_string_replaces_while_it_is_dumped_is_not_called_damaged(
+    client: redis.Redis, store: RunningStore, tmp_path: Path
+) -> None:
+    for layer in range(2):
+        client.execute_command("KVPAGESET", "r", layer, 0, 0, 0, 3, 1, 5, 0, b"a page")
+    dumped = dump(
+        store, tmp_path, Selection(requests=(b"r",)), done=lambda count: client.set("kv:r:1:0:0:0", "a string")
+    )
+    assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt) == (1, 0, [])
+
+
 def test_a_restore_sends_what_a_smaller_server_takes(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
     shape = [(0, DType.BFLOAT16, 256), (1, DType.BFLOAT16, 256)]
     set_block(client, "large", 0, block(shape, layers=8, heads=8, page_size=64))  # 4 MiB

@@ -68,6 +68,15 @@ def transaction(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
         return pipe.execute(raise_on_error=False)
 
 
+def test_what_was_promised_on_disk_counts_as_protected_once_it_is_in_memory(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "8mb") as (_, client):
+        cold_strings(client, 4)
+        assert client.exists("k0") == 1  # who is told so is to find it
+        assert client.info()["leased_or_pinned_bytes"] < 3 * MB
+        assert client.getrange("k0", 0, 10) == body(3 * MB, 0)[:11]
+        assert client.info()["leased_or_pinned_bytes"] >= 3 * MB
+
+
 # -- transactions ------------------------------------------------------------------------------------------------------
 
 
