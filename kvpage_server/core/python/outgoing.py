@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from typing_extensions import Buffer
 
+from kvpage_server.core.python.gather import AT_ONCE
 from kvpage_server.core.python.memory import Memory
 from kvpage_server.core.python.sent_pages import Chunk
 
-BYTES_AT_ONCE = 1024 * 1024  # bytes in one call
-PIECES = 1024  # and pieces: IOV_MAX
+PIECES = 1024  # in one call: IOV_MAX
 RECORD_BYTES = 64 * 1024  # bytes that are joined for TLS
 
 
@@ -28,7 +28,7 @@ class Outgoing:
     def send(self, fd: int) -> int:
         """Send what the kernel takes in one call; how many bytes, -1 if it takes nothing now."""
         count, nbytes = 0, -self._sent
-        while count < min(len(self._some), PIECES) and nbytes < BYTES_AT_ONCE:
+        while count < min(len(self._some), PIECES) and nbytes < AT_ONCE:
             nbytes += len(self._some[count])
             count += 1
         first, *others = self._some[:count]
@@ -69,6 +69,6 @@ class Outgoing:
             views = Memory(piece.pieces if isinstance(piece, Chunk) else [piece]).views()
             self._some += filter(None, views)
             nbytes += sum(map(len, views))
-            if nbytes >= BYTES_AT_ONCE or len(self._some) >= PIECES:
+            if nbytes >= AT_ONCE or len(self._some) >= PIECES:
                 return
         self.done = not self._some

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Buffer
 
+from kvpage_server.core.python.gather import AT_ONCE
 from kvpage_server.core.python.memory import Memory
 from kvpage_server.page import MAX_U32, DType, PageKey, checksum, pack_header
 
@@ -45,7 +46,6 @@ def words_of(name: PageKey) -> bytes:
 
 
 PAGES_AT_ONCE = 1024  # pages in a chunk
-BYTES_AT_ONCE = 1024 * 1024  # bytes after which a chunk ends
 _ITEMSIZES = {int(dtype): dtype.itemsize for dtype in DType}
 
 
@@ -117,7 +117,7 @@ class SentPages:
         """Where a chunk from `start` on ends."""
         nbytes = 0
         for stop in range(start, min(start + PAGES_AT_ONCE, len(self))):
-            if nbytes >= BYTES_AT_ONCE:
+            if nbytes >= AT_ONCE:
                 return stop
             nbytes += len(self.bodies.views()[stop])
         return min(start + PAGES_AT_ONCE, len(self))
