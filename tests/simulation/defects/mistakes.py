@@ -271,7 +271,7 @@ MISTAKES = [
     Mistake(
         "lease-does-not-grow",
         _STORE + "contents",
-        "        self.leases.grew(block, size)\n",
+        "        self.leases.grew(unit, size)\n",
         "",
         "what comes to a block that is pinned or leased does not count as protected",
     ),
