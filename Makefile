@@ -93,7 +93,7 @@ core: $(VENV)/server.stamp  ## compiles the page core again, and shows what the 
 wheels: $(VENV)/dev.stamp  ## wheels in dist/, by cibuildwheel where docker runs, else for every Python that is found
 	conf/wheels.sh $(BIN)/python dist
 
-clean:  ## removes all that was made here, but the model
+clean:  ## removes the environment and what tools keep; not the model, the compiled core or data
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 help:  ## this list

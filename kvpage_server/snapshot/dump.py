@@ -164,8 +164,8 @@ class _Dump:
             wanted = [(key, size) for key, size in found if string_name(key) not in self._kept]
             self._done(len(found) - len(wanted))
             for keys in batches(((key, size + KEY_COSTS) for key, size in wanted), BATCH_BYTES):
-                for key, data, expires in self._store.values(keys):
-                    yield [Tensor(String(key, len(data), self._left(expires), checksum(data)), [data])]
+                for value in self._store.values(keys):
+                    yield [self._string(value)]
                 self._done(len(keys))
 
     def _pages(self) -> Iterator[list[Tensor]]:
@@ -188,21 +188,31 @@ class _Dump:
                 yield wanted, nbytes + len(wanted) * KEY_COSTS
 
     def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
-        """The intact pages of a block. A page that a string has replaced is none: strings were read before."""
-        pages, errors = [], dict[bytes, PageError]()
+        """The intact pages of a block, and strings that have replaced some of them since they were listed."""
+        pages, strings = [], []
         for key, value in block:
             try:
-                header, body = decode_page(value.data)
-                if not header.names(key):
-                    raise PageError("its header names another page")
-            except PageError as error:
-                errors[bytes(key)] = error
-            else:
-                pages.append(FoundPage(key, header, self._left(value.expires_ms), body))
-        for replaced in self._store.without_pages(list(errors)):
-            del errors[replaced]
-        self._dumped.corrupt += [f"{text_of(name)}: {error}" for name, error in errors.items()]
-        return list(tensors_of(pages))
+                pages.append(self._page(key, value))
+            except PageError:  # it is damaged, or was no page as it was read
+                is_page, now = self._store.look(key)
+                if now is not None and not is_page:
+                    strings.append(self._string(now))
+                elif now is not None:
+                    try:
+                        pages.append(self._page(key, now))
+                    except PageError as error:
+                        self._dumped.corrupt.append(f"{text_of(bytes(key))}: {error}")
+        return [*tensors_of(pages), *strings]
+
+    def _page(self, key: PageKey, value: Value) -> FoundPage:
+        header, body = decode_page(value.data)
+        if not header.names(key):
+            raise PageError("its header names another page")
+        return FoundPage(key, header, self._left(value.expires_ms), body)
+
+    def _string(self, value: Value) -> Tensor:
+        key, data, expires_ms = value
+        return Tensor(String(key, len(data), self._left(expires_ms), checksum(data)), [data])
 
     def _left(self, expires_ms: int) -> int:
         """The time to live that a key had when the dump began."""

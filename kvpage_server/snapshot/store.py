@@ -164,11 +164,10 @@ class RunningStore:
     def strings(self, match: bytes) -> Iterator[list[tuple[bytes, int]]]:
         """Keys that hold no page, and the lengths of their values, some at a time."""
         for keys in self._scan(b"MATCH", match):
-            plain = self.without_pages(keys)
+            plain = self._without_pages(keys)
             yield list(zip(plain, self.ask([command(b"STRLEN", key) for key in plain]), strict=True))
 
-    def without_pages(self, keys: list[bytes]) -> list[bytes]:
-        """Those of the keys that are no pages."""
+    def _without_pages(self, keys: list[bytes]) -> list[bytes]:
         named = [(key, index) for key in keys if (index := _index_of(key))]
         are_pages = self.ask([command(b"SISMEMBER", index, key) for key, index in named])
         pages = {key for (key, _), is_page in zip(named, are_pages, strict=True) if is_page}
@@ -190,6 +189,18 @@ class RunningStore:
         some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
         replies = self.ask([command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys])
         return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
+
+    def look(self, key: PageKey) -> tuple[bool, Value | None]:
+        """Whether a key is a page's, and its value, both as they are at one moment; None if it is gone."""
+        name = bytes(key)
+        asked = [
+            command(b"SISMEMBER", index_key(key.req_id), name),
+            command(b"GET", name),
+            command(b"PEXPIRETIME", name),
+        ]
+        *_, (is_page, data, expires) = self.ask([command(b"MULTI"), *asked, command(b"EXEC")])
+        found = _living([name], [data], [expires])
+        return bool(is_page), found[0] if found else None
 
     def headers(self, keys: Sequence[bytes]) -> list[Value]:
         """The headers of the pages that exist."""

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -419,11 +420,39 @@ def test_a_page_that_a_string_replaces_while_it_is_dumped_is_not_called_damaged(
     client: redis.Redis, store: RunningStore, tmp_path: Path
 ) -> None:
     for layer in range(2):
-        client.execute_command("KVPAGESET", "r", layer, 0, 0, 0, 3, 1, 5, 0, b"a page")
+        client.execute_command("KVPAGESET", "r", layer, 0, 0, 0, 3, 1, 6, 0, b"a page")
     dumped = dump(
         store, tmp_path, Selection(requests=(b"r",)), done=lambda count: client.set("kv:r:1:0:0:0", "a string")
     )
-    assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt) == (1, 0, [])
+    assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt) == (1, 1, [])
+    client.flushall()
+    restore(store, tmp_path)
+    assert client.get("kv:r:1:0:0:0") == b"a string"
+    assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == b"a page"
+
+
+def test_a_key_that_is_now_a_page_and_now_a_string_is_not_called_damaged(
+    server: RunningServer, store: RunningStore, client: redis.Redis, tmp_path: Path
+) -> None:
+    for page in range(500):
+        client.execute_command("KVPAGESET", "still", page // 100, 0, page % 100, 0, 3, 1, 6, 0, b"a page")
+    over = threading.Event()
+
+    def turn() -> None:
+        with redis.Redis(port=server.port) as other:
+            while not over.is_set():
+                for page in range(20):
+                    other.set(f"kv:turns:0:0:{page}:0", "a string")
+                    other.execute_command("KVPAGESET", "turns", 0, 0, page, 0, 3, 1, 6, 0, b"a page")
+
+    turning = threading.Thread(target=turn)
+    turning.start()
+    try:
+        found = [dump(store, tmp_path / str(number), EVERYTHING).corrupt for number in range(8)]
+    finally:
+        over.set()
+        turning.join()
+    assert found == [[]] * 8
 
 
 def test_a_restore_sends_what_a_smaller_server_takes(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
