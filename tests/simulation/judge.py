@@ -124,8 +124,8 @@ class Judge:
             peer.may_come += [one for other in self.peers for one in other.pushes if other is not peer]
         if evicted and not asked.streamed:
             self._forget_again(evicted)
-        if evicted and runs_many and asked.expected is not None:
-            asked.expected = ANYTHING  # nobody knows which of its commands came before and which after
+        if evicted and runs_many:
+            self._lose_sight(asked, marks)  # nobody knows which of its commands came before and which after
         if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
             self._lose_sight(asked, marks)
         if here:
@@ -144,7 +144,10 @@ class Judge:
                 self._forget(key)
 
     def _lose_sight(self, asked: Asked, marks: dict[int, dict[bytes, bool]]) -> None:
-        """Some commands of a transaction were refused: what it has changed is not known. `marks`: what was watched."""
+        """What a transaction has changed is not known: some of it was refused, or something evicted meanwhile.
+
+        `marks`: what was watched.
+        """
         if asked.expected is None:
             return  # it was not to be run
         store = self.model.store
