@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.administration import MS, TENANTS, Administration
+from tests.simulation.meetings import Meetings
 from tests.simulation.model import Words
 from tests.simulation.oddities import Oddities
 from tests.simulation.peers import PEERS
@@ -35,7 +36,7 @@ class Step:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Program(Administration, Scenes, Oddities):
+class Program(Administration, Scenes, Oddities, Meetings):
     """`steps(count)` are the first of a seed's; `options` is how its server is started.
 
     `maxdisk` is bytes, far fewer than the server's own least, so that a run can fill them; 0 for no limit.
@@ -81,6 +82,7 @@ class Program(Administration, Scenes, Oddities):
         self._engines_share = rng.choice([0.03, 0.15]) if self.engines else 0.0
         self._gaps = rng.choice([20_000, 200_000, 2 * MS, 30 * MS])
         self._odd = self.oddities(seed)
+        self._meet = self.meetings(seed)
 
     def _options(self) -> dict[str, str]:
         rng = self.rng
@@ -120,6 +122,7 @@ class Program(Administration, Scenes, Oddities):
                 peer = self.rng.randrange(PEERS)
                 steps.append(self._send(peer, self._command(peer)))
             steps += self._odd()
+            steps += self._meet()
         return steps
 
     def _step(self, kind: str, peer: int = -1, words: Words = (), **extra: Any) -> Step:

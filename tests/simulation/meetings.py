@@ -1,0 +1,103 @@
+"""Two things that rarely meet, at the same moment: a fetch and a new time to live, a full disk and what was removed.
+
+They are drawn beside a program's other steps, by a chance of their own, in a fourth of the seeds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.administration import MS
+from tests.simulation.peers import PEERS
+
+if TYPE_CHECKING:
+    from tests.simulation.programs import Step
+
+_SHARE = 0.006  # of steps that one of these follows
+_SCANNERS = 3  # peers that are no tenants, and may scan everything
+
+
+class Meetings:
+    """A part of `Program`."""
+
+    rng: random.Random
+    peer: int
+    disk: bool
+    strings: list[bytes]
+    _any_key: Any
+    _block_set: Any
+    _exactly: Any
+    _page_set: Any
+    _send: Any
+    _soon: Any
+    _step: Any
+
+    def meetings(self, seed: int) -> Callable[[], list[Step]]:
+        """What draws one of them, and mostly none, after each step."""
+        rng = random.Random(f"meetings {seed}")
+        share = _SHARE if rng.random() < 0.25 else 0.0
+        kinds = [self._grown_between_scans, self._another_quota]
+        kinds += [self._fetched_and_dated, self._removed_on_a_full_disk] * self.disk
+
+        def draw() -> list[Step]:
+            if rng.random() >= share:
+                return []
+            usual, self.rng = self.rng, rng
+            steps = rng.choice(kinds)()
+            self.rng = usual
+            return steps
+
+        return draw
+
+    def _fetched_and_dated(self) -> list[Step]:
+        """What is on disk alone is asked for, slowly, while somebody else says for how long it shall live."""
+        rng = self.rng
+        lasts = rng.randrange(300 * MS, 2_000 * MS)
+        steps: list[Step] = [self._step("stop"), self._step("fault", name="", slow=150 * MS, nanoseconds=lasts)]
+        for key in [*rng.sample(self.strings, 2), self._any_key(), self._any_key()]:
+            one, other = rng.sample(range(PEERS), 2)
+            dated = rng.choice([
+                (b"PEXPIRE", key, b"%d" % rng.randrange(1_000, 90_000)), (b"PERSIST", key),
+                (b"EXPIRE", key, b"100", rng.choice([b"GT", b"NX"])), (b"SET", key, self._exactly(30), b"KEEPTTL"),
+            ])  # fmt: skip
+            both = [self._send(one, (rng.choice([b"GET", b"STRLEN"]), key)), self._send(other, dated)]
+            steps += [self._soon(step, 30 * MS) for step in both]
+        return [*steps, replace(self._step("settle"), gap=lasts)]
+
+    def _removed_on_a_full_disk(self) -> list[Step]:
+        """Keys are removed and written again while the disk is full and slow: what is gone makes room."""
+        rng, keys = self.rng, self.rng.sample(self.strings, 2)
+        lasts, within = rng.randrange(500 * MS, 3_000 * MS), rng.choice([20 * MS, 200 * MS])
+        steps = [self._send(rng.randrange(PEERS), (b"SET", key, self._exactly(600))) for key in keys]
+        steps += [self._step("settle"), self._step("fault", name="full", slow=250 * MS, nanoseconds=lasts)]
+        for _ in range(rng.randrange(6, 20)):
+            key = rng.choice(keys)
+            words = rng.choice([(b"DEL", key), (b"UNLINK", key), (b"SET", key, self._exactly(20))])
+            steps.append(self._soon(self._send(rng.randrange(PEERS), words), within))
+        return [*steps, replace(self._step("settle"), gap=lasts), self._step(rng.choice(["stop", "kill"]))]
+
+    def _grown_between_scans(self) -> list[Step]:
+        """A request gets blocks, and loses some, between two scans of it."""
+        rng, self.peer = self.rng, self.rng.randrange(_SCANNERS)
+        index, steps = b"kv:q%d:index" % self.peer, []
+        for _ in range(rng.randrange(2, 5)):
+            scan = self._step("scan", rng.randrange(_SCANNERS), (b"SSCAN", index), count=100, pace=MS)
+            gone = b"KVPAGEDEL", b"q%d" % self.peer, b"%d" % rng.randrange(8)
+            between = rng.choice([self._page_set(), self._block_set(), gone])
+            steps += [replace(scan, gap=2 * MS), self._soon(self._send(self.peer, between), MS)]
+        return steps
+
+    def _another_quota(self) -> list[Step]:
+        """What is pinned or leased comes to belong to another quota, or to none."""
+        rng, self.peer = self.rng, self.rng.choice([1, 3])
+        name, req, page, *words = self._block_set()
+        protect = rng.choice([(b"KVPAGEPIN", req, page), (b"KVPAGELEASE", req, b"60000", page)])
+        quotas = rng.sample([b"", b"kv:q1:* 20000", b"kv:q3:* 60000 kv:* 300000", b"kv:* 500000"], 2)
+        steps = [self._send(self.peer, (name, req, page, *words)), replace(self._send(self.peer, protect), gap=MS)]
+        for quota in quotas:
+            steps.append(replace(self._send(0, (b"CONFIG", b"SET", b"quota", quota)), gap=MS))
+            steps.append(replace(self._step("settle"), gap=MS))
+        return [*steps, self._send(self.peer, (b"KVPAGEUNPIN", req, page))]
