@@ -310,4 +310,25 @@ MISTAKES = [
         "                tensors, nbytes = {}, 0\n                continue\n            tensors |= {tensor.entry.name: tensor for tensor in group}\n            nbytes += more\n",
         "what is one too many for a file of a dump is in none",
     ),
+    Mistake(
+        "leases-count-for-the-old-quota",
+        _STORE + "quota_limit",
+        "        self._contents.leases.recount()\n",
+        "",
+        "what is protected counts for the quota that it belonged to before quotas changed",
+    ),
+    Mistake(
+        "written-while-room-is-made",
+        _STORE + "disk.file.write_behind",
+        "            if name in self._next.removed:\n",
+        "            if name in self._next.changes:\n",
+        "what is written again while its removal makes room on a full disk is forgotten",
+    ),
+    Mistake(
+        "listed-in-an-old-order",
+        _STORE + "memory.index",
+        "            if self._order is not None and self._order[0] == req_id:\n                self._order = None\n            block = request",
+        "            block = request",
+        "a scan of a request that was scanned before does not come to a new block",
+    ),
 ]
