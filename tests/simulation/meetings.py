@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from tests.simulation.programs import Step
 
 _SHARE = 0.006  # of steps that one of these follows
-_SCANNERS = 3  # peers that are no tenants, and may scan everything
+_CROWDED = 40_000  # bytes of memory that some strings have
+_CROWD = [b"crowd%d" % i for i in range(24)]
+_SIZE = 3_000  # bytes of each, so that most are on disk alone
+_NO_TENANTS = 3  # peers that may ask for everything
 
 
 class Meetings:
@@ -26,6 +29,7 @@ class Meetings:
     rng: random.Random
     peer: int
     disk: bool
+    options: dict[str, str]
     strings: list[bytes]
     _any_key: Any
     _block_set: Any
@@ -55,36 +59,37 @@ class Meetings:
     def _fetched_and_dated(self) -> list[Step]:
         """What is on disk alone is asked for, slowly, while somebody else says for how long it shall live."""
         rng = self.rng
-        lasts = rng.randrange(300 * MS, 2_000 * MS)
-        steps: list[Step] = [self._step("stop"), self._step("fault", name="", slow=150 * MS, nanoseconds=lasts)]
-        for key in [*rng.sample(self.strings, 2), self._any_key(), self._any_key()]:
-            one, other = rng.sample(range(PEERS), 2)
-            dated = rng.choice([
-                (b"PEXPIRE", key, b"%d" % rng.randrange(1_000, 90_000)), (b"PERSIST", key),
-                (b"EXPIRE", key, b"100", rng.choice([b"GT", b"NX"])), (b"SET", key, self._exactly(30), b"KEEPTTL"),
-            ])  # fmt: skip
+        lasts, usual = rng.randrange(300 * MS, 2_000 * MS), self.options["maxmemory"].encode()
+        steps: list[Step] = [self._send(0, (b"CONFIG", b"SET", b"maxmemory", b"%d" % _CROWDED))]
+        steps += [self._send(rng.randrange(_NO_TENANTS), (b"SET", key, self._exactly(_SIZE))) for key in _CROWD]
+        steps += [self._step("settle"), self._step("fault", name="", slow=150 * MS, nanoseconds=lasts)]
+        for key in rng.sample(_CROWD[: len(_CROWD) // 2], 6):
+            one, other = rng.sample(range(_NO_TENANTS), 2)
+            time = b"PEXPIRE", key, b"%d" % rng.randrange(1_000, 90_000)
+            dated = rng.choice([time, time, (b"PERSIST", key), (b"SET", key, self._exactly(30), b"KEEPTTL")])
             both = [self._send(one, (rng.choice([b"GET", b"STRLEN"]), key)), self._send(other, dated)]
-            steps += [self._soon(step, 30 * MS) for step in both]
-        return [*steps, replace(self._step("settle"), gap=lasts)]
+            steps += [self._soon(step, 5 * MS) for step in both]
+        steps.append(replace(self._step("settle"), gap=lasts))
+        return [*steps, self._send(0, (b"DEL", *_CROWD)), self._send(0, (b"CONFIG", b"SET", b"maxmemory", usual))]
 
     def _removed_on_a_full_disk(self) -> list[Step]:
         """Keys are removed and written again while the disk is full and slow: what is gone makes room."""
-        rng, keys = self.rng, self.rng.sample(self.strings, 2)
-        lasts, within = rng.randrange(500 * MS, 3_000 * MS), rng.choice([20 * MS, 200 * MS])
-        steps = [self._send(rng.randrange(PEERS), (b"SET", key, self._exactly(600))) for key in keys]
+        rng, (*gone, other) = self.rng, self.rng.sample(self.strings, 6)
+        lasts, apart = rng.randrange(1_000 * MS, 5_000 * MS), rng.choice([100 * MS, 400 * MS])
+        steps = [self._send(0, (b"SET", key, self._exactly(600))) for key in (*gone, other)]
         steps += [self._step("settle"), self._step("fault", name="full", slow=250 * MS, nanoseconds=lasts)]
-        for _ in range(rng.randrange(6, 20)):
-            key = rng.choice(keys)
-            words = rng.choice([(b"DEL", key), (b"UNLINK", key), (b"SET", key, self._exactly(20))])
-            steps.append(self._soon(self._send(rng.randrange(PEERS), words), within))
+        steps.append(self._soon(self._send(rng.randrange(PEERS), (b"SET", other, self._exactly(900))), MS))
+        steps.append(self._soon(self._send(rng.randrange(PEERS), (b"DEL", *gone)), MS))
+        for key in gone:
+            steps.append(self._soon(self._send(rng.randrange(PEERS), (b"SET", key, self._exactly(20))), apart))
         return [*steps, replace(self._step("settle"), gap=lasts), self._step(rng.choice(["stop", "kill"]))]
 
     def _grown_between_scans(self) -> list[Step]:
         """A request gets blocks, and loses some, between two scans of it."""
-        rng, self.peer = self.rng, self.rng.randrange(_SCANNERS)
+        rng, self.peer = self.rng, self.rng.randrange(_NO_TENANTS)
         index, steps = b"kv:q%d:index" % self.peer, []
         for _ in range(rng.randrange(2, 5)):
-            scan = self._step("scan", rng.randrange(_SCANNERS), (b"SSCAN", index), count=100, pace=MS)
+            scan = self._step("scan", rng.randrange(_NO_TENANTS), (b"SSCAN", index), count=100, pace=MS)
             gone = b"KVPAGEDEL", b"q%d" % self.peer, b"%d" % rng.randrange(8)
             between = rng.choice([self._page_set(), self._block_set(), gone])
             steps += [replace(scan, gap=2 * MS), self._soon(self._send(self.peer, between), MS)]
