@@ -32,8 +32,11 @@ _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expir
 class Tier(Protocol):
     """The tier below memory, which is told what happens to values."""
 
-    def removed(self, key: bytes, unit: Unit) -> None:
+    def removed(self, key: bytes) -> None:
         """A key is gone. Its unit may have others."""
+
+    def unit_removed(self, unit: Unit) -> None:
+        """A string is gone, or a block with its last page, perhaps since something else has the key now."""
 
     def block_removed(self, block: Block) -> None:
         """A block is about to be removed with all its pages."""
@@ -188,7 +191,7 @@ class Contents:
         entry = self.catalogue.entries.pop(key)
         self.forget(key, entry, None, event)
         if self.tier is not None:
-            self.tier.removed(key, unit_of(key, entry))
+            self.tier.removed(key)
 
     def forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
         """Take `old` out of the index and the accounts. `new` takes its place, if there is one."""
@@ -203,7 +206,7 @@ class Contents:
         else:
             self.leases.removed(key)  # the new value was just used, so it needs no promise
         if new is None or is_page(new):
-            self.evictor.units.removed(key)
+            self._unit_removed(key)
 
     def _forget_page(self, key: bytes, old: Page, new: Entry | None, event: str) -> None:
         block = cast(Block, old.unit)
@@ -218,8 +221,13 @@ class Contents:
             self.evictor.quotas.grew(block, -HEADER_SIZE - old.size)
         if not block.pages:
             self.index.remove(block)
-            self.evictor.units.removed(block)
             self.leases.removed(block)
+            self._unit_removed(block)
+
+    def _unit_removed(self, unit: Unit) -> None:
+        self.evictor.units.removed(unit)
+        if self.tier is not None:
+            self.tier.unit_removed(unit)
 
     def remove_block(self, block: Block, event: str, reason: str = "") -> int:
         """Remove a block's pages. Returns how many there were. `reason` is remembered if `event` does not say it."""

@@ -11,7 +11,7 @@ from kvpage_server.core import Slot
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text, is_page
 from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records import sheet
@@ -102,6 +102,10 @@ def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
     found = sum(usage._sizes.values()) + sum(map(sheet.footprint, _resting(keyspace)))
     if usage.used != found or usage.expected != found:
         yield f"{usage.used} bytes of the disk are counted, {usage.expected} are expected, values take {found}"
+    for unit in tiered.stored.unproven:
+        is_block, entry = isinstance(unit, Block), keyspace.contents.catalogue.entries.get(cast(bytes, unit))
+        if not (keyspace.index.still_has(cast(Block, unit)) if is_block else entry is not None and not is_page(entry)):
+            yield f"{unit!r} is gone, and waits to be written"
 
 
 def _resting(keyspace: Keyspace) -> Iterator[bytes]:

@@ -205,10 +205,11 @@ class DiskTier:
             for key in block.page_keys():
                 self.stored.remove(name_of_key(key))
 
-    def removed(self, key: bytes, unit: Unit) -> None:
-        if not isinstance(unit, Block) or not unit.pages:
-            self.stored.unproven.discard(unit)
+    def removed(self, key: bytes) -> None:
         self.stored.remove(name_of_key(key))
+
+    def unit_removed(self, unit: Unit) -> None:
+        self.stored.unproven.discard(unit)
 
     def block_removed(self, block: Block) -> None:
         self.stored.unproven.discard(block)

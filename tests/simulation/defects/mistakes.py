@@ -331,4 +331,11 @@ MISTAKES = [
         "            block = request",
         "a scan of a request that was scanned before does not come to a new block",
     ),
+    Mistake(
+        "what-was-replaced-waits",
+        _STORE + "contents",
+        "        if new is None or is_page(new):\n            self._unit_removed(key)\n",
+        "        if new is None or is_page(new):\n            self.evictor.units.removed(key)\n",
+        "a string that a page has replaced still waits to be written",
+    ),
 ]

@@ -404,6 +404,21 @@ def test_without_fsync_only_what_was_used_again_goes_to_disk_until_the_end(tmp_p
         assert disk_info(client)["disk_values"] == 52
 
 
+def test_without_fsync_what_took_the_place_of_a_string_is_saved(tmp_path: Path) -> None:
+    """The string waits to be used again, when a page takes its key, and a block the place of the page."""
+    key = "kv:b:0:0:0:0"
+    with tiered(tmp_path, "--appendfsync", "no") as (_, client):
+        client.set(key, body(600, 1))
+        client.execute_command("KVPAGESET", "b", 0, 0, 0, 0, 3, 1, 6, 0, "a page")
+        set_block(client, 0)
+        assert client.execute_command("SAVE")
+        assert disk_info(client)["disk_values"] == 1
+        client.set("another", body(600, 2))
+    with tiered(tmp_path, "--appendfsync", "no") as (_, client):
+        assert client.get("another") == body(600, 2)
+        assert client.exists(key)
+
+
 def test_save_bgsave_and_lastsave(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         set_page(client, 0)
