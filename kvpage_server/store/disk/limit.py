@@ -179,7 +179,7 @@ class DiskLimit:
         may_pass = min(_MOST_PASSED, usage.units)
         while may_pass > 0 and (name := usage.first(alone=alone)) is not None:
             unit = unit_named(self._contents, name)
-            if unit is None or not is_there(self._contents, unit):
+            if unit is None:
                 usage.remove_unit(name)
                 continue
             if not any(map(self._stored.behind.waits, names_in(unit))):

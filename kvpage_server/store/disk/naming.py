@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import Entry, page_named
+from kvpage_server.store.memory.entry import Entry, is_page, page_named
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records.record import name_of_block, name_of_key
@@ -62,8 +62,11 @@ def unit_name_of(contents: Contents, name: bytes) -> bytes:
 
 
 def unit_named(contents: Contents, name: bytes) -> Unit | None:
-    """The unit of a name; None for a block that does not exist."""
-    return contents.index.block(*parse_block(name)) if name[:1] == b"b" else name[1:]
+    """The unit of that name; None if there is none. A page may have the key that a string had."""
+    if name[:1] == b"b":
+        return contents.index.block(*parse_block(name))
+    entry = contents.catalogue.entries.get(name[1:])
+    return None if entry is None or is_page(entry) else name[1:]
 
 
 def is_there(contents: Contents, unit: Unit) -> bool:

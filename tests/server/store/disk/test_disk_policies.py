@@ -34,6 +34,17 @@ def taken(client: redis.Redis, names: range, size: int = MB, **options: Any) -> 
     return found
 
 
+def test_a_pinned_page_stays_where_the_disk_is_full_though_its_key_was_a_strings(tmp_path: Path) -> None:
+    key, options = "kv:r:0:0:0:0", ("--appendfsync", "always", "--maxmemory-policy", "allkeys-lru")
+    with start_server(*TIERED, *SMALL, *options, directory=tmp_path) as server, server.client() as client:
+        client.set(key, body(600, 1))
+        client.execute_command("KVPAGESET", "r", 0, 0, 0, 0, 3, 1, 6, 0, "a page")
+        assert client.execute_command("KVPAGEPIN", "r", 0) == 1
+        assert taken(client, range(30)) == list(range(30))
+        assert disk_info(client)["disk_evicted"] > 0
+        assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == b"a page"
+
+
 @pytest.mark.parametrize(("mode", "maxmemory"), [("always", "0"), ("everysec", "4mb"), ("no", "4mb")])
 def test_noeviction_refuses_what_the_disk_has_no_room_for_and_keeps_the_rest(
     tmp_path: Path, mode: str, maxmemory: str
