@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.simulation import accounts
-from tests.simulation.judge import shown
-from tests.simulation.peers import Asked, Peer
+from tests.simulation.peers import Asked, Peer, shown
 from tests.simulation.replies import agrees, is_error
 from tests.simulation.values import Cell, Doubt, Value, read_page
 
@@ -95,7 +94,7 @@ class Audit:
         for mistake in accounts.mistakes(server, judge.just_stored) if self._is_well() else ():
             judge.fail(mistake)
         if self._is_well():
-            judge.disk_fails, self._failed_at = False, -1
+            judge.model.disk_fails, self._failed_at = False, -1
 
     def _untold(self) -> str:
         """Of which message or change somebody has not heard yet."""
@@ -117,7 +116,7 @@ class Audit:
 
     def disk_failed(self) -> None:
         """From now on the disk may be blamed."""
-        self._judge.disk_fails = True
+        self._judge.model.disk_fails = True
         if self._failed_at < 0:
             self._failed_at = self._position_at(self._run.machine.clock.now - SECOND - _SLACK)
 
@@ -146,12 +145,12 @@ class Audit:
             self._least = 0
         else:
             self._least = self._position_at(self._run.machine.clock.now - SECOND - _SLACK)
-            if judge.disk_fails and self._failed_at >= 0:
+            if judge.model.disk_fails and self._failed_at >= 0:
                 self._least = min(self._least, self._failed_at)
         self._exact = exact
         if not exact:
             store.fog |= self._let_go
-        makes_room = judge.disk_fails or self._run.program.maxdisk
+        makes_room = judge.model.disk_fails or self._run.program.maxdisk
         self._gone = {key for key, _, cell in store.log[self._least :] if cell is None} if makes_room else set()
         if not self._run.program.disk:
             for key in list(store.keys):
@@ -187,7 +186,7 @@ class Audit:
         self.settle(self._ask, check=False)
 
     def _collect(self, asked: Asked, reply: Any) -> None:
-        if not (is_error(reply) and self._judge.disk_fails):  # or it is asked again, as often as the disk fails
+        if not (is_error(reply) and self._judge.model.disk_fails):  # or it is asked again, as often as the disk fails
             self._told[asked.words[1]] += [reply, asked.ran]
 
     def _compare(self) -> None:
@@ -205,7 +204,7 @@ class Audit:
         judge.boundaries.clear()
         judge.positions.clear()
         judge.acknowledged = 0
-        self._failed_at = 0 if judge.disk_fails else -1
+        self._failed_at = 0 if judge.model.disk_fails else -1
         self._run.begin_work()
 
     def _due(self) -> Iterable[tuple[bytes, Value]]:

@@ -77,7 +77,7 @@ class Dumper:
     def _stayed(self, before: dict[bytes, Value], changes: int) -> dict[bytes, Value]:
         """What of that has been there since, and could be read."""
         judge, (now, _) = self._run.judge, self._known()
-        if judge._may_miss:
+        if judge.model.may_miss:
             return {}
         changed = {key for key, _, _ in judge.model.store.log[changes:]} | judge.let_go
         at = self._run.machine.clock.unix_ms + _LEAP  # who sets the clock forward and back lets it expire

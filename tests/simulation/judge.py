@@ -1,4 +1,4 @@
-"""What holds of everything that a server does: its replies, what it forgets, and what is left when all is quiet."""
+"""What holds of every command and every reply: it was sent, the server may refuse it, it is answered as it may be."""
 
 from __future__ import annotations
 
@@ -11,29 +11,23 @@ import hiredis
 
 from kvpage_server.commands.context import Client
 from kvpage_server.resp.reply import NULL_ARRAY, ReplyError, Stream
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from tests.simulation.departures import Departures
 from tests.simulation.model import Conversation, Model, Words
-from tests.simulation.model_pages import block_of
-from tests.simulation.model_rights import Rights, keys_used
-from tests.simulation.peers import Asked, Peer
+from tests.simulation.model_rights import Rights
+from tests.simulation.moments import agreed_meanwhile
+from tests.simulation.peers import Asked, Peer, shown
 from tests.simulation.process import Process
-from tests.simulation.replies import A_NUMBER, ANYTHING, Err, May, agrees, between, gathered, is_error, one_of
-from tests.simulation.values import Cell, Doubt, Value, read_page
+from tests.simulation.replies import ANYTHING, Err, May, agrees, is_error
+from tests.simulation.unfinished import Unfinished
+from tests.simulation.values import Cell, Value, read_page
 from tests.simulation.world.machine import Machine
 
-READS_IN_STEPS = frozenset(
-    b"mget kvpagemget kvblockget kvblockmget kvpagemexists kvblockexists kvpageindex kvpageverify".split()
-)
-SETS_IN_STEPS = frozenset((b"keys", b"smembers", b"dbsize"))
-_OF_ONE_MOMENT = frozenset((b"mget",))  # though it waits for the disk
 _CHANGE = frozenset(
     b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
 )
 _COUNTED = frozenset(b"kvpagedel del unlink setnx msetnx expire pexpire expireat pexpireat persist".split())
-_MOST_MOMENTS = 400
 _NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _TOO_MUCH = "would have to be in memory at once, maxmemory-clients allows"
-_AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
 
 
 class Violation(BaseException):
@@ -50,8 +44,9 @@ class Judge:
         self.checksums = True  # of pages, as a server begins
         self.model = Model(lambda: machine.clock.unix_ms, lambda: machine.clock.now // 1_000_000)
         self.process: Process
+        self._departures: Departures
+        self._unfinished: Unfinished
         self.commands = 0
-        self.disk_fails = False  # or did since all was well
         self.acknowledged = 0  # changes of the model that were told to be done
         self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
         self.boundaries: set[int] = set()  # of the model's log, between commands
@@ -60,7 +55,6 @@ class Judge:
         self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
-        self._left: list[bytes] = []  # keys that the server has let go of by itself, and the model has still
         self.let_go = self.model.let_go  # since this process began
         self.violation: Violation | None = None
 
@@ -68,9 +62,10 @@ class Judge:
         """Another process serves."""
         self.process = process
         self._by_id.clear()
-        self._left = []
         self.let_go.clear()
-        process.broke, process.leaves = self.note_broken, self.leaves
+        process.broke = self.note_broken
+        self._departures = Departures(self.model, process, self.fail)
+        self._unfinished = Unfinished(self.model, process, self.fail)
         self.model.pinned.clear()
         self.model.leased.clear()
         self.model.talks, self.model.paused_until = [], 0
@@ -123,7 +118,7 @@ class Judge:
         elif len(talk.channels) + len(talk.patterns) > listened and self.process.server.channels.busy:
             peer.may_come += [one for other in self.peers for one in other.pushes if other is not peer]
         if evicted and not asked.streamed:
-            self._forget_again(evicted)
+            self._departures.forget_again(evicted)
         if evicted and runs_many:
             self._lose_sight(asked, marks)  # nobody knows which of its commands came before and which after
         if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
@@ -135,13 +130,6 @@ class Judge:
                 if one.talk is listening and one.sock is not None:
                     one.pushes.append(message)
         return reply if asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
-
-    def _forget_again(self, evicted: list[bytes]) -> None:
-        """Some of what a command has stored was evicted to make room for the rest of it."""
-        there = set(self.process.server.keyspace.listing.names())
-        for key in evicted:
-            if key not in there:
-                self._forget(key)
 
     def _lose_sight(self, asked: Asked, marks: dict[int, dict[bytes, bool]]) -> None:
         """What a transaction has changed is not known: some of it was refused, or something evicted meanwhile.
@@ -170,12 +158,12 @@ class Judge:
             for last in items:
                 self.note_evictions()  # which were before it, and not by it
                 if doubt is not None and asked.words[0].lower() == b"kvpagedel":
-                    self._learn_deleted(asked, doubt)
+                    self._unfinished.learn_deleted(asked, doubt)
                 yield last
         except GeneratorExit:
-            self._abandon(asked)
+            self._unfinished.abandon(asked)
             raise
-        self._resolve(asked, hiredis.ReplyError(str(last)) if isinstance(last, ReplyError) else last)
+        self._unfinished.resolve(asked, hiredis.ReplyError(str(last)) if isinstance(last, ReplyError) else last)
 
     def _answer(self, talk: Conversation, asked: Asked, reply: Any) -> None:
         """Have the model do the same."""
@@ -198,11 +186,8 @@ class Judge:
         asked.streamed = isinstance(reply, Stream)
         if asked.changes:
             self._note_stored(asked)
-        if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
-            self._doubt(asked)
-            asked.unclear = unclear & asked.doubt.variants[1].keys()
-        elif asked.streamed and said[0].lower() == b"kvpagedel" and asked.expected == 0:
-            asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
+        if asked.streamed:
+            self._unfinished.begin(asked, unclear)
 
     def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
         """Whose connection it is, and what was said on it: a peer's first command is its name, nobody else's is."""
@@ -222,13 +207,13 @@ class Judge:
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self.process.server.keyspace
             queued = words[0].lower() == b"exec" and keyspace.memory.maxmemory > 0  # what waited for it has gone by now
-            if not (keyspace.memory.is_full or self._may_refuse or queued):
+            if not (keyspace.memory.is_full or self.process.may_refuse or queued):
                 self.fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
             return error
         if error.endswith("because of previous errors.") or "Can't execute" in error:
             return ""
         if error.startswith(("MISCONF", "ERR reading from disk failed", "EXECABORT Transaction discarded because of")):
-            if not self.disk_fails:
+            if not self.model.disk_fails:
                 self.fail(f"{shown(words)} was refused though the disk works: {error}")
             return error
         return ""
@@ -246,16 +231,6 @@ class Judge:
         cells = [cell for _, _, cell in store.log[asked.at : asked.end]]
         cells += [cell for doubt in store.doubts for cell in doubt.coming.values()]
         self.just_stored = sum(cell.size for cell in cells if cell is not None)
-
-    def _doubt(self, asked: Asked) -> None:
-        """What a command does in steps may or may not be done, until it says so."""
-        store = self.model.store
-        before: dict[bytes, Cell] = {}
-        for key, old, _ in store.log[asked.at :]:
-            before.setdefault(key, old)
-        after = {key: store.keys.get(key) for key in before}
-        asked.doubt = Doubt([after, before], pending=True)
-        store.doubts.append(asked.doubt)
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +254,7 @@ class Judge:
             else:
                 self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {[*peer.pushes][:1]!r:.200}")
             return
-        if not peer.unanswered and peer.unrun and self.disk_fails and is_error(reply, _NOT_ON_DISK):
+        if not peer.unanswered and peer.unrun and self.model.disk_fails and is_error(reply, _NOT_ON_DISK):
             return  # it waited for room, which others have made for it, and that is not on disk
         if not peer.unanswered:
             self.fail(f"peer {peer.number} was told {reply!r:.300} though it has asked nothing")
@@ -288,12 +263,13 @@ class Judge:
             asked.audit(asked, reply)
             return
         self._note_protocol(peer, asked.words, reply)
-        if is_error(reply, _NOT_ON_DISK) and self.disk_fails:
+        if is_error(reply, _NOT_ON_DISK) and self.model.disk_fails:
             self._broke_off(peer, asked)
             return
         if asked.doubt is not None:
-            self._resolve(asked, reply)
-        if not agrees(asked.expected, reply) and not self._agreed_meanwhile(peer.talk, asked, reply):
+            self._unfinished.resolve(asked, reply)
+        is_right, now = agrees(asked.expected, reply) or self._may_miss(asked, reply), self.machine.clock.unix_ms
+        if not is_right and not agreed_meanwhile(self.model, peer.talk, asked, reply, now):
             self.fail(
                 f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
                 f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
@@ -334,176 +310,15 @@ class Judge:
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
         """What it did is in memory and not on disk, and the connection ends."""
         for one in (asked, *peer.unanswered):
-            self._abandon(one)
+            self._unfinished.abandon(one)
         peer.unanswered.clear()
 
-    def _resolve(self, asked: Asked, reply: Any) -> None:
-        """A command in steps has said what became of it."""
-        store, doubt = self.model.store, asked.doubt
-        if doubt is None:
-            return  # the client has gone, or was quick
-        changed, now = store.log[asked.at : asked.end], self.machine.clock.unix_ms
-        settled = {key for key, _, _ in changed}.difference(asked.deleted, *doubt.variants)  # by others
-        settled |= {key for key, old, new in changed if old and not new and asked.ran < old.expires <= now}  # by time
-        asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
-        asked.doubt, doubt.pending = None, False
-        if asked.came:
-            asked.expected = (
-                A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + asked.came)
-            )
-        if is_error(reply):
-            if not self._may_fail_late(reply):
-                self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
-            asked.expected = Err(str(reply)[:12])
-            self._may_not_be_told(asked)
-        if doubt not in store.doubts:  # all of it is settled
-            if not is_error(reply):
-                self._learn_evicted(doubt)
-            return
-        store.doubts.remove(doubt)
-        if len(store.log) > asked.end:
-            store.note_late(asked.at, doubt)
-        if not is_error(reply):
-            self._learn_times(asked, doubt)
-            self._learn_evicted(doubt)
-            return
-        for talk in self.model.talks:
-            talk.not_changed(doubt.variants[0])
-        store.sure = False
-        for key, value in doubt.variants[1].items():
-            store._set(key, value)
-        store.sure = True
-        store.fog |= asked.unclear
-
-    def _learn_deleted(self, asked: Asked, doubt: Doubt) -> None:
-        """A step of a deletion is done: others see what is left.
-
-        Pages that come meanwhile may be deleted, too, in any of the steps.
-        """
-        store, there = self.model.store, set(self.process.server.keyspace.listing.names())
-        others = {key for one in store.doubts if one is not doubt for variant in one.variants for key in variant}
-        done = {key for key, cell in doubt.variants[0].items() if cell is None} - there - others
-        store.settle(sorted(done))
-        asked.deleted |= done
-        _, req, *pages = asked.words
-        named = {(req, int(page)) for page in pages}
-        new = {key for key, _, cell in store.log[asked.end :] if cell is not None and key.startswith(b"kv:%b:" % req)}
-        store.now = self.machine.clock.unix_ms
-        new = {key for key in new if (not named or block_of(key) in named) and store.get(key) is not None}
-        gone = new - there
-        for key in sorted(gone):
-            self._forget(key)
-        asked.came += len(gone)
-
-    def _learn_evicted(self, doubt: Doubt) -> None:
-        """What was evicted while a command in steps came to it was so before, or afterwards: then it is not there."""
-        keyspace, store = self.process.server.keyspace, self.model.store
-        there = set(keyspace.listing.names()) if doubt.evicted else set()
-        store.sure = False
-        for key, cell in doubt.evicted.items():
-            store.fog.discard(key)
-            store._set(key, replace(cell, expires=keyspace.expires_of(key)) if cell and key in there else None)
-        store.sure = True
-
-    def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
-        """A time to live begins when a command in steps comes to it, which is not when it was begun."""
-        took = self.model.store.elapsed() - asked.elapsed
-        moved = self.machine.clock.unix_ms - asked.ran - took  # somebody has set the clock, or it is rounded
-        soonest, latest = min(moved, 0), took + max(moved, 0) + 1
-        for key, cell in doubt.variants[0].items():
-            now = self.model.store.keys.get(key)
-            if cell is None or now is not cell or not cell.expires:
-                continue
-            expires = self.process.server.keyspace.expires_of(key)
-            if expires and not soonest <= expires - cell.expires <= latest:
-                self.fail(f"step {asked.step}: {key!r} expires at {expires}, asked was {cell.expires}")
-            if expires:
-                self.model.store.keys[key] = replace(cell, expires=expires)
-
-    def _may_fail_late(self, reply: Any) -> bool:
-        keyspace = self.process.server.keyspace
-        return (is_error(reply, "OOM") and (keyspace.memory.maxmemory > 0 or self._may_refuse)) or (
-            is_error(reply, "MISCONF", "ERR reading from disk") and self.disk_fails
-        )
-
-    def _agreed_meanwhile(self, talk: Conversation, asked: Asked, reply: Any) -> bool:
-        """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
-        name = asked.words[0].lower()
-        is_missing = reply is None and name != b"exec"
-        if self._may_miss and (is_missing or is_error(reply, "ERR reading from disk failed")):
+    def _may_miss(self, asked: Asked, reply: Any) -> bool:
+        """Whether a reply may be without what could not be read from disk, or was too much at once."""
+        is_missing = reply is None and asked.words[0].lower() != b"exec"
+        if self.model.may_miss and (is_missing or is_error(reply, "ERR reading from disk failed")):
             return True
-        if asked.streamed and is_error(reply, "OOM") and _TOO_MUCH in str(reply):
-            return True
-        if name not in READS_IN_STEPS | SETS_IN_STEPS or not asked.streamed:
-            return False
-        store = self.model.store
-        store.now = self.machine.clock.unix_ms
-        store.expire()
-        if name == b"kvpageverify":
-            return self._was_verified(asked, reply)
-        if name in SETS_IN_STEPS:
-            return self._was_gathered(talk, asked, reply)
-        moments = [asked.expected]
-        changes, used = store.log[asked.at :], tuple(map(_beginning, keys_used(asked.words)))
-        now, doubts, store.doubts = dict(store.keys), store.doubts, []
-        end, self.model.talk = len(store.log), talk
-        for key, old, _ in reversed(changes):
-            if old is None:
-                store.keys.pop(key, None)
-            else:
-                store.keys[key] = old
-            if (used and not key.startswith(used)) or len(moments) > _MOST_MOMENTS:
-                continue
-            kept, store.now = store.now, 0
-            moments.append(self.model.run(asked.words))
-            store.now = kept
-        store.keys, store.doubts = now, doubts
-        del store.log[end:]
-        moments.append(self.model.run(asked.words))
-        moments = [one for moment in moments for one in (moment.options if isinstance(moment, May) else [moment])]
-        if name == b"kvpageindex" and isinstance(reply, list) and all(isinstance(one, list) for one in moments):
-            return _was_listed(moments, reply)
-        if isinstance(reply, list) and all(isinstance(one, list) and len(one) == len(moments[0]) for one in moments):
-            if name not in _OF_ONE_MOMENT:
-                moments = [[one_of(options) for options in zip(*moments, strict=True)]]
-            if self._may_miss:
-                moments = [[one_of([part, None]) for part in moment] for moment in moments]
-        return any(agrees(moment, reply) for moment in moments)
-
-    def _was_gathered(self, talk: Conversation, asked: Asked, reply: Any) -> bool:
-        """Whether a set, or its size, has what was always there, and nothing else but what was there at some moment."""
-        store, self.model.talk, end = self.model.store, talk, len(self.model.store.log)
-        moments = [*asked.expected.options, *self.model.run(asked.words).options]
-        if any(moment.members is None for moment in moments):
-            return agrees(ANYTHING, reply)
-        is_index, start = asked.words[0].lower() == b"smembers", _beginning(asked.words[-1])
-        least = frozenset.intersection(*(moment.members for moment in moments))
-        most = frozenset.union(*(moment.members for moment in moments))
-        for key, *cells in store.log[asked.at : end]:
-            if is_index and not key.startswith(start):
-                continue
-            there = [cell is not None and (cell.page is not None or not is_index) for cell in cells]
-            least -= {key} if not all(there) else set()
-            most |= {key} if any(there) and self.model._sees(key) else set()
-        return gathered([least, most], reply)
-
-    def _was_verified(self, asked: Asked, reply: Any) -> bool:
-        """Whether pages were verified that were there at some moment, and all that were there at every one."""
-        if not isinstance(reply, list | dict):
-            return False
-        told = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
-        req, pages = asked.words[1], set(map(int, asked.words[2:]))
-        changed = {key for key, _, _ in self.model.store.log[asked.at :] if block_of(key)[0] == req}
-        changed = {key for key in changed if not pages or block_of(key)[1] in pages}
-        sets = [option.members or frozenset() for option in asked.expected.options]
-        least, most = frozenset.intersection(*sets) - changed, frozenset.union(*sets) | changed
-        corrupt = set(told[b"corrupt"])
-        count = told[b"checked"] + told[b"unchecked"]
-        return len(least) <= count <= len(most) and corrupt <= (most if self.rotted else set())
-
-    @property
-    def _may_miss(self) -> bool:
-        return self.disk_fails or self.rotted
+        return asked.streamed and is_error(reply, "OOM") and _TOO_MUCH in str(reply)
 
     def _note_protection(self, asked: Asked, reply: Any) -> None:
         """What pins and leases were promised."""
@@ -520,25 +335,10 @@ class Judge:
             for block in blocks:
                 model.protect(*block, asked.ran + int(asked.words[2]) if name == b"kvpagelease" else 0)
 
-    def _abandon(self, asked: Asked) -> None:
-        """Nobody will know what became of it: what it may have done stays in doubt."""
-        if asked.doubt is not None:
-            asked.doubt.pending = False
-            asked.doubt = None
-            self.model.store.settle(asked.unclear)
-            self.model.store.fog |= asked.unclear
-            self._may_not_be_told(asked)
-
-    def _may_not_be_told(self, asked: Asked) -> None:
-        """Of what it has perhaps not changed, nobody is notified for sure."""
-        changed = {key for key, _, _ in self.model.store.log[asked.at : asked.end]}
-        for talk in self.model.talks:
-            talk.unheard -= changed
-
     def lost(self, peer: Peer) -> None:
         """A connection is over."""
         for asked in peer.unanswered:
-            self._abandon(asked)
+            self._unfinished.abandon(asked)
         peer.unanswered.clear()
         peer.unrun.clear()
         peer.pushes.clear()
@@ -554,41 +354,10 @@ class Judge:
             return Value(value, max(expires, 0))
         return read_page(key, value, max(expires, 0))
 
-    # -- what leaves -----------------------------------------------------------------------------------------------
-
-    def leaves(self, keys: list[bytes], evicted: bool) -> None:
-        """The server is about to let go of keys by itself: it evicts them, or has found them damaged on disk."""
-        if evicted:
-            for key in keys:
-                self._check_eviction(key)
-        elif not self.rotted:
-            self.fail(f"{keys[:3]!r} could not be read from disk, where nothing was damaged")
-        self._left += keys
-        self.let_go.update(keys)
-
-    def _check_eviction(self, key: bytes) -> None:
-        """Whether a key may be evicted."""
-        model, policy = self.model, self.process.server.keyspace.evictor.policy
-        if policy == NO_EVICTION:
-            self.fail(f"{key!r} was evicted under noeviction")
-        if not (model.limited or self._maxdisk or self.disk_fails):
-            self.fail(f"{key!r} was evicted, and nothing is limited")
-        known = model.store.keys.get(key)
-        is_text = known is not None and known.page is None
-        if not is_text and model.is_protected(block_of(key), self.machine.clock.unix_ms):
-            self.fail(f"{key!r} was evicted though its block is pinned or leased")
-        is_known = known is not None and key not in model.store.doubtful() | model.store.fog
-        expires = self.process.server.keyspace.expires_of(key)  # which a transaction may have set that is being run
-        if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
-            self.fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
-
     def note_evictions(self) -> list[bytes]:
         """What the server has let go of since this was asked, the model forgets."""
-        left, self._left = self._left, []
+        left = self._departures.forget()
         if left:
-            self.model.store.now = self.machine.clock.unix_ms
-            for key in left:
-                self._forget(key)
             self._note_moment()
         return left
 
@@ -596,41 +365,6 @@ class Judge:
         """The store as it is now may be what is on disk later."""
         self.boundaries.add(len(self.model.store.log))
         self.positions.append((self.machine.clock.now, len(self.model.store.log)))
-
-    def _forget(self, key: bytes) -> None:
-        """A key has gone. What is about to be stored by a command in steps may still come."""
-        store = self.model.store
-        pending = [doubt for doubt in store.doubts if key in doubt.coming]
-        for doubt in pending:
-            (doubt.rest_of or doubt).evicted[key] = doubt.coming[key]
-        store.settle([key])
-        store.drop(key)
-        if pending:
-            store.fog.add(key)
-
-    @property
-    def _maxdisk(self) -> int:
-        tiered = self.process.server.tiered
-        return 0 if tiered is None else tiered.stored.maxdisk
-
-    @property
-    def _may_refuse(self) -> bool:
-        """Whether a value may be refused that memory has room for."""
-        return self._maxdisk > 0 or self.process.server.keyspace.evictor.quotas is not None
-
-
-def _beginning(key: bytes) -> bytes:
-    """How the keys begin that a key of a command stands for: a request's index for all of its pages."""
-    return key.removesuffix(b"index") if key[:3] == b"kv:" else key
-
-
-def _was_listed(moments: list[list[May]], reply: list[Any]) -> bool:
-    """Whether blocks were each so at some moment, and all that were there at every one are told, in their order."""
-    pages = [row[b"page"] if isinstance(row, dict) else row[1] for row in reply]
-    always = frozenset.intersection(*[frozenset().union(*(row.members or () for row in moment)) for moment in moments])
-    rows = [row for moment in moments for row in moment]
-    known = all(any(agrees(row, told) for row in rows) for told in reply)
-    return known and pages == sorted(set(pages)) and always <= {b"%d" % page for page in pages}
 
 
 def _differences(expected: Any, reply: Any) -> str:
@@ -641,24 +375,5 @@ def _differences(expected: Any, reply: Any) -> str:
     return f"\n  too many are {more[:5]!r}, missing are {less[:5]!r}"
 
 
-def _fewer(expected: Any, by: int) -> Any:
-    """What a command may count that has come too late for so many keys."""
-    options = [one for one in (expected.options if isinstance(expected, May) else [expected]) if type(one) is int]
-    return between(max(min(options) - by, 0), max(options)) if by and options else expected
-
-
 def _says_full(piece: Any) -> bool:
     return type(piece) is bytes and piece.startswith(b"-OOM")
-
-
-def shown(words: Words) -> str:
-    """A command as redis-cli reads it."""
-    return " ".join(_word(word) for word in words)
-
-
-def _word(word: bytes) -> str:
-    plain = all(32 < byte < 127 and byte not in b"\"'\\" for byte in word)
-    if plain and 0 < len(word) <= 60:
-        return word.decode()
-    text = "".join(chr(byte) if 31 < byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in word[:60])
-    return f'"{text}"' + (f"...({len(word)} bytes)" if len(word) > 60 else "")

@@ -104,7 +104,13 @@ class Model(Strings, Pages):
         self.let_go: set[bytes] = set()  # keys that the server has let go of by itself
         self.given_up = False  # whether the server has found that something watched has changed
         self.went: set[bytes] = set()  # keys of pages that were there for sure, and went, since all was removed
+        self.disk_fails = False  # or did since all was well
         self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether a value that is there may not be found: the disk fails, or has flipped bits."""
+        return self.disk_fails or bool(self.rotted)
 
     def _changed(self, key: bytes) -> None:
         self._note_change(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.simulation.administration import MS
-from tests.simulation.judge import shown
+from tests.simulation.peers import shown
 
 if TYPE_CHECKING:
     from tests.simulation.run import Run

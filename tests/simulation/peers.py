@@ -169,3 +169,16 @@ class Watchers:
 def spell(words: Words) -> bytes:
     """A command as it goes over the wire."""
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def shown(words: Words) -> str:
+    """A command as redis-cli reads it."""
+    return " ".join(_word(word) for word in words)
+
+
+def _word(word: bytes) -> str:
+    plain = all(32 < byte < 127 and byte not in b"\"'\\" for byte in word)
+    if plain and 0 < len(word) <= 60:
+        return word.decode()
+    text = "".join(chr(byte) if 31 < byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in word[:60])
+    return f'"{text}"' + (f"...({len(word)} bytes)" if len(word) > 60 else "")

@@ -123,6 +123,17 @@ class Process:
         self.loop.close()
 
     @property
+    def maxdisk(self) -> int:
+        """What values may take on its disk, 0 where nothing limits it."""
+        tiered = self.server.tiered
+        return 0 if tiered is None else tiered.stored.maxdisk
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a value may be refused that memory has room for."""
+        return self.maxdisk > 0 or self.server.keyspace.evictor.quotas is not None
+
+    @property
     def tasks(self) -> list[str]:
         """What goes on in it."""
         return sorted(str(task.get_coro()) for task in asyncio.all_tasks(self.loop))

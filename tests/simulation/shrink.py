@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from tests.simulation.judge import shown
+from tests.simulation.peers import shown
 from tests.simulation.programs import MS, Step
 from tests.simulation.run import Outcome
 from tests.simulation.world.clock import real_monotonic

@@ -134,6 +134,16 @@ class Store:
             self.changed(key)
         return old is not None
 
+    def forget(self, key: bytes) -> None:
+        """A key has gone by itself. What is about to be stored of it by a command in steps may still come."""
+        pending = [doubt for doubt in self.doubts if key in doubt.coming]
+        for doubt in pending:
+            (doubt.rest_of or doubt).evicted[key] = doubt.coming[key]
+        self.settle([key])
+        self.drop(key)
+        if pending:
+            self.fog.add(key)
+
     def retime(self, key: bytes, expires: int) -> None:
         """Have it go at another time."""
         self.put(key, replace(self.keys[key], expires=expires))
