@@ -29,6 +29,7 @@ class Meetings:
     rng: random.Random
     peer: int
     disk: bool
+    maxdisk: int
     options: dict[str, str]
     strings: list[bytes]
     _any_key: Any
@@ -45,6 +46,7 @@ class Meetings:
         share = _SHARE if rng.random() < 0.25 else 0.0
         kinds = [self._grown_between_scans, self._another_quota]
         kinds += [self._fetched_and_dated, self._removed_on_a_full_disk] * self.disk
+        kinds += [self._pinned_and_crowded_out] * (4 if self.maxdisk else 0)
 
         def draw() -> list[Step]:
             if rng.random() >= share:
@@ -83,6 +85,21 @@ class Meetings:
         for key in gone:
             steps.append(self._soon(self._send(rng.randrange(PEERS), (b"SET", key, self._exactly(20))), apart))
         return [*steps, replace(self._step("settle"), gap=lasts), self._step(rng.choice(["stop", "kill"]))]
+
+    def _pinned_and_crowded_out(self) -> list[Step]:
+        """A page has the key that a string had, and its block is pinned, when more comes than the disk has room for."""
+        rng, self.peer = self.rng, self.rng.randrange(_NO_TENANTS)
+        name, *page, body = self._page_set()
+        key, req, number = b"kv:" + b":".join(page[:5]), page[0], page[3]
+        steps = [self._send(self.peer, (b"SET", key, self._exactly(_SIZE))), self._step("settle")]
+        steps += [self._send(self.peer, (name, *page, body)), self._send(self.peer, (b"KVPAGEPIN", req, number))]
+        size = 2 * self.maxdisk // len(_CROWD)
+        for key in _CROWD:
+            steps.append(
+                self._soon(self._send(rng.randrange(_NO_TENANTS), (b"SET", key, self._exactly(size))), 20 * MS)
+            )
+        ask, free = (b"KVPAGEGET", *page[:5]), (b"KVPAGEUNPIN", req, number)
+        return [*steps, self._send(self.peer, ask), self._send(self.peer, free), self._send(0, (b"DEL", *_CROWD))]
 
     def _grown_between_scans(self) -> list[Step]:
         """A request gets blocks, and loses some, between two scans of it."""
