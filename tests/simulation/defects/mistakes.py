@@ -82,8 +82,8 @@ MISTAKES = [
     Mistake(
         "deletion-not-written",
         _STORE + "disk.tier",
-        "            self.stored.unproven.discard(unit)\n        self.stored.remove(name_of_key(key))\n",
-        "            self.stored.unproven.discard(unit)\n",
+        "    def removed(self, key: bytes) -> None:\n        self.stored.remove(name_of_key(key))\n",
+        "    def removed(self, key: bytes) -> None:\n        pass\n",
         "what was deleted is back after a restart",
     ),
     Mistake(
