@@ -11,13 +11,11 @@ from kvpage_server.store.disk.file.encoding import Corrupt, Value, change_of
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.disk.file.writer import Batch
 from kvpage_server.store.disk.limit import DiskLimit
-from kvpage_server.store.disk.naming import is_gone, name_of_unit
+from kvpage_server.store.disk.naming import block_name_of, is_gone, name_of_unit, parse_block
 from kvpage_server.store.disk.stored import Stored, takes
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import page_named
 from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.records.record import name_of_block
 
 _AT_ONCE = 256  # values that are noted before others have their turn
 
@@ -57,15 +55,18 @@ class Changes:
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
+                if usage.is_stray(name):
+                    usage.note_page(name, unit)
                 usage.add(name, unit, takes(name, value))
             else:
+                if block := block_name_of(name):
+                    usage.note_stray(name, block)
                 usage.add(name, name, takes(name, value))
 
     def _removed(self, name: bytes) -> None:
         """A value is gone. Forget its unit too if nothing of it is left."""
         usage = self._stored.usage
-        page = page_named(name[1:]) if name[:1] == b"k" else None
-        unit = name if page is None else name_of_block(page.req_id, page.page)
+        unit = (not usage.is_stray(name) and block_name_of(name)) or name
         usage.remove(name, unit)
-        if page is None or self._contents.index.block(page.req_id, page.page) is None:
+        if unit[:1] != b"b" or not self._contents.index.has(*parse_block(unit)):
             usage.remove_unit(unit)

@@ -14,7 +14,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.encoding import extent_of
-from kvpage_server.store.disk.naming import name_of_unit, parse_block
+from kvpage_server.store.disk.naming import block_name_of, name_of_unit, parse_block
 from kvpage_server.store.disk.stored import Stored
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
@@ -90,6 +90,8 @@ class Loader:
             units.append(record.name)
             used.append(record.used)
             takes = footprint(record.name, record.body.size)
+            if block := block_name_of(record.name):
+                self._stored.usage.note_stray(record.name, block)
             self._stored.usage.know(record.name, record.name, takes)
             size += takes
         return size

@@ -44,6 +44,12 @@ def parse_block(name: bytes) -> tuple[bytes, int]:
     return req_id, int(page)
 
 
+def block_name_of(name: bytes) -> bytes | None:
+    """The name of the block that a page of this name belongs to; None if no page can have it."""
+    page = page_named(name[1:]) if name[:4] == b"kkv:" else None
+    return name_of_block(page.req_id, page.page) if page is not None else None
+
+
 def value_named(contents: Contents, name: bytes) -> Entry | Extent:
     """The value of a name. It must exist."""
     if name[:1] == b"k":

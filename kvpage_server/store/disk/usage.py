@@ -24,6 +24,7 @@ class DiskUsage:
         self._expected: dict[bytes, int] = {}  # of what waits to be written; 0 for a removal
         self._blocks: dict[bytes, int] = {}  # sizes of those whose pages are values of their own
         self._counts_blocks = counts_blocks
+        self._strays: set[bytes] = set()  # names of strings that a page could have
         # The first of an OrderedDict is found at once; in a dict, all that was removed before it lies in the way.
         self._alone: OrderedDict[bytes, None] = OrderedDict()  # units that are not in memory; the next to go is first
         self._in_memory: OrderedDict[bytes, None] = OrderedDict()  # units that are also in memory, likewise
@@ -51,6 +52,22 @@ class DiskUsage:
         """A unit's footprint; 0 for a block that was loaded, until somebody asks for one of its pages."""
         return self._sizes.get(unit, 0) + self._blocks.get(unit, 0)
 
+    def is_stray(self, name: bytes) -> bool:
+        """Whether what has this name is a string, though a page could have it."""
+        return name in self._strays
+
+    def note_stray(self, name: bytes, block: bytes) -> None:
+        """A string has the name of a page of that block."""
+        if name not in self._strays:
+            self._grow(name, block, -self._sizes.get(name, 0))
+            self._strays.add(name)
+
+    def note_page(self, name: bytes, block: bytes) -> None:
+        """A page of that block has a name that a string had."""
+        self._strays.discard(name)
+        self._grow(name, block, self._sizes.get(name, 0))
+        self.remove_unit(name)
+
     def add(self, name: bytes, unit: bytes, size: int) -> None:
         """A value was written."""
         self._settle(name, size)
@@ -66,6 +83,7 @@ class DiskUsage:
         size = self._sizes.pop(name, 0)
         self.used -= size
         self._grow(name, unit, -size)
+        self._strays.discard(name)
 
     def _grow(self, name: bytes, unit: bytes, size: int) -> None:
         if unit == name or not self._counts_blocks:
@@ -135,6 +153,7 @@ class DiskUsage:
         for name in list(self._sizes):
             self.remove(name, name)
         self._blocks.clear()
+        self._strays.clear()
         self._alone.clear()
         self._in_memory.clear()
 
@@ -143,6 +162,7 @@ class DiskUsage:
         self._sizes.clear()
         self._expected.clear()
         self._blocks.clear()
+        self._strays.clear()
         self._alone.clear()
         self._in_memory.clear()
         self.used = self.expected = 0
