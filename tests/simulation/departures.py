@@ -40,12 +40,18 @@ class Departures:
             self._fail(f"{key!r} was evicted, and nothing is limited")
         known = model.store.keys.get(key)
         is_text = known is not None and known.page is None
-        if not is_text and model.is_protected(block_of(key), self._process.machine.clock.unix_ms):
+        is_protected = model.is_protected(block_of(key), self._process.machine.clock.unix_ms)
+        if not is_text and is_protected and not self._may_be_unpinned(block_of(key)[0]):
             self._fail(f"{key!r} was evicted though its block is pinned or leased")
         is_known = known is not None and key not in model.store.doubtful() | model.store.fog
         expires = keyspace.expires_of(key)  # which a transaction may have set that is being run
         if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
             self._fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
+
+    def _may_be_unpinned(self, req_id: bytes) -> bool:
+        """Whether a transaction that is perhaps being run unpins blocks of this request."""
+        queued = (words for talk in self._model.talks for words in talk.queued or ())
+        return any(words[0].lower() == b"kvpageunpin" and words[1] == req_id for words in queued)
 
     def forget(self) -> list[bytes]:
         """What has left since this was asked, the model forgets."""

@@ -338,11 +338,4 @@ MISTAKES = [
         "        if new is None or is_page(new):\n            self.evictor.units.removed(key)\n",
         "a string that a page has replaced still waits to be written",
     ),
-    Mistake(
-        "a-page-goes-as-a-string",
-        _STORE + "disk.naming",
-        "    return None if entry is None or is_page(entry) else name[1:]\n",
-        "    return None if entry is None else name[1:]\n",
-        "where the disk is full, a page whose key was a string's goes alone, pinned or not",
-    ),
 ]
