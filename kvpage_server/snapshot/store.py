@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from itertools import accumulate, groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple, Self
 
 import redis
@@ -185,33 +185,22 @@ class RunningStore:
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
-        """The values of the keys that exist, each with the expiry that it has at the same moment."""
+        """The values of the keys that exist."""
         some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
-        asked = [[command(b"MGET", *part), *(command(b"PEXPIRETIME", key) for key in part)] for part in some]
-        replies = self._transactions(asked)
-        return [
-            value
-            for part, (data, *expires_ms) in zip(some, replies, strict=True)
-            for value in _living(part, data, expires_ms)
-        ]
+        replies = self.ask([command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys])
+        return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
 
     def look(self, key: PageKey) -> tuple[bool, Value | None]:
         """Whether a key is a page's, and its value, both as they are at one moment; None if it is gone."""
         name = bytes(key)
-        is_page = command(b"SISMEMBER", index_key(key.req_id), name)
-        (replies,) = self._transactions([[is_page, command(b"GET", name), command(b"PEXPIRETIME", name)]])
-        found = _living([name], [replies[1]], [replies[2]])
-        return bool(replies[0]), found[0] if found else None
-
-    def _transactions(self, all_asked: Sequence[Sequence[bytes]]) -> list[list[Any]]:
-        """The replies to the commands of each of the transactions, which are sent together. Raises Refused."""
-        sent = [part for asked in all_asked for part in (command(b"MULTI"), *asked, command(b"EXEC"))]
-        ends = accumulate(len(asked) + 2 for asked in all_asked)
-        replies = self.ask(sent)
-        found: list[list[Any]] = [replies[end - 1] for end in ends]
-        for refused in (reply for replies in found for reply in replies if isinstance(reply, Refused)):
-            raise refused.again()
-        return found
+        asked = [
+            command(b"SISMEMBER", index_key(key.req_id), name),
+            command(b"GET", name),
+            command(b"PEXPIRETIME", name),
+        ]
+        *_, (is_page, data, expires) = self.ask([command(b"MULTI"), *asked, command(b"EXEC")])
+        found = _living([name], [data], [expires])
+        return bool(is_page), found[0] if found else None
 
     def headers(self, keys: Sequence[bytes]) -> list[Value]:
         """The headers of the pages that exist."""

@@ -457,31 +457,6 @@ def test_a_key_that_is_now_a_page_and_now_a_string_is_not_called_damaged(
     assert found == [[]] * 8
 
 
-def test_a_value_is_dumped_with_the_time_to_live_that_it_had(
-    server: RunningServer, store: RunningStore, client: redis.Redis
-) -> None:
-    keys = [b"still:%d" % number for number in range(1000)]
-    client.mset(dict.fromkeys(keys, "lives for ever"))
-    over = threading.Event()
-
-    def turn() -> None:
-        with redis.Redis(port=server.port) as other:
-            while not over.is_set():
-                other.set("turns", "lives for a while", ex=1000)
-                other.set("turns", "lives for ever")
-
-    turning = threading.Thread(target=turn)
-    turning.start()
-    try:
-        found = {
-            (bytes(value.data), value.expires_ms < 0) for _ in range(60) for value in store.values([*keys, b"turns"])
-        }
-    finally:
-        over.set()
-        turning.join()
-    assert found == {(b"lives for a while", False), (b"lives for ever", True)}
-
-
 def test_a_restore_sends_what_a_smaller_server_takes(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
     shape = [(0, DType.BFLOAT16, 256), (1, DType.BFLOAT16, 256)]
     set_block(client, "large", 0, block(shape, layers=8, heads=8, page_size=64))  # 4 MiB
