@@ -55,8 +55,6 @@ class Changes:
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
-                if usage.is_stray(name):
-                    usage.note_page(name, unit)
                 usage.add(name, unit, takes(name, value))
             else:
                 if block := block_name_of(name):

@@ -62,14 +62,12 @@ class DiskUsage:
             self._grow(name, block, -self._sizes.get(name, 0))
             self._strays.add(name)
 
-    def note_page(self, name: bytes, block: bytes) -> None:
-        """A page of that block has a name that a string had."""
-        self._strays.discard(name)
-        self._grow(name, block, self._sizes.get(name, 0))
-        self.remove_unit(name)
-
     def add(self, name: bytes, unit: bytes, size: int) -> None:
-        """A value was written."""
+        """A value was written. A page may have the name that a string had."""
+        if unit != name and name in self._strays:
+            self._strays.discard(name)
+            self._grow(name, unit, self._sizes.get(name, 0))
+            self.remove_unit(name)
         self._settle(name, size)
         grown = size - self._sizes.get(name, 0)
         self.used += grown
