@@ -129,7 +129,11 @@ class Judge:
             for one in self.peers:
                 if one.talk is listening and one.sock is not None:
                     one.pushes.append(message)
-        return reply if asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
+        if asked.doubt is None:
+            return reply
+        items = self._followed(asked, reply.items)
+        next(items)
+        return replace(reply, items=items)
 
     def _lose_sight(self, asked: Asked, marks: dict[int, dict[bytes, bool]]) -> None:
         """What a transaction has changed is not known: some of it was refused, or something evicted meanwhile.
@@ -155,6 +159,7 @@ class Judge:
         """A reply in steps: what it has done is known when it is made, and the next command comes after that."""
         last, doubt = None, asked.doubt
         try:
+            yield None  # to be in here when it is closed before its first step, as its client has gone
             for last in items:
                 self.note_evictions()  # which were before it, and not by it
                 if doubt is not None and asked.words[0].lower() == b"kvpagedel":
