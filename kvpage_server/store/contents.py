@@ -41,6 +41,9 @@ class Tier(Protocol):
     def block_removed(self, block: Block) -> None:
         """A block is about to be removed with all its pages."""
 
+    def admit_split(self, block: Block) -> None:
+        """A block that was stored whole is to be split. Raises OverLimit if there is no room for its pages."""
+
     def splits(self, block: Block) -> None:
         """A block that was stored whole is about to be split."""
 
@@ -120,12 +123,15 @@ class Contents:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def own(self, key: bytes) -> Entry | None:
-        """The entry of a key that is about to change by itself."""
+        """The entry of a key that is about to change by itself. Raises OverLimit if the disk has no room for that."""
         if self.index.resting:
             self.catalogue.get(key)  # this wakes its block
         entry = self.catalogue.entries.get(key)
         if entry is None and (page := self.catalogue.page_in_extent(key)):
-            self.split(cast(Block, page.unit))
+            block = cast(Block, page.unit)
+            if self.tier is not None:
+                self.tier.admit_split(block)
+            self.split(block)
             return self.catalogue.entries[key]
         return entry
 

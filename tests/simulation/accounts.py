@@ -102,6 +102,8 @@ def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
     found = sum(usage._sizes.values()) + sum(map(sheet.footprint, _resting(keyspace)))
     if usage.used != found or usage.expected != found:
         yield f"{usage.used} bytes of the disk are counted, {usage.expected} are expected, values take {found}"
+    if usage.replaced:
+        yield f"{usage.replaced} bytes of the disk are to be replaced, and nothing waits to be written"
     for unit in tiered.stored.unproven:
         is_block, entry = isinstance(unit, Block), keyspace.contents.catalogue.entries.get(cast(bytes, unit))
         if not (keyspace.index.still_has(cast(Block, unit)) if is_block else entry is not None and not is_page(entry)):

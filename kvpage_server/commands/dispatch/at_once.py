@@ -35,7 +35,7 @@ def _rows() -> dict[Argument, Callee]:
 def _row(spec: Spec) -> Callee:
     most = spec.arity if spec.arity > 0 else AT_ONCE
     written = spec.keys[0] if spec.writes_keys and not spec.writes_several else 0
-    asks = spec.stores or spec.writes_several
+    asks = spec.stores or spec.writes_keys
     return Callee(spec, spec.name, spec.handler, abs(spec.arity), most, asks, written, TAIL)
 
 

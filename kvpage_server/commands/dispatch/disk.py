@@ -47,8 +47,8 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
     if spec.runs_queued:
         _prepare_queued(client, tiered)
         return
-    if spec.stores:
-        _have_disk(tiered)
+    if spec.stores or spec.writes_keys:
+        _have_disk(tiered, (spec,))
     if tiered.any_cold and spec.waits:
         needed = spec.needs(tiered, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
@@ -56,7 +56,7 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
 
 def is_at_hand(tiered: DiskTier, spec: Spec) -> bool:
     """Whether a command, not EXEC, needs nothing of the disk: `prepare` would find nothing to wait for."""
-    if spec.stores and (tiered.behind.failing or tiered.behind.full):
+    if (spec.stores or spec.writes_keys) and (tiered.behind.failing or tiered.behind.full):
         return False
     return not (tiered.any_cold and spec.waits)
 
@@ -66,19 +66,21 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
     transaction = client.transaction
     if transaction is None or transaction.refused or client.watched_changed:
         return
-    if any(spec.stores for spec, _ in transaction.commands):
-        _have_disk(tiered)
+    _have_disk(tiered, [spec for spec, _ in transaction.commands])
     if tiered.any_cold:
         needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
         _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
 
 
-def _have_disk(tiered: DiskTier) -> None:
-    """The disk has to keep up with what is about to be stored."""
+def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
+    """The disk has to keep up with what is about to be written.
+
+    A value that is stored may stay in memory alone. But to change a page's expiry may mean to write its whole block.
+    """
     behind = tiered.behind
-    if behind.failing and behind.mode == "always":
+    if behind.failing and behind.mode == "always" and any(spec.stores for spec in specs):
         raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
-    if tiered.stored.keeps_all and behind.full:
+    if behind.full and any(tiered.stored.keeps_all if spec.stores else spec.writes_keys for spec in specs):
         raise Postponed(Wait(behind.when_there_is_room))
 
 

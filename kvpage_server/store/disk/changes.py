@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvpage_server.core import Slot
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file.change import Change
+from kvpage_server.store.disk.file.change import Change, Retime
 from kvpage_server.store.disk.file.encoding import Corrupt, Value, change_of
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.disk.file.writer import Batch
@@ -40,7 +40,7 @@ class Changes:
 
     def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
         """Steps until it is known that a batch is on disk."""
-        usage = self._stored.usage
+        usage, waits_again = self._stored.usage, self._stored.behind.waits_again
         if batch.clears:
             usage.was_cleared()
         last: object = None
@@ -48,23 +48,23 @@ class Changes:
         for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
             if not number % _AT_ONCE:
                 yield
-            if isinstance(value, Cold):
+            if isinstance(value, Cold | Retime):
                 continue
             if value is None or isinstance(value, Corrupt):
                 self._removed(name)
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
-                usage.add(name, unit, takes(name, value))
+                usage.add(name, unit, takes(name, value), again=waits_again(name))
             else:
                 if block := block_name_of(name):
                     usage.note_stray(name, block)
-                usage.add(name, name, takes(name, value))
+                usage.add(name, name, takes(name, value), again=waits_again(name))
 
     def _removed(self, name: bytes) -> None:
         """A value is gone. Forget its unit too if nothing of it is left."""
         usage = self._stored.usage
         unit = (not usage.is_stray(name) and block_name_of(name)) or name
-        usage.remove(name, unit)
+        usage.remove(name, unit, again=self._stored.behind.waits_again(name))
         if unit[:1] != b"b" or not self._contents.index.has(*parse_block(unit)):
             usage.remove_unit(unit)

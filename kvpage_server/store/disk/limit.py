@@ -9,6 +9,9 @@ removed from the disk only, since nothing was promised of it.
 If all units that were looked at have to stay for now, because they are leased or wait to be written, nothing is
 refused. Values then take a part of the space that LMDB needs, and later writes make room for them.
 
+What is replaced stays on disk until the commit that replaces it. Both have to fit, or the commit fails, and every later
+one. So a transaction or command that replaces more at once than there is space for is refused, or evicts.
+
 If others fill the file system, only values that memory does not have are evicted, under any policy. When there are no
 more of them, writes fail until there is room.
 """
@@ -16,6 +19,7 @@ more of them, writes fail until there is room.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import starmap
 
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
 from kvpage_server.store.contents import Contents
@@ -36,6 +40,7 @@ from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry
 from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.quota_limit import Coming
 from kvpage_server.store.records import sheet
@@ -43,6 +48,7 @@ from kvpage_server.store.records.record import footprint, name_of_block, name_of
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for what it replaces
 _SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
+_SHARE_AT_ONCE = 0.9  # of maxdisk, for values and those that they replace
 _MOST_PASSED = 4096  # units that have to stay, before the search ends
 
 Sizes = dict[bytes, int]  # footprints on disk, by name
@@ -55,6 +61,16 @@ class DiskUsedUp(OverLimit):
         super().__init__(
             f"command not allowed when used disk > 'maxdisk': {int(maxdisk * _SHARE_OF_DISK)} bytes of {maxdisk} are "
             f"for values, and {size} more do not fit."
+        )
+
+
+class TooMuchAtOnce(OverLimit):
+    """A write does not fit on the disk beside what it replaces, which goes only then."""
+
+    def __init__(self, maxdisk: int, size: int) -> None:
+        super().__init__(
+            f"command not allowed when it and what is written with it take {size} bytes beside what they replace: "
+            f"maxdisk allows {int(maxdisk * _SHARE_AT_ONCE)} of {maxdisk} bytes for both. Write less at once."
         )
 
 
@@ -82,10 +98,14 @@ class DiskLimit:
         """Make room for values. Raises DiskUsedUp if nothing was changed."""
         if not self._stored.maxdisk or not self._stored.keeps_all:
             return
-        if self._stored.usage.expected + sum(map(_takes_coming, coming)) > self.most:
-            sizes = {name_of_key(value.key): _takes_coming(value) for value in coming}
-            blocks = {name_of_block(*value.block) for value in coming if value.block is not None}
-            self._have_room(sizes, {*sizes, *blocks})
+        usage, blocks = self._stored.usage, {value.block for value in coming if value.block is not None}
+        split: Sizes = {}
+        for block in filter(None, starmap(self._contents.index.block, blocks)):
+            split |= self._split_sizes(block)
+        most_new = sum(map(_takes_coming, coming)) + sum(split.values())
+        if usage.expected + usage.replaced + 2 * most_new > self.most:
+            sizes = split | {name_of_key(value.key): _takes_coming(value) for value in coming}
+            self._have_room(sizes, {*sizes, *starmap(name_of_block, blocks)})
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """The same for a block that is stored whole."""
@@ -96,6 +116,18 @@ class DiskLimit:
         sizes[name] = footprint(name, shape.nbytes)
         self._have_room(sizes, {name})
 
+    def admit_split(self, block: Block) -> None:
+        """The same for a block that was stored whole, whose pages will be values of their own."""
+        if self._stored.maxdisk and (sizes := self._split_sizes(block)):
+            self._have_room(sizes, sizes)
+
+    def _split_sizes(self, block: Block) -> Sizes:
+        """The footprint of all pages of a block that is on disk as a whole, in its name; nothing for others."""
+        name = name_of_unit(block)
+        if block.extent is None or not self._stored.has(name):
+            return {}
+        return {name: block.pages * sheet.footprint_of(block.extent.slot.size // block.pages)}
+
     def fits(self, values: Iterable[tuple[bytes, Entry | Extent]]) -> bool:
         """Whether there is, or can be made, room on the disk for values that memory has."""
         if not self._stored.maxdisk:
@@ -103,23 +135,27 @@ class DiskLimit:
         sizes = {name: takes(name, value) for name, value in values if not isinstance(value, Cold)}
         try:
             self._have_room(sizes, {unit_name_of(self._contents, name) for name in sizes})
-        except DiskUsedUp:
+        except OverLimit:
             return False
         return True
 
     def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
         """Make room for values of these sizes; the units in `stay` are not evicted. Raises DiskUsedUp."""
-        usage, most = self._stored.usage, self.most
+        usage, most, maxdisk = self._stored.usage, self.most, self._stored.maxdisk
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
+        at_once = growth + usage.to_replace(sizes)
         lacking = min(usage.expected + growth - most, 2 * growth)  # if maxdisk was lowered, in small steps
-        if lacking <= 0:
+        beside = min(usage.expected + usage.replaced + at_once - int(maxdisk * _SHARE_AT_ONCE), 2 * at_once)
+        if lacking <= 0 and beside <= 0:
             return
         if growth > most or self._policy == NO_EVICTION:
-            raise DiskUsedUp(self._stored.maxdisk, growth)
-        if not self._free(lacking, stay, alone=False):
+            raise DiskUsedUp(maxdisk, growth) if lacking > 0 else TooMuchAtOnce(maxdisk, usage.replaced + at_once)
+        if not self._free(max(lacking, beside), stay, alone=False):
             nothing_goes = self._policy == VOLATILE_TTL and not self._contents.expirer.keys
-            if nothing_goes or usage.expected + growth > self._stored.maxdisk * _SHARE_FOR_NOW:
-                raise DiskUsedUp(self._stored.maxdisk, growth)
+            if lacking > 0 and (nothing_goes or usage.expected + growth > maxdisk * _SHARE_FOR_NOW):
+                raise DiskUsedUp(maxdisk, growth)
+            if usage.expected + usage.replaced + at_once > maxdisk * _SHARE_AT_ONCE:
+                raise TooMuchAtOnce(maxdisk, usage.replaced + at_once)
 
     @property
     def _policy(self) -> str:

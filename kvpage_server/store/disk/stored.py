@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvpage_server.core import Slot
 from kvpage_server.store.contents import Contents
+from kvpage_server.store.disk.file.change import Retime
 from kvpage_server.store.disk.file.encoding import ShortText, Value
 from kvpage_server.store.disk.file.write_behind import WriteBehind
 from kvpage_server.store.disk.usage import DiskUsage
@@ -21,6 +22,8 @@ from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import footprint, name_of_key
+
+_RETIME = 100  # bytes, roughly, that a change of an expiry takes until it is written
 
 
 class DiskCounters:
@@ -73,11 +76,18 @@ class Stored:
                 self.usage.expect(name, takes(name, page))
         self.behind.note_all(names, pages, [page.footprint for page in pages])
 
-    def remove(self, name: bytes) -> None:
-        """Remove a value from the disk, if it is there."""
+    def retime(self, name: bytes, value: Entry) -> None:
+        """Write a value's expiry; all of it only if that waits to be written anyway."""
+        if self.behind.waits(name):
+            self.store(name, value)
+        else:
+            self.behind.note(name, Retime(name, value.expires), len(name) + _RETIME)
+
+    def remove(self, name: bytes, *, replaced: bool = False) -> None:
+        """Remove a value from the disk, if it is there. One that is `replaced` goes only when the others are there."""
         if self.has(name):
             if self.maxdisk:
-                self.usage.expect(name, 0)
+                self.usage.expect(name, 0, replaced=replaced)
             self.behind.note(name, None, 0)
 
     def clear(self) -> None:

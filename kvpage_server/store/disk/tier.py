@@ -33,6 +33,7 @@ from kvpage_server.store.disk.loading import Loader
 from kvpage_server.store.disk.naming import (
     each_name_in,
     is_cold_named,
+    is_gone,
     name_of_unit,
     names_in,
     parse_block,
@@ -180,7 +181,7 @@ class DiskTier:
         else:
             stored.counts.skipped += known
             stored.unproven.add(unit)
-            stored.remove(name)
+            stored.remove(name, replaced=True)
 
     def splits(self, block: Block) -> None:
         """A block stored whole is about to be split. Raises Absent if it is not in memory."""
@@ -188,14 +189,17 @@ class DiskTier:
         if isinstance(block.extent.slot, Cold):
             raise Absent(block.extent.slot.name)
 
+    def admit_split(self, block: Block) -> None:
+        self.limit.admit_split(block)
+
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
-        self.stored.remove(name_of_block(block.req_id, block.page))
+        self.stored.remove(name_of_block(block.req_id, block.page), replaced=True)
         self.stored.store_pages([*pages], [*pages.values()])
 
     def retimed(self, key: bytes) -> None:
         entry, name = self._contents.catalogue.entries.get(key), name_of_key(key)
         if entry is not None and self.stored.has(name):
-            self.stored.store(name, entry)
+            self.stored.retime(name, entry)
 
     # -- what is removed -------------------------------------------------------------------------------------------
 
@@ -203,10 +207,11 @@ class DiskTier:
         """A block is about to lose its pages to one that is stored whole."""
         if block.extent is None:
             for key in block.page_keys():
-                self.stored.remove(name_of_key(key))
+                self.stored.remove(name_of_key(key), replaced=True)
 
     def removed(self, key: bytes) -> None:
-        self.stored.remove(name_of_key(key))
+        name = name_of_key(key)
+        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_gone(self._contents, name))
 
     def unit_removed(self, unit: Unit) -> None:
         self.stored.unproven.discard(unit)

@@ -13,15 +13,18 @@ from collections.abc import Collection, Iterable
 class DiskUsage:
     """The footprints of values by name, and the units that they belong to. `used` is roughly the bytes that are used.
 
-    `expected` is what that will be when all that waits is written. Units have the names of strings and of blocks stored
-    whole. Every operation is O(1). The sizes of blocks are known only with `counts_blocks`.
+    `expected` is what that will be when all that waits is written. Until then, `replaced` bytes are there beside what
+    takes their place. Units have the names of strings and of blocks stored whole. Every operation is O(1). The sizes of
+    blocks are known only with `counts_blocks`.
     """
 
     def __init__(self, *, counts_blocks: bool = True) -> None:
         self.used = 0
         self.expected = 0
+        self.replaced = 0
         self._sizes: dict[bytes, int] = {}
         self._expected: dict[bytes, int] = {}  # of what waits to be written; 0 for a removal
+        self._replaced: dict[bytes, int] = {}  # sizes of what stays on disk until something else is written
         self._blocks: dict[bytes, int] = {}  # sizes of those whose pages are values of their own
         self._counts_blocks = counts_blocks
         self._strays: set[bytes] = set()  # names of strings that a page could have
@@ -38,10 +41,18 @@ class DiskUsage:
     def has_all(self, names: Iterable[bytes]) -> bool:
         return self._sizes.keys() >= set(names)
 
-    def expect(self, name: bytes, size: int) -> None:
-        """A value will be written with this footprint, or removed, with 0."""
+    def expect(self, name: bytes, size: int, *, replaced: bool = False) -> None:
+        """A value will be written with this footprint, or removed, with 0; perhaps as others have `replaced` it."""
         self.expected += size - self.size_of(name)
         self._expected[name] = size
+        self.replaced -= self._replaced.pop(name, 0)
+        if (size or replaced) and (there := self._sizes.get(name, 0)):
+            self._replaced[name] = there
+            self.replaced += there
+
+    def to_replace(self, names: Iterable[bytes]) -> int:
+        """The bytes on disk of values that are not among those `replaced` yet."""
+        return sum(self._sizes.get(name, 0) for name in names if name not in self._replaced)
 
     def size_of(self, name: bytes) -> int:
         """A value's footprint when all that waits is written; 0 if it will not be there."""
@@ -62,22 +73,22 @@ class DiskUsage:
             self._grow(name, block, -self._sizes.get(name, 0))
             self._strays.add(name)
 
-    def add(self, name: bytes, unit: bytes, size: int) -> None:
-        """A value was written. A page may have the name that a string had."""
+    def add(self, name: bytes, unit: bytes, size: int, *, again: bool = False) -> None:
+        """A value was written, perhaps to be written `again`. A page may have the name that a string had."""
         if unit != name and name in self._strays:
             self._strays.discard(name)
             self._grow(name, unit, self._sizes.get(name, 0))
             self.remove_unit(name)
-        self._settle(name, size)
+        self._settle(name, size, again=again)
         grown = size - self._sizes.get(name, 0)
         self.used += grown
         self._sizes[name] = size
         self._grow(name, unit, grown)
         self.is_in_memory(unit)
 
-    def remove(self, name: bytes, unit: bytes) -> None:
-        """A value is gone."""
-        self._settle(name, 0)
+    def remove(self, name: bytes, unit: bytes, *, again: bool = False) -> None:
+        """A value is gone, perhaps to be written `again`."""
+        self._settle(name, 0, again=again)
         size = self._sizes.pop(name, 0)
         self.used -= size
         self._grow(name, unit, -size)
@@ -92,12 +103,15 @@ class DiskUsage:
         else:
             self._blocks.pop(unit, None)
 
-    def _settle(self, name: bytes, size: int) -> None:
+    def _settle(self, name: bytes, size: int, *, again: bool) -> None:
         """What was expected has happened, unless something else is expected by now."""
-        if self._expected.get(name) == size:
-            del self._expected[name]
-        elif name not in self._expected:
-            self.expected += size - self._sizes.get(name, 0)
+        self.replaced -= self._replaced.pop(name, 0)
+        if not again or name not in self._expected:
+            self.expected += size - self.size_of(name)
+            self._expected.pop(name, None)
+        elif size and self._expected[name]:
+            self._replaced[name] = size
+            self.replaced += size
 
     def found(self, units: Iterable[bytes], in_memory: Collection[bytes], size: int) -> None:
         """The units that the start found, in the order in which they go, and their footprints together."""
@@ -149,7 +163,7 @@ class DiskUsage:
     def was_cleared(self) -> None:
         """Everything that was written is gone; what is expected stays expected."""
         for name in list(self._sizes):
-            self.remove(name, name)
+            self.remove(name, name, again=True)
         self._blocks.clear()
         self._strays.clear()
         self._alone.clear()
@@ -159,8 +173,9 @@ class DiskUsage:
         """Everything is removed, and nothing is expected."""
         self._sizes.clear()
         self._expected.clear()
+        self._replaced.clear()
         self._blocks.clear()
         self._strays.clear()
         self._alone.clear()
         self._in_memory.clear()
-        self.used = self.expected = 0
+        self.used = self.expected = self.replaced = 0

@@ -28,11 +28,13 @@ class Corrupt:
 
 
 ShortText = tuple[bytes, int]  # a string and when it expires
-Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt
+Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt | Retime
 
 
 def change_of(name: bytes, value: Value) -> Change:
     """The change that stores a value. If the value is on disk already, only its expiry changes."""
+    if isinstance(value, Retime):
+        return value
     if isinstance(value, tuple):
         return Write(name, b"", value[0], value[1], unix_ms())
     if isinstance(value, Extent):

@@ -185,6 +185,10 @@ class WriteBehind(Generic[T]):
             return True
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
 
+    def waits_again(self, name: bytes) -> bool:
+        """Whether a value has changed since the batch was begun that is being written, or noted."""
+        return self._next.clears or name in self._next.changes
+
     @property
     def settled(self) -> bool:
         """Whether all changes are on disk."""

@@ -191,6 +191,7 @@ def test_what_is_expected_on_the_disk_is_what_will_be_there() -> None:
         on_disk, waits, batch = DiskUsage(), {}, {}
         names = [b"k%d" % i for i in range(6)]
         expected: dict[bytes, int] = {}
+        there: dict[bytes, int] = {}
         for _ in range(60):
             act, name = rng.random(), rng.choice(names)
             if act < 0.5:
@@ -203,12 +204,14 @@ def test_what_is_expected_on_the_disk_is_what_will_be_there() -> None:
             elif act < 0.98:
                 for written, size in batch.items():
                     if size:
-                        on_disk.add(written, written, size)
+                        on_disk.add(written, written, size, again=written in waits)
                     else:
-                        on_disk.remove(written, written)
+                        on_disk.remove(written, written, again=written in waits)
+                    there[written] = size
                 batch = {}
             assert on_disk.expected == sum(expected.values())
             assert all(on_disk.size_of(name) == expected.get(name, 0) for name in names)
+            assert on_disk.replaced == sum(there.get(name, 0) for name in {**waits, **batch} if expected.get(name))
             if not waits and not batch:
                 assert on_disk.used == on_disk.expected
 

@@ -1,0 +1,166 @@
+"""What is replaced stays on the disk until the commit that replaces it: what `maxdisk` has room for at once."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from servers import start_server
+from test_tiered import MB, TIERED, body, disk_info, settle, tiered
+
+from kvpage_server.page import HEADER_SIZE
+
+SMALL = ("--maxdisk", "16mb")  # of which 12 are for values
+AT_ONCE = "beside what they replace"
+N = 50_000  # bytes of a page of a block
+BLOCKS = 55  # which fill most of it
+
+
+def fill(client: redis.Redis) -> None:
+    for i in range(BLOCKS):
+        client.execute_command("KVBLOCKSET", f"r{i}", 0, 1, 4, 1, 0, 1, 0, 3, N, body(4 * N, i))
+    client.execute_command("SAVE")
+
+
+def page_of(i: int) -> str:
+    return f"kv:r{i}:0:0:0:0"
+
+
+def split_all(client: redis.Redis, *, transaction: bool) -> list[Any]:
+    """Have one page of each block expire, so that it is a value of its own, and the others are, too."""
+    with client.pipeline(transaction=transaction) as pipe:
+        for i in range(BLOCKS):
+            pipe.pexpire(page_of(i), 900_000_000)
+        return pipe.execute(raise_on_error=False)
+
+
+def have_room(client: redis.Redis) -> None:
+    """The disk takes what is written, and everything is there."""
+    client.execute_command("SAVE")
+    info = disk_info(client)
+    assert (info["disk_failing"], info["disk_waiting_bytes"]) == ("", 0)
+    client.set("one", "more")
+
+
+def whole(client: redis.Redis, i: int) -> bool:
+    """Whether all pages of a block are there, as they were stored."""
+    found = client.mget(*(f"kv:r{i}:0:{head}:0:0" for head in range(4)))
+    bodies = [page and page[HEADER_SIZE:] for page in found]
+    return bodies == [body(4 * N, i)[head * N : (head + 1) * N] for head in range(4)]
+
+
+@pytest.mark.parametrize("mode", ["always", "everysec", "no"])
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
+def test_a_pipeline_may_split_all_the_blocks_that_fill_the_disk(tmp_path: Path, mode: str, policy: str) -> None:
+    options = (*SMALL, "--appendfsync", mode, "--maxmemory-policy", policy)
+    with tiered(tmp_path, *options) as (_, client):
+        fill(client)
+        assert split_all(client, transaction=False) == [True] * BLOCKS
+        have_room(client)
+        assert disk_info(client)["disk_write_errors"] == 0
+    with tiered(tmp_path, *options) as (_, client):
+        assert all(whole(client, i) and client.pttl(page_of(i)) > 0 for i in range(BLOCKS))
+
+
+@pytest.mark.parametrize("mode", ["always", "everysec"])
+def test_a_transaction_that_would_write_too_much_at_once_is_told_so(tmp_path: Path, mode: str) -> None:
+    options = (*SMALL, "--appendfsync", mode, "--maxmemory-policy", "noeviction")
+    with start_server(*TIERED, *options, directory=tmp_path, killed=True) as server, server.client() as client:
+        fill(client)
+        replies = split_all(client, transaction=True)
+        done = [i for i, reply in enumerate(replies) if reply is True]
+        refused = [reply for reply in replies if reply is not True]
+        assert len(done) > 10
+        assert len(refused) > 10
+        assert all(isinstance(reply, redis.OutOfMemoryError) and AT_ONCE in str(reply) for reply in refused)
+        have_room(client)
+        server.stop(signal.SIGKILL)
+    with tiered(tmp_path, *options) as (_, client):
+        assert all(whole(client, i) for i in range(BLOCKS))
+        assert [i for i in range(BLOCKS) if client.pttl(page_of(i)) > 0] == done
+        for start in range(0, BLOCKS, 10):
+            with client.pipeline() as pipe:
+                for i in range(start, min(start + 10, BLOCKS)):
+                    pipe.persist(page_of(i))
+                pipe.execute()
+        have_room(client)
+
+
+@pytest.mark.parametrize("mode", ["always", "everysec", "no"])
+def test_a_transaction_evicts_for_what_it_replaces_where_the_policy_allows_it(tmp_path: Path, mode: str) -> None:
+    with tiered(tmp_path, *SMALL, "--appendfsync", mode, "--maxmemory-policy", "allkeys-lru") as (_, client):
+        for i in range(58):
+            client.set(f"key:{i}", body(190_000, i))
+            client.get(f"key:{i}")
+        client.execute_command("SAVE")
+        with client.pipeline() as pipe:
+            for i in range(58):
+                pipe.set(f"key:{i}", body(190_000, 100 + i))
+            replies = pipe.execute(raise_on_error=False)
+        done = [i for i, reply in enumerate(replies) if reply is True]
+        assert len(done) > 30
+        assert all(reply is True or AT_ONCE in str(reply) for reply in replies)
+        have_room(client)
+        assert all(client.get(f"key:{i}") in (body(190_000, 100 * (i in done) + i), None) for i in range(58))
+
+
+def test_one_value_that_replaces_most_of_the_disk_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+    with tiered(tmp_path, *SMALL, "--appendfsync", "always", "--maxmemory-policy", "noeviction") as (_, client):
+        client.set("large", body(9 * MB, 1))
+        with pytest.raises(redis.OutOfMemoryError, match=AT_ONCE):
+            client.set("large", body(9 * MB, 2))
+        client.execute_command("KVBLOCKSET", "r", 0, 1, 1, 1, 0, 1, 0, 3, 2 * MB, body(2 * MB, 1))
+        assert client.get("large") == body(9 * MB, 1)
+        have_room(client)
+
+
+@pytest.mark.parametrize("is_page", [False, True])
+def test_a_new_expiry_alone_is_written_not_the_value(tmp_path: Path, is_page: bool) -> None:
+    page, key = ("KVPAGESET", "r", 0, 0, 0, 0, 8, 1, 1_000_000, 0), "kv:r:0:0:0:0" if is_page else "key"
+    with tiered(tmp_path, "--appendfsync", "everysec") as (_, client):
+        client.execute_command(*(page if is_page else ("SET", key)), body(MB, 1)[:1_000_000])
+        settle(client)
+        assert client.expire(key, 1000)
+        assert 0 < disk_info(client)["disk_waiting_bytes"] < 1000
+        assert client.expire(key, 2000)
+    with tiered(tmp_path) as (_, client):
+        assert 1000 < client.ttl(key) <= 2000
+        assert client.get(key)[-1_000_000:] == body(MB, 1)[:1_000_000]
+        settle(client)
+        assert client.persist(key)
+    with tiered(tmp_path) as (_, client):
+        assert client.ttl(key) == -1
+
+
+def test_blocks_that_were_split_in_the_commit_that_stored_them_are_evicted_from_a_full_disk(
+    tmp_path: Path,
+) -> None:
+    with tiered(tmp_path, *SMALL, "--appendfsync", "everysec") as (_, client):
+        for i in range(300):
+            with client.pipeline(transaction=False) as pipe:
+                pipe.execute_command("KVPAGESET", f"q{i}", 0, 0, 0, 0, 3, 1, 2 * N, 0, body(2 * N, i))
+                pipe.execute_command("KVBLOCKSET", f"q{i}", 0, 1, 1, 1, 0, 1, 0, 3, 2 * N, body(2 * N, i))
+                pipe.pexpire(f"kv:q{i}:0:0:0:0", 100_000_000)
+                pipe.execute()
+        settle(client)
+        assert disk_info(client)["disk_evicted"] > 0
+        assert client.set("key", body(200_000))
+
+
+def test_strings_that_had_keys_of_pages_leave_nothing_to_their_blocks(tmp_path: Path) -> None:
+    options = (*SMALL, "--maxmemory", "2mb", "--appendfsync", "always", "--maxmemory-policy", "allkeys-lru")
+    with tiered(tmp_path, *options) as (_, client):
+        for i in range(55):
+            client.execute_command("KVPAGESET", f"p{i}", 0, 0, 0, 0, 3, 1, 150_000, 0, body(150_000, i))
+            client.set(f"kv:p{i}:0:1:0:0", body(200_000, i))
+            client.delete(f"kv:p{i}:0:1:0:0")
+        with client.pipeline(transaction=False) as pipe:
+            for i in range(55):
+                pipe.execute_command("KVPAGEPIN", f"p{i}")
+            pinned = [i for i, reply in enumerate(pipe.execute(raise_on_error=False)) if reply == 1]
+        assert 30 < len(pinned) < 55  # half of what is for values
+        assert [client.set(f"key:{i}", body(300_000, i)) for i in range(60)] == [True] * 60
+        assert all(client.get(f"kv:p{i}:0:0:0:0")[HEADER_SIZE:] == body(150_000, i) for i in pinned)
