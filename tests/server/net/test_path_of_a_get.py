@@ -20,21 +20,26 @@ PAGE = [b"req", b"0", b"0", b"7", b"0"]
 
 
 def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
-    """The functions that the last of some equal commands called, in order; or so many of them `together`."""
+    """The functions that one of some equal commands called, in order; or so many of them `together`.
+
+    The shortest list is returned, since others have what a timer has called meanwhile.
+    """
     calls: list[str] = []
+    paths: list[list[str]] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OURS):
             calls.append(frame.f_code.co_qualname)
 
     with socket.create_connection(("127.0.0.1", turns.server.port), timeout=60) as sock:
-        for _ in range(3):
+        for _ in range(5):
             calls.clear()
             turns.on_loop(lambda: sys.setprofile(note))
             sock.sendall(together * spell(words))
             assert sock.recv(1 << 16)[:1] in b"$+"
             turns.on_loop(lambda: sys.setprofile(None))
-    return calls[calls.index("Session.readable") :]
+            paths.append(calls[calls.index("Session.readable") :])
+    return min(paths, key=len)
 
 
 @pytest.mark.skipif(core.NAME != "native", reason="what the compiled core does is functions of the core in Python")
