@@ -373,6 +373,10 @@ def doubt_overdue(run: Run) -> None:
     store = run.judge.model.store
     store.now = run.machine.clock.unix_ms
     store.expire()
+    unclear = store.doubtful()
     for key, values in store.overdue().items():
-        if key not in store.keys:
+        if key in unclear and key not in store.keys:
+            store.settle([key])
+            store.fog.add(key)
+        elif key not in store.keys:
             store.doubts.append(Doubt([{key: None}, *({key: value} for value in values)]))
