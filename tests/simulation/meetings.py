@@ -20,6 +20,8 @@ _SHARE = 0.006  # of steps that one of these follows
 _CROWDED = 40_000  # bytes of memory that some strings have
 _CROWD = [b"crowd%d" % i for i in range(24)]
 _SIZE = 3_000  # bytes of each, so that most are on disk alone
+_PAGES = [b"%d" % page for page in range(100, 124)]
+_SHAPE = b"1", b"2", b"1", b"0", b"1", b"0", b"3"  # layers, heads, rows, ttl, planes, kv_type, dtype; all but head_dim
 _NO_TENANTS = 3  # peers that may ask for everything
 
 
@@ -46,7 +48,7 @@ class Meetings:
         share = _SHARE if rng.random() < 0.25 else 0.0
         kinds = [self._grown_between_scans, self._another_quota]
         kinds += [self._fetched_and_dated, self._removed_on_a_full_disk] * self.disk
-        kinds += [self._pinned_and_crowded_out] * (4 if self.maxdisk else 0)
+        kinds += [self._pinned_and_crowded_out, self._replaced_at_once] * (3 if self.maxdisk else 0)
 
         def draw() -> list[Step]:
             if rng.random() >= share:
@@ -100,6 +102,23 @@ class Meetings:
             )
         ask, free = (b"KVPAGEGET", *page[:5]), (b"KVPAGEUNPIN", req, number)
         return [*steps, self._send(self.peer, ask), self._send(self.peer, free), self._send(0, (b"DEL", *_CROWD))]
+
+    def _replaced_at_once(self) -> list[Step]:
+        """One transaction replaces most of what a small disk has; or sets a time to live to a page of each block."""
+        rng, self.peer = self.rng, self.rng.randrange(_NO_TENANTS)
+        req, size = b"q%d" % self.peer, 2 * self.maxdisk // (3 * len(_CROWD))
+        stored = [(b"SET", key, self._exactly(size)) for key in _CROWD]
+        changed = [(b"SET", key, self._exactly(size)) for key in _CROWD]
+        if rng.random() < 0.5:
+            shape = *_SHAPE, b"%d" % (size // 2)
+            stored = [(b"KVBLOCKSET", req, page, *shape, self._exactly(size // 2 * 2)) for page in _PAGES]
+            changed = [(b"EXPIRE", b"kv:%b:0:1:%b:0" % (req, page), b"100") for page in _PAGES]
+        steps = [self._soon(self._send(self.peer, words), 5 * MS) for words in stored]
+        steps += [self._step("settle"), self._send(self.peer, (b"MULTI",))]
+        steps += [self._send(self.peer, words) for words in changed]
+        steps += [self._send(self.peer, (b"EXEC",)), self._step("settle")]
+        steps.append(replace(self._send(self.peer, (b"SET", _CROWD[0], self._exactly(30))), gap=2_000 * MS))
+        return [*steps, self._send(self.peer, (b"KVPAGEDEL", req, *_PAGES)), self._send(0, (b"DEL", *_CROWD))]
 
     def _grown_between_scans(self) -> list[Step]:
         """A request gets blocks, and loses some, between two scans of it."""

@@ -338,4 +338,11 @@ MISTAKES = [
         "        if new is None or is_page(new):\n            self.evictor.units.removed(key)\n",
         "a string that a page has replaced still waits to be written",
     ),
+    Mistake(
+        "nothing-lies-beside",
+        _STORE + "disk.limit",
+        "_SHARE_AT_ONCE = 0.9 ",
+        "_SHARE_AT_ONCE = 9.0 ",
+        "what is replaced is not supposed to take room until the commit that replaces it",
+    ),
 ]

@@ -57,6 +57,7 @@ class SimulatedDisk:
         self._pause = pause
         self._rng = rng
         self.commits = 0
+        self.map_size = 0  # bytes that the values of a database, and what replaces them, may take; 0 for no limit
         self.databases: dict[bytes, Any] = {}  # of the environment that was opened last
         self._live: lmdb.Environment | None = None
 
@@ -95,8 +96,11 @@ class SimulatedDisk:
         if self.faults.slow or self._rng.random() < _INTERRUPTED:
             self._pause(self._rng.randrange(1_000, max(self.faults.slow, 200_000)))
 
-    def check_write(self, growth: int, freed: int) -> None:
-        """Raises what LMDB does when the disk takes nothing, or not so much."""
+    def check_write(self, growth: int, freed: int, there: int) -> None:
+        """Raises what LMDB does when the disk takes nothing, or not so much beside what is `there`."""
+        if 0 < self.map_size < there + growth:
+            self.faults.strike("map full")
+            raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
         if self.faults.full and growth > self.faults.room:
             self.faults.strike("full")
             raise lmdb.Error(os.strerror(errno.ENOSPC))
@@ -171,6 +175,7 @@ class Writing:
         self._reserve = reserve
         self._had_reserve = reserve.exists()
         self._put = self._deleted = 0
+        self._there = sum(map(self._size_of, (b"records", b"pieces"))) if disk.map_size else 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._txn, name)
@@ -178,6 +183,10 @@ class Writing:
     def __enter__(self) -> Writing:
         self._txn.__enter__()
         return self
+
+    def _size_of(self, database: bytes) -> int:
+        cursor = self._txn.cursor(db=self._disk.databases[database])
+        return sum(len(key) + len(value) for key, value in cursor)
 
     def put(self, key: Any, value: Any, **options: Any) -> Any:
         """Write a value."""
@@ -195,7 +204,7 @@ class Writing:
                 self._disk.wait()
                 if not self._had_reserve and self._disk.faults.full and not self._disk.faults.room:
                     self._disk.faults.room = _RESERVE
-                self._disk.check_write(self._put, self._deleted)
+                self._disk.check_write(self._put, self._deleted, self._there)
             except BaseException as failure:
                 self._txn.__exit__(type(failure), failure, None)
                 raise
