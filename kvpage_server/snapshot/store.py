@@ -185,22 +185,32 @@ class RunningStore:
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
-        """The values of the keys that exist."""
+        """The values of the keys that exist, each with the expiry that it has at the same moment."""
+        if not keys:
+            return []
         some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
-        replies = self.ask([command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys])
-        return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
+        asked = [command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys]
+        _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
+        values, expires = list(chain.from_iterable(replies[: len(some)])), replies[len(some) :]
+        if unchanged is None and len(keys) > 1:  # one of them has another value by now, or another expiry
+            middle = len(keys) // 2
+            return self.values(keys[:middle]) + self.values(keys[middle:])
+        if unchanged is None:
+            values[0], expires[0] = self._at_one_moment(keys[0])
+        return _living(keys, values, expires)
 
     def look(self, key: PageKey) -> tuple[bool, Value | None]:
         """Whether a key is a page's, and its value, both as they are at one moment; None if it is gone."""
         name = bytes(key)
-        asked = [
-            command(b"SISMEMBER", index_key(key.req_id), name),
-            command(b"GET", name),
-            command(b"PEXPIRETIME", name),
-        ]
-        *_, (is_page, data, expires) = self.ask([command(b"MULTI"), *asked, command(b"EXEC")])
+        data, expires, is_page = self._at_one_moment(name, command(b"SISMEMBER", index_key(key.req_id), name))
         found = _living([name], [data], [expires])
         return bool(is_page), found[0] if found else None
+
+    def _at_one_moment(self, key: bytes, *others: bytes) -> list[Any]:
+        """A key's value and expiry, and the replies to other commands. This brings into memory what is on disk."""
+        asked = [command(b"MULTI"), command(b"GET", key), command(b"PEXPIRETIME", key), *others, command(b"EXEC")]
+        replies: list[Any] = self.ask(asked)[-1]
+        return replies
 
     def headers(self, keys: Sequence[bytes]) -> list[Value]:
         """The headers of the pages that exist."""

@@ -173,7 +173,7 @@ def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: Running
 
 def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
     with start_server() as server, server.client() as client:
-        needed = ["+time", "+multi", "+exec"]  # as docs/operations.md says
+        needed = ["+time", "+watch", "+multi", "+exec"]  # as docs/operations.md says
         keys = ["kv:alice.*", "alice:*"]
         client.acl_setuser("alice", enabled=True, nopass=True, keys=keys, categories=["+@read"], commands=needed)
         set_block(client, "alice.chat", 0, HALVES)
@@ -455,6 +455,31 @@ def test_a_key_that_is_now_a_page_and_now_a_string_is_not_called_damaged(
         over.set()
         turning.join()
     assert found == [[]] * 8
+
+
+def test_a_value_is_dumped_with_the_time_to_live_that_it_had(
+    server: RunningServer, store: RunningStore, client: redis.Redis
+) -> None:
+    keys = [b"still:%d" % number for number in range(1000)]
+    client.mset(dict.fromkeys(keys, "lives for ever"))
+    over = threading.Event()
+
+    def turn() -> None:
+        with redis.Redis(port=server.port) as other:
+            while not over.is_set():
+                other.set("turns", "lives for a while", ex=1000)
+                other.set("turns", "lives for ever")
+
+    turning = threading.Thread(target=turn)
+    turning.start()
+    try:
+        found = [store.values([*keys, b"turns"]) for _ in range(60)]
+    finally:
+        over.set()
+        turning.join()
+    assert {len(values) for values in found} == {1001}
+    kinds = {(bytes(value.data), value.expires_ms < 0) for values in found for value in values}
+    assert kinds == {(b"lives for a while", False), (b"lives for ever", True)}
 
 
 def test_a_restore_sends_what_a_smaller_server_takes(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
