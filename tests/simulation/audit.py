@@ -151,7 +151,7 @@ class Audit:
         if not exact:
             store.fog |= self._let_go
         makes_room = judge.model.disk_fails or self._run.program.maxdisk
-        self._gone = {key for key, _, cell in store.log[self._least :] if cell is None} if makes_room else set()
+        self._gone = self._went_since() if makes_room else set()
         if not self._run.program.disk:
             for key in list(store.keys):
                 store.drop(key)
@@ -159,6 +159,11 @@ class Audit:
             store.fog.clear()
             self._least = self._most = len(store.log)
         judge.model.talks = []
+
+    def _went_since(self) -> set[bytes]:
+        """Keys whose removal may be on disk already, as it made room: they were deleted, or due."""
+        store, now = self._judge.model.store, self._run.machine.clock.unix_ms
+        return {key for key, _, cell in store.log[self._least :] if cell is None or 0 < cell.expires <= now}
 
     def begin(self) -> None:
         """Ask the next process for everything, and compare.
