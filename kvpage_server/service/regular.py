@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
 from functools import partial
 
 from kvpage_server.commands.context import Server
@@ -13,6 +14,7 @@ from kvpage_server.commands.placing import Placing
 from kvpage_server.net.watch import Watch
 from kvpage_server.page import unix_ms
 from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
@@ -24,8 +26,12 @@ logger = logging.getLogger("kvpage")
 
 
 def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
-    """Each as a task without an end: keys expire, clients keep to their limits, keys of other servers are counted."""
+    """Each as a task without an end.
+
+    Keys expire, memory goes down to a new limit, clients keep to theirs, and keys of other servers are counted.
+    """
     yield _again(partial(_sweep, server.keyspace))
+    yield _again(partial(_shrink, server.keyspace.memory))
     yield _again(partial(_watch, Watch(server)))
     if server.placing is not None:
         yield _again(partial(_count_elsewhere, server.placing, server.keyspace))
@@ -45,6 +51,18 @@ async def _sweep(keys: Keyspace) -> None:
     while True:
         swept = keys.sweep(unix_ms(), SWEEP_MOST)
         await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
+
+
+async def _shrink(memory: MemoryLimit) -> None:
+    """When maxmemory was lowered, units leave at once, and not only with the next write."""
+    most = memory.maxmemory
+    while True:
+        done = True
+        if memory.maxmemory != most:
+            with suppress(OutOfMemory):
+                done = memory.make_room()
+            most = memory.maxmemory if done else most
+        await asyncio.sleep(SWEEP_EVERY if done else 0)
 
 
 async def _count_elsewhere(placing: Placing, keys: Keyspace) -> None:

@@ -50,6 +50,9 @@ class Tier(Protocol):
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
         """The pages of a block have entries now; `pages` has them by key."""
 
+    def retimes(self, key: bytes, entry: Entry) -> None:
+        """A value's expiry is about to change."""
+
     def retimed(self, key: bytes) -> None:
         """A key's expiry has changed."""
 
@@ -153,8 +156,13 @@ class Contents:
 
     def set_expiry(self, key: bytes, expires: int) -> None:
         """Set a living key's expiry in unix milliseconds, 0 for none. One in the past removes the key."""
+        if 0 < expires <= unix_ms():
+            self.delete(key)
+            return
         entry = self.own(key)
         assert entry is not None
+        if self.tier is not None:
+            self.tier.retimes(key, entry)
         if entry.expires:
             self.expirer.keys -= 1
         entry.expires = expires
@@ -162,9 +170,6 @@ class Contents:
             self.tell("persist", key)
         else:
             self.expirer.keys += 1
-            if expires <= unix_ms():
-                self.remove(key, "del")
-                return
             unit = unit_of(key, entry)
             if isinstance(unit, Block):
                 unit.expires_at(expires)
@@ -176,12 +181,29 @@ class Contents:
     # -- going -----------------------------------------------------------------------------------------------------
 
     def delete(self, key: bytes, event: str = "del") -> bool:
-        """Remove a key. Returns whether it existed."""
+        """Remove a key. Returns whether it existed. Raises OverLimit as `own` does."""
         if self.find(key) is None:
             return False
+        if (block := self._block_of_one(key)) is not None:
+            self.remove_block(block, event)
+            return True
         self.own(key)
         self.remove(key, event)
         return True
+
+    def delete_all(self, keys: Sequence[bytes]) -> int:
+        """Remove some keys. Returns how many there were. Raises OverLimit if nothing was removed."""
+        if self.tier is not None and len(keys) > 1:
+            for key in keys:
+                if self.find(key) is not None and self._block_of_one(key) is None:
+                    self.own(key)
+        return sum(map(self.delete, keys))
+
+    def _block_of_one(self, key: bytes) -> Block | None:
+        """The block of a page if it was stored whole, and has no other: it need not be split to remove the page."""
+        page = self.catalogue.page_in_extent(key) if key not in self.catalogue.entries else None
+        block = cast(Block, page.unit) if page is not None else None
+        return block if block is not None and block.pages == 1 else None
 
     def remove(self, key: bytes, event: str) -> None:
         """Remove an existing key."""

@@ -84,7 +84,8 @@ class Keyspace:
         self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
         self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
         self.find, self.expires_of, self.set_expiry = contents.find, contents.expires_of, contents.set_expiry
-        self.delete, self.remove_block, self.evict = contents.delete, contents.remove_block, contents.evict
+        self.delete, self.delete_all = contents.delete, contents.delete_all
+        self.remove_block, self.evict = contents.remove_block, contents.evict
         self.remove_corrupt, self.chain = contents.remove_corrupt, contents.evictor.chain
         self.look, self.read, self.read_all, self.idle = reader.look, reader.read, reader.read_all, reader.idle
         self.read_pages, self.find_pages, self.pages_at = reader.read_pages, reader.find_pages, reader.pages_at

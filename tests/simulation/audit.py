@@ -22,8 +22,8 @@ _AT_ONCE = 32  # keys that are asked for
 _BEGUN_LATE = 5000  # milliseconds
 _MAY_ROT = 24  # bytes
 _GONE = -2  # what PEXPIRETIME says of a key that is not there
-_OWN_TASKS = 4  # of a server: serving, sweeping, watching, renewing
-_OWN_TIMERS = 4  # the sweeper's and the watch's pauses, the next commit's, the scrubber's
+_OWN_TASKS = 5  # of a server: serving, sweeping, shrinking, watching, renewing
+_OWN_TIMERS = 5  # the sweeper's, the shrinker's and the watch's pauses, the next commit's, the scrubber's
 
 
 class Found(NamedTuple):

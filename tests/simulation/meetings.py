@@ -16,7 +16,7 @@ from tests.simulation.peers import PEERS
 if TYPE_CHECKING:
     from tests.simulation.programs import Step
 
-_SHARE = 0.006  # of steps that one of these follows
+_SHARE = 0.012  # of steps that one of these follows
 _CROWDED = 40_000  # bytes of memory that some strings have
 _CROWD = [b"crowd%d" % i for i in range(24)]
 _SIZE = 3_000  # bytes of each, so that most are on disk alone
@@ -47,7 +47,8 @@ class Meetings:
         rng = random.Random(f"meetings {seed}")
         share = _SHARE if rng.random() < 0.25 else 0.0
         kinds = [self._grown_between_scans, self._another_quota]
-        kinds += [self._fetched_and_dated, self._removed_on_a_full_disk] * self.disk
+        kinds += [self._fetched_and_dated, self._dated_while_written] * self.disk
+        kinds += [self._removed_on_a_full_disk] * (2 * self.disk)
         kinds += [self._pinned_and_crowded_out, self._replaced_at_once] * (3 if self.maxdisk else 0)
 
         def draw() -> list[Step]:
@@ -79,7 +80,7 @@ class Meetings:
     def _removed_on_a_full_disk(self) -> list[Step]:
         """Keys are removed and written again while the disk is full and slow: what is gone makes room."""
         rng, (*gone, other) = self.rng, self.rng.sample(self.strings, 6)
-        lasts, apart = rng.randrange(1_000 * MS, 5_000 * MS), rng.choice([100 * MS, 400 * MS])
+        lasts, apart = rng.randrange(1_000 * MS, 5_000 * MS), rng.choice([30 * MS, 100 * MS, 400 * MS])
         steps = [self._send(0, (b"SET", key, self._exactly(600))) for key in (*gone, other)]
         steps += [self._step("settle"), self._step("fault", name="full", slow=250 * MS, nanoseconds=lasts)]
         steps.append(self._soon(self._send(rng.randrange(PEERS), (b"SET", other, self._exactly(900))), MS))
@@ -87,6 +88,18 @@ class Meetings:
         for key in gone:
             steps.append(self._soon(self._send(rng.randrange(PEERS), (b"SET", key, self._exactly(20))), apart))
         return [*steps, replace(self._step("settle"), gap=lasts), self._step(rng.choice(["stop", "kill"]))]
+
+    def _dated_while_written(self) -> list[Step]:
+        """A transaction changes the time to live of what is just being committed, and then: death."""
+        rng, self.peer = self.rng, self.rng.randrange(_NO_TENANTS)
+        other, steps = self.strings[0], [self._step("fault", name="", slow=400 * MS, nanoseconds=5_000 * MS)]
+        for key in _CROWD[:8]:
+            stored = [(b"SET", key, self._exactly(_SIZE)), (b"SET", key, self._exactly(_SIZE), b"PX", b"90000")]
+            steps.append(self._soon(self._send(self.peer, rng.choice(stored)), 200 * MS))
+            time = rng.choice([(b"PEXPIRE", key, b"%d" % rng.randrange(20_000, 90_000)), (b"PERSIST", key)])
+            changed = [(b"MULTI",), (b"SET", other, self._exactly(20)), time, (b"EXEC",)]
+            steps += [self._soon(self._send(self.peer, words), 200 * MS) for words in changed]
+        return [*steps, replace(self._step("kill"), gap=rng.randrange(600 * MS))]
 
     def _pinned_and_crowded_out(self) -> list[Step]:
         """A page has the key that a string had, and its block is pinned, when more comes than the disk has room for."""

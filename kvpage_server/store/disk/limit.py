@@ -38,7 +38,7 @@ from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, page_named
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
@@ -100,7 +100,7 @@ class DiskLimit:
             return
         usage, blocks = self._stored.usage, {value.block for value in coming if value.block is not None}
         split: Sizes = {}
-        for block in filter(None, starmap(self._contents.index.block, blocks)):
+        for block in filter(None, starmap(self._contents.index.block, blocks | _blocks_below(coming))):
             split |= self._split_sizes(block)
         most_new = sum(map(_takes_coming, coming)) + sum(split.values())
         if usage.expected + usage.replaced + 2 * most_new > self.most:
@@ -124,7 +124,7 @@ class DiskLimit:
     def _split_sizes(self, block: Block) -> Sizes:
         """The footprint of all pages of a block that is on disk as a whole, in its name; nothing for others."""
         name = name_of_unit(block)
-        if block.extent is None or not self._stored.has(name):
+        if block.extent is None or not self._stored.keeps(name):
             return {}
         return {name: block.pages * sheet.footprint_of(block.extent.slot.size // block.pages)}
 
@@ -223,6 +223,12 @@ class DiskLimit:
             if is_there(self._contents, unit):  # it waits to be written again, or is spared
                 usage.use(name)
                 may_pass -= 1
+
+
+def _blocks_below(coming: Iterable[Coming]) -> set[tuple[bytes, int]]:
+    """The blocks that the pages are of whose keys are to be those of strings."""
+    names = (page_named(value.key) for value in coming if value.block is None and value.key[:3] == b"kv:")
+    return {(name.req_id, name.page) for name in names if name is not None}
 
 
 def _takes_coming(value: Coming) -> int:

@@ -58,6 +58,11 @@ class Stored:
         """Whether a value is on disk or waits to be written."""
         return name in self.usage or self.behind.waits(name)
 
+    def keeps(self, name: bytes) -> bool:
+        """Whether a value will be on disk when all that waits is written."""
+        waiting = self.behind.waiting(name)
+        return name in self.usage if waiting is None else waiting[0] is not None
+
     def store(self, name: bytes, value: Entry | Extent) -> None:
         """Write a value as it is now."""
         if self.maxdisk and not isinstance(value, Cold):
@@ -77,8 +82,12 @@ class Stored:
         self.behind.note_all(names, pages, [page.footprint for page in pages])
 
     def retime(self, name: bytes, value: Entry) -> None:
-        """Write a value's expiry; all of it only if that waits to be written anyway."""
-        if self.behind.waits(name):
+        """Write a value's new expiry if the value is on disk, or on its way. All of it only if that waits anyway."""
+        if not self.keeps(name):
+            return
+        waiting = self.behind.waiting(name)
+        is_whole = waiting is not None and not isinstance(waiting[0], Retime)
+        if is_whole and (type(value) is Text or self.behind.waits_again(name)):
             self.store(name, value)
         else:
             self.behind.note(name, Retime(name, value.expires), len(name) + _RETIME)

@@ -193,13 +193,19 @@ class DiskTier:
         self.limit.admit_split(block)
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
-        self.stored.remove(name_of_block(block.req_id, block.page), replaced=True)
+        name = name_of_block(block.req_id, block.page)
+        if block in self.stored.unproven and not self.stored.keeps(name):
+            return
+        self.stored.remove(name, replaced=True)
         self.stored.store_pages([*pages], [*pages.values()])
 
+    def retimes(self, key: bytes, entry: Entry) -> None:
+        self.behind.retimes(name_of_key(key), entry, entry.expires)
+
     def retimed(self, key: bytes) -> None:
-        entry, name = self._contents.catalogue.entries.get(key), name_of_key(key)
-        if entry is not None and self.stored.has(name):
-            self.stored.retime(name, entry)
+        entry = self._contents.catalogue.entries.get(key)
+        if entry is not None:
+            self.stored.retime(name_of_key(key), entry)
 
     # -- what is removed -------------------------------------------------------------------------------------------
 

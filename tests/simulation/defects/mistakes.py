@@ -82,15 +82,15 @@ MISTAKES = [
     Mistake(
         "deletion-not-written",
         _STORE + "disk.tier",
-        "    def removed(self, key: bytes) -> None:\n        self.stored.remove(name_of_key(key))\n",
-        "    def removed(self, key: bytes) -> None:\n        pass\n",
+        "        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_gone(self._contents, name))\n",
+        "",
         "what was deleted is back after a restart",
     ),
     Mistake(
         "expiry-not-written",
         _STORE + "disk.tier",
-        "if entry is not None and self.stored.has(name):",
-        "if entry is not None and self.behind.waits(name):",
+        "if entry is not None:\n            self.stored.retime",
+        "if entry is not None and self.behind.waits(name_of_key(key)):\n            self.stored.retime",
         "EXPIRE of what is on disk already is forgotten by a restart",
     ),
     Mistake(
@@ -337,6 +337,13 @@ MISTAKES = [
         "        if new is None or is_page(new):\n            self._unit_removed(key)\n",
         "        if new is None or is_page(new):\n            self.evictor.units.removed(key)\n",
         "a string that a page has replaced still waits to be written",
+    ),
+    Mistake(
+        "times-of-the-next-batch",
+        _STORE + "disk.file.writer",
+        "            if name in batch.expiries and isinstance(change, Write):",
+        "            if False:",
+        "a value that is being written gets the expiry that it has had since",
     ),
     Mistake(
         "nothing-lies-beside",

@@ -38,8 +38,7 @@ _generic = partial(command, group="generic")
 @_for_each("del key [key ...]", flags="write", needs=extents, summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
     """The number of deleted keys."""
-    delete = client.server.keyspace.delete
-    return sum(delete(key) for key in plain_all(args))
+    return client.server.keyspace.delete_all(plain_all(args))
 
 
 @_for_each(

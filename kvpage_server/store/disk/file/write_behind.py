@@ -40,7 +40,7 @@ from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.file.change import Change
+from kvpage_server.store.disk.file.change import Change, Retime
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.disk.file.writer import Batch, DiskWriter, Error
@@ -185,6 +185,18 @@ class WriteBehind(Generic[T]):
             return True
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
 
+    def waiting(self, name: bytes) -> tuple[T | None, int] | None:
+        """A value's last change, None for a removal, if it is not on disk yet; and its size."""
+        found = self._next.changes.get(name)
+        if found is not None or self._next.clears or self._now is None:
+            return found
+        return self._now.changes.get(name)
+
+    def retimes(self, name: bytes, value: object, expires: int) -> None:
+        """The expiry of a value is about to change. What is being written of it keeps the one that it had."""
+        if self._now is not None and (change := self._now.changes.get(name)) is not None and change[0] is value:
+            self._now.expiries.setdefault(name, expires)
+
     def waits_again(self, name: bytes) -> bool:
         """Whether a value has changed since the batch was begun that is being written, or noted."""
         return self._next.clears or name in self._next.changes
@@ -300,8 +312,10 @@ class WriteBehind(Generic[T]):
         self.errors += 1
         newer = self._next
         if not newer.clears:
+            batch.expiries.clear()  # values have theirs
             for name, (value, size) in newer.changes.items():
-                batch.note(name, value, size)
+                if not (isinstance(value, Retime) and batch.has_whole(name)):
+                    batch.note(name, value, size)
             self._next = batch
         removals = None
         if isinstance(error, DiskFull):

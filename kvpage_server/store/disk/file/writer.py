@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from kvpage_server.store.disk.file.change import Change, Clear, Delete
+from kvpage_server.store.disk.file.change import Change, Clear, Delete, Retime, Write
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.system import malloc
@@ -34,6 +34,7 @@ class Batch(Generic[T]):
     size: int = 0
     clears: bool = False  # before all else
     removed: dict[bytes, None] = field(default_factory=dict)  # values whose only change is their removal
+    expiries: dict[bytes, int] = field(default_factory=dict)  # of values whose own is another since it was begun
     position: int = 0  # of the last change
     began: float = 0.0  # monotonic
 
@@ -58,6 +59,11 @@ class Batch(Generic[T]):
         if self.removed:
             for name in names:
                 self.removed.pop(name, None)
+
+    def has_whole(self, name: bytes) -> bool:
+        """Whether it has a value, and not only its removal or another expiry."""
+        value = self.changes.get(name, (None, 0))[0]
+        return value is not None and not isinstance(value, Retime)
 
     def forget(self, name: bytes) -> None:
         """Remove a value's change, which has been made."""
@@ -123,7 +129,10 @@ class DiskWriter(Generic[T]):
         if batch.clears:
             yield Clear()
         for name, (value, _) in batch.changes.items():
-            yield Delete(name) if value is None else self._spell(name, value)
+            change = Delete(name) if value is None else self._spell(name, value)
+            if name in batch.expiries and isinstance(change, Write):  # looked up once the value's own is read
+                change.expires = batch.expiries[name]
+            yield change
 
     async def close(self) -> None:
         """End the thread when it has done what it began."""
