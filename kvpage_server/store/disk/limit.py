@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import starmap
+from typing import cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
 from kvpage_server.store.contents import Contents
@@ -38,7 +39,7 @@ from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, page_named
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
@@ -100,8 +101,10 @@ class DiskLimit:
             return
         usage, blocks = self._stored.usage, {value.block for value in coming if value.block is not None}
         split: Sizes = {}
-        for block in filter(None, starmap(self._contents.index.block, blocks | _blocks_below(coming))):
+        for block in filter(None, starmap(self._contents.index.block, blocks)):
             split |= self._split_sizes(block)
+        for page in (self._contents.catalogue.page_in_extent(value.key) for value in coming if value.block is None):
+            split |= self._split_sizes(cast(Block, page.unit)) if page is not None else {}
         most_new = sum(map(_takes_coming, coming)) + sum(split.values())
         if usage.expected + usage.replaced + 2 * most_new > self.most:
             sizes = split | {name_of_key(value.key): _takes_coming(value) for value in coming}
@@ -223,12 +226,6 @@ class DiskLimit:
             if is_there(self._contents, unit):  # it waits to be written again, or is spared
                 usage.use(name)
                 may_pass -= 1
-
-
-def _blocks_below(coming: Iterable[Coming]) -> set[tuple[bytes, int]]:
-    """The blocks that the pages are of whose keys are to be those of strings."""
-    names = (page_named(value.key) for value in coming if value.block is None and value.key[:3] == b"kv:")
-    return {(name.req_id, name.page) for name in names if name is not None}
 
 
 def _takes_coming(value: Coming) -> int:

@@ -164,3 +164,32 @@ def test_strings_that_had_keys_of_pages_leave_nothing_to_their_blocks(tmp_path: 
         assert 30 < len(pinned) < 55  # half of what is for values
         assert [client.set(f"key:{i}", body(300_000, i)) for i in range(60)] == [True] * 60
         assert all(client.get(f"kv:p{i}:0:0:0:0")[HEADER_SIZE:] == body(150_000, i) for i in pinned)
+
+
+def test_of_strings_that_are_set_together_none_is_there_if_one_has_no_room(tmp_path: Path) -> None:
+    with tiered(tmp_path, *SMALL, "--maxmemory-policy", "noeviction") as (_, client):
+        client.execute_command("KVBLOCKSET", "r", 0, 1, 2, 1, 0, 1, 0, 3, 4_000_000, body(8_000_000))
+        client.execute_command("SAVE")
+        with pytest.raises(redis.OutOfMemoryError, match=AT_ONCE):
+            client.mset({"new": "value", "kv:r:0:0:0:0": "takes the place of a page"})
+        assert client.exists("new") == 0
+        assert client.strlen("kv:r:0:0:0:0") == HEADER_SIZE + 4_000_000
+        assert client.mset({"new": "value", "kv:r:0:0:0:9": "takes no page's place"})
+
+
+def test_keys_are_deleted_all_or_none_and_a_page_that_is_alone_needs_no_room(tmp_path: Path) -> None:
+    with tiered(tmp_path, *SMALL, "--maxmemory-policy", "noeviction") as (_, client):
+        client.execute_command("KVBLOCKSET", "r", 0, 1, 2, 1, 0, 1, 0, 3, 4_000_000, body(8_000_000))
+        client.set("plain", "value")
+        client.execute_command("SAVE")
+        with pytest.raises(redis.OutOfMemoryError, match=AT_ONCE):
+            client.delete("plain", "kv:r:0:0:0:0")
+        assert client.exists("plain", "kv:r:0:0:0:0") == 2
+        assert client.execute_command("KVPAGEDEL", "r") == 2
+        for delete in (("DEL",), ("UNLINK", "plain"), ("GETDEL",), ("PEXPIREAT",)):
+            client.execute_command("KVBLOCKSET", "r", 0, 1, 1, 1, 0, 1, 0, 3, 8_000_000, body(8_000_000))
+            client.execute_command("SAVE")
+            client.execute_command(*delete, "kv:r:0:0:0:0", *([1] if delete[0] == "PEXPIREAT" else []))
+            assert client.exists("kv:r:0:0:0:0", "plain") == (delete[0] == "DEL")
+            client.execute_command("SAVE")
+            assert disk_info(client)["disk_bytes"] < 1000

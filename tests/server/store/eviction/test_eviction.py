@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from servers import start_server
 from stored_pages import set_block
+from waiting import until
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.eviction.lru import LRU
@@ -380,6 +381,19 @@ def test_blocks_named_by_their_content_go_from_the_end_of_what_was_asked_for() -
         assert there
         assert "abcde".startswith(there)
         assert there != "abcde"
+
+
+def test_units_leave_at_once_when_maxmemory_is_lowered() -> None:
+    with start_server("--maxmemory", "64mb") as server, server.client() as client:
+        for number in range(50):
+            client.set(f"key:{number}", bytes(1_000_000))
+        client.config_set("maxmemory", "10mb")
+        until(lambda: client.info("memory")["used_memory"] <= 10 * 1024**2)
+        assert 0 < client.dbsize() < 12
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "5mb")
+        assert client.ping()
+        assert client.dbsize() > 5
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-ttl"])

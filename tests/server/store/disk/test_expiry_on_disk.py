@@ -1,0 +1,133 @@
+"""When a value expires is written without the value, and with the commit that its transaction is part of."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from test_tiered import MB, body, disk_info, settle, tiered
+from waiting import PATIENCE
+
+from kvpage_server.core import NewPages
+from kvpage_server.page import unix_ms
+from kvpage_server.store.disk.file.change import Change
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.encoding import Value
+from kvpage_server.store.disk.file.lmdb_file import DiskError
+from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.records.record import Record
+
+PAGE, LONG, SHORT = b"kv:r:0:0:0:0", b"long", b"short"
+LATER = unix_ms() + 3_600_000
+
+
+@asynccontextmanager
+async def with_disk(directory: Path) -> AsyncIterator[tuple[Keyspace, DiskTier, Disk]]:
+    """A keyspace that has a page, a long string and a short one, none of which is on its disk yet."""
+    disk = Disk(directory)
+    keyspace = Keyspace(disk=disk)
+    tier = keyspace.tier
+    assert tier is not None
+    tier.connect(mode="always", limit=64 * MB, scrub_rate=0, moved=lambda: None)
+    words: list[Any] = [b"r", b"0", b"0", b"0", b"0", b"8", b"1", b"2000", b"0", bytes(2000)]
+    keyspace.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
+    keyspace.set_string(LONG, bytes(2000))
+    keyspace.set_string(SHORT, b"value")
+    try:
+        yield keyspace, tier, disk
+    finally:
+        await tier.close()
+
+
+def expiries(disk: Disk) -> dict[bytes, int]:
+    return {record.name[1:]: record.expires for _, record in disk.records() if isinstance(record, Record)}
+
+
+async def test_what_is_being_written_keeps_the_expiry_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spells, goes_on = threading.Event(), threading.Event()
+    async with with_disk(tmp_path) as (keyspace, tier, disk):
+        spell = tier.behind._writer._spell
+
+        def wait(name: bytes, value: Value) -> Change:
+            spells.set()
+            assert goes_on.wait(PATIENCE)
+            return spell(name, value)
+
+        monkeypatch.setattr(tier.behind._writer, "_spell", wait)
+        assert await asyncio.to_thread(spells.wait, PATIENCE)
+        first: list[dict[bytes, int]] = []
+        tier.behind.when_durable(tier.behind.position, lambda: first.append(expiries(disk)))
+        keyspace.set_string(b"marker", b"of the next commit")
+        for key in (PAGE, LONG, SHORT):
+            keyspace.set_expiry(key, LATER - 1)
+            keyspace.set_expiry(key, LATER)
+        goes_on.set()
+        await tier.behind.settle()
+        assert first == [{PAGE: 0, LONG: 0, SHORT: 0}]
+        assert expiries(disk) == {PAGE: LATER, LONG: LATER, SHORT: LATER, b"marker": 0}
+
+
+async def test_an_expiry_that_was_set_while_a_commit_failed_is_written_with_the_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_disk(tmp_path) as (keyspace, tier, disk):
+        write, fails, goes_on = disk.write, threading.Event(), threading.Event()
+
+        def fail(changes: Any) -> None:
+            list(changes)
+            fails.set()
+            assert goes_on.wait(PATIENCE)
+            monkeypatch.setattr(disk, "write", write)
+            raise DiskError("it does not write")
+
+        monkeypatch.setattr(disk, "write", fail)
+        assert await asyncio.to_thread(fails.wait, PATIENCE)
+        for key in (PAGE, LONG, SHORT):
+            keyspace.set_expiry(key, LATER)
+        goes_on.set()
+        while not tier.behind.settled:
+            await tier.behind.settle()
+        assert expiries(disk) == {PAGE: LATER, LONG: LATER, SHORT: LATER}
+
+
+def test_a_value_whose_expiry_changes_again_and_again_is_not_written(tmp_path: Path) -> None:
+    options = ("--maxdisk", "16mb", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
+    with tiered(tmp_path, *options) as (_, client):
+        client.set("large", body(11 * MB, 1))
+        settle(client)
+        with client.pipeline() as pipe:
+            for seconds in range(1000, 1020):
+                pipe.expire("large", seconds)
+                pipe.getex("large", persist=True)
+            pipe.expire("large", 2000)
+            pipe.execute()
+        assert disk_info(client)["disk_waiting_bytes"] < 1000
+        settle(client)
+        assert disk_info(client)["disk_failing"] == ""
+    with tiered(tmp_path, *options) as (_, client):
+        assert 1000 < client.ttl("large") <= 2000
+        assert client.get("large") == body(11 * MB, 1)
+
+
+def test_under_appendfsync_no_a_new_expiry_writes_nothing_that_memory_alone_has(tmp_path: Path) -> None:
+    options = ("--maxdisk", "16mb", "--appendfsync", "no", "--maxmemory-policy", "allkeys-lru")
+    with tiered(tmp_path, *options) as (_, client):
+        for value in (b"small", b"and used again", body(17 * MB, 1)):
+            client.set("key", value)
+        client.execute_command("KVBLOCKSET", "b", 0, 1, 4, 1, 0, 1, 0, 3, 4_500_000, body(18_000_000, 2))
+        assert client.expire("key", 1000)
+        assert client.expire("kv:b:0:0:0:0", 1000)
+        with pytest.raises(redis.ResponseError, match="maxdisk has no room for all"):
+            client.execute_command("SAVE")
+        assert disk_info(client)["disk_failing"] == ""
+        assert client.get("kv:b:0:3:0:0")[64:] == body(18_000_000, 2)[-4_500_000:]
+        assert client.set("one", "more")
