@@ -20,7 +20,9 @@ from typing_extensions import Buffer
 from kvpage_server.page import checksum
 
 INLINE = 1024  # bytes of the longest body that is in its record
-PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's own 16 it fills its pages
+PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's own 16 it fills its pages, which lie one after another
+SHORT_PIECE = 4096 - 16  # where so many pages in a row are not free
+_SHORT = 1 << 63  # in the number of the first piece: they are short
 _LONGEST_KEY = 500
 _DIGEST = struct.Struct("<Q")
 _HEAD = struct.Struct("<HIQQQQQ")  # sizes of meta and name; expires, used, size, digest, first
@@ -46,7 +48,10 @@ def database_key(name: bytes) -> bytes:
 
 
 class Body(NamedTuple):
-    """Where a body is: `inline`, or in pieces from number `first` on. `digest` is its XXH3-64."""
+    """Where a body is: `inline`, or in pieces from number `first` on. `digest` is its XXH3-64.
+
+    `first` also says whether the pieces are short ones, see `first_of`.
+    """
 
     size: int
     digest: int
@@ -55,7 +60,18 @@ class Body(NamedTuple):
 
     @property
     def pieces(self) -> range:
-        return range(self.first, self.first - (-self.size // PIECE)) if self.first else range(0)
+        number = self.first & ~_SHORT
+        return range(number, number - (-self.size // self.piece)) if self.first else range(0)
+
+    @property
+    def piece(self) -> int:
+        """Bytes of each piece but the last."""
+        return SHORT_PIECE if self.first & _SHORT else PIECE
+
+
+def first_of(number: int, piece: int) -> int:
+    """`Body.first` for pieces of so many bytes from that number on."""
+    return number | _SHORT if piece == SHORT_PIECE else number
 
 
 @dataclass(slots=True)

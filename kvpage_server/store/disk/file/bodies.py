@@ -12,7 +12,7 @@ import xxhash
 
 from kvpage_server.page import checksum
 from kvpage_server.store.records import sheet
-from kvpage_server.store.records.record import PIECE, Body, Damaged, Record, database_key
+from kvpage_server.store.records.record import Body, Damaged, Record, database_key
 
 NUMBER = struct.Struct(">Q")  # of a piece
 _WRONG_BODY = "its body does not match the checksum it was stored with"
@@ -47,8 +47,8 @@ class StoredBodies:
             body = self._body(name)
             if body is None or body.size != len(into):
                 return False
-            if body.first and body.size <= PIECE:
-                _copy(self._piece(body.first, body.size), into)
+            if len(body.pieces) == 1:
+                _copy(self._piece(body.pieces.start, body.size), into)
                 digest = checksum(into)
             else:
                 digest = self._gather(body, into)
@@ -115,7 +115,7 @@ class StoredBodies:
             return
         left = body.size
         for number in body.pieces:
-            piece = self._piece(number, min(left, PIECE))
+            piece = self._piece(number, min(left, body.piece))
             left -= len(piece)
             yield piece
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,7 +38,16 @@ from kvpage_server.store.disk.file.lmdb_file import (
 )
 from kvpage_server.store.disk.file.sheets import Sheets
 from kvpage_server.store.records import sheet
-from kvpage_server.store.records.record import INLINE, PIECE, Body, Damaged, Record, database_key
+from kvpage_server.store.records.record import (
+    INLINE,
+    PIECE,
+    SHORT_PIECE,
+    Body,
+    Damaged,
+    Record,
+    database_key,
+    first_of,
+)
 from kvpage_server.store.records.sheet import Spot
 from kvpage_server.system.durable import private
 
@@ -151,10 +160,14 @@ class Disk:
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
             self._commit_in_parts(list(changes))
-            with self._env.begin(write=True, db=self._about) as txn:
-                txn.put(b"turn", NUMBER.pack(txn.id()))
-            self._witness.committed()
+            self._turn()
             self._keep_reserve(least=0)  # so that what comes next can use what was freed
+
+    def _turn(self) -> None:
+        """Commit something, so that what the commit before it has freed can be used."""
+        with self._env.begin(write=True, db=self._about) as txn:
+            txn.put(b"turn", NUMBER.pack(txn.id()))
+        self._witness.committed()
 
     def _commit_in_parts(self, changes: list[Change]) -> None:
         at, many = 0, len(changes)
@@ -183,26 +196,35 @@ class Disk:
         self._has_reserve = has == RESERVE
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Make changes in order, all or none. They are durable when it returns. Raises DiskFull, DiskError."""
+        """Make changes in order, all or none. They are durable when it returns. Raises DiskFull, DiskError.
+
+        If `maxdisk` has no room, there may be some in what the last commit has freed, or where pages lie one by one.
+        """
+        changes = list(changes)
         with told(self.path, writing=True):
-            self._commit(changes)
+            try:
+                self._commit(changes)
+            except lmdb.MapFullError:
+                with suppress(lmdb.MapFullError):
+                    self._turn()
+                self._commit(changes, piece=SHORT_PIECE)
             if not self._has_reserve:
                 self._keep_reserve()
 
-    def _commit(self, changes: Iterable[Change]) -> None:
+    def _commit(self, changes: Iterable[Change], *, piece: int = PIECE) -> None:
         before = self._next
         try:
             with self._env.begin(write=True) as txn:
                 sheets = Sheets(txn, self._records)
                 for change in changes:
-                    self._change(txn, sheets, change)
+                    self._change(txn, sheets, change, piece)
                 sheets.flush()
         except BaseException:
             self._next = before
             raise
         self._witness.committed()
 
-    def _change(self, txn: _Txn, sheets: Sheets, change: Change) -> None:
+    def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int) -> None:
         if isinstance(change, Clear):
             sheets.clear()
             txn.drop(self._records, delete=False)
@@ -211,7 +233,7 @@ class Disk:
         place = sheet.place_of(change.name)
         if isinstance(change, Write):
             self._delete(txn, sheets, change.name, place)
-            self._put(txn, sheets, change, place)
+            self._put(txn, sheets, change, place, piece)
         elif isinstance(change, Delete):
             self._delete(txn, sheets, change.name, place)
         elif isinstance(change, Retime):
@@ -219,17 +241,17 @@ class Disk:
         else:
             self._set_aside(txn, sheets, change.name, place)
 
-    def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place) -> None:
+    def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place, piece: int) -> None:
         body = memoryview(write.body)
         has_row = place is not None and len(write.meta) == HEADER_SIZE
         first, inline = 0, b""
         if len(body) <= INLINE and not has_row:
             inline = bytes(body)
         elif len(body):
-            first = self._next
-            for start in range(0, len(body), PIECE):
+            first = first_of(self._next, piece)
+            for start in range(0, len(body), piece):
                 number = NUMBER.pack(self._next)
-                txn.put(number, body[start : start + PIECE], append=True, db=self._pieces)
+                txn.put(number, body[start : start + piece], append=True, db=self._pieces)
                 self._next += 1
         lies = Body(len(body), write.digest or checksum(body), first, inline)
         record = Record(write.name, write.meta, write.expires, write.used, lies)

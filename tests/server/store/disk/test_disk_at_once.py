@@ -150,6 +150,37 @@ def test_blocks_that_were_split_in_the_commit_that_stored_them_are_evicted_from_
         assert client.set("key", body(200_000))
 
 
+@pytest.mark.parametrize(("mode", "size"), [("always", 1_000_000), ("everysec", 262_000), ("everysec", 20_000)])
+def test_long_values_have_room_where_many_short_ones_lay(tmp_path: Path, mode: str, size: int) -> None:
+    """What is free then are single pages, and none of them in a row."""
+    options = (*SMALL, "--appendfsync", mode, "--maxmemory-policy", "noeviction")
+    with start_server(*TIERED, *options, directory=tmp_path, killed=True) as server, server.client() as client:
+        with client.pipeline(transaction=False) as pipe:
+            for i in range(2900):
+                pipe.set(f"short:{i}", bytes(4000))
+            pipe.execute()
+            client.execute_command("SAVE")
+            for i in range(0, 2900, 2):
+                pipe.delete(f"short:{i}")
+            pipe.execute()
+        client.execute_command("SAVE")
+        stored = range(5_800_000 // size)
+        for i in stored:
+            client.set(f"long:{i}", body(size, i))
+        have_room(client)
+        assert disk_info(client)["disk_write_errors"] == 0
+        server.stop(signal.SIGKILL)
+    with tiered(tmp_path, *options) as (_, client):
+        assert all(client.get(f"long:{i}") == body(size, i) for i in stored)
+        assert [client.delete(*(f"long:{i}" for i in stored)), client.get("short:1")] == [len(stored), bytes(4000)]
+        client.execute_command("SAVE")
+        assert disk_info(client)["disk_bytes"] < 1450 * 8500
+        for i in stored:
+            client.set(f"long:{i}", body(size, i + 1))
+        have_room(client)
+        assert all(client.get(f"long:{i}") == body(size, i + 1) for i in stored)
+
+
 def test_strings_that_had_keys_of_pages_leave_nothing_to_their_blocks(tmp_path: Path) -> None:
     options = (*SMALL, "--maxmemory", "2mb", "--appendfsync", "always", "--maxmemory-policy", "allkeys-lru")
     with tiered(tmp_path, *options) as (_, client):
@@ -186,6 +217,7 @@ def test_keys_are_deleted_all_or_none_and_a_page_that_is_alone_needs_no_room(tmp
             client.delete("plain", "kv:r:0:0:0:0")
         assert client.exists("plain", "kv:r:0:0:0:0") == 2
         assert client.execute_command("KVPAGEDEL", "r") == 2
+        client.execute_command("SAVE")
         for delete in (("DEL",), ("UNLINK", "plain"), ("GETDEL",), ("PEXPIREAT",)):
             client.execute_command("KVBLOCKSET", "r", 0, 1, 1, 1, 0, 1, 0, 3, 8_000_000, body(8_000_000))
             client.execute_command("SAVE")
