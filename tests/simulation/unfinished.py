@@ -52,6 +52,8 @@ class Unfinished:
         settled |= {key for key, old, new in changed if old and not new and asked.ran < old.expires <= now}  # by time
         asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
         asked.doubt, doubt.pending = None, False
+        for talk in self._model.talks:
+            talk.unheard -= settled  # by FLUSHALL perhaps, of which nobody is notified
         if asked.came:
             asked.expected = (
                 A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + asked.came)
