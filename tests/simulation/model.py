@@ -153,8 +153,19 @@ class Model(Strings, Pages):
         expected = self.run(words)
         if talk.tracks and (len(done) == 1 or isinstance(expected, list)):  # or it was given up
             begun = max((at for at, one in enumerate(done) if one[:2] == (b"CLIENT", b"TRACKING")), default=0)
-            talk.read.update(key for one in done[begun:] if one[0].lower() in _READ for key in keys_used(one))
+            talk.read.update(key for one in done[begun:] if self._reads(one) for key in keys_used(one))
         return expected
+
+    def _reads(self, words: Words) -> bool:
+        """Whether a command reads all of its keys. If one of them is a string, a command for pages reads none."""
+        name, store = words[0].lower(), self.store
+        if name not in _READ or not name.startswith(b"kvpage"):
+            return name in _READ
+        states = [store.keys, *(variant for doubt in store.doubts for variant in doubt.variants)]
+        found = [state.get(key) for key in keys_used(words) for state in states]
+        return store.fog.isdisjoint(keys_used(words)) and not any(
+            cell is not None and cell.page is None for cell in found
+        )
 
     def _may(self, words: Words) -> bool:
         rights = self.users.get(self.talk.user)

@@ -1,9 +1,10 @@
 """Values on disk, in one LMDB file.
 
 It has three databases: `about` (the format and the store's id), `records` (one for each value, see `record` and
-`sheet`) and `pieces` (the bodies, in numbered pieces). A body that is overwritten gets new pieces. Numbers are not
-reused while the process lives, so a record and the pieces read in the same transaction belong together. `quarantine`
-keeps the last few damaged records, with what is left of their bodies.
+`sheet`) and `pieces` (the bodies, in numbered pieces of up to 64 pages of LMDB; of one page each where so many in a row
+are not free). A body that is overwritten gets new pieces. Numbers are not reused while the process lives, so a record
+and the pieces read in the same transaction belong together. `quarantine` keeps the last few damaged records, with what
+is left of their bodies.
 
 LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. Its unsafe
 modes are never used, so a crash of the machine loses only what was not committed.

@@ -198,8 +198,9 @@ class WriteBehind(Generic[T]):
             self._now.expiries.setdefault(name, expires)
 
     def waits_again(self, name: bytes) -> bool:
-        """Whether a value has changed since the batch was begun that is being written, or noted."""
-        return self._next.clears or name in self._next.changes
+        """Whether a value, and not only its expiry, has changed since the batch was begun that is being written."""
+        change = self._next.changes.get(name)
+        return self._next.clears or (change is not None and not isinstance(change[0], Retime))
 
     @property
     def settled(self) -> bool:
