@@ -161,11 +161,12 @@ class Model(Strings, Pages):
         name, store = words[0].lower(), self.store
         if name not in _READ or not name.startswith(b"kvpage"):
             return name in _READ
-        states = [store.keys, *(variant for doubt in store.doubts for variant in doubt.variants)]
-        found = [state.get(key) for key in keys_used(words) for state in states]
-        return store.fog.isdisjoint(keys_used(words)) and not any(
-            cell is not None and cell.page is None for cell in found
+        keys, states = (
+            keys_used(words),
+            [store.keys, *(variant for doubt in store.doubts for variant in doubt.variants)],
         )
+        found = [state.get(key) for key in keys for state in states]
+        return store.fog.isdisjoint(keys) and not any(cell is not None and cell.page is None for cell in found)
 
     def _may(self, words: Words) -> bool:
         rights = self.users.get(self.talk.user)

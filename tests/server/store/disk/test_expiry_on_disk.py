@@ -31,8 +31,8 @@ LATER = unix_ms() + 3_600_000
 @asynccontextmanager
 async def with_disk(directory: Path) -> AsyncIterator[tuple[Keyspace, DiskTier, Disk]]:
     """A keyspace that has a page, a long string and a short one, none of which is on its disk yet."""
-    disk = Disk(directory)
-    keyspace = Keyspace(disk=disk)
+    disk = Disk(directory, maxdisk=64 * MB)
+    keyspace = Keyspace(disk=disk, maxdisk=64 * MB)
     tier = keyspace.tier
     assert tier is not None
     tier.connect(mode="always", limit=64 * MB, scrub_rate=0, moved=lambda: None)
@@ -74,6 +74,8 @@ async def test_what_is_being_written_keeps_the_expiry_that_it_had(
         await tier.behind.settle()
         assert first == [{PAGE: 0, LONG: 0, SHORT: 0}]
         assert expiries(disk) == {PAGE: LATER, LONG: LATER, SHORT: LATER, b"marker": 0}
+        assert tier.stored.usage.replaced == 0
+        assert tier.stored.usage.expected == tier.stored.usage.used
 
 
 async def test_an_expiry_that_was_set_while_a_commit_failed_is_written_with_the_value(
