@@ -40,7 +40,7 @@ class Changes:
 
     def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
         """Steps until it is known that a batch is on disk."""
-        usage, waits_again = self._stored.usage, self._stored.behind.waits_again
+        usage = self._stored.usage
         if batch.clears:
             usage.was_cleared()
         last: object = None
@@ -55,16 +55,20 @@ class Changes:
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
-                usage.add(name, unit, takes(name, value), again=waits_again(name))
+                usage.add(name, unit, takes(name, value), again=self._comes_again(name))
             else:
                 if block := block_name_of(name):
                     usage.note_stray(name, block)
-                usage.add(name, name, takes(name, value), again=waits_again(name))
+                usage.add(name, name, takes(name, value), again=self._comes_again(name))
 
     def _removed(self, name: bytes) -> None:
         """A value is gone. Forget its unit too if nothing of it is left."""
         usage = self._stored.usage
         unit = (not usage.is_stray(name) and block_name_of(name)) or name
-        usage.remove(name, unit, again=self._stored.behind.waits_again(name))
+        usage.remove(name, unit, again=self._comes_again(name))
         if unit[:1] != b"b" or not self._contents.index.has(*parse_block(unit)):
             usage.remove_unit(unit)
+
+    def _comes_again(self, name: bytes) -> bool:
+        """Whether a value is to be written again, where somebody counts what is expected."""
+        return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
