@@ -6,7 +6,7 @@ When quotas are set, the values that there are get counted in steps. Until that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
 from kvpage_server.store.contents import Contents
@@ -57,10 +57,13 @@ class QuotaLimit:
             quota = quotas.named(key if block is None else block_name(block[0]))
             if quota is None:
                 continue
-            grows = size - counted(key, self._contents.catalogue.get(key), as_page=block is not None)
+            entry = self._contents.catalogue.get(key)
+            grows = size - counted(key, entry, as_page=block is not None)
             wanted[quota] = wanted.get(quota, 0) + grows - growth.get(key, 0)
             growth[key] = grows
             stay.add(key if block is None else block)
+            if block is None and entry is not None and is_page(entry):  # whose key will be a string's
+                stay.add((cast(Block, entry.unit).req_id, cast(Block, entry.unit).page))
         for quota, lacking in wanted.items():
             self._make_way(quota, lacking, stay)
 

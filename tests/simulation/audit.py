@@ -18,6 +18,7 @@ MS = 1_000_000
 PATIENCE = 60_000 * MS  # nanoseconds of the world, for all that was asked
 SECOND = 1_000 * MS
 _SLACK = 400 * MS  # of everysec, for a commit that had just begun
+_ROOM_IS_MADE = 3_000 * MS  # for those that make room before it, on a disk that is slow
 _AT_ONCE = 32  # keys that are asked for
 _BEGUN_LATE = 5000  # milliseconds
 _MAY_ROT = 24  # bytes
@@ -144,7 +145,8 @@ class Audit:
         elif self._mode == "no":
             self._least = 0
         else:
-            self._least = self._position_at(self._run.machine.clock.now - SECOND - _SLACK)
+            slack = _SLACK + (self._run.program.maxdisk > 0) * _ROOM_IS_MADE
+            self._least = self._position_at(self._run.machine.clock.now - SECOND - slack)
             if judge.model.disk_fails and self._failed_at >= 0:
                 self._least = min(self._least, self._failed_at)
         self._exact = exact

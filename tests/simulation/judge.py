@@ -282,7 +282,8 @@ class Judge:
                 f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
                 f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
             )
-        found_nothing = reply == 0 and asked.words[0].lower() in _COUNTED
+        name = asked.words[0].lower()
+        found_nothing = (reply == 0 and name in _COUNTED) or (reply is None and name == b"getdel")
         if asked.changes and not is_error(reply) and not found_nothing:
             self.acknowledged = max(self.acknowledged, asked.end)
         self._note_protection(asked, reply)

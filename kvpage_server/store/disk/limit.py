@@ -19,7 +19,6 @@ more of them, writes fail until there is room.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import starmap
 from typing import cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
@@ -39,7 +38,7 @@ from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
@@ -99,16 +98,24 @@ class DiskLimit:
         """Make room for values. Raises DiskUsedUp if nothing was changed."""
         if not self._stored.maxdisk or not self._stored.keeps_all:
             return
-        usage, blocks = self._stored.usage, {value.block for value in coming if value.block is not None}
+        usage, blocks = self._stored.usage, self._blocks_of(coming)
         split: Sizes = {}
-        for block in filter(None, starmap(self._contents.index.block, blocks)):
+        for block in blocks:
             split |= self._split_sizes(block)
-        for page in (self._contents.catalogue.page_in_extent(value.key) for value in coming if value.block is None):
-            split |= self._split_sizes(cast(Block, page.unit)) if page is not None else {}
         most_new = sum(map(_takes_coming, coming)) + sum(split.values())
         if usage.expected + usage.replaced + 2 * most_new > self.most:
             sizes = split | {name_of_key(value.key): _takes_coming(value) for value in coming}
-            self._have_room(sizes, {*sizes, *starmap(name_of_block, blocks)})
+            self._have_room(sizes, {*sizes, *map(name_of_unit, blocks)})
+
+    def _blocks_of(self, coming: Collection[Coming]) -> set[Block]:
+        """The blocks that there are of pages, and of those whose keys will be strings'."""
+        index, get = self._contents.index, self._contents.catalogue.get
+        names = {value.block for value in coming if value.block is not None}
+        blocks = {block for name in names if (block := index.block(*name)) is not None}
+        for value in coming:
+            if value.block is None and (entry := get(value.key)) is not None and is_page(entry):
+                blocks.add(cast(Block, entry.unit))
+        return blocks
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """The same for a block that is stored whole."""
