@@ -310,7 +310,7 @@ class Judge:
             peer.talk.unheard.discard(key)
             if known not in (None, (key, name)):
                 self.fail(f"peer {peer.number} was notified of {name!r} of {key!r} after {known!r}")
-        if key not in self.model.changes | self.model.store.keys.keys():
+        if key not in self.model.changes | self.model.store.keys.keys() | self.model.store.fog:
             self.fail(f"peer {peer.number} was notified of {message!r} in {channel!r}, which has never changed")
 
     def _is_push(self, peer: Peer, reply: Any) -> bool:
