@@ -20,6 +20,7 @@ from redis.exceptions import NoPermissionError
 from servers import RunningServer, free_port, start_server
 from test_kvpage_cli import kvpage
 from test_tls import certificates, files, needs_openssl
+from waiting import PATIENCE
 
 from kvpage_server.page import DType
 
@@ -78,6 +79,7 @@ class Machines:
             return run(["sh", "-c", self.here(typed)])
         program, *words = shlex.split(self.here(typed))
         if typed == "kvpage-server /etc/kvpage/kvpage.conf":  # as a service, on the port that the other one had
+            self.first.process.wait(PATIENCE)  # it answers nobody any more, and may still be writing
             self._start("kv1", self.first.port)
             return ""
         if program == "redis-cli":
