@@ -47,8 +47,8 @@ class Meetings:
         rng = random.Random(f"meetings {seed}")
         share = _SHARE if rng.random() < 0.25 else 0.0
         kinds = [self._grown_between_scans, self._another_quota]
-        kinds += [self._fetched_and_dated, self._dated_while_written] * self.disk
-        kinds += [self._removed_on_a_full_disk] * (2 * self.disk)
+        kinds += [self._fetched_and_dated] * self.disk
+        kinds += [self._dated_while_written, self._removed_on_a_full_disk] * (2 * self.disk)
         kinds += [self._pinned_and_crowded_out, self._replaced_at_once] * (3 if self.maxdisk else 0)
 
         def draw() -> list[Step]:
@@ -85,6 +85,8 @@ class Meetings:
         steps += [self._step("settle"), self._step("fault", name="full", slow=250 * MS, nanoseconds=lasts)]
         steps.append(self._soon(self._send(rng.randrange(PEERS), (b"SET", other, self._exactly(900))), MS))
         steps.append(self._soon(self._send(rng.randrange(PEERS), (b"DEL", *gone)), MS))
+        begin = replace(self._send(0, (b"PING",)), gap=rng.choice([MS, 200 * MS, 900 * MS, 1_200 * MS]))
+        steps.append(begin)  # when it is removed, at once or after everysec's second
         for key in gone:
             steps.append(self._soon(self._send(rng.randrange(PEERS), (b"SET", key, self._exactly(20))), apart))
         return [*steps, replace(self._step("settle"), gap=lasts), self._step(rng.choice(["stop", "kill"]))]
