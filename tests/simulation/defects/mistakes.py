@@ -339,13 +339,6 @@ MISTAKES = [
         "a string that a page has replaced still waits to be written",
     ),
     Mistake(
-        "times-of-the-next-batch",
-        _STORE + "disk.file.writer",
-        "            if name in batch.expiries and isinstance(change, Write):",
-        "            if False:",
-        "a value that is being written gets the expiry that it has had since",
-    ),
-    Mistake(
         "nothing-lies-beside",
         _STORE + "disk.limit",
         "_SHARE_AT_ONCE = 0.9 ",
