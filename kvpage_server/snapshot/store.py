@@ -191,13 +191,13 @@ class RunningStore:
         some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
         asked = [command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys]
         _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
-        values, expires = list(chain.from_iterable(replies[: len(some)])), replies[len(some) :]
-        if unchanged is None and len(keys) > 1:  # one of them has another value by now, or another expiry
+        if unchanged is not None:
+            return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
+        if len(keys) > 1:  # one of them has another value by now, or another expiry
             middle = len(keys) // 2
             return self.values(keys[:middle]) + self.values(keys[middle:])
-        if unchanged is None:
-            values[0], expires[0] = self._at_one_moment(keys[0])
-        return _living(keys, values, expires)
+        data, expires = self._at_one_moment(keys[0])
+        return _living(keys, [data], [expires])
 
     def look(self, key: PageKey) -> tuple[bool, Value | None]:
         """Whether a key is a page's, and its value, both as they are at one moment; None if it is gone."""

@@ -161,10 +161,8 @@ class Model(Strings, Pages):
         name, store = words[0].lower(), self.store
         if name not in _READ or not name.startswith(b"kvpage"):
             return name in _READ
-        keys, states = (
-            keys_used(words),
-            [store.keys, *(variant for doubt in store.doubts for variant in doubt.variants)],
-        )
+        keys = keys_used(words)
+        states = [store.keys, *(variant for doubt in store.doubts for variant in doubt.variants)]
         found = [state.get(key) for key in keys for state in states]
         return store.fog.isdisjoint(keys) and not any(cell is not None and cell.page is None for cell in found)
 
