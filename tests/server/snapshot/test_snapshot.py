@@ -461,7 +461,7 @@ def test_a_value_is_dumped_with_the_time_to_live_that_it_had(
     server: RunningServer, store: RunningStore, client: redis.Redis
 ) -> None:
     keys = [b"still:%d" % number for number in range(1000)]
-    client.mset(dict.fromkeys(keys, "lives for ever"))
+    client.mset(dict.fromkeys([*keys, b"turns"], "lives for ever"))
     over = threading.Event()
 
     def turn() -> None:
