@@ -4,7 +4,7 @@ It has three databases: `about` (the format and the store's id), `records` (one 
 `sheet`) and `pieces` (the bodies, in numbered pieces of up to 64 pages of LMDB; of one page each where so many in a row
 are not free). A body that is overwritten gets new pieces. Numbers are not reused while the process lives, so a record
 and the pieces read in the same transaction belong together. `quarantine` keeps the last few damaged records, with what
-is left of their bodies.
+is left of their bodies. Pieces that no record has any more are removed when their room is needed, see `lost`.
 
 LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. Its unsafe
 modes are never used, so a crash of the machine loses only what was not committed.
@@ -14,6 +14,7 @@ Any thread may read, one at a time may write. Every call may wait for the disk.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -37,6 +38,7 @@ from kvpage_server.store.disk.file.lmdb_file import (
     open_map,
     told,
 )
+from kvpage_server.store.disk.file.lost import LostPieces
 from kvpage_server.store.disk.file.sheets import Sheets
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import (
@@ -58,6 +60,8 @@ _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _MANY = 8  # values that are read together, from which on all of a sheet is looked up
 _MOST_KNOWN = 1 << 14  # pages whose places are remembered
+
+log = logging.getLogger("kvpage")
 
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
 _Place = tuple[bytes, Spot] | None
@@ -121,6 +125,7 @@ class Disk:
         self._records = env.open_db(b"records")
         self._pieces = env.open_db(b"pieces")
         self._quarantine = env.open_db(b"quarantine")
+        self._lost = LostPieces(about, self._records, self._quarantine, self._pieces)
         with env.begin() as txn:
             self.quarantined = txn.stat(self._quarantine)["entries"]
             last = txn.cursor(self._pieces)
@@ -161,8 +166,16 @@ class Disk:
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
             self._commit_in_parts(list(changes))
+            self._remove_lost()
             self._turn()
             self._keep_reserve(least=0)  # so that what comes next can use what was freed
+
+    def _remove_lost(self) -> None:
+        with self._env.begin(write=True) as txn:
+            removed = self._lost.remove(txn)
+        if removed:
+            self._witness.committed()
+            log.warning("%s: removed %d pieces of values whose records were damaged", self.path, removed)
 
     def _turn(self) -> None:
         """Commit something, so that what the commit before it has freed can be used."""
@@ -207,6 +220,7 @@ class Disk:
                 self._commit(changes)
             except lmdb.MapFullError:
                 with suppress(lmdb.MapFullError):
+                    self._remove_lost()
                     self._turn()
                 self._commit(changes, piece=SHORT_PIECE)
             if not self._has_reserve:
@@ -220,6 +234,8 @@ class Disk:
                 for change in changes:
                     self._change(txn, sheets, change, piece)
                 sheets.flush()
+                if sheets.damaged:
+                    self._lost.note(txn)
         except BaseException:
             self._next = before
             raise
@@ -275,7 +291,8 @@ class Disk:
         try:
             record = Record.parse(key, data)
         except Damaged:
-            return  # it is not known where its pieces lie, so they stay
+            self._lost.note(txn)
+            return
         self._delete_pieces(txn, record)
 
     def _delete_pieces(self, txn: _Txn, record: Record) -> None:
@@ -308,6 +325,7 @@ class Disk:
         if data is None:
             return
         txn.put(NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
+        self._lost.note(txn)  # the record may be what is damaged
         while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
             oldest = txn.cursor(self._quarantine)
             oldest.first()

@@ -16,6 +16,7 @@ class Sheets:
         self._txn = txn
         self._records = records
         self._rows: dict[bytes, dict[Spot, bytes]] = {}
+        self.damaged = False  # one of them was, so it is not known where its pages' pieces lie
 
     def of(self, key: bytes) -> dict[Spot, bytes]:
         """The rows of a sheet. A damaged one has none, since it is not known where its pages lie."""
@@ -25,7 +26,7 @@ class Sheets:
             try:
                 rows = {} if data is None else sheet.by_spot(sheet.unpack(key, data)[1])
             except Damaged:
-                rows = {}
+                rows, self.damaged = {}, True
             self._rows[key] = rows
         return rows
 
