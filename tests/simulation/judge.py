@@ -10,6 +10,7 @@ from typing import Any
 import hiredis
 
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.resp.reply import NULL_ARRAY, ReplyError, Stream
 from tests.simulation.departures import Departures
 from tests.simulation.model import Conversation, Model, Words
@@ -175,6 +176,7 @@ class Judge:
         """Have the model do the same."""
         model, store, said = self.model, self.model.store, asked.words
         before, gone, model.pushes = len(store.log), store.gone, []
+        asked.queued = [*talk.queued] if talk.queued and said[0].lower() == b"exec" else []
         unclear = store.doubtful() | store.fog if isinstance(reply, Stream) else set()
         refusal = self._refusal(str(reply) if isinstance(reply, ReplyError) else "", said)
         if refusal:
@@ -282,9 +284,7 @@ class Judge:
                 f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
                 f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
             )
-        name = asked.words[0].lower()
-        found_nothing = (reply == 0 and name in _COUNTED) or (reply is None and name == b"getdel")
-        if asked.changes and not is_error(reply) and not found_nothing:
+        if asked.changes and _says_that_it_changed_something(asked, reply):
             self.acknowledged = max(self.acknowledged, asked.end)
         self._note_protection(asked, reply)
         if asked.heard is not None:
@@ -374,6 +374,19 @@ class Judge:
         """The store as it is now may be what is on disk later."""
         self.boundaries.add(len(self.model.store.log))
         self.positions.append((self.machine.clock.now, len(self.model.store.log)))
+
+
+def _says_that_it_changed_something(asked: Asked, reply: Any) -> bool:
+    """Of what may have: a command may have found nothing, and all writes of a transaction may be refused."""
+    if asked.queued and isinstance(reply, list):
+        parts = zip(asked.queued, reply, strict=True)
+        return any(TABLE[words[0].lower().decode()].writes and _found_something(words, part) for words, part in parts)
+    return _found_something(asked.words, reply)
+
+
+def _found_something(words: Words, reply: Any) -> bool:
+    name = words[0].lower()
+    return not is_error(reply) and not (reply == 0 and name in _COUNTED) and not (reply is None and name == b"getdel")
 
 
 def _differences(expected: Any, reply: Any) -> str:

@@ -32,6 +32,7 @@ class Asked:
     elapsed: int = 0  # the same, of a clock that nobody sets
     end: int = 0  # and after it
     changes: int = 0  # how many changes of the log are its own
+    queued: list[Words] = field(default_factory=list)  # the commands that it ran, as EXEC
     streamed: bool = False  # its reply is made in steps, and so is what it does
     audit: Any = None  # who is told of the reply, in place of the judge
     doubt: Any = None  # what it may or may not have done yet
