@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import os
 import pickle
+import random
 import signal
 import sys
 import traceback
@@ -35,7 +36,7 @@ def main(clock: Clock, arguments: list[str]) -> int:
     which.add_argument("--known", action="store_true", help="those of seeds.txt, which have failed once")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each, {STEPS} if nothing is said")
     parser.add_argument("--seconds", type=float, default=0, help="begin no more runs after so much of a core")
-    parser.add_argument("--twice", action="store_true", help="run each again, and compare every byte")
+    parser.add_argument("--twice", action="store_true", help="run each again in another memory, and compare every byte")
     parser.add_argument("--defect", help="with a mistake of defects/ in the server: it is to be found")
     parser.add_argument("--whole", action="store_true", help="do not shorten what fails")
     asked = parser.parse_args(arguments)
@@ -44,6 +45,9 @@ def main(clock: Clock, arguments: list[str]) -> int:
     def play(seed: int, steps: int, only: Sequence[int] | None) -> Outcome:
         return apart(clock, seed, steps, only)
 
+    def play_again(seed: int, steps: int) -> Outcome:
+        return apart(clock, seed, steps, elsewhere=True)
+
     gc.collect()
     gc.freeze()  # a server that starts looks through all that is not
     for seed, steps in _wanted(asked):
@@ -51,7 +55,7 @@ def main(clock: Clock, arguments: list[str]) -> int:
             break
         outcome = play(seed, steps, None)
         runs, commands = runs + 1, commands + outcome.commands
-        if asked.twice and play(seed, steps, None) != outcome:
+        if asked.twice and play_again(seed, steps) != outcome:
             outcome.fault = outcome.fault or "it is another run the second time"
         if outcome.fault:
             failed += 1
@@ -97,15 +101,22 @@ def _tell(outcome: Outcome, steps: int, asked: argparse.Namespace, play: Play) -
     print("\n".join(f"    {spelt(step)}" for step in left), flush=True)
 
 
-def apart(clock: Clock, seed: int, steps: int, only: Sequence[int] | None = None) -> Outcome:
-    """A run in a process of its own, so that it finds everything as every other does. `only`: the steps to do."""
+def apart(
+    clock: Clock, seed: int, steps: int, only: Sequence[int] | None = None, *, elsewhere: bool = False
+) -> Outcome:
+    """A run in a process of its own, so that it finds everything as every other does.
+
+    `only`: the steps to do. `elsewhere`: have its objects lie elsewhere in memory than usual.
+    """
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
     if not child:
         os.close(reading)
+        between = _spread(seed) if elsewhere else []
         with os.fdopen(writing, "wb") as pipe:
             pickle.dump(_played(clock, seed, steps, only), pipe)
+        between.clear()
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -116,6 +127,19 @@ def apart(clock: Clock, seed: int, steps: int, only: Sequence[int] | None = None
         return Outcome(seed, 0, "", f"the process died: {how}")
     outcome: Outcome = pickle.loads(data)
     return outcome
+
+
+def _spread(seed: int) -> list[bytes]:
+    """Lie between what others store, who also find their garbage collected at other moments.
+
+    A set of objects is in the order of their addresses, and what a collection ends ends at its moment. A run that
+    depends on either is another run in another process.
+    """
+    rng = random.Random(seed)
+    taken = [bytes(rng.randrange(1, 500)) for _ in range(50_000)]
+    rng.shuffle(taken)
+    gc.set_threshold(rng.randrange(50, 500))
+    return taken[::2]
 
 
 def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> Outcome:

@@ -235,7 +235,7 @@ class Fetching:
             now = self._contents.evictor.units.now
             for value in values:
                 value.used = now
-            for unit in set(map(_UNIT, values)):
+            for unit in dict.fromkeys(map(_UNIT, values)):
                 self._note_lent(cast(Block, unit))
         self._stored.counts.fetched += len(values)
 

@@ -198,7 +198,7 @@ class DiskLimit:
         return False
 
     def _leave_to_memory(self, unit: Unit, names: Iterable[bytes]) -> None:
-        self._stored.unproven.add(unit)
+        self._stored.unproven[unit] = None
         for name in names:
             self._stored.remove(name)
 

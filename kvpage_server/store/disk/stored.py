@@ -46,7 +46,7 @@ class Stored:
         self.maxdisk = maxdisk
         self.usage = DiskUsage(counts_blocks=maxdisk > 0)
         self.counts = DiskCounters()
-        self.unproven: set[Unit] = set()  # written, and not used since
+        self.unproven: dict[Unit, None] = {}  # written, and not used since; in the order in which they were written
         self._evictor = contents.evictor
 
     @property

@@ -180,7 +180,7 @@ class DiskTier:
             stored.store(name, value)
         else:
             stored.counts.skipped += known
-            stored.unproven.add(unit)
+            stored.unproven[unit] = None
             stored.remove(name, replaced=True)
 
     def splits(self, block: Block) -> None:
@@ -220,10 +220,10 @@ class DiskTier:
         self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_gone(self._contents, name))
 
     def unit_removed(self, unit: Unit) -> None:
-        self.stored.unproven.discard(unit)
+        self.stored.unproven.pop(unit, None)
 
     def block_removed(self, block: Block) -> None:
-        self.stored.unproven.discard(block)
+        self.stored.unproven.pop(block, None)
         for name in names_in(block):
             self.stored.remove(name)
 
@@ -245,7 +245,7 @@ class DiskTier:
         if self.behind.full or not self.limit.fits(values):
             stored.counts.skipped += 1
             return
-        stored.unproven.discard(unit)
+        stored.unproven.pop(unit)
         for name, value in values:
             stored.store(name, value)
 

@@ -27,6 +27,7 @@ class Mistake:
     right: str
     wrong: str
     about: str
+    shown_by: tuple[str, ...] = ()  # of the command line: what it takes to see it
 
 
 class DoesNotApply(Exception):

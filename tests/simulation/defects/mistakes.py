@@ -345,4 +345,20 @@ MISTAKES = [
         "_SHARE_AT_ONCE = 9.0 ",
         "what is replaced is not supposed to take room until the commit that replaces it",
     ),
+    Mistake(
+        "lent-in-any-order",
+        _STORE + "disk.fetching",
+        "for unit in dict.fromkeys(map(_UNIT, values)):",
+        "for unit in set(map(_UNIT, values)):",
+        "what is lent counts as used in the order of addresses, so that another process evicts something else",
+        ("--twice",),
+    ),
+    Mistake(
+        "saved-in-any-order",
+        _STORE + "disk.tier",
+        "waiting = list(unproven)",
+        "waiting = list(set(unproven))",
+        "SAVE writes in the order of addresses, so that another process has no room for something else",
+        ("--twice",),
+    ),
 ]
