@@ -103,6 +103,10 @@ class Audit:
         for peer in self._run.peers:
             if peer.pushes and peer.sock is not None:
                 return f"peer {peer.number} was not told {peer.pushes[0]!r:.200}"
+            if peer.sock is not None and peer.talk.ends:
+                return f"peer {peer.number} is still there, whose connection was ended"
+            if peer.sock is not None and (unseen := self._judge.not_shown(peer.talk)):
+                return f"peer {peer.number}, who monitors, was not shown {unseen!r:.200}"
             if peer.sock is not None and (owed := peer.talk.owed - late):
                 return f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed"
             if peer.sock is not None and (unheard := peer.talk.unheard - late):
@@ -342,7 +346,7 @@ class Audit:
         for peer in run.peers[1:]:
             peer.drop()
         last = run.peers[0]
-        if last.half:
+        if last.half or last.talk.silent:
             last.drop()
         if last.sock is None:
             run._enter(last)

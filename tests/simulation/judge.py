@@ -13,9 +13,11 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.resp.reply import NULL_ARRAY, ReplyError, Stream
 from tests.simulation.departures import Departures
+from tests.simulation.endings import Endings
 from tests.simulation.model import Conversation, Model, Words
 from tests.simulation.model_rights import Rights
 from tests.simulation.moments import agreed_meanwhile
+from tests.simulation.monitors import Monitors
 from tests.simulation.peers import Asked, Peer, shown
 from tests.simulation.process import Process
 from tests.simulation.replies import ANYTHING, Err, May, agrees, is_error
@@ -46,6 +48,7 @@ class Judge:
         self.checksums = True  # of pages, as a server begins
         self.model = Model(lambda: machine.clock.unix_ms, lambda: machine.clock.now // 1_000_000)
         self.process: Process
+        self.endings: Endings
         self._departures: Departures
         self._unfinished: Unfinished
         self.commands = 0
@@ -56,7 +59,10 @@ class Judge:
         self.just_stored = 0  # bytes, by the last command that stored any and those that are under way
         self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
-        self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
+        self._stranger = Peer(
+            -1, self.told, lambda peer, by_server: self.lost(peer)
+        )  # it has no socket here: an engine, or a tool
+        self._monitors = Monitors(self.model, self.fail)
         self.let_go = self.model.let_go  # since this process began
         self.violation: Violation | None = None
 
@@ -66,12 +72,14 @@ class Judge:
         self._by_id.clear()
         self.let_go.clear()
         process.broke = self.note_broken
+        self.endings = Endings(process, self.fail)
         self._departures = Departures(self.model, process, self.fail)
         self._unfinished = Unfinished(self.model, process, self.fail)
         self.model.pinned.clear()
         self.model.leased.clear()
         self.model.talks, self.model.paused_until = [], 0
         self.model.went.clear()
+        self.model.config.clear()
         self.model.checksums = self.checksums
         self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
 
@@ -80,6 +88,10 @@ class Judge:
         if self.violation is None:
             self.violation = Violation(text)
         raise self.violation
+
+    def not_shown(self, talk: Conversation) -> bytes:
+        """What somebody who monitors is still to be shown."""
+        return self._monitors.not_shown(talk)
 
     def note_broken(self, text: str) -> None:
         """The server has met an exception that it did not expect."""
@@ -92,6 +104,8 @@ class Judge:
         """The server has run a command, or refused it. What it sends in reply."""
         said = tuple([word if type(word) is bytes else bytes(word.body) for word in words])
         peer, talk = self._who(client, said)
+        if talk.over:
+            self.fail(f"peer {peer.number}: the server ran {shown(said)} of a connection that is over")
         here = peer.talk is talk and peer.sock is not None  # or nobody is there to say what came of it
         if here and (not peer.unrun or peer.unrun[0].words != said):
             expected = peer.unrun[0].words if peer.unrun else None
@@ -111,7 +125,9 @@ class Judge:
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         listened = len(talk.channels) + len(talk.patterns)
         hashes = self.model.checksums
+        there = self._monitors.there
         self._answer(talk, asked, reply)
+        self._monitors.ran(there, client, said, asked.queued, reply)
         if self.model.checksums != hashes:
             self.model.store.doubt_checksums()
         if len(talk.channels) + len(talk.patterns) < listened and self.process.server.channels.busy:
@@ -125,8 +141,9 @@ class Judge:
             self._lose_sight(asked, marks)  # nobody knows which of its commands came before and which after
         if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
             self._lose_sight(asked, marks)
-        if here:
+        if here and not talk.silent:
             peer.unanswered.append(asked)
+        talk.silent -= talk.silent > 0
         for listening, message in self.model.pushes:
             for one in self.peers:
                 if one.talk is listening and one.sock is not None:
@@ -264,7 +281,10 @@ class Judge:
             else:
                 self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {[*peer.pushes][:1]!r:.200}")
             return
-        if not peer.unanswered and peer.unrun and self.model.disk_fails and is_error(reply, _NOT_ON_DISK):
+        if self._monitors.is_shown(peer, reply):
+            return
+        if not peer.unanswered and self.model.disk_fails and is_error(reply, _NOT_ON_DISK):
+            peer.talk.ends = True
             return  # it waited for room, which others have made for it, and that is not on disk
         if not peer.unanswered:
             self.fail(f"peer {peer.number} was told {reply!r:.300} though it has asked nothing")
@@ -318,6 +338,7 @@ class Judge:
 
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
         """What it did is in memory and not on disk, and the connection ends."""
+        peer.talk.ends = True
         for one in (asked, *peer.unanswered):
             self._unfinished.abandon(one)
         peer.unanswered.clear()

@@ -6,6 +6,7 @@ command at the moment that the server has run it, so nothing is left open but wh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from tests.simulation.model_errors import is_unknown, is_wrong
 from tests.simulation.model_pages import Pages
 from tests.simulation.model_rights import NO_RIGHT, Rights, keys_used
+from tests.simulation.model_server import AboutTheServer
 from tests.simulation.model_strings import Strings
 from tests.simulation.replies import ANYTHING, OK, QUEUED, SOME_KEYS, Err, any_order, between, one_of
 from tests.simulation.values import Store
@@ -35,6 +37,13 @@ class Conversation:
     channels: dict[bytes, None] = field(default_factory=dict)
     patterns: dict[bytes, None] = field(default_factory=dict)  # of which each is for all channels
     user: bytes = b"default"
+    called: bytes = b""  # the name that it has given itself
+    silent: int = 0  # so many replies are left out, or all where it is negative
+    ends: bool = False  # somebody has ended it, or it itself
+    quits: bool = False  # it itself: it is answered all that it has asked before
+    over: bool = False  # nothing that it says is run any more
+    monitors: bool = False
+    to_show: deque[tuple[bytes, bytes, bool, bool]] = field(default_factory=deque)  # see `Monitors`
     tracks: bool = False  # what it reads
     read: set[bytes] = field(default_factory=set)  # and has not been told of since
     owed: set[bytes] = field(default_factory=set)  # what it is to be told of
@@ -76,13 +85,13 @@ class Conversation:
 
 _WHILE_LISTENING = frozenset(b"subscribe psubscribe unsubscribe punsubscribe ping quit reset".split())
 _AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
-_NOT_IN_MULTI = frozenset((b"save", b"bgsave"))
+_NOT_IN_MULTI = frozenset((b"save", b"bgsave", b"shutdown"))
 _READ = frozenset((b"get", b"mget", b"strlen", b"getrange", b"kvpageget", b"kvpagemget"))
 _WRONG = Err("ERR")
 _TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
 
 
-class Model(Strings, Pages):
+class Model(Strings, Pages, AboutTheServer):
     """`now` is asked for the unix milliseconds, `elapsed` for those that nobody sets."""
 
     def __init__(self, now: Callable[[], int], elapsed: Callable[[], int]) -> None:
@@ -196,21 +205,20 @@ class Model(Strings, Pages):
 
     def _handler(self, words: Words) -> Callable[[], Any] | None:
         name = words[0].lower().decode("latin1")
-        method = getattr(self, f"do_{name}", None)
         if is_wrong(words):
             return lambda: _WRONG
-        if method is not None:
-            return lambda: method(*words[1:])
         if len(words) > 1:
-            method = getattr(self, f"do_{name}_{words[1].lower().decode('latin1')}", None)
+            below = words[1].lower().replace(b"-", b"_").decode("latin1")
+            method = getattr(self, f"do_{name}_{below}", None)
             if method is not None:
                 return lambda: method(*words[2:])
-        return None
+        method = getattr(self, f"do_{name}", None)
+        return None if method is None else lambda: method(*words[1:])
 
     @staticmethod
     def _is_about_all(words: Words) -> bool:
         name = words[0].lower()
-        return name in (b"keys", b"dbsize", b"randomkey", b"flushall", b"exists", b"type") or (
+        return name in (b"keys", b"dbsize", b"randomkey", b"flushall", b"flushdb", b"exists", b"type") or (
             name.startswith((b"kvpage", b"kvblock")) or name in (b"smembers", b"scard", b"sismember")
         )
 
@@ -284,22 +292,17 @@ class Model(Strings, Pages):
         return ANYTHING
 
     def do_auth(self, user: bytes, _: bytes) -> Any:
+        if user != b"default" and user not in self.users:
+            return Err("WRONGPASS")
         self.talk.user = user
         return OK
 
-    def do_acl(self, what: bytes, *words: bytes) -> Any:
-        if what != b"SETUSER":
-            return ANYTHING
-        self.users[words[0]].change(words[1:])
-        return OK
+    def change_rights(self, user: bytes, rules: Words) -> None:
+        """Of somebody, who may be new."""
+        self.users.setdefault(user, Rights([])).change(rules)
 
-    def do_client(self, what: bytes, *words: bytes) -> Any:
-        if what == b"TRACKING":
-            self.talk.track(words[0] == b"ON" and self.talk.protocol == 3)
-        elif what == b"PAUSE":
-            self.paused_until = max(self.paused_until, self.store.elapsed() + int(words[0]))
-        elif what == b"UNPAUSE":
-            self.paused_until = self.store.elapsed()
+    def do_client_tracking(self, *words: bytes) -> Any:
+        self.talk.track(words[0] == b"ON" and self.talk.protocol == 3)
         return ANYTHING
 
     def do_reset(self) -> Any:
@@ -307,13 +310,9 @@ class Model(Strings, Pages):
         self.talk.protocol, self.talk.channels, self.talk.patterns = 2, {}, {}
         self.talk.unheard.clear()
         self.talk.track(False)
+        self.talk.called, self.talk.monitors, self.talk.user = b"", False, b"default"
+        self.talk.silent = max(self.talk.silent, 0)  # one that is to be left out still is
         return b"RESET"
-
-    def _anything(self, *_: bytes) -> Any:
-        return ANYTHING
-
-    do_info = do_memory = do_object = do_slowlog = do_latency = do_command = do_time = _anything
-    do_lastsave = _anything
 
     # -- channels --------------------------------------------------------------------------------------------------
 
@@ -352,13 +351,13 @@ class Model(Strings, Pages):
             self.checksums = value == b"yes"
         return OK
 
-    def do_config_get(self, name: bytes) -> Any:
-        return ANYTHING
+    def do_shutdown(self, *words: bytes) -> Any:
+        return Err(
+            "ERR No shutdown in progress" if words == (b"ABORT",) else "ERR Errors trying to SHUTDOWN", "MISCONF"
+        )
 
     def do_save(self) -> Any:
         return one_of([OK, Err("ERR", "MISCONF")])
-
-    do_bgsave = _anything
 
     # -- all keys --------------------------------------------------------------------------------------------------
 
@@ -391,3 +390,5 @@ class Model(Strings, Pages):
         self.leased.clear()
         self.went.clear()
         return OK
+
+    do_flushdb = do_flushall

@@ -49,7 +49,7 @@ class Peer:
 
     number: int
     told: Callable[[Peer, Any], None]
-    lost: Callable[[Peer], None]
+    lost: Callable[[Peer, bool], None]  # told whether the server has ended it
     sock: socket.socket | None = None
     talk: Conversation = field(default_factory=lambda: Conversation(""))
     unrun: deque[Asked] = field(default_factory=deque)
@@ -98,7 +98,9 @@ class Peer:
         except BlockingIOError:
             sent = 0
         except OSError:
-            self.drop()
+            if not self.stalled:  # or it finds out when it reads again
+                self.read()  # what was said before the end
+                self.drop(by_server=True)
             return
         if sent < len(data):
             raise BlockedError(self, data[sent:], life)
@@ -113,16 +115,16 @@ class Peer:
             except OSError:
                 data = b""
             if not data:
-                self.drop()
+                self.drop(by_server=True)
                 return
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
                 self.told(self, reply)
 
-    def drop(self) -> None:
+    def drop(self, *, by_server: bool = False) -> None:
         """The connection is over."""
         if self.sock is not None:
-            self.lost(self)
+            self.lost(self, by_server)
             self.sock.close()
             self.sock = None
 

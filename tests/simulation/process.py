@@ -43,6 +43,7 @@ class Process:
         self.program = program
         self.ready = False
         self.over = False
+        self.ending = False  # it was asked to end, and does
         self.lost = ""  # what could not be written when it ended
         self.broke: Callable[[str], None] = lambda text: None  # told of exceptions that nobody expects
         self.leaves: Callable[[list[bytes], bool], None]  # told of keys that go by themselves, and if they are evicted
@@ -108,6 +109,7 @@ class Process:
 
     def end(self) -> None:
         """Somebody asks it to end, as `kill` does."""
+        self.ending = True
         self.loop.on_signal[signal.SIGTERM]()
 
     def _die(self) -> None:

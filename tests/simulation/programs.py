@@ -17,6 +17,7 @@ from tests.simulation.model import Words
 from tests.simulation.oddities import Oddities
 from tests.simulation.peers import PEERS
 from tests.simulation.scenes import CHANNELS, Scenes
+from tests.simulation.sessions import Sessions
 
 FEW, MANY = 8, 60  # strings that there are
 REQUESTS = [b"r%d" % i for i in range(3)]  # everybody writes their pages, one by one
@@ -36,7 +37,7 @@ class Step:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Program(Administration, Scenes, Oddities, Meetings):
+class Program(Administration, Scenes, Oddities, Meetings, Sessions):
     """`steps(count)` are the first of a seed's; `options` is how its server is started.
 
     `maxdisk` is bytes, far fewer than the server's own least, so that a run can fill them; 0 for no limit.
@@ -83,6 +84,7 @@ class Program(Administration, Scenes, Oddities, Meetings):
         self._gaps = rng.choice([20_000, 200_000, 2 * MS, 30 * MS])
         self._odd = self.oddities(seed)
         self._meet = self.meetings(seed)
+        self._talk = self.sessions(seed)
 
     def _options(self) -> dict[str, str]:
         rng = self.rng
@@ -123,6 +125,7 @@ class Program(Administration, Scenes, Oddities, Meetings):
                 steps.append(self._send(peer, self._command(peer)))
             steps += self._odd()
             steps += self._meet()
+            steps += self._talk()
         return steps
 
     def _step(self, kind: str, peer: int = -1, words: Words = (), **extra: Any) -> Step:

@@ -222,9 +222,11 @@ class Run:
     def _said(self, text: str) -> None:
         self.digest.update(b"%d %b" % (self.machine.clock.now, text.encode()))
 
-    def _lost(self, peer: Peer) -> None:
+    def _lost(self, peer: Peer, by_server: bool) -> None:
         if not peer.stalled:
             self._watchers.ignore(peer)
+        if by_server:
+            self.judge.endings.lost(peer)
         self.judge.lost(peer)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -321,6 +323,37 @@ class Run:
     def _check_over(self, process: Process) -> None:
         if not process.over:
             self.judge.fail(f"the server was asked to end a minute ago, and does: {process.tasks}")
+
+    def _do_kill_client(self, step: Step) -> None:
+        """One ends the connection of another, whose number the server has given it."""
+        target = self.peers[step.extra["target"]].talk.client
+        words = (b"PING",) if target is None else (b"CLIENT", b"KILL", b"ID", b"%d" % target.id)
+        self.send(self._open(step), step.number, words)
+
+    def _do_shutdown(self, step: Step) -> bool:
+        """Somebody who has just come asks the server to end. It may refuse, where the disk does."""
+        peer, process, end = self.peers[step.peer], self.process, self.process.server.stop
+        peer.drop()
+        asked = self.send(self._open(step), step.number, step.words)
+        self._after = self.audit.begin
+
+        def stop() -> None:
+            process.ending = True
+            self.machine.later(PATIENCE, lambda: self._check_over(process))
+            end()
+
+        process.server.stop = stop
+
+        def wait() -> None:
+            if process is not self.process or process.ending or process.over:
+                return
+            if asked in peer.unrun or asked in peer.unanswered:
+                self.machine.later(_ALIVE, wait)
+            else:
+                self._go_on()
+
+        wait()
+        return True
 
     def _do_fault(self, step: Step) -> None:
         faults, names, lasts = self.machine.disk.faults, step.extra["name"].split(), step.extra["nanoseconds"]
