@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.simulation.model import Model
 from tests.simulation.peers import Peer, shown
 from tests.simulation.process import Process
 
@@ -11,8 +12,9 @@ from tests.simulation.process import Process
 class Endings:
     """Of one process. `fail` is told of a connection that is over for no reason."""
 
-    def __init__(self, process: Process, fail: Callable[[str], None]) -> None:
+    def __init__(self, process: Process, model: Model, fail: Callable[[str], None]) -> None:
         self._process = process
+        self._model = model
         self._fail = fail
         self._explained = 0  # of the connections that were beyond a limit, so many are accounted for
 
@@ -23,7 +25,7 @@ class Endings:
             return
         if talk.quits and peer.unanswered:
             self._fail(f"peer {peer.number} has quit, and was not answered {shown(peer.unanswered[0].words)}")
-        if talk.ends:
+        if talk.ends or (self._model.disk_fails and peer.unanswered):  # what was promised is not on disk
             return
         stats = process.server.stats
         if self._explained < stats.evicted_clients + stats.overflown_inputs + stats.overflown_outputs:

@@ -72,7 +72,7 @@ class Judge:
         self._by_id.clear()
         self.let_go.clear()
         process.broke = self.note_broken
-        self.endings = Endings(process, self.fail)
+        self.endings = Endings(process, self.model, self.fail)
         self._departures = Departures(self.model, process, self.fail)
         self._unfinished = Unfinished(self.model, process, self.fail)
         self.model.pinned.clear()
@@ -283,8 +283,9 @@ class Judge:
             return
         if self._monitors.is_shown(peer, reply):
             return
-        if not peer.unanswered and self.model.disk_fails and is_error(reply, _NOT_ON_DISK):
-            peer.talk.ends = True
+        breaks_off = self.model.disk_fails and is_error(reply, _NOT_ON_DISK)
+        peer.talk.ends = peer.talk.ends or breaks_off
+        if breaks_off and not peer.unanswered:
             return  # it waited for room, which others have made for it, and that is not on disk
         if not peer.unanswered:
             self.fail(f"peer {peer.number} was told {reply!r:.300} though it has asked nothing")
@@ -293,7 +294,7 @@ class Judge:
             asked.audit(asked, reply)
             return
         self._note_protocol(peer, asked.words, reply)
-        if is_error(reply, _NOT_ON_DISK) and self.model.disk_fails:
+        if breaks_off:
             self._broke_off(peer, asked)
             return
         if asked.doubt is not None:
@@ -338,7 +339,6 @@ class Judge:
 
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
         """What it did is in memory and not on disk, and the connection ends."""
-        peer.talk.ends = True
         for one in (asked, *peer.unanswered):
             self._unfinished.abandon(one)
         peer.unanswered.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.table.spec import find
-from kvpage_server.resp.reply import NULL_ARRAY, QUEUED, ReplyError
+from kvpage_server.resp.reply import NULL_ARRAY, QUEUED, ReplyError, Stream
 from tests.simulation.model import Conversation, Model, Words
 from tests.simulation.peers import Peer
 
@@ -34,7 +34,7 @@ class Monitors:
         """A command was run, or refused, while those were there. `queued`: what it has run, as EXEC."""
         if not there or reply is QUEUED:
             return
-        commands = [(words, not isinstance(reply, ReplyError))]
+        commands = [(words, not isinstance(reply, ReplyError | Stream))]  # or it may be refused in steps
         commands += [(one, False) for one in queued if reply is not NULL_ARRAY]  # some of which may be refused
         for said, was_run in commands:
             try:

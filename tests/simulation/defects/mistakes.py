@@ -362,11 +362,11 @@ MISTAKES = [
         ("--twice",),
     ),
     Mistake(
-        "killed-goes-on",
+        "kills-whoever-came-later",
         _COMMANDS + "families.connections.client",
-        "        other.connection.abort()\n    return other",
-        "        other.connection.close()\n    return other",
-        "CLIENT KILL of somebody who is busy waits until that is done",
+        "return lambda other: other.id == number",
+        "return lambda other: other.id >= number",
+        "CLIENT KILL ID ends connections that have come since, too",
     ),
     Mistake(
         "quits-too-soon",
