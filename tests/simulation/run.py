@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.administration import MS, TENANTS
-from tests.simulation.audit import PATIENCE, Audit, doubt_overdue
+from tests.simulation.audit import Audit
+from tests.simulation.deeds import Deeds
 from tests.simulation.dumps import Dumper
 from tests.simulation.engines import Engine
 from tests.simulation.judge import Judge, Violation
@@ -21,16 +22,13 @@ from tests.simulation.peers import Asked, BlockedError, Peer, Watchers, spell
 from tests.simulation.process import SOCKET, Process
 from tests.simulation.programs import PEERS, Program, Step
 from tests.simulation.replies import ANYTHING
-from tests.simulation.scans import Scan
 from tests.simulation.values import FORGOTTEN_LATE
 from tests.simulation.world.clock import Clock
 from tests.simulation.world.disk import copy_of
-from tests.simulation.world.machine import Idle, Machine, ServerDied
+from tests.simulation.world.machine import Idle, Machine
 
 _ALIVE = 5 * MS
 _RETRY = 20 * MS
-_LONGEST_LIFE = 30 * MS  # of a server that is to die when somebody has been told something
-_SOON = 1_000 * MS
 
 
 @dataclass
@@ -71,6 +69,7 @@ class Run:
         self._begun = -1
         self._after: Callable[[], None] = self.begin_work
         self.audit = Audit(self)
+        self._deeds = Deeds(self)
         self._patience = Patience(self)
         self.dumpers: list[Dumper] = []
         self._doom: int | None = None  # nanoseconds between the next change that somebody is told of, and the end
@@ -131,7 +130,7 @@ class Run:
     def begin_work(self) -> None:
         """The server is what it was before: others than the peers find it, too."""
         self.now.symlink_to(self.process.directory)
-        self._go_on()
+        self.go_on()
 
     def _enter(self, peer: Peer) -> None:
         peer.connect(str(self.process.directory / SOCKET))
@@ -216,7 +215,7 @@ class Run:
         known = self.judge.acknowledged
         self.judge.told(peer, reply)
         if self._doom is not None and self.judge.acknowledged > known:
-            self.machine.later(self._doom, self._killer())
+            self.machine.later(self._doom, self._deeds.killer())
             self._doom = None
 
     def _said(self, text: str) -> None:
@@ -231,7 +230,7 @@ class Run:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Do the next step when it is time."""
         if self._at == len(self.steps):
             self.audit.settle(self.audit.final)
@@ -241,164 +240,8 @@ class Run:
         self.machine.later(step.gap, lambda: self._do(step))
 
     def _do(self, step: Step) -> None:
-        if getattr(self, f"_do_{step.kind}")(step) is not True:
-            self._go_on()
-
-    def _open(self, step: Step) -> Peer:
-        peer = self.peers[step.peer]
-        if peer.half:
-            peer.drop()
-        if peer.sock is None:
-            self._enter(peer)
-        return peer
-
-    def _do_send(self, step: Step) -> None:
-        self.send(self._open(step), step.number, step.words, step.extra.get("pieces", 1))
-
-    def _do_scan(self, step: Step) -> None:
-        self._open(step)
-        Scan(self, step).ask()
-
-    def _do_half(self, step: Step) -> None:
-        peer = self._open(step)
-        data = spell(step.words)
-        peer.half = True
-        self._push(peer, data[: int(len(data) * step.extra["share"])], 1, step.number)
-
-    def _do_reset(self, step: Step) -> None:
-        self.peers[step.peer].drop()
-
-    def _do_stall(self, step: Step) -> None:
-        peer = self._open(step)
-        if peer.stalled:
-            return
-        peer.stalled = True
-        self._watchers.ignore(peer)
-        life = peer.lives
-
-        def wake() -> None:
-            if peer.lives == life and peer.sock is not None:
-                peer.stalled, peer.moved = False, self.machine.clock.now
-                self._watchers.attend(peer)
-
-        self.machine.later(step.extra["nanoseconds"], wake)
-
-    def _do_kill(self, step: Step) -> bool:
-        kill = self._killer()
-        if "told" not in step.extra:
-            kill()
-        self._doom = step.extra["told"]
-        self.machine.later(_LONGEST_LIFE, kill)
-        return True
-
-    def _killer(self) -> Callable[[], None]:
-        """What kills the process that there is now, if it is still there."""
-        process = self.process
-
-        def kill() -> None:
-            if process is self.process and not process.over:
-                self._killed, self._doom, self._after = True, None, self.audit.begin
-                raise ServerDied
-
-        return kill
-
-    def _do_due(self, step: Step) -> bool:
-        """A command comes in the very millisecond in which its key expires, if that is soon."""
-        value, clock = self.judge.model.store.keys.get(step.words[1]), self.machine.clock
-        left = value.expires * MS - clock.wall if value is not None else 0
-
-        def send() -> None:
-            self._do_send(step)
-            self._go_on()
-
-        self.machine.later(left if 0 < left < _SOON else 0, send)
-        return True
-
-    def _do_stop(self, step: Step) -> bool:
-        self._after = self.audit.begin
-        self.machine.later(PATIENCE, lambda process=self.process: self._check_over(process))
-        self.process.end()
-        return True
-
-    def _check_over(self, process: Process) -> None:
-        if not process.over:
-            self.judge.fail(f"the server was asked to end a minute ago, and does: {process.tasks}")
-
-    def _do_kill_client(self, step: Step) -> None:
-        """One ends the connection of another, whose number the server has given it."""
-        target = self.peers[step.extra["target"]].talk.client
-        words = (b"PING",) if target is None else (b"CLIENT", b"KILL", b"ID", b"%d" % target.id)
-        self.send(self._open(step), step.number, words)
-
-    def _do_shutdown(self, step: Step) -> bool:
-        """Somebody who has just come asks the server to end. It may refuse, where the disk does."""
-        peer, process, end = self.peers[step.peer], self.process, self.process.server.stop
-        peer.drop()
-        asked = self.send(self._open(step), step.number, step.words)
-        self._after = self.audit.begin
-
-        def stop() -> None:
-            process.ending = True
-            self.machine.later(PATIENCE, lambda: self._check_over(process))
-            end()
-
-        process.server.stop = stop
-
-        def wait() -> None:
-            if process is not self.process or process.ending or process.over:
-                return
-            if asked in peer.unrun or asked in peer.unanswered:
-                self.machine.later(_ALIVE, wait)
-            else:
-                self._go_on()
-
-        wait()
-        return True
-
-    def _do_fault(self, step: Step) -> None:
-        faults, names, lasts = self.machine.disk.faults, step.extra["name"].split(), step.extra["nanoseconds"]
-        if slow := step.extra.get("slow", 0):
-            faults.slow = slow
-            self._patience.excuse(lasts)
-        if names:
-            faults.room = 0
-            self.audit.disk_failed()
-        vars(faults).update(dict.fromkeys(names, True))
-
-        def mend() -> None:
-            if slow:
-                faults.slow = 0
-            vars(faults).update(dict.fromkeys(names, False))
-
-        self.machine.later(lasts, mend)
-
-    def _do_rot(self, step: Step) -> None:
-        database, bits = step.extra["database"], step.extra["bits"]
-        if self.machine.disk.rot(random.Random(f"rot {self.program.seed} {step.number}"), database, bits):
-            self.judge.rotted.add(database)
-
-    def _do_engine(self, step: Step) -> None:
-        engine = self.engines[step.peer]
-        if step.extra["what"] == "die":
-            engine.die(random.Random(f"file {self.program.seed} {step.number}"))
-        else:
-            engine.order(step.extra["what"], *step.extra["args"])
-
-    def _do_dump(self, step: Step) -> None:
-        self.dumpers.append(Dumper(self, step))
-        self.dumpers[-1].start()
-
-    def _do_clock(self, step: Step) -> None:
-        if step.extra["milliseconds"] < 0:
-            doubt_overdue(self)
-        self.machine.clock.set_wall(step.extra["milliseconds"] * MS)
-
-    def _do_settle(self, step: Step) -> bool:
-        for peer in self.peers[PEERS:]:
-            if peer.sock is None:
-                self._enter(peer)
-        self.audit.settle(self._go_on)
-        return True
+        if not self._deeds.do(step):
+            self.go_on()
 
 
 def run(clock: Clock, program: Program, steps: Sequence[Step]) -> Outcome:

@@ -403,11 +403,4 @@ MISTAKES = [
         "",
         "RESET leaves somebody to be shown every command",
     ),
-    Mistake(
-        "waiting-is-giving-up",
-        "kvpage_server.net.session",
-        "        elif isinstance(error, Postponed):\n            self._flush()\n            self._wait(error.wait)",
-        "        elif isinstance(error, Postponed):\n            self._flush()\n            self._wait(error.wait)\n            if self._transport.queued:\n                self.abort()",
-        "who has not read all, and then needs something from the disk, loses its connection",
-    ),
 ]
