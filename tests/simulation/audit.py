@@ -105,8 +105,8 @@ class Audit:
                 return f"peer {peer.number} was not told {peer.pushes[0]!r:.200}"
             if peer.sock is not None and peer.talk.ends:
                 return f"peer {peer.number} is still there, whose connection was ended"
-            if peer.sock is not None and (unseen := self._judge.not_shown(peer.talk)):
-                return f"peer {peer.number}, who monitors, was not shown {unseen!r:.200}"
+            if peer.sock is not None and peer.talk.to_show:
+                return f"peer {peer.number}, who monitors, was not shown {peer.talk.to_show[0]!r:.200}"
             if peer.sock is not None and (owed := peer.talk.owed - late):
                 return f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed"
             if peer.sock is not None and (unheard := peer.talk.unheard - late):

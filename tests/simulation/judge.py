@@ -89,10 +89,6 @@ class Judge:
             self.violation = Violation(text)
         raise self.violation
 
-    def not_shown(self, talk: Conversation) -> bytes:
-        """What somebody who monitors is still to be shown."""
-        return self._monitors.not_shown(talk)
-
     def note_broken(self, text: str) -> None:
         """The server has met an exception that it did not expect."""
         if self.violation is None:

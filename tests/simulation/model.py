@@ -43,7 +43,8 @@ class Conversation:
     quits: bool = False  # it itself: it is answered all that it has asked before
     over: bool = False  # nothing that it says is run any more
     monitors: bool = False
-    to_show: deque[tuple[bytes, bytes, bool, bool]] = field(default_factory=deque)  # see `Monitors`
+    to_show: deque[tuple[bytes, bytes]] = field(default_factory=deque)  # whose, and what: as it monitors
+    may_show: list[tuple[bytes, bytes]] = field(default_factory=list)  # and it may be shown these
     tracks: bool = False  # what it reads
     read: set[bytes] = field(default_factory=set)  # and has not been told of since
     owed: set[bytes] = field(default_factory=set)  # what it is to be told of

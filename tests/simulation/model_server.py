@@ -33,9 +33,9 @@ class AboutTheServer:
     def _ok(self, *_: bytes) -> Any:
         return OK
 
-    do_info = do_memory = do_object = do_slowlog = do_latency = do_command = _anything
-    do_bgsave = do_acl_cat = do_acl_list = do_acl_getuser = do_acl_genpass = do_acl_log = _anything
-    do_client_list = do_client_caching = do_client_trackinginfo = do_client_getredir = _anything
+    do_info = do_memory = do_object = do_slowlog = do_latency = do_command = do_bgsave = _anything
+    do_acl = do_client_list = do_client_help = do_config = do_pubsub_help = do_module_help = do_cluster_help = _anything
+    do_client_caching = do_client_trackinginfo = do_client_getredir = _anything
 
     # -- connections -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.programs import Step
 
 _MAY_ALL = 3  # peers that are never tenants
+_WITHOUT_ARGUMENTS = [tuple(line.strip().encode().split()) for line in ["\n    CLIENT ID", " CLIENT INFO", " CLIENT GETNAME", " CLIENT HELP", " SELECT 0", " SELECT 1", " READONLY", " READWRITE", " WAIT 0 0", " ROLE", " TIME", "\n    LASTSAVE", " BGSAVE", " MODULE LIST", " MODULE HELP", " UNWATCH", " COMMAND", " COMMAND COUNT", " COMMAND LIST", " COMMAND HELP", "\n    COMMAND DOCS set", " COMMAND INFO get", " CLUSTER INFO", " CLUSTER MYID", " CLUSTER NODES", " CLUSTER SHARDS", " CLUSTER SLOTS", "\n    CLUSTER HELP", " CONFIG HELP", " CONFIG REWRITE", " ACL WHOAMI", " ACL USERS", " ACL LIST", " ACL CAT", " ACL LOG", " ACL GENPASS", "\n    ACL LOAD", " ACL SAVE", " ACL HELP", " PUBSUB CHANNELS", " PUBSUB NUMPAT", " PUBSUB HELP", " OBJECT HELP", " MEMORY DOCTOR", " MEMORY HELP", "\n    SLOWLOG GET", " SLOWLOG LEN", " SLOWLOG RESET", " SLOWLOG HELP", " LATENCY LATEST", " LATENCY DOCTOR", " LATENCY HISTOGRAM", "\n    LATENCY HISTORY command", " LATENCY RESET", " LATENCY HELP\n    "]]  # fmt: skip
 
 
 class Sessions:
@@ -59,21 +60,14 @@ class Sessions:
         rng, key, name = self.rng, self._any_key(), b"n%d" % self.rng.randrange(9)
         user = b"u%d" % rng.choice(TENANTS) if self.tenants else b"default"
         asked: Words = rng.choice([
-            (b"CLIENT", b"ID"), (b"CLIENT", b"INFO"), (b"CLIENT", b"SETNAME", name), (b"CLIENT", b"GETNAME"),
-            (b"CLIENT", b"SETINFO", b"LIB-NAME", name), (b"CLIENT", b"UNBLOCK", b"1"), (b"SELECT", b"0"),
-            (b"SELECT", b"1"), (b"READONLY",), (b"READWRITE",), (b"WAIT", b"0", b"0"), (b"ROLE",), (b"TIME",),
-            (b"LASTSAVE",), (b"BGSAVE",), (b"MODULE", b"LIST"), (b"UNWATCH",), (b"COMMAND", b"COUNT"), (b"COMMAND",),
-            (b"COMMAND", b"DOCS", b"set"), (b"COMMAND", b"INFO", b"get"), (b"COMMAND", b"LIST"),
+            (b"CLIENT", b"SETNAME", name), (b"CLIENT", b"SETINFO", b"LIB-NAME", name), (b"CLIENT", b"UNBLOCK", b"1"),
             (b"COMMAND", b"GETKEYS", b"MSET", key, b"1", name, b"2"), (b"COMMAND", b"GETKEYS", b"DEL", key, name),
-            (b"CLUSTER", b"KEYSLOT", rng.choice([key, b"a{%b}b" % key, b"{}" + key])), (b"CLUSTER", b"INFO"),
+            (b"COMMAND", b"GETKEYSANDFLAGS", b"GET", key), (b"CLUSTER", b"KEYSLOT", key), (b"ACL", b"GETUSER", user),
             (b"CONFIG", b"GET", rng.choice([b"maxmemory", b"maxmemory-policy", b"page-checksums", b"*"])),
-            (b"ACL", b"WHOAMI"), (b"ACL", b"USERS"), (b"ACL", b"LIST"), (b"ACL", b"CAT"), (b"ACL", b"LOG"),
-            (b"ACL", b"GETUSER", user), (b"ACL", b"DRYRUN", user, b"GET", key), (b"ACL", b"GENPASS"),
-            (b"PUBSUB", b"CHANNELS"), (b"PUBSUB", b"NUMSUB", b"news"), (b"PUBSUB", b"NUMPAT"),
-            (b"OBJECT", b"ENCODING", key), (b"OBJECT", b"IDLETIME", key), (b"OBJECT", b"REFCOUNT", key),
-            (b"MEMORY", b"USAGE", key), (b"SLOWLOG", b"GET"), (b"SLOWLOG", b"LEN"), (b"SLOWLOG", b"RESET"),
-            (b"LATENCY", b"LATEST"), (b"LATENCY", b"HISTOGRAM"), (b"CLIENT", b"NO-EVICT", rng.choice([b"ON", b"OFF"])),
-            (b"FLUSHDB",) if rng.random() < 0.2 else (b"PING",),
+            (b"ACL", b"DRYRUN", user, b"GET", key), (b"PUBSUB", b"NUMSUB", b"news"), (b"OBJECT", b"ENCODING", key),
+            (b"OBJECT", b"IDLETIME", key), (b"OBJECT", b"REFCOUNT", key), (b"OBJECT", b"FREQ", key),
+            (b"MEMORY", b"USAGE", key), (b"CLIENT", b"NO-EVICT", rng.choice([b"ON", b"OFF"])),
+            (b"FLUSHDB",) if rng.random() < 0.2 else (b"PING",), *_WITHOUT_ARGUMENTS,
         ])  # fmt: skip
         return [self._send(self.peer, asked)]
 
