@@ -26,8 +26,8 @@ MISTAKES = [
     Mistake(
         "reader-ends-at-full-disk",
         _STORE + "disk.file.lmdb_file",
-        '        if not writing:\n            raise DiskError(f"{path}: {error}") from None\n',
-        "",
+        "little = self._writing and _says(error, errno.EIO)",
+        "little = _says(error, errno.EIO)",
         "a read that fails while the disk is full ends the thread that reads",
     ),
     Mistake(
