@@ -43,7 +43,7 @@ Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them;
 
 @dataclass(slots=True)
 class _Prefix:
-    """The clients that broadcast a prefix, the keys that changed, and the client that changed each key, if it was one."""
+    """The clients that broadcast a prefix, the keys that changed, and the client that changed each, if it was one."""
 
     clients: dict[Recipient, None] = field(default_factory=dict)
     changed: dict[bytes, Recipient | None] = field(default_factory=dict)
