@@ -103,10 +103,11 @@ class Audit:
         for peer in self._run.peers:
             if peer.pushes and peer.sock is not None:
                 return f"peer {peer.number} was not told {peer.pushes[0]!r:.200}"
-            if peer.sock is not None and (owed := peer.talk.owed - late):
-                return f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed"
             if peer.sock is not None and (unheard := peer.talk.unheard - late):
                 return f"peer {peer.number} was not notified of {sorted(unheard)[:4]!r}"
+        there = {peer.talk: peer.number for peer in self._run.peers if peer.sock is not None}
+        for talk, what in self._judge.model.untold(there, late):
+            return f"peer {there[talk]} {what}"
         return ""
 
     def _is_well(self) -> bool:

@@ -6,14 +6,15 @@ command at the moment that the server has run it, so nothing is left open but wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.model_errors import is_unknown, is_wrong
 from tests.simulation.model_pages import Pages
-from tests.simulation.model_rights import NO_RIGHT, Rights, keys_used
+from tests.simulation.model_rights import NO_RIGHT, Rights
 from tests.simulation.model_strings import Strings
+from tests.simulation.model_tracking import ABOUT_TRACKING, Tracked, Tracking
 from tests.simulation.replies import ANYTHING, OK, QUEUED, SOME_KEYS, Err, any_order, between, one_of
 from tests.simulation.values import Store
 
@@ -35,9 +36,7 @@ class Conversation:
     channels: dict[bytes, None] = field(default_factory=dict)
     patterns: dict[bytes, None] = field(default_factory=dict)  # of which each is for all channels
     user: bytes = b"default"
-    tracks: bool = False  # what it reads
-    read: set[bytes] = field(default_factory=set)  # and has not been told of since
-    owed: set[bytes] = field(default_factory=set)  # what it is to be told of
+    tracking: Tracking = field(default_factory=Tracking)
     unheard: set[bytes] = field(default_factory=set)  # keys whose keyspace notifications are to come
     event: tuple[bytes, bytes] | None = None  # a key and what happened to it, of which the second message is to come
 
@@ -46,43 +45,20 @@ class Conversation:
         """Whether the server knows that it is over. It may be some time until all of it has heard."""
         return self.client is not None and bool(self.client.gone)
 
-    def not_changed(self, keys: Collection[bytes]) -> None:
-        """It need not be told of these, since they have not changed."""
-        undone = self.owed.intersection(keys)
-        self.owed -= undone
-        self.read |= undone
-        self.unheard.difference_update(keys)
-
     def unwatch(self) -> None:
         """It watches nothing any more."""
         self.watched.clear()
         self.maybe.clear()
 
-    def track(self, tracks: bool) -> None:
-        """It tracks what it reads from now on, or does not: then it need not be told of what it has read."""
-        self.tracks = tracks
-        if not tracks:
-            self.told(None)
-
-    def told(self, keys: list[bytes] | None) -> None:
-        """It was told that these have changed, or that everything has."""
-        if keys is None:
-            self.owed.clear()
-            self.read.clear()
-        else:
-            self.owed.difference_update(keys)
-            self.read.difference_update(keys)
-
 
 _WHILE_LISTENING = frozenset(b"subscribe psubscribe unsubscribe punsubscribe ping quit reset".split())
 _AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
 _NOT_IN_MULTI = frozenset((b"save", b"bgsave"))
-_READ = frozenset((b"get", b"mget", b"strlen", b"getrange", b"kvpageget", b"kvpagemget"))
 _WRONG = Err("ERR")
 _TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
 
 
-class Model(Strings, Pages):
+class Model(Strings, Pages, Tracked):
     """`now` is asked for the unix milliseconds, `elapsed` for those that nobody sets."""
 
     def __init__(self, now: Callable[[], int], elapsed: Callable[[], int]) -> None:
@@ -104,6 +80,7 @@ class Model(Strings, Pages):
         self.let_go: set[bytes] = set()  # keys that the server has let go of by itself
         self.given_up = False  # whether the server has found that something watched has changed
         self.went: set[bytes] = set()  # keys of pages that were there for sure, and went, since all was removed
+        self.begin_tracking()
         self.disk_fails = False  # or did since all was well
         self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
 
@@ -119,13 +96,10 @@ class Model(Strings, Pages):
             _, old, new = self.store.log[-1]
             if old is not None and old.page and (new is None or not new.page):
                 self.went.add(key)
+        self.track_change(key)
         for talk in self.talks:
             if self.notifies and self.store.sure and not self.store.expires and talk.patterns:
                 talk.unheard.add(key)
-            if key in talk.read:
-                talk.read.discard(key)
-                if self.store.sure and talk.tracks:
-                    talk.owed.add(key)
             if key in talk.watched and self.store.sure:
                 talk.watched[key] = True
             elif key in talk.watched:
@@ -149,22 +123,7 @@ class Model(Strings, Pages):
                 return Err("ERR Command not allowed inside a transaction")
             talk.queued.append(words)
             return QUEUED
-        done = [words, *(talk.queued or ())]
-        expected = self.run(words)
-        if talk.tracks and (len(done) == 1 or isinstance(expected, list)):  # or it was given up
-            begun = max((at for at, one in enumerate(done) if one[:2] == (b"CLIENT", b"TRACKING")), default=0)
-            talk.read.update(key for one in done[begun:] if self._reads(one) for key in keys_used(one))
-        return expected
-
-    def _reads(self, words: Words) -> bool:
-        """Whether a command reads all of its keys. If one of them is a string, a command for pages reads none."""
-        name, store = words[0].lower(), self.store
-        if name not in _READ or not name.startswith(b"kvpage"):
-            return name in _READ
-        keys = keys_used(words)
-        states = [store.keys, *(variant for doubt in store.doubts for variant in doubt.variants)]
-        found = [state.get(key) for key in keys for state in states]
-        return store.fog.isdisjoint(keys) and not any(cell is not None and cell.page is None for cell in found)
+        return self.run(words)
 
     def _may(self, words: Words) -> bool:
         rights = self.users.get(self.talk.user)
@@ -185,9 +144,10 @@ class Model(Strings, Pages):
         """Have a command find its conversation as it is now, however often it is run: in every case of a doubt."""
         talk = self.talk
         queued, refused, watched, maybe = talk.queued, talk.refused, dict(talk.watched), set(talk.maybe)
+        mode = talk.tracking.mode
 
         def run() -> Any:
-            self.pushes = []
+            self.pushes, self.done, talk.tracking.mode = [], [], mode
             if queued is not None:
                 talk.queued, talk.refused, talk.watched, talk.maybe = queued, refused, dict(watched), set(maybe)
             return handler()
@@ -267,6 +227,7 @@ class Model(Strings, Pages):
             handler = self._handler(words)
             assert handler is not None
             replies.append(handler() if self._may(words) else NO_RIGHT)
+            self.done.append((words, replies[-1], talk.tracking.mode))
         return replies
 
     # -- connections -----------------------------------------------------------------------------------------------
@@ -294,9 +255,9 @@ class Model(Strings, Pages):
         return OK
 
     def do_client(self, what: bytes, *words: bytes) -> Any:
-        if what == b"TRACKING":
-            self.talk.track(words[0] == b"ON" and self.talk.protocol == 3)
-        elif what == b"PAUSE":
+        if what in ABOUT_TRACKING:
+            return self.do_tracking(what, *words)
+        if what == b"PAUSE":
             self.paused_until = max(self.paused_until, self.store.elapsed() + int(words[0]))
         elif what == b"UNPAUSE":
             self.paused_until = self.store.elapsed()
@@ -306,7 +267,7 @@ class Model(Strings, Pages):
         self._end()
         self.talk.protocol, self.talk.channels, self.talk.patterns = 2, {}, {}
         self.talk.unheard.clear()
-        self.talk.track(False)
+        self.talk.tracking.end()
         return b"RESET"
 
     def _anything(self, *_: bytes) -> Any:
@@ -383,8 +344,10 @@ class Model(Strings, Pages):
 
     def do_flushall(self) -> Any:
         unheard = [set(talk.unheard) for talk in self.talks]
+        self.begin_flush()
         for key in list(self.store.keys):
             self.store.drop(key)
+        self.end_flush()
         for talk, before in zip(self.talks, unheard, strict=True):
             talk.unheard = before  # nobody is notified of these, as in Redis
         self.pinned.clear()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.administration import MS, TENANTS, Administration
+from tests.simulation.caches import Caches
 from tests.simulation.meetings import Meetings
 from tests.simulation.model import Words
 from tests.simulation.oddities import Oddities
@@ -36,7 +37,7 @@ class Step:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Program(Administration, Scenes, Oddities, Meetings):
+class Program(Administration, Scenes, Oddities, Meetings, Caches):
     """`steps(count)` are the first of a seed's; `options` is how its server is started.
 
     `maxdisk` is bytes, far fewer than the server's own least, so that a run can fill them; 0 for no limit.
@@ -83,6 +84,7 @@ class Program(Administration, Scenes, Oddities, Meetings):
         self._gaps = rng.choice([20_000, 200_000, 2 * MS, 30 * MS])
         self._odd = self.oddities(seed)
         self._meet = self.meetings(seed)
+        self._cache = self.caches(seed)
 
     def _options(self) -> dict[str, str]:
         rng = self.rng
@@ -123,6 +125,7 @@ class Program(Administration, Scenes, Oddities, Meetings):
                 steps.append(self._send(peer, self._command(peer)))
             steps += self._odd()
             steps += self._meet()
+            steps += self._cache()
         return steps
 
     def _step(self, kind: str, peer: int = -1, words: Words = (), **extra: Any) -> Step:

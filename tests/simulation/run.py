@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.simulation.administration import MS, TENANTS
 from tests.simulation.audit import PATIENCE, Audit, doubt_overdue
+from tests.simulation.caches import name_of
 from tests.simulation.dumps import Dumper
 from tests.simulation.engines import Engine
 from tests.simulation.judge import Judge, Violation
@@ -252,6 +253,12 @@ class Run:
 
     def _do_send(self, step: Step) -> None:
         self.send(self._open(step), step.number, step.words, step.extra.get("pieces", 1))
+
+    def _do_name(self, step: Step) -> None:
+        """Say something in which `@1` stands for the id of a peer's connection."""
+        peer = self._open(step)
+        ids = {name_of(one.number): b"%d" % (one.talk.client.id if one.talk.client else 0) for one in self.peers}
+        self.send(peer, step.number, tuple([ids.get(word, word) for word in step.words]))
 
     def _do_scan(self, step: Step) -> None:
         self._open(step)
