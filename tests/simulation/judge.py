@@ -305,7 +305,7 @@ class Judge:
     def _note_protocol(self, peer: Peer, words: Words, reply: Any) -> None:
         """In which protocol the next reply comes. A transaction may have had a HELLO."""
         name = words[0].lower()
-        if name == b"hello" and isinstance(reply, dict):
+        if name == b"hello" and isinstance(reply, dict | list):
             peer.speaks = int(words[1])
         elif name == b"reset" and reply == b"RESET":
             peer.speaks = 2

@@ -74,6 +74,7 @@ class Tracked:
     talks: list[Conversation]
     users: dict[bytes, Rights]
     config: dict[bytes, bytes]
+    notifies: bool
     _now: Callable[[], int]
 
     def begin_tracking(self) -> None:
@@ -107,14 +108,14 @@ class Tracked:
                 continue
             if isinstance(came, Err) or came is QUEUED or len(one) == 1:
                 continue
-            unclear = unclear or self._unclear() | (self._changing if runs_many else set())
+            before_or_after = self._unswept() | (self._changing if runs_many else set())  # it was read, it has changed
+            unclear = unclear or self._unclear() | before_or_after
             keys = keys_used(one)
             tracking.noted.update(keys)
             tracking.ever.update(keys)
             if self._reads(one):
                 tracking.read.update(key for key in keys if key not in unclear)
-            if runs_many:  # it was read before it changed, or afterwards
-                tracking.due.update(key for key in keys if key in self._changing)
+            tracking.due.update(key for key in keys if key in before_or_after)
         if any(one[0].lower() in _MOVES or one[:2] == (b"CLIENT", b"TRACKING") for one, _, _ in done):
             self._moved()
         if tracking.mode is not None and talk.queued is None and words[0].lower() != b"client":
@@ -122,6 +123,10 @@ class Tracked:
 
     def _unclear(self) -> set[bytes]:
         return {name for key in self.store.doubtful() | self.store.fog for name in _names_of(key)}
+
+    def _unswept(self) -> set[bytes]:
+        """What was due, and the server may notice later."""
+        return {name for key in self.store.lately_expired() for name in _names_of(key)}
 
     def _reads(self, words: Words) -> bool:
         """Whether a command reads all of its keys. If one of them is a string, a command for pages reads none."""
@@ -133,7 +138,7 @@ class Tracked:
 
     def _moved(self) -> None:
         """Somebody else may be told now: nobody knows who is told of what has just changed, or is about to."""
-        lately = self._lately | self.store.doubtful()
+        lately = self._lately | self.store.doubtful() | {*self.store.lately_expired()}
         for one in self.trackers:
             tracking = one.tracking
             tracking.need_not_tell(lately)
@@ -164,7 +169,8 @@ class Tracked:
                 if sure:
                     tracking.noted.discard(name)
             if mode is not None and mode.is_about(key) and not (own and sure) and self._may_know(one, key):
-                tracking.due[key] += sum(map(key.startswith, mode.prefixes))  # each is told for itself
+                times = 1 + self.notifies  # who is notified of SET is told before it is noted that it also expires
+                tracking.due[key] += times * sum(map(key.startswith, mode.prefixes))  # each is told for itself
                 if not own:
                     self._owe(one, key, key)
 
