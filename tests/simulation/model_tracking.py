@@ -161,7 +161,7 @@ class Tracked:
             tracking, mode = one.tracking, one.tracking.mode
             own = by is one and mode is not None and mode.no_loop
             for name in names:
-                if name in tracking.noted and self._may_know(one, name):
+                if name in tracking.noted and not (own and sure) and self._may_know(one, name):
                     tracking.due[name] += 1
                 if name in tracking.read and not own and mode is not None and not mode.broadcast:
                     self._owe(one, name, key)
@@ -202,7 +202,8 @@ class Tracked:
             tracking = one.tracking
             tracking.need_not_tell(self._lately)
             tracking.read.clear()
-            tracking.noted.clear()
+            if any(other.tracking.mode is not None for other in self.trackers if other in self.talks):
+                tracking.noted.clear()  # or the server does not listen, and notes stay
             tracking.due[None] += 1
             self._owe(one, None, None)
 
