@@ -396,4 +396,25 @@ MISTAKES = [
         "        if not (client.sees_all or not to.sees_all):\n            seen = ",
         "a tenant is told of keys that it may not read",
     ),
+    Mistake(
+        "refused-and-still-asked",
+        _COMMANDS + "dispatch.admission",
+        "    end_caching(client, wanted)\n",
+        "",
+        "what CLIENT CACHING says is for the next command that is not refused",
+    ),
+    Mistake(
+        "last-change-counts",
+        _COMMANDS + "notifying.tracking",
+        "by if self.changed.get(key, by) is by else None",
+        "by",
+        "who has changed a key last, under NOLOOP, is not told that it had expired before, or was changed by another",
+    ),
+    Mistake(
+        "told-of-nothing",
+        _COMMANDS + "notifying.tracking",
+        "if others := [key for key, by in changed.items() if by is not client]:\n                    self._send(client, [others])",
+        "others = [key for key, by in changed.items() if by is not client]\n                self._send(client, [others])",
+        "who has made all the changes itself, under NOLOOP, gets a message about no key",
+    ),
 ]
