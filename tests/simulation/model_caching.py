@@ -67,10 +67,10 @@ def contradiction(before: Mode | None, mode: Mode) -> Err | None:
         return Err("ERR You can't specify both OPTIN mode and OPTOUT mode")
     if before is not None and ((mode.opt_in and before.opt_out) or (mode.opt_out and before.opt_in)):
         return Err("ERR You can't switch OPTIN/OPTOUT mode")
-    there = [(one, one) for one in before.prefixes] if before is not None else []
-    there += [(one, None) for one in mode.prefixes] if mode.broadcast else []
+    there = before.prefixes if before is not None else frozenset()
     for prefix in mode.prefixes:
-        if any(prefix.startswith(one) or one.startswith(prefix) for one, old in there if old or one != prefix):
+        others = [*there, *(mode.prefixes - {prefix})]
+        if any(prefix.startswith(one) or one.startswith(prefix) for one in others):
             return Err("ERR Prefix '")
     return None
 

@@ -48,6 +48,7 @@ class Tracking:
     owed: dict[bytes | None, Owed] = field(default_factory=dict)
     due: Counter[bytes | None] = field(default_factory=Counter)  # messages that may come
     told_to: set[int] = field(default_factory=set)  # the ids of all that it has redirected to
+    has_broadcast: bool = False
     broken: bool = False  # whether it knows for sure that the one it redirects to is gone
     breaks: bool = False  # whether it must be told that
 
@@ -189,9 +190,11 @@ class Tracked:
         if name is not None and not self._may_know(one, name):
             return
         to = self._connection(mode.redirect) if mode.redirect else one
-        if to is None:
+        if to is None and not self.store.expires:  # which the server notices later, perhaps
             tracking.breaks = not tracking.broken and one.protocol == 3
             tracking.broken = True
+        elif to is None:
+            return
         elif to.protocol == 3 or (mode.redirect and (to.channels or to.patterns)):
             tracking.owed[name] = Owed(to, cause)
 
@@ -233,8 +236,8 @@ class Tracked:
         names: Sequence[bytes | None] = [None] if keys is None else keys
         if len(set(names)) < len(names) or not names:
             return f"was told of {keys!r:.200}: of nothing, or of one key twice"
-        if len(names) > 1 and not any(one.tracking.mode is None or one.tracking.mode.broadcast for one in sources):
-            return f"was told of {keys!r:.200} at once, and does not broadcast"
+        if len(names) > 1 and not any(one.tracking.has_broadcast for one in sources):
+            return f"was told of {keys!r:.200} at once, and has never broadcast"
         for name in names:
             if not self._settle(talk, [one.tracking for one in sources], name):
                 return f"was told that {name or 'everything'!r} has changed, and has to do nothing with that"
@@ -329,6 +332,7 @@ class Tracked:
             before = tracking.mode
             mode = replace(mode, asked=before.asked, prefixes=before.prefixes | mode.prefixes)
         tracking.mode, tracking.broken = mode, False
+        tracking.has_broadcast = tracking.has_broadcast or mode.broadcast
         if mode.redirect:
             tracking.told_to.add(mode.redirect)
         if self.talk not in self.trackers:
