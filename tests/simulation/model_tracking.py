@@ -154,7 +154,7 @@ class Tracked:
         """A key has changed, or may have."""
         if not self.trackers or self._flushing:
             return
-        names, sure = _names_of(key), self.store.sure
+        names, sure = _names_of(key), self.store.sure and key not in self.store.fog | self.store.doubtful()
         self._lately.add(key)
         self._changing.update(names)
         by = None if self.store.expires else self._actor
@@ -164,7 +164,7 @@ class Tracked:
             for name in names:
                 if name in tracking.noted and not (own and sure) and self._may_know(one, name):
                     tracking.due[name] += 1
-                if name in tracking.read and not own and mode is not None and not mode.broadcast:
+                if name in tracking.read and sure and not own and mode is not None and not mode.broadcast:
                     self._owe(one, name, key)
                 tracking.read.discard(name)
                 if sure:
@@ -172,7 +172,7 @@ class Tracked:
             if mode is not None and mode.is_about(key) and not (own and sure) and self._may_know(one, key):
                 times = 1 + self.notifies  # who is notified of SET is told before it is noted that it also expires
                 tracking.due[key] += times * sum(map(key.startswith, mode.prefixes))  # each is told for itself
-                if not own:
+                if sure and not own:
                     self._owe(one, key, key)
 
     def _may_know(self, one: Conversation, name: bytes) -> bool:
@@ -185,7 +185,7 @@ class Tracked:
     def _owe(self, one: Conversation, name: bytes | None, cause: bytes | None) -> None:
         """It must be told, or who is told in its place; and if that one is gone, it must be told of that."""
         tracking, mode = one.tracking, one.tracking.mode
-        if mode is None or not self.store.sure or one.gone or one not in self.talks:
+        if mode is None or one.gone or one not in self.talks:
             return
         if name is not None and not self._may_know(one, name):
             return
