@@ -254,8 +254,8 @@ class Tracked:
             one.due[name] = max(one.due[name] - 1, 0)
             if needed:
                 del one.owed[name]
-            else:
-                one.read.discard(name or b"")
+            for other in sources if not needed else ():
+                other.read.discard(name or b"")  # nobody knows who of them it was that is not noted any more
             return True
         return False
 
