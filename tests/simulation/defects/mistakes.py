@@ -404,13 +404,6 @@ MISTAKES = [
         "what CLIENT CACHING says is for the next command that is not refused",
     ),
     Mistake(
-        "last-change-counts",
-        _COMMANDS + "notifying.tracking",
-        "by if self.changed.get(key, by) is by else None",
-        "by",
-        "who has changed a key last, under NOLOOP, is not told that it had expired before, or was changed by another",
-    ),
-    Mistake(
         "told-of-nothing",
         _COMMANDS + "notifying.tracking",
         "if others := [key for key, by in changed.items() if by is not client]:\n                    self._send(client, [others])",
