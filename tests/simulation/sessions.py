@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.administration import MS, TENANTS
+from tests.simulation.caches import name_of
 from tests.simulation.model import Words
 from tests.simulation.peers import PEERS
 
@@ -114,7 +115,7 @@ class Sessions:
         """Somebody ends connections, while they ask for something."""
         rng, me, target = self.rng, self.peer, self.rng.randrange(PEERS)
         busy = [self._soon(self._write(target), 100_000), self._send(target, self._command(target))]
-        kill = self._step("kill_client", me, target=target)
+        kill = self._step("name", me, (b"CLIENT", b"KILL", b"ID", name_of(target)))
         if rng.random() < 0.4:
             which = rng.choice([(b"TYPE", b"normal"), (b"TYPE", b"pubsub"), (b"USER", b"default")])
             kill = self._send(me, (b"CLIENT", b"KILL", *which, b"SKIPME", rng.choice([b"yes", b"no"])))

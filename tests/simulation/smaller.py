@@ -22,7 +22,6 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
     ("kvpage_server.commands.steps", "STEP", [1, 3]),
     ("kvpage_server.commands.dispatch.disk", "_MOST_AHEAD", [500]),
     ("kvpage_server.commands.context", "MANY_BYTES", [500]),
-    ("kvpage_server.commands.notifying.tracking", "_MANY", [2]),
     ("kvpage_server.commands.notifying.channels", "_FEW", [1]),
     (_STORE + "memory_limit", "MOST_LEAVE", [1, 5]),
     (_STORE + "eviction.leases", "_AT_ONCE", [1]),
