@@ -347,7 +347,7 @@ class Program(Administration, Scenes, Oddities, Meetings, Sessions, Caches):
         return rng.choice([
             (b"KVPAGEPIN", req, *pages), (b"KVPAGEUNPIN", req, *pages), (b"KVPAGEUNPIN", req),
             (b"KVPAGELEASE", req, b"%d" % rng.randrange(1, 20_000), *pages),
-            (b"KVPAGEPREFIX", b"8", b"%d" % rng.choice([0, 700]), b"%d" % len(pages), *blocks),
+            (b"KVPAGEPREFIX", rng.choice([b"8", b"8", b"5"]), rng.choice([b"0", b"700"]), b"%d" % len(pages), *blocks),
         ])  # fmt: skip
 
     def _all(self) -> Words:

@@ -50,7 +50,7 @@ class Sessions:
         rng = random.Random(f"sessions {seed}")
         share = rng.choice([0.0, 0.0, 0.01, 0.05])
         kinds = [
-            self._asked, self._asked, self._asked, self._untouched, self._silent, self._skipped, self._quits,
+            self._inquiry, self._inquiry, self._inquiry, self._untouched, self._silent, self._skipped, self._quits,
             self._killed, self._monitored, self._shut_down,
         ]  # fmt: skip
         kinds += [self._user_removed] * self.tenants
@@ -65,7 +65,7 @@ class Sessions:
 
         return draw
 
-    def _asked(self) -> list[Step]:
+    def _inquiry(self) -> list[Step]:
         """A question about the server, about a connection, or about a key."""
         rng, key, name = self.rng, self._any_key(), b"n%d" % self.rng.randrange(9)
         user = b"u%d" % rng.choice(TENANTS) if self.tenants else b"default"
