@@ -205,7 +205,7 @@ class Judge:
         if model.given_up:
             model.done.clear()
         model.end_command(talk, said, asked.expected)
-        if asked.heard is not None:
+        if asked.heard is not None or isinstance(reply, Stream):
             asked.unsure = store.doubtful() | store.fog
         asked.at, asked.end = before, len(store.log)
         asked.changes = asked.end - before - (store.gone - gone)  # that a key is due is nobody's promise

@@ -78,7 +78,7 @@ def _was_gathered(model: Model, talk: Conversation, asked: Asked, reply: Any) ->
     if any(moment.members is None for moment in moments):
         return agrees(ANYTHING, reply)
     is_index, start = asked.words[0].lower() == b"smembers", _beginning(asked.words[-1])
-    least = frozenset.intersection(*(moment.members for moment in moments))
+    least = frozenset.intersection(*(moment.members for moment in moments)) - asked.unsure
     most = frozenset.union(*(moment.members for moment in moments))
     for key, *cells in store.log[asked.at : end]:
         if is_index and not key.startswith(start):
