@@ -9,7 +9,6 @@ stay done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.admission import (
@@ -28,7 +27,7 @@ from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.commands.table.spec import AT_ONCE, Parts, Spec
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
-from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, encode
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, Wait, encode
 from kvpage_server.store.disk.holds import Hold
 
 _PART = 128  # items
@@ -159,10 +158,8 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         hold = yield from _ready(client, spec, part)
         reply = run_as_asked(client, spec, part)
         del hold
-        if parts.joined == "array" and isinstance(reply, Stream):
-            yield from islice(reply.items, 1, None)  # without its header
-        elif parts.joined == "array":
-            yield _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
+        if parts.joined == "array":
+            yield from _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
         elif isinstance(reply, ReplyError):
             yield reply
             return
@@ -175,8 +172,13 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         yield total
 
 
-def _items(client: Client, reply: Reply, count: int) -> tuple[Piece, ...]:
-    """The items of an array without its header. An error takes the place of every item."""
-    pieces: list[Piece] = []
-    encode(reply, client.protocol, pieces)
-    return tuple(pieces * count) if isinstance(reply, ReplyError) else tuple(pieces[1:])
+def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
+    """The items of an array without its header. An error that comes instead of the array takes the place of each."""
+    begun = False
+    for step in _flat(reply):
+        if begun or type(step) is Wait or step == ():
+            yield step
+            continue
+        begun, pieces = True, list[Piece]()
+        encode(step, client.protocol, pieces)
+        yield tuple(pieces * count) if isinstance(step, ReplyError) else tuple(pieces[1:])
