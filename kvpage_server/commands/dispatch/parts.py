@@ -21,7 +21,7 @@ from kvpage_server.commands.dispatch.admission import (
     rejected,
 )
 from kvpage_server.commands.dispatch.disk import Postponed, prepare
-from kvpage_server.commands.dispatch.run import run_as_asked
+from kvpage_server.commands.dispatch.run import end_caching, run_as_asked, run_part
 from kvpage_server.commands.queued import too_much_queued
 from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.commands.table.spec import AT_ONCE, Parts, Spec
@@ -106,7 +106,10 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
             if placing is not None:
                 placing.check(slots)
         if parts.joined:
-            yield from _joined(client, spec, parts, words)
+            try:
+                yield from _joined(client, spec, parts, words)
+            finally:
+                end_caching(client, spec)
         else:
             yield from _run_whole(client, spec, words)
     except ReplyError as error:
@@ -156,7 +159,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
     for part in _divided(spec, parts, words):
         hold = yield from _ready(client, spec, part)
-        reply = run_as_asked(client, spec, part)
+        reply = run_part(client, spec, part)
         del hold
         if parts.joined == "array":
             yield from _items(client, reply, parts.items * (len(part) - spec.words - parts.first))

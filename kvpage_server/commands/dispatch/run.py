@@ -65,11 +65,21 @@ def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyE
 
 
 def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command with the client's settings: CLIENT NO-TOUCH and CLIENT TRACKING."""
-    reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
-    if client.tracking is not None and client.transaction is None and not spec.keeps_caching:
-        client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
+    """Run a command with the client's settings: CLIENT NO-TOUCH, CLIENT TRACKING and CLIENT CACHING."""
+    reply = run_part(client, spec, words)
+    end_caching(client, spec)
     return reply
+
+
+def run_part(client: Client, spec: Spec, words: Command) -> Reply:
+    """The same for a part of a command. Call `end_caching` after the last one."""
+    return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
+
+
+def end_caching(client: Client, spec: Spec) -> None:
+    """A command has run: CLIENT CACHING is for one command, or transaction."""
+    if client.tracking is not None and client.transaction is None and not spec.keeps_caching:
+        client.tracking.asked = False
 
 
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
