@@ -2,8 +2,8 @@
 
 Up to `AT_ONCE` words, a command runs without a pause, as in Redis, so nobody sees it half done. The table says how a
 longer command is divided, see `Parts`. If it can't be divided it is refused, since it would hold up all clients. The
-rights for all parts are checked before the first part. When a part fails, the command ends, and the parts before it
-stay done.
+rights for all parts are checked before the first part, and not again: a command that has begun is done with the rights
+that it began with. When a part fails, the command ends, and the parts before it stay done.
 """
 
 from __future__ import annotations
