@@ -36,6 +36,7 @@ from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.listing import Listing
+from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block, rows_of
@@ -118,6 +119,12 @@ class Keyspace:
             yield ()
         if coming:
             self.admit(coming)
+
+    def split_block(self, req_id: bytes, page: int) -> None:
+        """Make values of the pages of a block that was stored whole, if it is in memory, before some are replaced."""
+        block = self.index.block(req_id, page)
+        if block is not None and block.extent is not None and type(block.extent.slot) is not Cold:
+            self.contents.split(block)
 
     # -- pages -----------------------------------------------------------------------------------------------------
 

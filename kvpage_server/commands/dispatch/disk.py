@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
@@ -109,6 +110,13 @@ def wait_for_room(tiered: DiskTier) -> None:
         raise Postponed(Wait(behind.when_there_is_room))
 
 
+def caught_up(client: Client) -> Iterator[Reply]:
+    """Steps of a reply until the disk has room for more that waits to be written. A transaction does not wait."""
+    tiered = client.server.tiered
+    if tiered is not None and tiered.behind.full:
+        yield Wait(tiered.behind.when_there_is_room, now=_nothing)
+
+
 def _bring(
     client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[Cold], *, touches: bool
 ) -> tuple[Wait, Hold]:
@@ -126,9 +134,14 @@ def _bring(
     return Wait(start), hold
 
 
-def fetched(client: Client, find: Callable[[DiskTier], Iterable[Needed]], *, touches: bool = True) -> Iterator[Reply]:
-    """Steps of a reply until all that `find` finds is in memory, if only to be looked at. Raises ReplyError."""
-    tiered, hold = client.server.tiered, None  # kept until the next step
+def fetched(
+    client: Client, find: Callable[[DiskTier], Iterable[Needed]], *, touches: bool = True
+) -> Steps[Hold | None]:
+    """Steps of a reply until all that `find` finds is in memory, if only to be looked at. Raises ReplyError.
+
+    It is held as long as the result is kept, or until the next step.
+    """
+    tiered, hold = client.server.tiered, None
     while tiered is not None and tiered.any_cold:
         needed = dict.fromkeys(find(tiered))
         cold = _cold_of(needed, touches=touches)
@@ -136,7 +149,7 @@ def fetched(client: Client, find: Callable[[DiskTier], Iterable[Needed]], *, tou
             break
         wait, hold = _bring(client, tiered, needed, cold, touches=touches)
         yield wait
-    del hold
+    return hold
 
 
 class ReadAhead(Generic[T]):

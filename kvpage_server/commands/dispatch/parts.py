@@ -2,14 +2,13 @@
 
 Up to `AT_ONCE` words, a command runs without a pause, as in Redis, so nobody sees it half done. The table says how a
 longer command is divided, see `Parts`. If it can't be divided it is refused, since it would hold up all clients. The
-rights for all parts are checked before the first part. When a part fails, the command ends, and the parts before it
-stay done.
+rights for all parts are checked before the first part, and not again: a command that has begun is done with the rights
+that it began with. When a part fails, the command ends, and the parts before it stay done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.admission import (
@@ -29,7 +28,7 @@ from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.commands.table.spec import AT_ONCE, Parts, Spec
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
-from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, encode
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, Wait, encode
 from kvpage_server.store.disk.holds import Hold
 
 _PART = 128  # items
@@ -108,7 +107,10 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
             if placing is not None:
                 placing.check(slots)
         if parts.joined:
-            yield from _joined(client, spec, parts, words)
+            try:
+                yield from _joined(client, spec, parts, words)
+            finally:
+                end_caching(client, spec)
         else:
             yield from _run_whole(client, spec, words)
     except ReplyError as error:
@@ -160,10 +162,8 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         hold = yield from _ready(client, spec, part)
         reply = run_part(client, spec, part)
         del hold
-        if parts.joined == "array" and isinstance(reply, Stream):
-            yield from islice(reply.items, 1, None)  # without its header
-        elif parts.joined == "array":
-            yield _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
+        if parts.joined == "array":
+            yield from _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
         elif isinstance(reply, ReplyError):
             end_caching(client, spec)
             yield reply
@@ -178,8 +178,13 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         yield total
 
 
-def _items(client: Client, reply: Reply, count: int) -> tuple[Piece, ...]:
-    """The items of an array without its header. An error takes the place of every item."""
-    pieces: list[Piece] = []
-    encode(reply, client.protocol, pieces)
-    return tuple(pieces * count) if isinstance(reply, ReplyError) else tuple(pieces[1:])
+def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
+    """The items of an array without its header. An error that comes instead of the array takes the place of each."""
+    begun = False
+    for step in _flat(reply):
+        if begun or type(step) is Wait or step == ():
+            yield step
+            continue
+        begun, pieces = True, list[Piece]()
+        encode(step, client.protocol, pieces)
+        yield tuple(pieces * count) if isinstance(step, ReplyError) else tuple(pieces[1:])

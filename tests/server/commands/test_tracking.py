@@ -261,6 +261,23 @@ class TestWhatIsTold:
         assert len(cache._told) == 1
         assert cache.told() == sorted(key.encode() for key in keys)
 
+    @pytest.mark.parametrize(
+        ("mode", "word", "told"),
+        [("OPTIN", "YES", True), ("OPTIN", None, False), ("OPTOUT", "NO", False), ("OPTOUT", None, True)],
+    )
+    def test_what_is_asked_of_a_command_holds_for_all_of_its_parts_and_no_longer(
+        self, caches: tuple[Cache, Cache], mode: str, word: str | None, told: bool
+    ) -> None:
+        cache, writer = caches
+        keys = [b"long:%d" % i for i in range(1500)]
+        cache.ask("CLIENT", "TRACKING", "ON", mode)
+        asked = [("CLIENT", "CACHING", word)] if word else []
+        cache.ask_all([*asked, ("MGET", *keys), ("GET", "after")])
+        changed = keys[::100]
+        for key in (*changed, b"after"):
+            writer.ask("SET", key, "1")
+        assert cache.told() == sorted([*(changed if told else ()), *([b"after"] if mode == "OPTOUT" else ())])
+
 
 class TestWhoIsTold:
     def test_resp2_is_told_on_another_connection(self, server: RunningServer) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import ReadAhead, fetched
+from kvpage_server.commands.dispatch.disk import ReadAhead, caught_up, fetched
 from kvpage_server.commands.families.pages.misses import page_missed, pages_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps
@@ -31,6 +31,8 @@ from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Page, has_bytes, is_cold, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.reading import Found
+
+BlockName = tuple[bytes, int]  # request and page id
 
 AT_ONCE = 512 if NAME == "native" else 128  # pages that are read, stored or found before others may have their turn
 _AT_ONCE_EACH = 128  # where each of them takes decisions: somebody is told of it, or it counts against a quota
@@ -173,8 +175,10 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
             read += len(batches[-1])
             yield ()
         yield from client.keyspace.admit_pages(batches)
+        if client.server.tiered is not None:
+            yield from _split(client, batches)
         while batches:
-            yield from fetched(client, partial(_extents_of, batches[0]))
+            yield from fetched(client, partial(_extents_of, batches[0].blocks()))  # stored whole meanwhile, and gone
             client.keyspace.set_pages(batches.popleft())
             yield ()
         yield OK
@@ -182,8 +186,43 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, store())
 
 
-def _extents_of(some: PageNames, tiered: DiskTier) -> Iterable[Needed]:
-    return tiered.needs.extents_at(dict.fromkeys(some.blocks()))
+def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
+    """Split the blocks to which pages belong, if they were stored whole. Raises ReplyError.
+
+    For that they have to be in memory, and the disk may fail. Afterwards, storing pages needs nothing of it. However
+    large the blocks are together, few are in memory at once: what was split leaves it again once it is written.
+    """
+    for some in batches:
+        for blocks in _whole(client, some):
+            yield from caught_up(client)
+            hold = yield from fetched(client, partial(_extents_of, blocks))
+            for block in blocks:
+                client.keyspace.split_block(*block)
+                yield ()
+            del hold
+        yield ()
+
+
+def _whole(client: Client, some: PageNames) -> Iterator[list[BlockName]]:
+    """The blocks of pages that were stored whole, as many at a time as may be in memory at once, or one."""
+    most, limit = client.server.found_at_once, client.server.config.client_memory
+    most = min(most, limit) if limit else most
+    blocks, size = list[BlockName](), 0
+    for name in dict.fromkeys(some.blocks()):
+        block = client.keyspace.index.block(*name)
+        if block is None or block.extent is None:
+            continue
+        if blocks and size + block.extent.slot.size > most:
+            yield blocks
+            blocks, size = [], 0
+        blocks.append(name)
+        size += block.extent.slot.size
+    if blocks:
+        yield blocks
+
+
+def _extents_of(blocks: Sequence[BlockName], tiered: DiskTier) -> Iterable[Needed]:
+    return tiered.needs.extents_at(dict.fromkeys(blocks))
 
 
 class _Step(NamedTuple):

@@ -138,9 +138,8 @@ def test_what_would_not_fit_in_memory_is_refused_before_anything_ran(tmp_path: P
         with pytest.raises(redis.ResponseError, match="ask for less at a time"):
             client.mget(keys)
         assert [value[64:] for value in client.mget(keys[3:6])] == [body(MB, seed) for seed in range(3, 6)]
-        words = [word for seed in range(8) for word in page(f"v{seed}", 1, "abcd")]
         with pytest.raises(redis.ResponseError, match="ask for less at a time"):
-            client.execute_command("KVPAGEMSET", 8, *words)
+            client.mset({"new": "1", **dict.fromkeys(keys, "text")})
         assert client.dbsize() == 9
 
 
@@ -287,6 +286,45 @@ def test_pages_that_are_written_into_blocks_on_disk_are_all_stored_or_none(tmp_p
             assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
         for seed in range(12, 16):
             assert client.execute_command("KVPAGESET", *page(f"v{seed}", 1, "abcd")) == b"OK"
+            assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
+
+
+MANY = 1000  # pages that are stored in several steps
+
+
+def batch_into(blocks: int) -> tuple[Any, ...]:
+    """A KVPAGEMSET of very many new pages, and behind them one for each block of `cold_blocks`."""
+    new = [word for number in range(MANY) for word in page("fresh", number, "abcd")]
+    return "KVPAGEMSET", MANY + blocks, *new, *(word for seed in range(blocks) for word in page(f"v{seed}", 1, "abcd"))
+
+
+def test_a_batch_into_blocks_on_disk_that_are_more_than_clients_may_have_at_once_is_stored(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        cold_blocks(client, 5)
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "2mb") as (_, client):
+        assert client.execute_command(*batch_into(5)) == b"OK"
+        assert client.scard("kv:fresh:index") == MANY
+        for seed in range(5):
+            assert client.execute_command("KVPAGEGET", f"v{seed}", 1, 0, 0, 0) == b"abcd"
+            assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
+
+
+def test_of_a_batch_of_many_steps_nothing_is_stored_if_a_block_cannot_be_read(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        cold_blocks(client, 2)
+    switch = tmp_path / "unreadable"
+    switch.touch()
+    with (
+        start_server("--store", "tiered", directory=tmp_path, program=[str(UNREADABLE)]) as server,
+        server.client() as client,
+    ):
+        with pytest.raises(redis.ResponseError, match="reading from disk failed: Input/output error"):
+            client.execute_command(*batch_into(2))
+        assert client.dbsize() == 2
+        switch.unlink()
+        assert client.execute_command(*batch_into(2)) == b"OK"
+        assert client.dbsize() == MANY + 4
+        for seed in range(2):
             assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
 
 
