@@ -134,14 +134,19 @@ class QuotaLimit:
 
     def _every_unit(self) -> Iterator[Unit]:
         """The units that there were at the start of the counting and that still exist. New ones are counted when they
-        come."""
-        entries, index = self._contents.catalogue.entries, self._contents.index
-        for key in list(entries):
-            entry = entries.get(key)
+        come.
+
+        Between two units anything may happen, a flush too. So only names are kept, and looked up when it is their turn.
+        """
+        catalogue, index = self._contents.catalogue, self._contents.index
+        for key in list(catalogue.entries):
+            entry = catalogue.entries.get(key)
             if entry is not None and not is_page(entry):
                 yield key
         for req_id in list(index.requests):
-            yield from index.of(req_id)
+            for page in sorted(index.page_ids(req_id)):
+                if block := index.block(req_id, page):
+                    yield block
 
     def _count(self, unit: Unit) -> None:
         quota = self._contents.evictor.quota_of(unit)

@@ -4,6 +4,9 @@ A bucket has every key whose expiry was set to its second. If the expiry was cha
 Such stale notes are dropped together when they outnumber the others. Costs: amortised O(1) for a note and for a key
 that is due.
 
+Whoever is given a key may note others before it asks for the next: when a block is woken, its pages are noted. That may
+fill, replace or drop any bucket, so no bucket is kept in hand meanwhile.
+
 Eviction asks for what is due next, and may have to spare it. A spared key is returned again after all others, or after
 a while, so that not every write looks at it.
 """
@@ -47,14 +50,10 @@ class Expirer:
         """The keys whose second of expiry has passed at `now` (unix milliseconds). Each is returned once."""
         if self._spared and (min(self._spared) + 1) * 1000 <= now:
             self._put_back(now)
-        while self._seconds and (self._seconds[0] + 1) * 1000 <= now:
-            bucket = self._buckets[self._seconds[0]]
-            while bucket:
-                key = bucket.pop()
-                self._notes -= 1
-                if 0 < self._expires_of(key) <= now:
-                    yield key
-            del self._buckets[heapq.heappop(self._seconds)]
+        while (second := self._first_second()) is not None and (second + 1) * 1000 <= now:
+            key = self._take(second)
+            if 0 < self._expires_of(key) <= now:
+                yield key
 
     def nearest(self, now: int) -> Iterator[bytes]:
         """The keys that expire, by second. A key that still exists afterwards was spared."""
@@ -62,23 +61,30 @@ class Expirer:
             self._put_back(now)
         given = []
         try:
-            while self._seconds or self._spared:
-                if not self._seconds:
+            while (second := self._first_second()) is not None or self._spared:
+                if second is None:
                     self._put_back(now)
-                second = self._seconds[0]
-                bucket = self._buckets[second]
-                while bucket:
-                    key = bucket.pop()
-                    self._notes -= 1
-                    if self._expires_of(key) // 1000 == second:
-                        given.append(key)
-                        yield key
-                del self._buckets[heapq.heappop(self._seconds)]
+                    continue
+                key = self._take(second)
+                if self._expires_of(key) // 1000 == second:
+                    given.append(key)
+                    yield key
         finally:
             for key in given:
                 if expires := self._expires_of(key):
                     self._spared.setdefault(expires // 1000, []).append(key)
                     self._notes += 1
+
+    def _first_second(self) -> int | None:
+        """The first second that has a key in its bucket. Empty buckets before it are dropped."""
+        while self._seconds and not self._buckets[self._seconds[0]]:
+            del self._buckets[heapq.heappop(self._seconds)]
+        return self._seconds[0] if self._seconds else None
+
+    def _take(self, second: int) -> bytes:
+        """A key out of a bucket that has some."""
+        self._notes -= 1
+        return self._buckets[second].pop()
 
     def _put_back(self, now: int) -> None:
         for second, keys in self._spared.items():

@@ -1,8 +1,8 @@
 """Remembers pages that are gone: why, when, and by which policy or quota.
 
-There is a ghost for each block and reason, with the rows of its pages. `MOST_ROWS` limits all ghosts together. Blocks
-that lost pages longest ago are forgotten first. Then `since` moves on: removals before it may be forgotten. Costs:
-O(rows) for a block, O(1) for a page.
+There is a ghost for each block and reason, with the rows of its pages. A page is in one of them: that of its last
+removal. `MOST_ROWS` limits all ghosts together. Blocks that lost pages longest ago are forgotten first. Then `since`
+moves on: removals before it may be forgotten. Costs: O(rows) for a block, O(1) for a page.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class Ghosts:
             self._requests.setdefault(block.req_id, set()).add(block.page)
         self._blocks[name] = ghosts
         ghost = ghosts.pop(reason, None)
+        for other in list(ghosts.values()):
+            self._take(other, rows)
+            if not other.rows:
+                del ghosts[other.reason]
+                self._rows -= _GHOST
         if ghost is None:
             ghost = Ghost(reason, {})
             self._rows += _GHOST
@@ -65,6 +70,15 @@ class Ghosts:
         self._rows += len(ghost.rows)
         while self._rows > self._most_rows and len(self._blocks) > 1:
             self._forget_oldest()
+
+    def _take(self, ghost: Ghost, rows: Mapping[int, int]) -> None:
+        """Some pages were removed again since, for another reason."""
+        for row in ghost.rows.keys() & rows.keys():
+            if left := ghost.rows[row] & ~rows[row]:
+                ghost.rows[row] = left
+            else:
+                del ghost.rows[row]
+                self._rows -= 1
 
     def _forget_oldest(self) -> None:
         (req_id, page), forgotten = self._blocks.popitem(last=False)
@@ -84,7 +98,7 @@ class Ghosts:
         """How a page was last removed."""
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         ghosts = self._blocks.get((req_id, page), {})
-        return next((ghost for ghost in reversed(ghosts.values()) if ghost.rows.get(row, 0) & bit), None)
+        return next((ghost for ghost in ghosts.values() if ghost.rows.get(row, 0) & bit), None)
 
     def of_block(self, req_id: bytes, page: int, block: Block | None = None) -> Ghost | None:
         """How a block lost a page that is still missing. `block` is what there is of it."""

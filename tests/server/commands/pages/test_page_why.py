@@ -42,6 +42,25 @@ def test_why_a_page_is_not_there(client: redis.Redis) -> None:
         client.execute_command("KVPAGEWHY", *name)
 
 
+def test_why_a_page_went_last_whatever_happens_to_its_neighbours(client: redis.Redis) -> None:
+    page, neighbours = ("r", 0, 0, 0, 0), ("kv:r:0:1:0:0", "kv:r:0:2:0:0")
+    for head in range(3):
+        set_page(client, head=head)
+    client.delete("kv:r:0:0:0:0")
+    set_page(client)
+    client.pexpire("kv:r:0:0:0:0", 10)
+    time.sleep(0.02)
+    expired = ask(client, "KVPAGEWHY", *page)
+    assert expired["reason"] == "expired"
+    time.sleep(0.002)
+    client.delete(neighbours[0])
+    assert ask(client, "KVPAGEWHY", *page) == expired
+    set_page(client, head=1)
+    client.execute_command("KVPAGEDEL", "r")
+    assert ask(client, "KVPAGEWHY", *page) == expired
+    assert ask(client, "KVPAGEWHY", "r", 0, 2, 0, 0)["reason"] == "deleted"
+
+
 def test_why_tells_eviction_when_and_by_which_policy() -> None:
     with small_store() as client:
         set_block(client, "r", 0)
@@ -150,6 +169,24 @@ def test_every_reason_is_told_and_counted(tmp_path: Path) -> None:
         reasons = ("expired", "evicted", "overwritten", "deleted", "corrupt", "over_quota", "incomplete", "hole")
         assert {reason: counted[f"page_misses_{reason}"] for reason in reasons} == dict.fromkeys(reasons, 1)
         assert counted["page_misses_never_stored"] == 2
+
+
+def test_a_page_has_gone_for_one_reason_its_last() -> None:
+    """Whatever is removed, in whatever order. What is kept is counted."""
+    luck, reasons = random.Random(1), ("expired", "evicted", "over quota", "deleted", "overwritten", "corrupt")
+    ghosts, last = Ghosts(), dict[tuple[int, int], str]()
+    for _ in range(2000):
+        block, reason = Block(b"r", 0), luck.choice(reasons)
+        for _ in range(luck.randint(1, 6)):
+            layer, head = luck.randrange(3), luck.randrange(70)
+            block.add(layer, head, 0)
+            last[layer, head] = reason
+        ghosts.remember(block, block.rows, reason)
+        assert {page: ghosts.of_page(b"r", page[0], page[1], 0, 0).reason for page in last} == last
+        kept = ghosts._blocks[b"r", 0].values()
+        assert {ghost.reason for ghost in kept} == set(last.values())
+        assert ghosts._rows == sum(len(ghost.rows) + 8 for ghost in kept)
+        assert ghosts.of_block(b"r", 0).reason == reason
 
 
 def test_ghosts_are_bounded_and_say_since_when_they_know() -> None:

@@ -101,6 +101,31 @@ async def test_an_expiry_that_was_set_while_a_commit_failed_is_written_with_the_
         assert expiries(disk) == {PAGE: LATER, LONG: LATER, SHORT: LATER}
 
 
+@pytest.mark.parametrize("stale", [1090, 1115, 1140])
+async def test_all_pages_of_a_block_expire_though_notes_are_tidied_while_it_is_woken(
+    tmp_path: Path, stale: int
+) -> None:
+    pages = [b"kv:r:0:%d:0:0" % head for head in range(60)]
+    async with with_disk(tmp_path) as (keyspace, _, _):
+        for head, key in enumerate(pages):
+            words = [b"r", b"0", b"%d" % head, b"0", b"0", b"8", b"1", b"32", b"0", bytes(32)]
+            keyspace.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
+            keyspace.set_expiry(key, LATER)
+    disk = Disk(tmp_path, maxdisk=64 * MB)
+    keyspace = Keyspace(disk=disk, maxdisk=64 * MB)
+    assert keyspace.tier is not None
+    keyspace.tier.load()
+    keyspace.tier.connect(mode="always", limit=64 * MB, scrub_rate=MB, moved=lambda: None)
+    assert keyspace.index.resting == 60
+    for more in range(stale):  # of which one counts
+        keyspace.set_expiry(SHORT, LATER + 100_000 + more)
+    while keyspace.sweep(LATER + 2000, 100) == 100:
+        pass
+    assert sorted(keyspace.listing.keys()) == [LONG, SHORT]
+    assert keyspace.contents.expirer.keys == 1
+    await keyspace.tier.close()
+
+
 def test_a_value_whose_expiry_changes_again_and_again_is_not_written(tmp_path: Path) -> None:
     options = ("--maxdisk", "16mb", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
     with tiered(tmp_path, *options) as (_, client):

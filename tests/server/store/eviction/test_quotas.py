@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from stored_pages import Here, ask, held, set_block, set_page
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.page import unix_ms
-from kvpage_server.store.eviction.quotas import Rule
+from kvpage_server.store import quota_limit
+from kvpage_server.store.eviction.quotas import Quota, Rule
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
+from kvpage_server.store.memory.index import Block
 
 BLOCK = 4 * (64 + 100)  # bytes that `set_block` counts as
 A, B = "kv:tenantA.*", "kv:tenantB.*"
@@ -34,6 +36,20 @@ def string_size(key: str, value: bytes) -> int:
 def quota(client: redis.Redis, number: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = client.info("quotas")[f"quota{number}"]
     return found
+
+
+def count_all(keys: Keyspace) -> None:
+    while keys.quotas.go_on():
+        pass
+
+
+def check_units(keys: Keyspace, quota: Quota) -> None:
+    """That whatever a quota knows is there, and counts as what it is."""
+    for unit in {*quota.sizes, *quota.units}:
+        there = keys.index.still_has(unit) if isinstance(unit, Block) else unit in keys.contents.catalogue.entries
+        assert there, f"{unit!r} does not exist"
+    assert quota.sizes == {unit: keys.quotas.size_of(unit) for unit in quota.sizes}
+    assert quota.bytes == sum(quota.sizes.values())
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +114,17 @@ class Quotas(RuleBasedStateMachine):
         policy=st.sampled_from(["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo", "volatile-ttl", "noeviction"])
     )
     def start(self, policy: str) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(quota_limit, "_AT_ONCE", 1)
         self.here = Here(policy=policy)
         self.keys = self.here.keyspace
+        self.counts = False  # whether a quota does not know everything yet
         self.give(6000, 4000)
 
     def give(self, first: int, second: int) -> None:
         self.here.server.config.change("quota", f"kv:a* {first} kv:b:* {second} text:* 3000")
         apply(self.here.server, ["quota"])
+        self.counts = True
 
     def write(self, *words: Any) -> None:
         before = self.here.keyspace.listing.keys()
@@ -130,6 +150,11 @@ class Quotas(RuleBasedStateMachine):
     def set_block(self, req: str, page: int, size: int, heads: int) -> None:
         self.write("KVBLOCKSET", req, page, 1, heads, 1, 0, 1, 0, 3, size, bytes(heads * size))
 
+    @rule(req=st.sampled_from("ab"), size=st.integers(1, 400))
+    def set_blocks(self, req: str, size: int) -> None:
+        for page in range(4):
+            self.set_block(req, page, size, 1)
+
     @rule(key=st.sampled_from(["kv:a:0:1:0:0", "kv:b:0:9:2:0", "text:1", "text:2", "other"]), size=st.integers(0, 2500))
     def set_string(self, key: str, size: int) -> None:
         self.write("SET", key, b"x" * size, *(["PX", 10**7] if size % 2 else []))
@@ -142,9 +167,9 @@ class Quotas(RuleBasedStateMachine):
     def remove(self, key: str) -> None:
         self.here.call("DEL", key)
 
-    @rule(req=st.sampled_from("abcd"), page=st.integers(0, 3))
-    def remove_block(self, req: str, page: int) -> None:
-        self.here.call("KVPAGEDEL", req, page)
+    @rule(req=st.sampled_from("abcd"), pages=st.sets(st.integers(0, 3)))
+    def remove_blocks(self, req: str, pages: set[int]) -> None:
+        self.here.call("KVPAGEDEL", req, *pages)
 
     @rule(key=st.sampled_from(["kv:a:0:1:0:0", "kv:b:0:0:1:0", "text:1"]))
     def expire(self, key: str) -> None:
@@ -154,9 +179,10 @@ class Quotas(RuleBasedStateMachine):
     def read(self, key: str) -> None:
         self.here.call("GET", key)
 
-    @rule(first=st.integers(0, 8000), second=st.integers(1, 8000))
-    def change(self, first: int, second: int) -> None:
+    @rule(first=st.integers(0, 8000), second=st.integers(1, 8000), steps=st.integers(0, 6))
+    def change(self, first: int, second: int, steps: int) -> None:
         self.give(first, second)
+        self.count(steps)
 
     @rule(policy=st.sampled_from(["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo", "volatile-ttl", "noeviction"]))
     def change_policy(self, policy: str) -> None:
@@ -166,9 +192,26 @@ class Quotas(RuleBasedStateMachine):
     def flush(self) -> None:
         self.here.call("FLUSHALL")
 
+    @rule(steps=st.sampled_from([1, 2, 30]))
+    def count(self, steps: int) -> None:
+        self.counts = all(self.keys.quotas.go_on() for _ in range(steps))
+
+    def teardown(self) -> None:
+        if hasattr(self, "here"):
+            self.patch.undo()
+            count_all(self.keys)
+            self.counts = False
+            self.what_is_counted_is_what_there_is()
+
+    @invariant()
+    def nothing_counts_that_is_not_there(self) -> None:
+        if hasattr(self, "here"):
+            for quota in self.keys.evictor.every_quota:
+                check_units(self.keys, quota)
+
     @invariant()
     def what_is_counted_is_what_there_is(self) -> None:
-        if not hasattr(self, "here"):
+        if not hasattr(self, "here") or self.counts:
             return
         sizes = [0, 0, 0]
         for key in self.keys.listing.names():
@@ -375,6 +418,77 @@ def test_a_large_store_is_counted_in_steps() -> None:
         steps += 1
     assert 2 <= steps <= 10
     assert quota.bytes == sum(len(key) + 210 for key in keys.listing.names() if key.startswith(b"a:")) - 7
+
+
+KINDS: dict[str, Callable[[Here, int], bytes]] = {
+    "pages": lambda here, page: here.call("KVPAGESET", "a", 0, 0, page, 0, 3, 1, 100, 0, bytes(100)),
+    "blocks": lambda here, page: here.call("KVBLOCKSET", "a", page, 1, 1, 1, 0, 1, 0, 3, 100, bytes(100)),
+    "strings": lambda here, page: here.call("SET", f"kv:a:{page:03}", bytes(100)),
+}
+
+
+def being_counted(monkeypatch: pytest.MonkeyPatch, kind: str, limit: int = 10**6) -> tuple[Here, Quota]:
+    """Ten values, of which a quota that was just set knows one."""
+    monkeypatch.setattr(quota_limit, "_AT_ONCE", 1)
+    here = Here(policy="allkeys-lru")
+    for page in range(10):
+        assert KINDS[kind](here, page) == b"+OK\r\n"
+    here.keyspace.quotas.set_rules([Rule(b"kv:a:*", limit, lambda name: name.startswith(b"kv:a:"))])
+    (quota,) = here.keyspace.evictor.every_quota
+    assert len(quota.sizes) == 1
+    return here, quota
+
+
+def remove(here: Here, kind: str, page: int) -> None:
+    gone = here.call("DEL", f"kv:a:{page:03}") if kind == "strings" else here.call("KVPAGEDEL", "a", page)
+    assert gone == b":1\r\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_goes_while_a_quota_is_counted_does_not_count(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    here, quota = being_counted(monkeypatch, kind)
+    one = quota.bytes
+    here.keyspace.quotas.go_on()
+    for page in range(3, 8):
+        remove(here, kind, page)
+    for page in (4, 5, 20):  # some come back, as others
+        KINDS[kind](here, page)
+    remove(here, kind, 5)
+    count_all(here.keyspace)
+    assert quota.bytes == 7 * one
+    check_units(here.keyspace, quota)
+    assert len(quota.units) == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_may_go_while_a_quota_is_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    here, quota = being_counted(monkeypatch, kind)
+    one = quota.bytes
+    flushed = here.keyspace.flush()
+    KINDS[kind](here, 5)
+    count_all(here.keyspace)
+    assert len(flushed)  # nothing of it has been freed yet
+    assert quota.bytes == one
+    check_units(here.keyspace, quota)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_stored_again_while_a_quota_was_counted_goes_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    limit = 10 * (64 + 100 if kind != "strings" else string_size("kv:a:000", bytes(100)))
+    here, quota = being_counted(monkeypatch, kind, limit)
+    here.keyspace.quotas.go_on()
+    for page in (4, 5, 6):
+        remove(here, kind, page)
+    count_all(here.keyspace)
+    for page in (4, 5, 6):
+        KINDS[kind](here, page)
+    for page in range(100, 110):  # in place of all that there is
+        assert KINDS[kind](here, page) == b"+OK\r\n"
+        assert len(here.keyspace) == len(here.keyspace.listing.keys())
+        check_units(here.keyspace, quota)
+    assert (len(here.keyspace), quota.evicted) == (10, 10)
+    if kind != "strings":
+        assert b"over quota" in here.call("KVPAGEWHY", "a", 0, 0, 5, 0)
 
 
 def test_quotas_are_counted_after_a_restart(tmp_path: Path) -> None:
