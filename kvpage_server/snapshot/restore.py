@@ -112,14 +112,20 @@ class _Restore:
         return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.first.req_id in self._requests)
 
     def _send_blocks(self, blocks: list[PlannedBlock]) -> None:
-        there = [] if self._replace else self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
+        there: list[set[bytes]] = [set() for _ in blocks]
+        has_strings = [False for _ in blocks]  # under keys of its pages
+        if not self._replace:
+            there = self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
+            has_strings = self._store.are_any_there(
+                [() if had else [page.key for page in block.pages] for block, had in zip(blocks, there, strict=True)]
+            )
         pages: list[Item] = []
-        for i, block in enumerate(blocks):
-            if there and there[i]:  # it may have pages that are not in the dump: they stay
-                pages += [page for page in block.pages if page.key not in there[i]]
-                self._restored.there += sum(page.key in there[i] for page in block.pages)
+        for block, had, has_string in zip(blocks, there, has_strings, strict=True):
+            if had:  # it may have pages that are not in the dump: they stay
+                pages += [page for page in block.pages if page.key not in had]
+                self._restored.there += sum(page.key in had for page in block.pages)
                 continue
-            if block.shape.nbytes > self._largest // _SHARE:
+            if has_string or block.shape.nbytes > self._largest // _SHARE:  # a block takes the place of strings, too
                 pages += block.pages
                 continue
             ttl = 0 if block.ttl_left_ms == FOREVER else ceil(block.ttl_left_ms / 1000)

@@ -221,6 +221,18 @@ class RunningStore:
     def are_there(self, keys: Sequence[bytes]) -> list[bool]:
         return [kind != b"none" for kind in self.ask([command(b"TYPE", key) for key in keys])]
 
+    def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool]:
+        """Of each group of keys, whether one of them exists."""
+        parts = [
+            (i, keys[start : start + _AT_ONCE])
+            for i, keys in enumerate(groups)
+            for start in range(0, len(keys), _AT_ONCE)
+        ]
+        found = [False] * len(groups)
+        for (i, _), count in zip(parts, self.ask([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
+            found[i] = found[i] or count > 0
+        return found
+
     def write(self, writes: Writes) -> list[Written]:
         """Do the writes, and return their outcomes. Raises Refused for other refusals than lack of room."""
         replies = self._ask(writes.pieces, writes.count, with_errors=True)

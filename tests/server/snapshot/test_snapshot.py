@@ -209,6 +209,27 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(
     assert not client.exists("kv:chat-7:9:0:1:0")  # a block is what was dumped, and nothing else
 
 
+def test_a_string_with_the_key_of_a_page_is_there_already(
+    client: redis.Redis, store: RunningStore, tmp_path: Path
+) -> None:
+    for page in range(3):
+        set_block(client, "chat-7", page, HALVES)
+    bodies = {key: client.get(key) for key in everything(client)[0]}
+    dump(store, tmp_path, EVERYTHING)
+    client.flushall()
+    client.set("kv:chat-7:1:1:1:1", "mine")
+    restored = restore(store, tmp_path)
+    assert (restored.amount.pages, restored.there) == (3 * HALVES.pages - 1, 1)
+    assert client.get("kv:chat-7:1:1:1:1") == b"mine"
+    here = {key: client.get(key) for key in everything(client)[0]}
+    assert {key: body[64:] for key, body in here.items() if body != b"mine"} == {
+        key: body[64:] for key, body in bodies.items() if key != b"kv:chat-7:1:1:1:1"
+    }
+    restored = restore(store, tmp_path, replace=True)
+    assert (restored.amount.pages, restored.there) == (3 * HALVES.pages, 0)
+    assert client.get("kv:chat-7:1:1:1:1")[64:] == bodies[b"kv:chat-7:1:1:1:1"][64:]
+
+
 def test_an_interrupted_restore_goes_on(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     before = everything(client)

@@ -4,7 +4,8 @@ It has three databases: `about` (the format and the store's id), `records` (one 
 `sheet`) and `pieces` (the bodies, in numbered pieces of up to 64 pages of LMDB; of one page each where so many in a row
 are not free). A body that is overwritten gets new pieces. Numbers are not reused while the process lives, so a record
 and the pieces read in the same transaction belong together. `quarantine` keeps the last few damaged records, with what
-is left of their bodies. Pieces that no record has any more are removed when their room is needed, see `lost`.
+is left of their bodies; they go with everything else when all is removed, since the next process may give the numbers
+of their pieces to others. Pieces that no record has any more are removed when their room is needed, see `lost`.
 
 LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. Its unsafe
 modes are never used, so a crash of the machine loses only what was not committed.
@@ -236,16 +237,18 @@ class Disk:
                 sheets.flush()
                 if sheets.damaged:
                     self._lost.note(txn)
+                quarantined = txn.stat(self._quarantine)["entries"]
         except BaseException:
             self._next = before
             raise
+        self.quarantined = quarantined
         self._witness.committed()
 
     def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int) -> None:
         if isinstance(change, Clear):
             sheets.clear()
-            txn.drop(self._records, delete=False)
-            txn.drop(self._pieces, delete=False)
+            for database in (self._records, self._quarantine, self._pieces):  # whose pieces go has to go with them
+                txn.drop(database, delete=False)
             return
         place = sheet.place_of(change.name)
         if isinstance(change, Write):
@@ -331,7 +334,6 @@ class Disk:
             oldest.first()
             self._delete_pieces_of(txn, oldest.key()[NUMBER.size :], oldest.value())
             oldest.delete()
-        self.quarantined = txn.stat(self._quarantine)["entries"]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

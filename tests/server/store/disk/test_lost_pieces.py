@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpage_server.page import HEADER_SIZE, DType, PageKey, encode_page
-from kvpage_server.store.disk.file.change import Delete, Quarantine, Write
+from kvpage_server.store.disk.file.change import Clear, Delete, Quarantine, Write
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.records.record import name_of_key
@@ -108,3 +108,29 @@ def test_what_is_left_of_a_damaged_body_stays_in_quarantine(disk: Disk) -> None:
     with pytest.raises(DiskFull):
         disk.write([Write(b"ktwo", b"", body(6))])
     assert disk.quarantined == 1
+
+
+def test_what_was_in_quarantine_before_all_was_removed_takes_nothing_from_what_came_later(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.write([Write(b"kold", b"", body(1, 5000))])
+    disk.write([Quarantine(b"kold")])
+    disk.write([Clear()])
+    assert disk.quarantined == 0
+    disk.close()
+    disk = Disk(tmp_path)
+    assert disk.quarantined == 0
+    disk.write([Write(b"klive", b"", body(2, 5000))])  # its pieces may have the numbers that those of the other had
+    for number in range(20):  # more than are kept: the first ones leave, with their pieces
+        disk.write([Write(b"k%d" % number, b"", body(number, 5000))])
+        disk.write([Quarantine(b"k%d" % number)])
+    assert disk.quarantined == 16
+    assert read(disk, b"klive", 5000) == body(2, 5000)
+    disk.close()
+
+
+def test_a_commit_that_fails_changes_nothing_about_the_quarantine(disk: Disk) -> None:
+    disk.write([Write(b"kaside", b"", body(1, 5000))])
+    with pytest.raises(DiskFull):
+        disk.write([Quarantine(b"kaside"), Write(b"kmore", b"", body(2, 2 * MAXDISK))])
+    assert disk.quarantined == 0
+    assert read(disk, b"kaside", 5000) == body(1, 5000)
