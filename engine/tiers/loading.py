@@ -48,7 +48,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Where contexts are loaded from, and who is told of a load."""
+    """Where contexts are loaded from."""
 
     spec: ModelCacheSpec
     pool: BlockPool
@@ -57,7 +57,6 @@ class Ways:
     readers: Executor  # threads that read files
     tally: Tally
     make_room: Callable[[int], object]  # for a context of so many tokens
-    loaded: Callable[[Loaded, Sequence[int] | None], None]
 
 
 @dataclass(slots=True)
@@ -81,13 +80,23 @@ class Loading:
     """
 
     def __init__(
-        self, ways: Ways, agent_id: str, tokens: Sequence[int] | None, memory: Found, *, enough: bool, within: float
+        self,
+        ways: Ways,
+        agent_id: str,
+        tokens: Sequence[int] | None,
+        memory: Found,
+        came: Callable[[Loaded, Sequence[int] | None], None],
+        *,
+        enough: bool,
+        within: float,
     ) -> None:
-        """With `enough`, only `memory` is used. `within` is the time limit in seconds."""
+        """With `enough`, only `memory` is used. `came` is told of what was found for which tokens, before the caller
+        is. `within` is the time limit in seconds."""
         self._ways = ways
         self._agent_id = agent_id
         self._tokens = tokens
         self._memory = memory
+        self._came = came
         self._started = time.perf_counter()
         self._settled: Future[float] = Future()  # the seconds that it took
         self._loaded: Loaded | None = None
@@ -134,7 +143,7 @@ class Loading:
             if is_seen(self._span):
                 self._span.set(tier=found.tier, tokens=found.reach, bytes=self._loaded.nbytes, reason=why)
             self._span.end()
-            self._ways.loaded(self._loaded, self._tokens)
+            self._came(self._loaded, self._tokens)
         return self._loaded
 
     def cancel(self) -> None:

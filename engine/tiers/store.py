@@ -52,12 +52,17 @@ class AgentInfo:
     pinned: bool
 
 
+class _Unchanged:
+    """Shared by the loads of an agent that began since its context was last saved, forked over or deleted."""
+
+
 class AgentCacheStore:
     """Saves contexts, and loads them from the first tier that has them. Thread-safe.
 
     A load takes the longest prefix of the prompt in memory, from the agent's last context or from full blocks of any
     agent. What memory lacks is asked of the page server, and the agent's file is read where it has more. What is found
-    there is kept in memory. When a lower tier fails, less is found, and the reason is counted.
+    there is kept in memory, unless the agent was saved, forked over or deleted since the load began: then it is out of
+    date. When a lower tier fails, less is found, and the reason is counted.
 
     A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
     common is there once, and every reference in the pool bears the name of its agent.
@@ -87,8 +92,10 @@ class AgentCacheStore:
         self._flusher = Flusher(self._hot, self._changed, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages)
         readers = ThreadPoolExecutor(READER_THREADS, "kvpage-read")
-        self._ways = Ways(spec, pool, pages, cold, readers, self._tally, self._make_room_for, self._came)
+        self._ways = Ways(spec, pool, pages, cold, readers, self._tally, self._make_room_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
+        # By agent; held by the loads, so agents that nobody loads take no room. Under the lock of memory.
+        self._unchanged: weakref.WeakValueDictionary[str, _Unchanged] = weakref.WeakValueDictionary()
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
         """Load the longest stored prefix of `tokens`, or the agent's own context without `tokens`, and wait for it.
@@ -108,8 +115,10 @@ class AgentCacheStore:
             memory = self._in_memory(agent_id, tokens)
             own = self._hot.look(agent_id)
             enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
+            unchanged = self._unchanged.setdefault(agent_id, _Unchanged())
         enough = enough or not (self._pages or self._cold) or within <= 0
-        loading = Loading(self._ways, agent_id, tokens, memory, enough=enough, within=within)
+        came = partial(self._came, unchanged)
+        loading = Loading(self._ways, agent_id, tokens, memory, came, enough=enough, within=within)
         self._loadings.add(loading)
         return loading
 
@@ -161,14 +170,17 @@ class AgentCacheStore:
         Waits for what is being written. Raises OSError when its file cannot be removed.
         """
         check_agent_id(agent_id)
+        on_server = on_file = False
         with self._flusher.paused():
-            with self._changed:
-                entry = self._hot.look(agent_id)
-                names = self._prefixes.names(agent_id, entry.context.tokens) if entry else []
-                self._hot.drop(agent_id)
-                self._prefixes.forget(names)
-            on_server = self._pages.delete(agent_id) if self._pages else False
-            on_file = self._cold.delete(agent_id) if self._cold else False
+            try:
+                on_server = bool(self._pages and self._pages.delete(agent_id))
+                on_file = bool(self._cold and self._cold.delete(agent_id))
+            finally:  # memory comes last, or a load could bring back there what is about to be deleted below
+                with self._changed:
+                    entry = self._hot.look(agent_id)
+                    names = self._prefixes.names(agent_id, entry.context.tokens) if entry else []
+                    self._forget(agent_id)
+                    self._prefixes.forget(names)
         return bool(entry) or on_server or on_file
 
     def fork(self, agent_id: str, new_id: str) -> bool:
@@ -187,10 +199,12 @@ class AgentCacheStore:
                 return True
         with self._flusher.paused():
             if self._pages and self._pages.fork(agent_id, new_id):
-                with self._changed:
-                    self._hot.drop(new_id)
-                if self._cold:
-                    self._cold.delete(new_id)  # an older context
+                try:
+                    if self._cold:
+                        self._cold.delete(new_id)  # an older context
+                finally:  # what memory has is older, too, and so is what a load has brought there meanwhile
+                    with self._changed:
+                        self._forget(new_id)
                 return True
         found = self._cold.load(agent_id) if self._cold else None
         if not found:
@@ -337,8 +351,11 @@ class AgentCacheStore:
         size = self.spec.block_tokens
         return reach // size < (len(tokens) - 1) // size
 
-    def _came(self, loaded: Loaded, tokens: Sequence[int] | None) -> None:
-        """Keep in memory what a lower tier had: full blocks for all agents, the rest as the agent's own context."""
+    def _came(self, unchanged: _Unchanged, loaded: Loaded, tokens: Sequence[int] | None) -> None:
+        """Keep in memory what a lower tier had: full blocks for all agents, the rest as the agent's own context.
+
+        If the agent has changed since the load began, what was found is older, or was deleted, and is not kept.
+        """
         blocks = loaded.blocks
         self._tally.loaded(loaded.tier, loaded.nbytes, loaded.seconds, loaded.why)
         if blocks is None or loaded.tier not in ("page", "cold"):
@@ -346,6 +363,8 @@ class AgentCacheStore:
         full = len(blocks) % self.spec.block_tokens == 0
         anybodys = loaded.tier == "page" and full and tokens and blocks.tokens == tuple(tokens[: len(blocks)])
         with self._changed:
+            if self._unchanged.get(blocks.agent_id) is not unchanged:
+                return
             adopted = self._prefixes.adopt(blocks)
             entry = self._hot.look(blocks.agent_id)
             if not anybodys and not (entry and entry.owed):
@@ -357,9 +376,15 @@ class AgentCacheStore:
 
     def _take_up(self, context: AgentBlocks) -> None:
         """Make a context its agent's last one, and dirty. Takes over its references."""
+        self._unchanged.pop(context.agent_id, None)
         self._hot.put(context, self._flusher.tiers, whole=True)
         self._hot.trim(self._flusher.stuck)
         self._changed.notify_all()
+
+    def _forget(self, agent_id: str) -> None:
+        """Drop an agent's context from memory, as it is another one now, or none."""
+        self._unchanged.pop(agent_id, None)
+        self._hot.drop(agent_id)
 
     def _pin(self, agent_id: str, pinned: bool) -> bool:
         with self._changed:

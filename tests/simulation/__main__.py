@@ -9,15 +9,24 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # or the order of sets would be ano
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
 
-from tests.simulation.defects import plant
-from tests.simulation.world.clock import Clock
-from tests.simulation.world.machine import install
+for _closed in [name for name in ("stdout", "stderr") if getattr(sys, name) is None]:
+    setattr(sys, _closed, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
+from tests.simulation.arguments import requested  # noqa: E402 - what it says of them is to be heard
+from tests.simulation.defects import DoesNotApply, plant  # noqa: E402
+from tests.simulation.world.clock import Clock  # noqa: E402
+from tests.simulation.world.machine import install  # noqa: E402
+
+request = requested(sys.argv[1:])
 clock = Clock()
 install(clock)
-if "--defect" in sys.argv[:-1]:
-    plant(sys.argv[sys.argv.index("--defect") + 1])
+try:
+    if request.defect is not None:
+        plant(request.defect)
+    from tests.simulation.command import main  # what it imports is to live in that world, with that mistake
+except DoesNotApply as error:
+    sys.exit(f"the mistake cannot be made: {error}")
+except KeyboardInterrupt:
+    sys.exit(130)
 
-from tests.simulation.command import main  # noqa: E402 - what it imports is to live in that world
-
-sys.exit(main(clock, sys.argv[1:]))
+sys.exit(main(clock, request))

@@ -1,8 +1,7 @@
-"""The command line: which seeds are run, for how long, and what is said of those that fail."""
+"""The command line: what is said of the seeds that are run, and of those that fail."""
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import gc
 import os
@@ -11,64 +10,79 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import sleep
 
+from kvpage_server.core import NAME
+from tests.simulation import place
+from tests.simulation.arguments import Request
 from tests.simulation.programs import Program
-from tests.simulation.run import Outcome, run
+from tests.simulation.run import Outcome, _memory, run
 from tests.simulation.shrink import fewest, like, spelt
 from tests.simulation.world.clock import Clock, real_monotonic
 
-STEPS = 600
 LONGEST = 60  # seconds of a core, and some for each step: the code that is stuck then is told
 _ASLEEP = 10  # times as many seconds of the real clock, since the machine may be busy
-KNOWN = Path(__file__).parent / "seeds.txt"
+_TIDIES = 5  # seconds that a run has to remove its files when it is given up
 
 Play = Callable[[int, int, Sequence[int] | None], Outcome]  # a seed, how many steps, and which of these
 
 
-def main(clock: Clock, arguments: list[str]) -> int:
-    """0 when all runs were right."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--seed", type=int, help="one run")
-    which.add_argument("--seeds", help="many: 1000..2000")
-    which.add_argument("--known", action="store_true", help="those of seeds.txt, which have failed once")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each, {STEPS} if nothing is said")
-    parser.add_argument("--seconds", type=float, default=0, help="begin no more runs after so much of a core")
-    parser.add_argument("--twice", action="store_true", help="run each again in another memory, and compare every byte")
-    parser.add_argument("--defect", help="with a mistake of defects/ in the server: it is to be found")
-    parser.add_argument("--whole", action="store_true", help="do not shorten what fails")
-    asked = parser.parse_args(arguments)
-    began, used, commands, runs, failed = real_monotonic(), _used(), 0, 0, 0
+@dataclass
+class Count:
+    """What was run so far."""
+
+    runs: int = 0
+    commands: int = 0
+    failed: int = 0
+
+
+def main(clock: Clock, request: Request) -> int:
+    """0 when all runs were right, 1 when some were not, 2 when none can be made, 130 when somebody interrupts them."""
+    count, began, used = Count(), real_monotonic(), _used()
+    try:
+        place.check(_memory())
+        _run_all(clock, request, count)
+        seconds, cost = real_monotonic() - began, _used() - used
+        told = f"{count.runs} runs, {count.commands} commands in {seconds:.1f} s"
+        print(f"{told}, {count.commands / cost:.0f} a second of a core, {NAME} page core; {count.failed} failed")
+        sys.stdout.flush()
+    except place.Unusable as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted: {count.runs - count.failed} runs passed so far, {count.failed} failed", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 1 if count.failed else 0
+
+
+def _run_all(clock: Clock, request: Request, count: Count) -> None:
+    used = _used()
 
     def play(seed: int, steps: int, only: Sequence[int] | None) -> Outcome:
         return apart(clock, seed, steps, only)
 
-    def play_again(seed: int, steps: int) -> Outcome:
-        return apart(clock, seed, steps, elsewhere=True)
-
     gc.collect()
     gc.freeze()  # a server that starts looks through all that is not
-    for seed, steps in _wanted(asked):
-        if asked.seconds and _used() - used > asked.seconds:
+    for seed, steps in request.runs:
+        if count.runs and _used() - used > request.seconds:
             break
         outcome = play(seed, steps, None)
-        runs, commands = runs + 1, commands + outcome.commands
-        if asked.twice and play_again(seed, steps) != outcome:
+        if request.twice and apart(clock, seed, steps, elsewhere=True) != outcome:
             outcome.fault = outcome.fault or "it is another run the second time"
+        count.runs, count.commands = count.runs + 1, count.commands + outcome.commands
         if outcome.fault:
-            failed += 1
-            _tell(outcome, steps, asked, play)
-            if asked.defect:
+            place.check(_memory())  # a server that is given no room has done nothing wrong
+            count.failed += 1
+            _tell(outcome, steps, request, play)
+            if request.defect:
                 break
-        elif asked.seed is not None:
-            print(f"seed {seed}: {outcome.commands} commands, digest {outcome.digest}")
-    seconds = real_monotonic() - began
-    cost = _used() - used
-    told = f"{runs} runs, {commands} commands in {seconds:.1f} s, {commands / cost:.0f} a second of a core"
-    print(f"{told}; {failed} failed")
-    return 1 if failed else 0
+        elif request.tells_each:
+            print(f"seed {seed}: {outcome.commands} commands, digest {outcome.digest}, {NAME} page core")
 
 
 def _used() -> float:
@@ -76,23 +90,12 @@ def _used() -> float:
     return sum(os.times()[:4])
 
 
-def _wanted(asked: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Seeds, and how many steps of each."""
-    if asked.known:
-        lines = [line.split("#")[0].split() for line in KNOWN.read_text().splitlines()]
-        yield from ((int(line[0]), int(line[1])) for line in lines if line)
-    elif asked.seed is not None:
-        yield asked.seed, asked.steps
-    else:
-        first, _, last = asked.seeds.partition("..")
-        yield from ((seed, asked.steps) for seed in range(int(first), int(last or first) + 1))
-
-
-def _tell(outcome: Outcome, steps: int, asked: argparse.Namespace, play: Play) -> None:
-    defect = f" --defect {asked.defect}" if asked.defect else ""
+def _tell(outcome: Outcome, steps: int, request: Request, play: Play) -> None:
+    core = f"KVPAGE_CORE={asked} " if (asked := os.environ.get("KVPAGE_CORE")) else ""
+    how = (f" --defect {request.defect}" if request.defect else "") + (" --twice" if request.twice else "")
     print(f"seed {outcome.seed} fails: {outcome.fault}")
-    print(f"  again: python -m tests.simulation --seed {outcome.seed} --steps {steps}{defect}", flush=True)
-    if asked.whole or asked.defect or asked.twice:
+    print(f"  again: {core}.venv/bin/python -m tests.simulation --seed {outcome.seed} --steps {steps}{how}", flush=True)
+    if request.whole or request.defect or request.twice:
         return
     program = Program(outcome.seed)
     chosen = program.steps(steps)
@@ -106,12 +109,16 @@ def apart(
 ) -> Outcome:
     """A run in a process of its own, so that it finds everything as every other does.
 
-    `only`: the steps to do. `elsewhere`: have its objects lie elsewhere in memory than usual.
+    `only`: the steps to do. `elsewhere`: have its objects lie elsewhere in memory than usual. Raises Unusable if there
+    is no room for what a run makes.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the parent
+        signal.signal(signal.SIGTERM, _give_up)
         os.close(reading)
         between = _spread(seed) if elsewhere else []
         with os.fdopen(writing, "wb") as pipe:
@@ -119,14 +126,41 @@ def apart(
         between.clear()
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(child, 0)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        with os.fdopen(reading, "rb") as pipe:
+            data = pipe.read()
+        _, status = os.waitpid(child, 0)
+    except KeyboardInterrupt:
+        _end(child)
+        raise
     if status or not data:
         how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {status >> 8}"
         return Outcome(seed, 0, "", f"the process died: {how}")
-    outcome: Outcome = pickle.loads(data)
+    outcome: Outcome | OSError = pickle.loads(data)
+    if isinstance(outcome, OSError):
+        raise place.Unusable(place.told(_memory(), str(outcome)))
     return outcome
+
+
+class _GivenUp(BaseException):
+    """Nobody wants to know what becomes of the run."""
+
+
+def _give_up(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _GivenUp
+
+
+def _end(child: int) -> None:
+    """Have a run remove its files and end, whatever it does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
+    os.kill(child, signal.SIGTERM)
+    end = real_monotonic() + _TIDIES
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if real_monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        sleep(0.02)
 
 
 def _spread(seed: int) -> list[bytes]:
@@ -142,7 +176,8 @@ def _spread(seed: int) -> list[bytes]:
     return taken[::2]
 
 
-def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> Outcome:
+def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> Outcome | OSError:
+    """What became of it, or the error of a world that has no room."""
     longest = LONGEST + steps // 20
     faulthandler.register(signal.SIGPROF, chain=True)  # and be ended by it
     signal.setitimer(signal.ITIMER_PROF, longest)
@@ -154,5 +189,9 @@ def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> 
             wanted = set(only)
             chosen = [step for step in chosen if step.number in wanted]
         return run(clock, program, chosen)
-    except BaseException:  # noqa: BLE001 - whatever it is, it is what became of the run
+    except _GivenUp:
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is what became of the run
+        if isinstance(error, OSError) and error.errno in place.FULL:
+            return error
         return Outcome(seed, 0, "", traceback.format_exc())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -428,6 +429,117 @@ def test_a_deleted_agent_is_nowhere_and_what_others_share_with_it_stays(
     assert client.dbsize() == 0
     assert cold.agents() == []
     assert pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("tier", ["page", "cold"])
+@pytest.mark.parametrize("tokens", [None, TOKENS])
+def test_an_agent_that_is_deleted_while_it_is_loaded_does_not_come_back(
+    stores: Callable[..., AgentCacheStore],
+    pool: BlockPool,
+    cold: SafetensorsCacheAdapter,
+    tier: str,
+    tokens: tuple[int, ...] | None,
+) -> None:
+    """Whoever loads has what there was, but no load after the deletion finds anything."""
+    store = stores() if tier == "page" else AgentCacheStore(SPEC, pool, cold=cold)
+    store_was = stores(cold=cold)
+    remember(store_was, pool, "alice", TOKENS[:50])
+    store_was.close()
+    loading = store.begin_load("alice", tokens)
+    assert eventually(loading.done)
+    assert store.delete("alice")
+    loaded = loading.result()
+    assert (loaded.tier, taken(pool, loaded)) == (tier, 50)
+    assert store.agents() == []
+    assert recalled(store, pool, "alice", None) == ("none", 0)
+    assert recalled(store, pool, "alice", TOKENS) == ("none", 0)
+    assert pool.used_blocks == 0
+    store.close()
+
+
+def test_a_load_that_ends_while_its_agent_is_deleted_does_not_bring_it_back(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores()
+    remember(store, pool, "alice", TOKENS[:50])
+    store.evict_all_to_disk()
+    assert store._pages
+    delete = store._pages.delete
+
+    def loaded_and_deleted(agent_id: str) -> bool:
+        assert recalled(store, pool, "alice", None) == ("page", 50)
+        return delete(agent_id)
+
+    monkeypatch.setattr(store._pages, "delete", loaded_and_deleted)
+    assert store.delete("alice")
+    assert recalled(store, pool, "alice", None) == ("none", 0)
+    assert store.agents() == []
+
+
+def test_of_an_agent_whose_file_cannot_be_removed_memory_has_nothing_either(
+    stores: Callable[..., AgentCacheStore],
+    pool: BlockPool,
+    cold: SafetensorsCacheAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(agent_id: str) -> bool:
+        raise PermissionError(agent_id)
+
+    store = stores(cold=cold)
+    remember(store, pool, "alice", TOKENS[:50])
+    store.flush_dirty()
+    monkeypatch.setattr(cold, "delete", refused)
+    with pytest.raises(PermissionError):
+        store.delete("alice")
+    assert [info.tiers for info in store.agents()] == [("cold",)]
+
+
+def test_a_context_that_was_saved_while_an_older_one_was_loaded_stays_in_memory(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    """Or a fork would copy the older one, and write it."""
+    store = stores()
+    remember(store, pool, "alice", TOKENS[:8])
+    store.evict_all_to_disk()
+    loading = store.begin_load("alice")
+    assert eventually(loading.done)
+    remember(store, pool, "alice", TOKENS[:50])
+    store.flush_dirty()
+    loaded = loading.result()
+    assert (loaded.tier, taken(pool, loaded)) == ("page", 8)
+    assert recalled(store, pool, "alice", None) == ("hot", 50)
+    assert store.fork("alice", "bob")
+    store.close()
+    elsewhere = stores()
+    assert [(info.agent_id, info.tokens) for info in elsewhere.agents()] == [("alice", 50), ("bob", 50)]
+
+
+def test_a_context_that_was_forked_over_while_it_was_loaded_is_not_taken_for_the_new_one(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    store = stores()
+    remember(store, pool, "alice", TOKENS[:50])
+    remember(store, pool, "bob", TOKENS[:8])
+    store.evict_all_to_disk()
+    loading = store.begin_load("bob")
+    assert eventually(loading.done)
+    assert store.fork("alice", "bob"), "by the server: nobody is in memory"
+    loaded = loading.result()
+    assert (loaded.tier, taken(pool, loaded)) == ("page", 8)
+    assert recalled(store, pool, "bob", None) == ("page", 50)
+
+
+def test_loads_of_one_agent_at_once_are_kept_and_leave_nothing_behind_but_that(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    store = stores()
+    remember(store, pool, "alice", TOKENS[:50])
+    store.evict_all_to_disk()
+    loadings = [store.begin_load("alice") for _ in range(3)]
+    assert [taken(pool, loading.result()) for loading in loadings] == [50] * 3
+    assert recalled(store, pool, "alice", None) == ("hot", 50)
+    loadings.clear()
+    assert eventually(lambda: gc.collect() >= 0 and not store._unchanged)
 
 
 def test_two_agents_with_one_system_prompt_hold_and_store_it_once(

@@ -69,6 +69,7 @@ class Loop(asyncio.SelectorEventLoop):
     def __init__(self, selector: selectors.BaseSelector, now: Callable[[], int]) -> None:
         self._now = now
         super().__init__(selector)
+        self.set_debug(False)  # whatever PYTHONASYNCIODEBUG says: it would refuse what threads of the world may do
         self._clock_resolution = 1e-6
         self.on_signal: dict[int, Callable[[], Any]] = {}
 

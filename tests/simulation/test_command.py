@@ -1,0 +1,181 @@
+"""The command line of the simulation: what makes no sense is told, and the server is not blamed for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_disks import small_disk
+from waiting import eventually
+
+from tests.simulation import place
+from tests.simulation.arguments import KNOWN, known_seeds, requested
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "tests.simulation"]
+QUICK = ("--seed", "2", "--steps", "20")
+ENVIRONMENT = os.environ | {"PYTHONHASHSEED": "0"}
+HANGS = 300  # seconds
+FORM = "seeds are FIRST..LAST, "
+STEPS = "the number of steps is a whole number from 1"
+SECONDS = "a time is a number of seconds above 0"
+
+
+def said(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=HANGS
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("", "one of the arguments --seed --seeds --known is required"),
+        *((f"--seeds={seeds}", FORM) for seeds in ("5..1", "abc", "..5", "1..2..3", "1..", "7", "-1..3", "1...3")),
+        ("--seed x", "a seed is a whole number from 0"),
+        ("--seed -1", "a seed is a whole number from 0"),
+        ("--seed 1 --steps 0", STEPS),
+        ("--seed 1 --steps -3", STEPS),
+        ("--seed 1 --steps 1.5", STEPS),
+        *((f"--seeds 1..2 --seconds={seconds}", SECONDS) for seconds in ("0", "-1", "nan", "inf", "soon")),
+        ("--known --steps 5", "seeds.txt says how many steps"),
+        ("--seed 1 --def evicted-is-still-listed", "unrecognized arguments: --def"),
+        ("--seed 1 --defect unheard-of", "no mistake is named unheard-of; there are "),
+        ("--seed 1 --defect=unheard-of", "no mistake is named unheard-of; there are "),
+    ],
+)
+def test_what_makes_no_sense_is_told_with_what_is_allowed(
+    capsys: pytest.CaptureFixture[str], words: str, error: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        requested(words.split())
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_what_makes_sense_is_understood() -> None:
+    assert list(requested(["--seed", "7"]).runs) == [(7, 600)]
+    assert list(requested(["--seeds", "7..9", "--steps", "5"]).runs) == [(7, 5), (8, 5), (9, 5)]
+    assert requested(["--known"]).runs == known_seeds(KNOWN)
+    assert [requested(["--seeds", seeds]).tells_each for seeds in ("1..40", "1..41")] == [True, False]
+
+
+@pytest.mark.parametrize("line", ["15", "15 x", "15 0", "-1 600", "15 600 what it was", "600, 5"])
+def test_a_line_of_the_known_seeds_that_is_none_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "seeds.txt"
+    file.write_text(f"# of these\n\n15 600  # one\n{line}\n")
+    with pytest.raises(ValueError, match=rf"seeds\.txt, line 4: '{line}' is not a seed, at least one step and what"):
+        known_seeds(file)
+
+
+def test_no_known_seeds_are_no_success(tmp_path: Path) -> None:
+    file = tmp_path / "seeds.txt"
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="has no seeds"):
+        known_seeds(file)
+
+
+def test_a_bad_command_line_ends_with_2_and_no_traceback() -> None:
+    result = said(*PROGRAM, "--seeds", "5..1")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("core", ["", "python"])
+def test_each_digest_and_the_core_that_made_it_are_told(core: str) -> None:
+    result = said(*PROGRAM, "--seeds", "2..3", "--steps", "20", **({"KVPAGE_CORE": core} if core else {}))
+    lines = result.stdout.splitlines()
+    name = core or lines[0].split()[-3]
+    assert [line.split()[:2] for line in lines[:2]] == [["seed", "2:"], ["seed", "3:"]]
+    assert all(line.endswith(f", {name} page core") for line in lines[:2])
+    assert f", {name} page core; 0 failed" in lines[2]
+
+
+def test_a_mistake_is_made_however_it_is_spelt() -> None:
+    result = said(*PROGRAM, "--seed", "2", "--defect=evicted-is-still-listed")
+    assert result.returncode == 1
+    assert "--seed 2 --steps 600 --defect evicted-is-still-listed" in result.stdout
+
+
+def test_a_time_that_is_over_at_once_is_time_for_one_run() -> None:
+    assert "\n1 runs, " in said(*PROGRAM, *QUICK, "--seconds", "0.000001").stdout
+
+
+def test_a_run_is_the_same_one_while_python_looks_for_mistakes() -> None:
+    plain = said(*PROGRAM, *QUICK)
+    careful = said(*PROGRAM, *QUICK, PYTHONASYNCIODEBUG="1", PYTHONDEVMODE="1")
+    assert careful.returncode == 0, careful.stdout
+    assert careful.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
+
+
+def test_who_interrupts_it_hears_how_many_runs_passed_and_finds_no_files_left() -> None:
+    before = set(Path("/dev/shm").glob("kvpage-world-*"))
+    command = [*PROGRAM, "--seeds", "1..40", "--steps", "100"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        rest, error = process.communicate(timeout=HANGS)
+    passed = len(lines) + len(rest.splitlines())
+    assert process.returncode == 130
+    assert f"interrupted: {passed} runs passed so far, 0 failed\n" in error
+    assert "Traceback" not in error
+    left = set(Path("/dev/shm").glob("kvpage-world-*")) - before
+    assert eventually(lambda: not any(map(Path.exists, left))), "those of other processes go, too"
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-", "| head -1", "| true"])
+def test_nobody_has_to_listen(closed: str) -> None:
+    result = said("bash", "-c", f"'{sys.executable}' -m tests.simulation --seeds 2..4 --steps 20 {closed}")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("lacking", ["room", "right", "short path"])
+def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path, lacking: str) -> None:
+    if lacking == "room":
+        with small_disk(tmp_path / "small", 4) as directory, pytest.raises(place.Unusable, match="64 MiB free"):
+            place.check(str(directory))
+        return
+    directory = tmp_path / ("d" * 100)
+    if lacking == "short path":
+        directory.mkdir()
+    else:
+        directory.write_text("")
+    with pytest.raises(place.Unusable, match=rf"no run can be made in {directory}: "):
+        place.check(str(directory))
+    assert not directory.is_dir() or not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("options", ["ro", "size=4m"])
+def test_the_server_is_not_run_where_it_has_no_room(options: str) -> None:
+    alone = ["unshare", "--mount", "--propagation", "private"]
+    if not shutil.which("unshare") or said(*alone, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm").returncode:
+        pytest.skip("nothing can be mounted here")
+    mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
+    result = said(*alone, "bash", "-c", f"{mount}; '{sys.executable}' -m tests.simulation --seed 2 --steps 20")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("no run can be made in /dev/shm: ")
+
+
+def test_a_world_that_runs_out_of_room_is_told_as_that_and_not_shortened() -> None:
+    full = """if True:
+        import errno, sys
+        from tests.simulation import command, run
+        from tests.simulation.arguments import requested
+        from tests.simulation.world.clock import Clock
+        def fails(*_):
+            raise OSError(errno.ENOSPC, "No space left on device", "/life-2/data")
+        command.run = fails
+        sys.exit(command.main(Clock(), requested(["--seed", "2"])))
+    """
+    result = said(sys.executable, "-c", full)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "No space left on device: '/life-2/data'" in result.stderr
