@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tests.simulation.model import Conversation
 
 CHANNEL = b"__redis__:invalidate"  # of those who speak RESP2
-ABOUT_TRACKING = frozenset((b"TRACKING", b"TRACKINGINFO", b"CACHING", b"GETREDIR"))
 _READ = frozenset(
     b"get mget strlen getrange kvpageget kvpagemget kvblockget kvblockmget kvpageindex scard smembers".split()
 )
