@@ -53,7 +53,7 @@ def found(result: subprocess.CompletedProcess[str]) -> int:
 
 
 def test_every_command_is_said_by_some_program() -> None:
-    said = {tuple(word.lower() for word in step.words[:2]) for seed in range(300) for step in Program(seed).steps(200)}
+    said = {tuple(word.lower() for word in step.words[:2]) for seed in range(400) for step in Program(seed).steps(400)}
     drawn = {b"|".join(words[:count]).decode("latin1") for words in said for count in (1, 2)}
     assert TABLE.keys() - drawn == NOT_BY_PROGRAMS.keys()
 
