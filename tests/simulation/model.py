@@ -250,6 +250,8 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         return message
 
     def do_hello(self, protocol: bytes, *_: bytes) -> Any:
+        if self.talk.protocol != int(protocol):  # of some of what it has read it could not be told until now
+            self.talk.tracking.read.clear()
         self.talk.protocol = int(protocol)
         return ANYTHING
 
