@@ -169,7 +169,9 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         blocks, found = (yield from blocks_of(client, req_id)), []
         for block in _still_there(keyspace, blocks):
-            found.append((yield from _describe(keyspace, block, bool(with_sizes))))
+            described = yield from _describe(keyspace, block, bool(with_sizes))
+            if keyspace.index.still_has(block):  # or it went while its pages were looked at
+                found.append(described)
             yield ()
         yield Raw(b"*%d\r\n" % len(found))
         yield from found
