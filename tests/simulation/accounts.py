@@ -73,7 +73,7 @@ def _mistaken_blocks(keyspace: Keyspace) -> Iterator[str]:
 def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
     """What leases and pins protect, and whose share of the room that is."""
     leases, entries = keyspace.leases, keyspace.contents.catalogue.entries
-    protected: Counter[object] = Counter()
+    protected, on_disk = Counter[object](), Counter[object]()
     for unit, lease in leases._leases.items():
         name = (unit.req_id, unit.page) if isinstance(unit, Block) else unit
         if not (keyspace.index.still_has(unit) if isinstance(unit, Block) else unit in entries):
@@ -85,6 +85,9 @@ def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
         if lease.account is not keyspace.evictor.limit_of(unit):
             yield f"what protects {name!r} counts for another quota"
         protected[lease.account] += lease.size
+        on_disk[lease.account] += lease.on_disk
+    if amiss := sum(abs(size.disk - on_disk[account]) for account, size in leases._bytes.items()):
+        yield f"{amiss} bytes on disk are counted as protected that are not"
     if counted := sum(abs(size.memory - protected[account]) for account, size in leases._bytes.items()):
         yield f"{leases.bytes} bytes are counted that are protected, there are {protected.total()}: {counted} are amiss"
 
@@ -143,7 +146,7 @@ def left(server: Server) -> dict[str, int]:
         "bytes of values": keyspace.memory.used if settled else 0,
         "bytes of slots": keyspace.arena.used if settled else 0,
         "leases and pins": len(keyspace.leases),
-        "bytes leased": keyspace.leases.bytes,
+        "bytes leased": sum(map(sum, keyspace.leases._bytes.values())),
         "keys tracked": events.tracking.keys,
         "clients that track": len(events.tracking.clients),
         "bytes held to be read": 0 if tiered is None else tiered.held,

@@ -107,10 +107,11 @@ class Audit:
                 return f"peer {peer.number} is still there, whose connection was ended"
             if peer.sock is not None and peer.talk.to_show:
                 return f"peer {peer.number}, who monitors, was not shown {peer.talk.to_show[0]!r:.200}"
-            if peer.sock is not None and (owed := peer.talk.owed - late):
-                return f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed"
             if peer.sock is not None and (unheard := peer.talk.unheard - late):
                 return f"peer {peer.number} was not notified of {sorted(unheard)[:4]!r}"
+        there = {peer.talk: peer.number for peer in self._run.peers if peer.sock is not None}
+        for talk, what in self._judge.model.untold(there, late):
+            return f"peer {there[talk]} {what}"
         return ""
 
     def _is_well(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.administration import MS
 from tests.simulation.audit import PATIENCE, doubt_overdue
+from tests.simulation.caches import name_of
 from tests.simulation.dumps import Dumper
 from tests.simulation.peers import PEERS, Peer, spell
 from tests.simulation.process import Process
@@ -114,11 +115,11 @@ class Deeds:
         if not process.over:
             self._run.judge.fail(f"the server was asked to end a minute ago, and does: {process.tasks}")
 
-    def do_kill_client(self, step: Step) -> None:
-        """One ends the connection of another, whose number the server has given it."""
-        target = self._run.peers[step.extra["target"]].talk.client
-        words = (b"PING",) if target is None else (b"CLIENT", b"KILL", b"ID", b"%d" % target.id)
-        self._run.send(self._opened(step), step.number, words)
+    def do_name(self, step: Step) -> None:
+        """Say something in which `@1` stands for the id of a peer's connection, or for 0 if it has none."""
+        peer, everybody = self._opened(step), self._run.peers
+        ids = {name_of(one.number): b"%d" % (one.talk.client.id if one.talk.client else 0) for one in everybody}
+        self._run.send(peer, step.number, tuple([ids.get(word, word) for word in step.words]))
 
     def do_shutdown(self, step: Step) -> bool:
         """Somebody who has just come asks the server to end. It may refuse, where the disk does."""

@@ -25,6 +25,7 @@ class Departures:
         if evicted:
             for key in keys:
                 self._check_eviction(key)
+            self._check_that_one_expires(keys)
         elif not self._model.rotted:
             self._fail(f"{keys[:3]!r} could not be read from disk, where nothing was damaged")
         self._left += keys
@@ -47,6 +48,18 @@ class Departures:
         expires = keyspace.expires_of(key)  # which a transaction may have set that is being run
         if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
             self._fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
+
+    def _check_that_one_expires(self, keys: list[bytes]) -> None:
+        """Under volatile-ttl a block may be evicted if one of its pages expires."""
+        store, keyspace = self._model.store, self._process.server.keyspace
+        if keyspace.evictor.policy != VOLATILE_TTL or not keys or keys[0][:3] != b"kv:":
+            return
+        known = [store.keys.get(key) for key in keys]
+        if store.doubtful().union(store.fog).isdisjoint(keys) and all(
+            value is not None and not value.expires and keyspace.expires_of(key) <= 0
+            for key, value in zip(keys, known, strict=True)
+        ):
+            self._fail(f"{keys[:3]!r} were evicted under volatile-ttl, and do not expire")
 
     def _may_be_unpinned(self, req_id: bytes) -> bool:
         """Whether a transaction that is perhaps being run unpins blocks of this request."""

@@ -16,6 +16,7 @@ from tests.simulation.departures import Departures
 from tests.simulation.endings import Endings
 from tests.simulation.model import Conversation, Model, Words
 from tests.simulation.model_rights import Rights
+from tests.simulation.model_tracking import CHANNEL
 from tests.simulation.moments import agreed_meanwhile
 from tests.simulation.monitors import Monitors
 from tests.simulation.peers import Asked, Peer, shown
@@ -80,6 +81,7 @@ class Judge:
         self.model.talks, self.model.paused_until = [], 0
         self.model.went.clear()
         self.model.config.clear()
+        self.model.begin_tracking()
         self.model.checksums = self.checksums
         self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
 
@@ -115,6 +117,7 @@ class Judge:
         runs_many = said[0].lower() == b"exec"
         watched, self.model.given_up = dict(talk.watched), reply is NULL_ARRAY
         marks = {id(one): dict(one.watched) for one in self.model.talks if one.watched} if runs_many else {}
+        self.model.begin_command(talk)
         evicted = self.note_evictions()
         if runs_many and reply is not NULL_ARRAY:
             talk.watched = watched  # what it evicts itself has not changed before it
@@ -124,6 +127,7 @@ class Judge:
         there = self._monitors.there
         self._answer(talk, asked, reply)
         self._monitors.ran(there, client, said, asked.queued, reply)
+        self.model.may_have_changed(evicted)
         if self.model.checksums != hashes:
             self.model.store.doubt_checksums()
         if len(talk.channels) + len(talk.patterns) < listened and self.process.server.channels.busy:
@@ -161,8 +165,8 @@ class Judge:
         changed = {key for key, _, _ in store.log[asked.at :]}
         store.settle(changed)
         store.fog |= changed
+        self.model.need_not_tell(changed)
         for talk in self.model.talks:
-            talk.owed -= changed
             talk.unheard -= changed
             for key in changed & talk.watched.keys():
                 if not marks.get(id(talk), {}).get(key):
@@ -198,6 +202,9 @@ class Judge:
             asked.expected = ANYTHING  # nobody here is told, and it is as it was
         else:
             asked.expected = model.answer(talk, said)
+        if model.given_up:
+            model.done.clear()
+        model.end_command(talk, said, asked.expected)
         if asked.heard is not None:
             asked.unsure = store.doubtful() | store.fog
         asked.at, asked.end = before, len(store.log)
@@ -263,8 +270,13 @@ class Judge:
         is_message = isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"], [b"invalidate"])
         if is_message and peer.speaks and isinstance(reply, hiredis.PushNotification) != (peer.speaks == 3):
             self.fail(f"peer {peer.number}, who speaks RESP{peer.speaks}, was told {reply!r:.200} in the other")
-        if isinstance(reply, list) and reply[:1] == [b"invalidate"]:
-            peer.talk.told(reply[1])
+        if isinstance(reply, list) and (reply[:1] == [b"invalidate"] or reply[:2] == [b"message", CHANNEL]):
+            if wrong := self.model.track_told(peer.talk, reply[-1]):
+                self.fail(f"peer {peer.number} {wrong}")
+            return
+        if isinstance(reply, list) and reply[:1] == [b"tracking-redir-broken"]:
+            if wrong := self.model.track_broken(peer.talk, reply[1]):
+                self.fail(f"peer {peer.number} {wrong}")
             return
         if isinstance(reply, list) and reply[:1] == [b"pmessage"] and reply[2].startswith(b"__key"):
             self._notified(peer, *reply[2:])
@@ -310,7 +322,7 @@ class Judge:
     def _note_protocol(self, peer: Peer, words: Words, reply: Any) -> None:
         """In which protocol the next reply comes. A transaction may have had a HELLO."""
         name = words[0].lower()
-        if name == b"hello" and isinstance(reply, dict):
+        if name == b"hello" and isinstance(reply, dict | list):
             peer.speaks = int(words[1])
         elif name == b"reset" and reply == b"RESET":
             peer.speaks = 2

@@ -7,15 +7,16 @@ command at the moment that the server has run it, so nothing is left open but wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.model_errors import is_unknown, is_wrong
 from tests.simulation.model_pages import Pages
-from tests.simulation.model_rights import NO_RIGHT, Rights, keys_used
+from tests.simulation.model_rights import NO_RIGHT, Rights
 from tests.simulation.model_server import AboutTheServer
 from tests.simulation.model_strings import Strings
+from tests.simulation.model_tracking import Tracked, Tracking
 from tests.simulation.replies import ANYTHING, OK, QUEUED, SOME_KEYS, Err, any_order, between, one_of
 from tests.simulation.values import Store
 
@@ -45,9 +46,7 @@ class Conversation:
     monitors: bool = False
     to_show: deque[tuple[bytes, bytes]] = field(default_factory=deque)  # whose, and what: as it monitors
     may_show: list[tuple[bytes, bytes]] = field(default_factory=list)  # and it may be shown these
-    tracks: bool = False  # what it reads
-    read: set[bytes] = field(default_factory=set)  # and has not been told of since
-    owed: set[bytes] = field(default_factory=set)  # what it is to be told of
+    tracking: Tracking = field(default_factory=Tracking)
     unheard: set[bytes] = field(default_factory=set)  # keys whose keyspace notifications are to come
     event: tuple[bytes, bytes] | None = None  # a key and what happened to it, of which the second message is to come
 
@@ -56,43 +55,20 @@ class Conversation:
         """Whether the server knows that it is over. It may be some time until all of it has heard."""
         return self.client is not None and bool(self.client.gone)
 
-    def not_changed(self, keys: Collection[bytes]) -> None:
-        """It need not be told of these, since they have not changed."""
-        undone = self.owed.intersection(keys)
-        self.owed -= undone
-        self.read |= undone
-        self.unheard.difference_update(keys)
-
     def unwatch(self) -> None:
         """It watches nothing any more."""
         self.watched.clear()
         self.maybe.clear()
 
-    def track(self, tracks: bool) -> None:
-        """It tracks what it reads from now on, or does not: then it need not be told of what it has read."""
-        self.tracks = tracks
-        if not tracks:
-            self.told(None)
-
-    def told(self, keys: list[bytes] | None) -> None:
-        """It was told that these have changed, or that everything has."""
-        if keys is None:
-            self.owed.clear()
-            self.read.clear()
-        else:
-            self.owed.difference_update(keys)
-            self.read.difference_update(keys)
-
 
 _WHILE_LISTENING = frozenset(b"subscribe psubscribe unsubscribe punsubscribe ping quit reset".split())
 _AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
 _NOT_IN_MULTI = frozenset((b"save", b"bgsave", b"shutdown"))
-_READ = frozenset((b"get", b"mget", b"strlen", b"getrange", b"kvpageget", b"kvpagemget"))
 _WRONG = Err("ERR")
 _TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
 
 
-class Model(Strings, Pages, AboutTheServer):
+class Model(Strings, Pages, AboutTheServer, Tracked):
     """`now` is asked for the unix milliseconds, `elapsed` for those that nobody sets."""
 
     def __init__(self, now: Callable[[], int], elapsed: Callable[[], int]) -> None:
@@ -114,6 +90,7 @@ class Model(Strings, Pages, AboutTheServer):
         self.let_go: set[bytes] = set()  # keys that the server has let go of by itself
         self.given_up = False  # whether the server has found that something watched has changed
         self.went: set[bytes] = set()  # keys of pages that were there for sure, and went, since all was removed
+        self.begin_tracking()
         self.disk_fails = False  # or did since all was well
         self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
 
@@ -129,13 +106,10 @@ class Model(Strings, Pages, AboutTheServer):
             _, old, new = self.store.log[-1]
             if old is not None and old.page and (new is None or not new.page):
                 self.went.add(key)
+        self.track_change(key)
         for talk in self.talks:
             if self.notifies and self.store.sure and not self.store.expires and talk.patterns:
                 talk.unheard.add(key)
-            if key in talk.read:
-                talk.read.discard(key)
-                if self.store.sure and talk.tracks:
-                    talk.owed.add(key)
             if key in talk.watched and self.store.sure:
                 talk.watched[key] = True
             elif key in talk.watched:
@@ -159,22 +133,7 @@ class Model(Strings, Pages, AboutTheServer):
                 return Err("ERR Command not allowed inside a transaction")
             talk.queued.append(words)
             return QUEUED
-        done = [words, *(talk.queued or ())]
-        expected = self.run(words)
-        if talk.tracks and (len(done) == 1 or isinstance(expected, list)):  # or it was given up
-            begun = max((at for at, one in enumerate(done) if one[:2] == (b"CLIENT", b"TRACKING")), default=0)
-            talk.read.update(key for one in done[begun:] if self._reads(one) for key in keys_used(one))
-        return expected
-
-    def _reads(self, words: Words) -> bool:
-        """Whether a command reads all of its keys. If one of them is a string, a command for pages reads none."""
-        name, store = words[0].lower(), self.store
-        if name not in _READ or not name.startswith(b"kvpage"):
-            return name in _READ
-        keys = keys_used(words)
-        states = [store.keys, *(variant for doubt in store.doubts for variant in doubt.variants)]
-        found = [state.get(key) for key in keys for state in states]
-        return store.fog.isdisjoint(keys) and not any(cell is not None and cell.page is None for cell in found)
+        return self.run(words)
 
     def _may(self, words: Words) -> bool:
         rights = self.users.get(self.talk.user)
@@ -195,9 +154,10 @@ class Model(Strings, Pages, AboutTheServer):
         """Have a command find its conversation as it is now, however often it is run: in every case of a doubt."""
         talk = self.talk
         queued, refused, watched, maybe = talk.queued, talk.refused, dict(talk.watched), set(talk.maybe)
+        mode = talk.tracking.mode
 
         def run() -> Any:
-            self.pushes = []
+            self.pushes, self.done, talk.tracking.mode = [], [], mode
             if queued is not None:
                 talk.queued, talk.refused, talk.watched, talk.maybe = queued, refused, dict(watched), set(maybe)
             return handler()
@@ -276,6 +236,7 @@ class Model(Strings, Pages, AboutTheServer):
             handler = self._handler(words)
             assert handler is not None
             replies.append(handler() if self._may(words) else NO_RIGHT)
+            self.done.append((words, replies[-1], talk.tracking.mode))
         return replies
 
     # -- connections -----------------------------------------------------------------------------------------------
@@ -302,15 +263,14 @@ class Model(Strings, Pages, AboutTheServer):
         """Of somebody, who may be new."""
         self.users.setdefault(user, Rights([])).change(rules)
 
-    def do_client_tracking(self, *words: bytes) -> Any:
-        self.talk.track(words[0] == b"ON" and self.talk.protocol == 3)
-        return ANYTHING
+    def do_client(self, what: bytes, *words: bytes) -> Any:
+        return self.do_tracking(what, *words)
 
     def do_reset(self) -> Any:
         self._end()
         self.talk.protocol, self.talk.channels, self.talk.patterns = 2, {}, {}
         self.talk.unheard.clear()
-        self.talk.track(False)
+        self.talk.tracking.end()
         self.talk.called, self.talk.monitors, self.talk.user = b"", False, b"default"
         self.talk.silent = max(self.talk.silent, 0)  # one that is to be left out still is
         return b"RESET"
@@ -383,8 +343,10 @@ class Model(Strings, Pages, AboutTheServer):
 
     def do_flushall(self) -> Any:
         unheard = [set(talk.unheard) for talk in self.talks]
+        self.begin_flush()
         for key in list(self.store.keys):
             self.store.drop(key)
+        self.end_flush()
         for talk, before in zip(self.talks, unheard, strict=True):
             talk.unheard = before  # nobody is notified of these, as in Redis
         self.pinned.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.simulation.replies import ANYTHING, OK, SOME_KEYS, Err, any_order, between, fields, one_of, some_of
+from tests.simulation.replies import ANYTHING, OK, SOME_KEYS, Err, May, any_order, between, fields, one_of, some_of
 from tests.simulation.values import Store, Value
 
 ITEM = {1: 2, 2: 4, 3: 1, 4: 2, 7: 4, 8: 1}  # bytes, by dtype
@@ -120,6 +120,11 @@ class Pages:
         told = dict(zip(_TOLD, value.page, strict=True)) | {b"bytes": len(value.data)}
         if b"kv:" + b":".join(words) not in self.store.doubtful():
             told[b"ttl_left_ms"] = value.expires - self.store.now if value.expires else -1
+        block, now = (words[0], int(words[3])), self.store.now
+        if block in self.pinned:
+            told[b"pinned"] = 1
+        if (until := self.leased.get(block, 0)) > now:
+            told[b"lease_left_ms"] = May(f"at least {until - now}", lambda left: left >= until - now)
         return fields(told)
 
     def do_kvpagewhy(self, *words: bytes) -> Any:

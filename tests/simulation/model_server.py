@@ -35,7 +35,6 @@ class AboutTheServer:
 
     do_info = do_memory = do_object = do_slowlog = do_latency = do_command = do_bgsave = _anything
     do_acl = do_client_list = do_client_help = do_config = do_pubsub_help = do_module_help = do_cluster_help = _anything
-    do_client_caching = do_client_trackinginfo = do_client_getredir = _anything
 
     # -- connections -----------------------------------------------------------------------------------------------
 
@@ -76,6 +75,8 @@ class AboutTheServer:
 
     def do_client_kill(self, *words: bytes) -> Any:
         options = dict(zip(words[::2], words[1::2], strict=True))
+        if options.get(b"ID") == b"0":
+            return Err("ERR client-id should be greater than 0")
         ended = [talk for talk in self.talks if _is_chosen(talk, options)]
         ended = [talk for talk in ended if talk is not self.talk or options.get(b"SKIPME") == b"no"]
         for talk in ended:

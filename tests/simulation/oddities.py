@@ -44,7 +44,7 @@ class Oddities:
         """What draws one of them, and mostly none, after each step."""
         rng = random.Random(f"odd {seed}")
         share = rng.choice([0.0, 0.0, 0.02, 0.1])
-        kinds = [self._text, self._blob, self._moment, self._wrong, self._question, self._scan]
+        kinds = [self._text, self._blob, self._moment, self._wrong, self._question, self._scan, self._mixed]
         weights = [rng.choice([0.3, 1, 4]) for _ in kinds]
 
         def draw() -> list[Step]:
@@ -119,9 +119,19 @@ class Oddities:
         index = b"kv:%b:index" % page[0]
         return rng.choice([
             (b"KVPAGEWHY", *page), (b"KVPAGEWHY", *page), (b"SISMEMBER", index, b"kv:" + b":".join(page)),
-            (b"PING",) if self._is_tenant else (b"RANDOMKEY",), (b"EXISTS", index), (b"TYPE", index),
+            (b"RANDOMKEY",), (b"EXISTS", index), (b"TYPE", index),
             (b"SUBSTR", rng.choice(self._strings), b"%d" % rng.randrange(-9, 9), b"300"),
         ])  # fmt: skip
+
+    def _mixed(self) -> Words:
+        """A batch of several requests. A tenant that stores one may not store all of it."""
+        rng = self.rng
+        pages = [self._own_page(), *(self._page(self._any_request()) for _ in range(rng.randrange(1, 6)))]
+        if not self._is_tenant or rng.random() < 0.7:
+            command = rng.choice([b"KVPAGEMGET", b"KVPAGEMEXISTS"])
+            return command, b"%d" % len(pages), *(word for page in pages for word in page)
+        stored = [self._described(page) for page in (pages[0], self._page(b"r1"))]
+        return b"KVPAGEMSET", b"%d" % len(stored), *(word for page in stored for word in page)
 
     def _scan(self) -> Step:
         """All keys, or those of a request's index, some at a time."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.administration import MS, TENANTS, Administration
+from tests.simulation.caches import Caches
 from tests.simulation.meetings import Meetings
 from tests.simulation.model import Words
 from tests.simulation.oddities import Oddities
@@ -37,7 +38,7 @@ class Step:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Program(Administration, Scenes, Oddities, Meetings, Sessions):
+class Program(Administration, Scenes, Oddities, Meetings, Sessions, Caches):
     """`steps(count)` are the first of a seed's; `options` is how its server is started.
 
     `maxdisk` is bytes, far fewer than the server's own least, so that a run can fill them; 0 for no limit.
@@ -85,6 +86,7 @@ class Program(Administration, Scenes, Oddities, Meetings, Sessions):
         self._odd = self.oddities(seed)
         self._meet = self.meetings(seed)
         self._talk = self.sessions(seed)
+        self._cache = self.caches(seed)
 
     def _options(self) -> dict[str, str]:
         rng = self.rng
@@ -126,6 +128,7 @@ class Program(Administration, Scenes, Oddities, Meetings, Sessions):
             steps += self._odd()
             steps += self._meet()
             steps += self._talk()
+            steps += self._cache()
         return steps
 
     def _step(self, kind: str, peer: int = -1, words: Words = (), **extra: Any) -> Step:
@@ -344,7 +347,7 @@ class Program(Administration, Scenes, Oddities, Meetings, Sessions):
         return rng.choice([
             (b"KVPAGEPIN", req, *pages), (b"KVPAGEUNPIN", req, *pages), (b"KVPAGEUNPIN", req),
             (b"KVPAGELEASE", req, b"%d" % rng.randrange(1, 20_000), *pages),
-            (b"KVPAGEPREFIX", b"8", b"%d" % rng.choice([0, 700]), b"%d" % len(pages), *blocks),
+            (b"KVPAGEPREFIX", rng.choice([b"8", b"8", b"5"]), rng.choice([b"0", b"700"]), b"%d" % len(pages), *blocks),
         ])  # fmt: skip
 
     def _all(self) -> Words:

@@ -22,6 +22,7 @@ from tests.simulation.peers import Asked, BlockedError, Peer, Watchers, spell
 from tests.simulation.process import SOCKET, Process
 from tests.simulation.programs import PEERS, Program, Step
 from tests.simulation.replies import ANYTHING
+from tests.simulation.smaller import make_smaller
 from tests.simulation.values import FORGOTTEN_LATE
 from tests.simulation.world.clock import Clock
 from tests.simulation.world.disk import copy_of
@@ -246,6 +247,7 @@ class Run:
 
 def run(clock: Clock, program: Program, steps: Sequence[Step]) -> Outcome:
     """Play some steps of a program in a directory that is gone after it."""
+    make_smaller(program.seed)
     with tempfile.TemporaryDirectory(prefix="kvpage-world-", dir=_memory()) as directory:
         return Run(clock, program, steps, Path(directory)).play()
 

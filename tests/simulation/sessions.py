@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.administration import MS, TENANTS
+from tests.simulation.caches import name_of
 from tests.simulation.model import Words
 from tests.simulation.peers import PEERS
 
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from tests.simulation.programs import Step
 
 _MAY_ALL = 3  # peers that are never tenants
-_WITHOUT_ARGUMENTS = [tuple(line.strip().encode().split()) for line in ["\n    CLIENT ID", " CLIENT INFO", " CLIENT GETNAME", " CLIENT HELP", " SELECT 0", " SELECT 1", " READONLY", " READWRITE", " WAIT 0 0", " ROLE", " TIME", "\n    LASTSAVE", " BGSAVE", " MODULE LIST", " MODULE HELP", " UNWATCH", " COMMAND", " COMMAND COUNT", " COMMAND LIST", " COMMAND HELP", "\n    COMMAND DOCS set", " COMMAND INFO get", " CLUSTER INFO", " CLUSTER MYID", " CLUSTER NODES", " CLUSTER SHARDS", " CLUSTER SLOTS", "\n    CLUSTER HELP", " CONFIG HELP", " CONFIG REWRITE", " ACL WHOAMI", " ACL USERS", " ACL LIST", " ACL CAT", " ACL LOG", " ACL GENPASS", "\n    ACL LOAD", " ACL SAVE", " ACL HELP", " PUBSUB CHANNELS", " PUBSUB NUMPAT", " PUBSUB HELP", " OBJECT HELP", " MEMORY DOCTOR", " MEMORY HELP", "\n    SLOWLOG GET", " SLOWLOG LEN", " SLOWLOG RESET", " SLOWLOG HELP", " LATENCY LATEST", " LATENCY DOCTOR", " LATENCY HISTOGRAM", "\n    LATENCY HISTORY command", " LATENCY RESET", " LATENCY HELP\n    "]]  # fmt: skip
+_SAID = """
+    CLIENT ID, CLIENT INFO, CLIENT GETNAME, CLIENT HELP, SELECT 0, SELECT 1, READONLY, READWRITE, WAIT 0 0, ROLE, TIME,
+    LASTSAVE, BGSAVE, MODULE LIST, MODULE HELP, UNWATCH, COMMAND, COMMAND COUNT, COMMAND LIST, COMMAND HELP,
+    COMMAND DOCS set, COMMAND INFO get, CLUSTER INFO, CLUSTER MYID, CLUSTER NODES, CLUSTER SHARDS, CLUSTER SLOTS,
+    CLUSTER HELP, CONFIG HELP, CONFIG REWRITE, ACL WHOAMI, ACL USERS, ACL LIST, ACL CAT, ACL LOG, ACL GENPASS,
+    ACL LOAD, ACL SAVE, ACL HELP, PUBSUB CHANNELS, PUBSUB NUMPAT, PUBSUB HELP, OBJECT HELP, MEMORY DOCTOR, MEMORY HELP,
+    SLOWLOG GET, SLOWLOG LEN, SLOWLOG RESET, SLOWLOG HELP, LATENCY LATEST, LATENCY DOCTOR, LATENCY HISTOGRAM,
+    LATENCY HISTORY command, LATENCY RESET, LATENCY HELP
+    """
+_WITHOUT_ARGUMENTS = [tuple(line.encode().split()) for line in _SAID.split(",")]
 
 
 class Sessions:
@@ -40,7 +50,7 @@ class Sessions:
         rng = random.Random(f"sessions {seed}")
         share = rng.choice([0.0, 0.0, 0.01, 0.05])
         kinds = [
-            self._asked, self._asked, self._asked, self._untouched, self._silent, self._skipped, self._quits,
+            self._inquiry, self._inquiry, self._inquiry, self._untouched, self._silent, self._skipped, self._quits,
             self._killed, self._monitored, self._shut_down,
         ]  # fmt: skip
         kinds += [self._user_removed] * self.tenants
@@ -55,7 +65,7 @@ class Sessions:
 
         return draw
 
-    def _asked(self) -> list[Step]:
+    def _inquiry(self) -> list[Step]:
         """A question about the server, about a connection, or about a key."""
         rng, key, name = self.rng, self._any_key(), b"n%d" % self.rng.randrange(9)
         user = b"u%d" % rng.choice(TENANTS) if self.tenants else b"default"
@@ -105,7 +115,7 @@ class Sessions:
         """Somebody ends connections, while they ask for something."""
         rng, me, target = self.rng, self.peer, self.rng.randrange(PEERS)
         busy = [self._soon(self._write(target), 100_000), self._send(target, self._command(target))]
-        kill = self._step("kill_client", me, target=target)
+        kill = self._step("name", me, (b"CLIENT", b"KILL", b"ID", name_of(target)))
         if rng.random() < 0.4:
             which = rng.choice([(b"TYPE", b"normal"), (b"TYPE", b"pubsub"), (b"USER", b"default")])
             kill = self._send(me, (b"CLIENT", b"KILL", *which, b"SKIPME", rng.choice([b"yes", b"no"])))

@@ -48,6 +48,7 @@ class Unfinished:
         if doubt is None:
             return  # the client has gone, or was quick
         changed, now = store.log[asked.at : asked.end], self._clock.unix_ms
+        self._model.may_have_changed({key for variant in doubt.variants for key in variant} | asked.deleted)
         settled = {key for key, _, _ in changed}.difference(asked.deleted, *doubt.variants)  # by others
         settled |= {key for key, old, new in changed if old and not new and asked.ran < old.expires <= now}  # by time
         asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
@@ -74,8 +75,9 @@ class Unfinished:
             self._learn_times(asked, doubt)
             self._learn_evicted(doubt)
             return
+        self._model.need_not_tell(doubt.variants[0])
         for talk in self._model.talks:
-            talk.not_changed(doubt.variants[0])
+            talk.unheard.difference_update(doubt.variants[0])
         store.sure = False
         for key, value in doubt.variants[1].items():
             store._set(key, value)
@@ -145,6 +147,7 @@ class Unfinished:
     def _may_not_be_told(self, asked: Asked) -> None:
         """Of what it has perhaps not changed, nobody is notified for sure."""
         changed = {key for key, _, _ in self._model.store.log[asked.at : asked.end]}
+        self._model.need_not_tell(changed)
         for talk in self._model.talks:
             talk.unheard -= changed
 

@@ -10,7 +10,7 @@ from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.arguments import OUT_OF_MEMORY
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import Postponed, wait_for_room
-from kvpage_server.commands.table.spec import Spec, named
+from kvpage_server.commands.table.spec import Spec, meant, named
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import ReplyError, Wait, bare
 from kvpage_server.store.keyspace import OutOfMemory
@@ -112,13 +112,20 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
     elif isinstance(words[0], bytes) and words[0].lower() in _HTTP:
         log.warning("%s speaks HTTP: its connection ends, the rest of it may be commands", client.address)
         client.connection.abort()
-    meant = named(words[0])  # even when the number of words is wrong
-    if meant is not None and meant.runs_queued:
+    wanted = meant(words)
+    if wanted is not None and wanted.runs_queued:
         client.end_transaction()
-        return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
-    if client.transaction is not None:
+        error = ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
+    elif client.transaction is not None:
         client.transaction.refused = True
+    end_caching(client, wanted)
     return bare(error)
+
+
+def end_caching(client: Client, spec: Spec | None) -> None:
+    """A command has run, or was refused: what CLIENT CACHING has said was for it, or for its transaction."""
+    if client.tracking is not None and client.transaction is None and not (spec is not None and spec.keeps_caching):
+        client.tracking.asked = False
 
 
 def _writes(client: Client, spec: Spec) -> bool:

@@ -16,13 +16,14 @@ from kvpage_server.commands.dispatch.admission import (
     admit,
     check_place,
     check_rights,
+    end_caching,
     have_room,
     queues,
     refused,
     rejected,
 )
 from kvpage_server.commands.dispatch.disk import Postponed, prepare
-from kvpage_server.commands.dispatch.run import run_as_asked
+from kvpage_server.commands.dispatch.run import run_as_asked, run_part
 from kvpage_server.commands.queued import too_much_queued
 from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.commands.table.spec import AT_ONCE, Parts, Spec
@@ -157,13 +158,14 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
     for part in _divided(spec, parts, words):
         hold = yield from _ready(client, spec, part)
-        reply = run_as_asked(client, spec, part)
+        reply = run_part(client, spec, part)
         del hold
         if parts.joined == "array" and isinstance(reply, Stream):
             yield from islice(reply.items, 1, None)  # without its header
         elif parts.joined == "array":
             yield _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
         elif isinstance(reply, ReplyError):
+            end_caching(client, spec)
             yield reply
             return
         elif parts.joined == "apart":
@@ -171,6 +173,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         else:
             total = total + reply if parts.joined == "sum" else reply
             yield ()
+    end_caching(client, spec)
     if parts.joined in ("sum", "last"):
         yield total
 

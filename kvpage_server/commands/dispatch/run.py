@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.admission import check_place, check_rights
+from kvpage_server.commands.dispatch.admission import check_place, check_rights, end_caching
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.shown import note_slow, show_monitors
 from kvpage_server.commands.index_key import refuse_to_write
@@ -66,10 +66,14 @@ def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyE
 
 def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command with the client's settings: CLIENT NO-TOUCH and CLIENT TRACKING."""
-    reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
-    if client.tracking is not None and client.transaction is None and not spec.keeps_caching:
-        client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
+    reply = run_part(client, spec, words)
+    end_caching(client, spec)
     return reply
+
+
+def run_part(client: Client, spec: Spec, words: Command) -> Reply:
+    """The same for a part of a command, which is not its last perhaps."""
+    return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
 
 
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:

@@ -43,10 +43,15 @@ Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them;
 
 @dataclass(slots=True)
 class _Prefix:
-    """The clients that broadcast a prefix, the keys that changed, and the client that changed each key."""
+    """The clients that broadcast a prefix, the keys that changed, and the client that changed each, if it was one."""
 
     clients: dict[Recipient, None] = field(default_factory=dict)
     changed: dict[bytes, Recipient | None] = field(default_factory=dict)
+
+    def note(self, keys: Sequence[bytes], by: Recipient | None) -> None:
+        """Note keys that changed. What also changed by itself, or by another, is no client's own change."""
+        for key in keys:
+            self.changed[key] = by if self.changed.get(key, by) is by else None
 
 
 @dataclass(slots=True)
@@ -171,13 +176,13 @@ class Tracking:
         if len(keys) > 1 and length <= first.find(b":", 3) + 1:  # the pages of a block all begin with its request
             prefix = prefixes.get(first[:length])
             if prefix is not None:
-                prefix.changed.update(dict.fromkeys(keys, by))
+                prefix.note(keys, by)
                 self._tell_soon()
             return
         for key in keys:
             prefix = prefixes.get(key[:length]) if len(key) >= length else None
             if prefix is not None:
-                prefix.changed[key] = by
+                prefix.note((key,), by)
                 self._tell_soon()
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
@@ -250,12 +255,15 @@ class Tracking:
         encoded: dict[int, Raw] = {}
         actors = set(changed.values())
         for client in clients:
-            mode, to = client.tracking, self._told(client)
-            if mode is None or to is None:
+            mode = client.tracking
+            if mode is not None and mode.no_loop and client in actors:
+                if others := [key for key, by in changed.items() if by is not client]:
+                    self._send(client, [others])
                 continue
-            if mode.no_loop and client in actors:
-                self._send(client, [[key for key, by in changed.items() if by is not client]])
-            elif not (client.sees_all and to.sees_all):
+            to = self._told(client) if mode is not None else None
+            if to is None:
+                continue
+            if not (client.sees_all and to.sees_all):
                 self._send(client, [list(changed)])
             else:
                 protocol = to.protocol

@@ -122,6 +122,14 @@ def named(word: Argument) -> Spec | None:
     return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # the usual spellings need no folding
 
 
+def meant(words: Sequence[Argument]) -> Spec | None:
+    """The row that a client's words mean, even when there are too many or too few of them."""
+    spec = named(words[0])
+    if spec is None or len(words) == 1 or spec.name not in SUBCOMMANDS:
+        return spec
+    return SUBCOMMANDS[spec.name].get(plain(words[1]).lower())
+
+
 def find(words: Sequence[Argument]) -> Spec:
     """The row for a client's words. Raises ReplyError for an unknown command or a wrong number of words."""
     spec = named(words[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -210,6 +211,46 @@ class TestWhatIsTold:
             cache.ask("CLIENT", "TRACKING", "ON", "NOLOOP")
             cache.ask_all([("GET", "own"), ("SET", "own", "2"), ("MULTI",), ("GET", "own"), ("DEL", "own"), ("EXEC",)])
             assert cache.told() == []
+
+    def test_who_has_changed_everything_itself_gets_no_empty_message(self, server: RunningServer) -> None:
+        with Cache(server) as cache:
+            cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "NOLOOP")
+            cache.ask("SET", "own", "1")
+            cache.ask_all([])
+            assert cache._told == []
+
+    def test_a_key_that_expires_as_its_owner_writes_it_has_not_changed_by_the_owner_alone(self) -> None:
+        with start_server() as server, Cache(server) as cache:
+            cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "NOLOOP", "PREFIX", "short")
+            cache.ask("SET", "short", "1", "PX", "1")
+            time.sleep(0.01)
+            cache.ask("SET", "short", "2")
+            assert cache.told() == [b"short"]
+
+    @pytest.mark.parametrize(
+        "refused", [("NOSUCH",), ("GET",), ("CLIENT", "NOSUCH"), ("EXEC", "x")], ids=lambda words: " ".join(words)
+    )
+    def test_what_caching_says_ends_with_a_command_that_is_refused(
+        self, caches: tuple[Cache, Cache], refused: tuple[str, ...]
+    ) -> None:
+        cache, writer = caches
+        cache.ask("CLIENT", "TRACKING", "ON", "OPTOUT")
+        cache.ask_all([("CLIENT", "CACHING", "NO"), refused, ("GET", "kept")])
+        writer.ask("SET", "kept", "1")
+        assert cache.told() == [b"kept"]
+        cache.ask_all([("CLIENT", "CACHING", "NO"), ("CLIENT", "TRACKING"), ("GET", "kept")])
+        writer.ask("SET", "kept", "2")
+        assert cache.told() == []
+
+    def test_what_caching_says_is_for_all_of_a_command_that_runs_in_parts(self, caches: tuple[Cache, Cache]) -> None:
+        cache, writer = caches
+        keys = [b"part:%d" % i for i in range(1500)]
+        cache.ask("CLIENT", "TRACKING", "ON", "OPTIN")
+        cache.ask_all([("CLIENT", "CACHING", "YES"), ("MGET", *keys), ("GET", "other")])
+        writer.ask("MSET", "other", "1", *[word for key in keys[:500] for word in (key, "1")])
+        assert cache.told() == sorted(keys[:500])
+        writer.ask("MSET", *[word for key in keys[1000:] for word in (key, "1")])
+        assert cache.told() == sorted(keys[1000:])
 
     def test_many_changes_come_in_few_messages_where_all_are_told(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches

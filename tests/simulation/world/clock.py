@@ -8,7 +8,7 @@ from collections.abc import Callable
 EPOCH = 1_800_000_000 * 10**9  # unix nanoseconds at which every world begins
 BEGIN = 1000 * 10**9  # what its monotonic clock says then
 
-real_monotonic = time.monotonic
+real_monotonic, real_monotonic_ns = time.monotonic, time.monotonic_ns
 
 
 class Clock:

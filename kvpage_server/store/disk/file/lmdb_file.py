@@ -12,8 +12,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -193,22 +192,34 @@ def _says(error: Exception, number: int) -> bool:
     return os.strerror(number) in str(error)
 
 
-@contextmanager
-def told(path: Path, *, writing: bool = False) -> Iterator[None]:
-    """Raise what LMDB and the system say as DiskError; as DiskFull if a write had no room."""
-    try:
-        yield
-    except lmdb.MapFullError:
-        raise MaxDisk("maxdisk is used up") from None
-    except lmdb.Error as error:
-        if not writing:
-            raise DiskError(f"{path}: {error}") from None
-        if _says(error, errno.ENOSPC) or _says(error, errno.EDQUOT):
-            raise DiskFull(str(error)) from None
-        if _says(error, errno.EIO) and shutil.disk_usage(path.parent).free < RESERVE:  # it could write a part
-            raise DiskFull(os.strerror(errno.ENOSPC)) from None
-        raise DiskError(f"{path}: {error}") from None
-    except OSError as error:
-        if writing and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(error.strerror) from None
-        raise DiskError(f"{error.filename or path}: {error.strerror}") from None
+class told:
+    """Raise what LMDB and the system say as DiskError; as DiskFull if a write had no room.
+
+    Not a generator: since Python 3.12 the frames of one refer to the exception that has passed through it, and the
+    exception to them. So what a failed write was given would stay in memory until the next garbage collection.
+    """
+
+    def __init__(self, path: Path, *, writing: bool = False) -> None:
+        self._path = path
+        self._writing = writing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if isinstance(error, lmdb.MapFullError):
+            raise MaxDisk("maxdisk is used up") from None
+        if isinstance(error, lmdb.Error):
+            raise self._said_by_lmdb(error) from None
+        if isinstance(error, OSError):
+            if self._writing and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(error.strerror) from None
+            raise DiskError(f"{error.filename or self._path}: {error.strerror}") from None
+
+    def _said_by_lmdb(self, error: lmdb.Error) -> DiskError | DiskFull:
+        if self._writing and (_says(error, errno.ENOSPC) or _says(error, errno.EDQUOT)):
+            return DiskFull(str(error))
+        little = self._writing and _says(error, errno.EIO) and shutil.disk_usage(self._path.parent).free < RESERVE
+        if little:  # it could write a part
+            return DiskFull(os.strerror(errno.ENOSPC))
+        return DiskError(f"{self._path}: {error}")

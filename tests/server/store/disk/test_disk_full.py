@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import lmdb
 import pytest
 import redis
 from servers import STOP_WITHIN, RunningServer, start_server, with_constants
@@ -20,6 +23,7 @@ from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tie
 from waiting import until
 
 from kvpage_server.store.disk.file.database import FILE
+from kvpage_server.store.disk.file.lmdb_file import DiskFull, told
 
 SIZE = 100_000
 
@@ -317,3 +321,25 @@ def test_a_damaged_store_is_refused_with_the_reason_and_a_way_out(tmp_path: Path
     with pytest.raises(RuntimeError, match=r"is damaged: .*Restore it from a backup, or move it away"):  # noqa: SIM117
         with start_server(*TIERED, directory=tmp_path):
             pass
+
+
+def test_what_a_failed_write_was_given_is_free_at_once(tmp_path: Path) -> None:
+    class Value:
+        """Something that memory has."""
+
+    def write(value: Value) -> None:
+        with pytest.raises(DiskFull), told(tmp_path, writing=True):
+            fail(value)
+
+    def fail(value: Value) -> None:
+        raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
+
+    value = Value()
+    known = weakref.ref(value)
+    gc.disable()
+    try:
+        write(value)
+        del value
+        assert known() is None
+    finally:
+        gc.enable()

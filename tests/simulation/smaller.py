@@ -1,0 +1,50 @@
+"""How much the server does before others have their turn, made small: so a small world has what takes many steps.
+
+A quota is then counted in steps, many leave memory one by one, and what is read from disk is fetched by several jobs.
+Some seeds have some of these, drawn by a chance of their own. What makes a command visible before all of it is done, as
+a batch of hundreds of pages is, stays as it is: the judge expects every command at one moment.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from importlib import import_module
+
+_PAGES = "kvpage_server.commands.families.pages."
+_STORE = "kvpage_server.store."
+_SMALLER: list[tuple[str, str, list[int]]] = [
+    (_PAGES + "page", "FROM_DISK", [1, 4]),
+    (_PAGES + "request", "_GO_AT_ONCE", [2]),
+    (_PAGES + "request", "_KEYS", [3]),
+    (_PAGES + "request", "HASHED_AT_ONCE", [100]),
+    ("kvpage_server.commands.dispatch.disk", "_MOST_AHEAD", [500]),
+    ("kvpage_server.commands.notifying.channels", "_FEW", [1]),
+    (_STORE + "memory_limit", "MOST_LEAVE", [1, 5]),
+    (_STORE + "eviction.leases", "_AT_ONCE", [1]),
+    (_STORE + "eviction.evictor", "_AT_ONCE", [1, 7]),
+    (_STORE + "eviction.ghosts", "MOST_ROWS", [4]),
+    (_STORE + "disk.file.writer", "_AT_ONCE", [1]),
+    (_STORE + "disk.file.scrub", "_AT_ONCE", [1]),
+    (_STORE + "disk.fetching", "_COPIED", [50, 600]),
+    (_STORE + "disk.fetching", "_AT_ONCE", [1, 4]),
+    (_STORE + "disk.mapped", "MOST", [2]),
+    (_STORE + "disk.changes", "_AT_ONCE", [1, 4]),
+    (_STORE + "quota_limit", "_AT_ONCE", [30]),
+    (_STORE + "blocks", "AT_ONCE", [2]),
+    ("kvpage_server.net.session", "MOST_COMMANDS", [1, 4]),
+]
+
+
+def make_smaller(seed: int) -> None:
+    """Give this process the constants of a seed. Other modules may have taken them over by name."""
+    rng = random.Random(f"smaller {seed}")
+    if rng.random() < 0.6:
+        return
+    for module, name, values in _SMALLER:
+        if rng.random() < 0.4:
+            usual, small = getattr(import_module(module), name), rng.choice(values)
+            theirs = [vars(one) for known, one in sys.modules.items() if known.startswith("kvpage_server.")]
+            for names in theirs:
+                if names.get(name) == usual and (not name.startswith("_") or names["__name__"] == module):
+                    names[name] = small
