@@ -143,6 +143,8 @@ class Judge:
             self._lose_sight(asked, marks)
         if here and not talk.silent:
             peer.unanswered.append(asked)
+        elif said[0].lower() in (b"hello", b"reset", b"exec"):
+            peer.speaks = 0  # in which protocol it is told something next, no reply says
         talk.silent -= talk.silent > 0
         for listening, message in self.model.pushes:
             for one in self.peers:
