@@ -29,6 +29,7 @@ NOT_BY_PROGRAMS = {
     "auth": "every tenant says it when it comes",
     "config|resetstat": "the judge looks at what is counted",
 }
+DIGEST = re.compile(r"^seed (\d+): .* digest (\w+)", re.MULTILINE)
 AGAIN = re.compile(r"again: \.venv/bin/python -m tests\.simulation --seed (\d+)")
 
 
@@ -66,8 +67,12 @@ def test_no_promise_is_broken_in_some_runs_with_any_fault_and_each_is_the_same_a
     check(simulate("--seeds", "1..6", "--twice"))
 
 
-def test_the_core_in_plain_python_breaks_no_promise_either() -> None:
-    check(simulate("--seeds", "13..14", core="python"))
+def test_the_core_in_plain_python_breaks_no_promise_either_and_each_run_is_the_same_to_the_byte() -> None:
+    compiled, plain = simulate("--seeds", "13..16"), simulate("--seeds", "13..16", core="python")
+    check(compiled)
+    check(plain)
+    assert DIGEST.findall(plain.stdout) == DIGEST.findall(compiled.stdout)
+    assert len(DIGEST.findall(plain.stdout)) == 4
 
 
 def test_a_mistake_in_the_server_is_found_and_its_seed_is_told() -> None:
