@@ -172,11 +172,12 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
                 raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
             read += len(batches[-1])
             yield ()
-        yield from client.keyspace.admit_pages(batches)
-        while batches:
-            yield from fetched(client, partial(_extents_of, batches[0]))
-            client.keyspace.set_pages(batches.popleft())
-            yield ()
+        with (yield from client.keyspace.admit_pages(batches)) as promise:
+            while batches:
+                yield from fetched(client, partial(_extents_of, batches[0]))
+                promise.keep()
+                client.keyspace.set_pages(batches.popleft())
+                yield ()
         yield OK
 
     return Stream(None, store())
