@@ -24,8 +24,8 @@ block was stored whole), plain Python does it, a page at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 from kvpage_server.core import NewPages, Slot
@@ -41,6 +41,7 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block, rows_of
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
+from kvpage_server.store.promise import Promise, Takings
 from kvpage_server.store.protection import Protection
 from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
 from kvpage_server.store.reading import Reader
@@ -104,21 +105,28 @@ class Keyspace:
 
     def admit(self, coming: Iterable[Coming]) -> None:
         """Make room for values, in their quotas and on disk. Raises OverLimit if nothing was changed."""
-        coming = list(coming)
-        if self.tier is not None:
-            self.tier.limit.admit(coming)
-        if self.evictor.quotas is not None:
-            self.quotas.admit(coming)
+        self._admit([[*coming]])
 
-    def admit_pages(self, batches: Iterable[NewPages]) -> Iterator[tuple[()]]:
-        """Make room for pages that will be stored all or none, in steps. Raises OverLimit if nothing was changed."""
-        coming: list[Coming] = []
-        for pages in batches if self.is_limited else ():
+    def _admit(self, parts: Sequence[list[Coming]]) -> Sequence[Takings]:
+        """The same for parts of a batch. Returns what they take of quotas."""
+        if self.tier is not None:
+            self.tier.limit.admit([*chain.from_iterable(parts)])
+        return self.quotas.admit(parts) if self.evictor.quotas is not None else ()
+
+    def admit_pages(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Promise]:
+        """Make room for pages that will be stored all or none, in steps. Returns what they are promised, a batch a
+        part. Raises OverLimit if nothing was changed."""
+        if not self.is_limited:
+            return Promise(())
+        parts: list[list[Coming]] = []
+        for pages in batches:
+            parts.append(coming := [])
             for block, places in pages.runs(range(len(pages))):
                 coming += [Coming(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
             yield ()
-        if coming:
-            self.admit(coming)
+        of_quotas = self._admit(parts)
+        on_disk = self.tier.limit.takings(parts) if self.tier is not None else ()
+        return Promise(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
 
     def split_block(self, req_id: bytes, page: int) -> None:
         """Make values of the pages of a block that was stored whole, if it is in memory, before some are replaced."""

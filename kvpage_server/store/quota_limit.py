@@ -6,6 +6,7 @@ When quotas are set, the values that there are get counted in steps. Until that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
@@ -15,6 +16,7 @@ from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import OverQuota, Quota, Rule, block_name, text_size
 from kvpage_server.store.memory.entry import Entry, is_page
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.promise import Takings
 
 _AT_ONCE = 20_000  # patterns that names are held against before others have their turn; a value costs as much as some
 _OF_A_VALUE = 16
@@ -46,26 +48,31 @@ class QuotaLimit:
 
     # -- before something is stored ---------------------------------------------------------------------------------
 
-    def admit(self, coming: Iterable[Coming]) -> None:
-        """Make room in their quotas for values. Raises OverQuota if nothing was changed."""
+    def admit(self, parts: Iterable[Iterable[Coming]]) -> list[Takings]:
+        """Make room in their quotas for values. Returns what each part of them takes. Raises OverQuota if nothing was
+        changed."""
         quotas = self._contents.evictor.quotas
         assert quotas is not None
         growth: dict[bytes, int] = {}
-        wanted: dict[Quota, int] = {}
+        taken: list[dict[Quota, int]] = []
         stay: set[Name] = set()
-        for key, size, block in coming:
-            quota = quotas.named(key if block is None else block_name(block[0]))
-            if quota is None:
-                continue
-            entry = self._contents.catalogue.get(key)
-            grows = size - counted(key, entry, as_page=block is not None)
-            wanted[quota] = wanted.get(quota, 0) + grows - growth.get(key, 0)
-            growth[key] = grows
-            stay.add(key if block is None else block)
-            if block is None and entry is not None and is_page(entry):  # whose key will be a string's
-                stay.add((cast(Block, entry.unit).req_id, cast(Block, entry.unit).page))
-        for quota, lacking in wanted.items():
-            self._make_way(quota, lacking, stay)
+        for part in parts:
+            wanted: dict[Quota, int] = {}
+            taken.append(wanted)
+            for key, size, block in part:
+                quota = quotas.named(key if block is None else block_name(block[0]))
+                if quota is None:
+                    continue
+                entry = self._contents.catalogue.get(key)
+                grows = size - counted(key, entry, as_page=block is not None)
+                wanted[quota] = wanted.get(quota, 0) + grows - growth.get(key, 0)
+                growth[key] = grows
+                stay.add(key if block is None else block)
+                if block is None and entry is not None and is_page(entry):  # whose key will be a string's
+                    stay.add((cast(Block, entry.unit).req_id, cast(Block, entry.unit).page))
+        for quota in dict.fromkeys(chain.from_iterable(taken)):
+            self._make_way(quota, sum(wanted.get(quota, 0) for wanted in taken), stay)
+        return [wanted.items() for wanted in taken]
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """The same for a block that is stored whole."""

@@ -10,7 +10,8 @@ If all units that were looked at have to stay for now, because they are leased o
 refused. Values then take a part of the space that LMDB needs, and later writes make room for them.
 
 What is replaced stays on disk until the commit that replaces it. Both have to fit, or the commit fails, and every later
-one. So a transaction or command that replaces more at once than there is space for is refused, or evicts.
+one. So a transaction or command that replaces more at once than there is space for is refused, or evicts. What batches
+that are stored in steps will take was promised to them, and counts as if it were there.
 
 If others fill the file system, only values that memory does not have are evicted, under any policy. When there are no
 more of them, writes fail until there is room.
@@ -19,6 +20,7 @@ more of them, writes fail until there is room.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import filterfalse
 from typing import cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
@@ -42,6 +44,7 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
+from kvpage_server.store.promise import Account, Takings
 from kvpage_server.store.quota_limit import Coming
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import footprint, name_of_block, name_of_key
@@ -82,6 +85,8 @@ class DiskLimit:
         self._memory = memory
         self._stored = stored
         self._holds = holds
+        self._under_way = Account()  # bytes that batches under way will take
+        self._under_way_beside = Account()  # the same, with what those replace
 
     # -- before something is stored --------------------------------------------------------------------------------
 
@@ -103,9 +108,29 @@ class DiskLimit:
         for block in blocks:
             split |= self._split_sizes(block)
         most_new = sum(map(_takes_coming, coming)) + sum(split.values())
-        if usage.expected + usage.replaced + 2 * most_new > self.most:
+        if usage.expected + usage.replaced + self._under_way_beside.promised + 2 * most_new > self.most:
             sizes = split | {name_of_key(value.key): _takes_coming(value) for value in coming}
             self._have_room(sizes, {*sizes, *map(name_of_unit, blocks)})
+
+    def takings(self, parts: Iterable[Collection[Coming]]) -> list[Takings]:
+        """What the parts of a batch that was admitted take, when they are stored one after the other."""
+        if not self._stored.maxdisk or not self._stored.keeps_all:
+            return []
+        usage, before = self._stored.usage, dict[bytes, int]()  # the sizes that earlier parts leave
+        found: list[Takings] = []
+        for part in parts:
+            sizes: Sizes = {}
+            for block in self._blocks_of(part):
+                sizes |= self._split_sizes(block)
+            for value in part:
+                sizes[name_of_key(value.key)] = _takes_coming(value)
+            fresh = [*filterfalse(before.__contains__, sizes)]
+            growth = sum(sizes.values()) - sum(map(usage.size_of, fresh))
+            if len(fresh) < len(sizes):
+                growth -= sum(before.get(name, 0) for name in sizes)
+            found.append([(self._under_way, growth), (self._under_way_beside, growth + usage.to_replace(fresh))])
+            before |= sizes
+        return found
 
     def _blocks_of(self, coming: Collection[Coming]) -> set[Block]:
         """The blocks that there are of pages, and of those whose keys will be strings'."""
@@ -154,18 +179,21 @@ class DiskLimit:
         usage, most, maxdisk = self._stored.usage, self.most, self._stored.maxdisk
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
         at_once = growth + usage.to_replace(sizes)
-        lacking = min(usage.expected + growth - most, 2 * growth)  # if maxdisk was lowered, in small steps
-        beside = min(usage.expected + usage.replaced + at_once - int(maxdisk * _SHARE_AT_ONCE), 2 * at_once)
+        later, beside_later = self._under_way.promised, self._under_way_beside.promised
+        lacking = min(usage.expected + later + growth - most, 2 * growth)  # if maxdisk was lowered, in small steps
+        with_it = usage.replaced + beside_later + at_once
+        beside = min(usage.expected + with_it - int(maxdisk * _SHARE_AT_ONCE), 2 * at_once)
         if lacking <= 0 and beside <= 0:
             return
         if growth > most or self._policy == NO_EVICTION:
-            raise DiskUsedUp(maxdisk, growth) if lacking > 0 else TooMuchAtOnce(maxdisk, usage.replaced + at_once)
+            raise DiskUsedUp(maxdisk, growth) if lacking > 0 else TooMuchAtOnce(maxdisk, with_it)
         if not self._free(max(lacking, beside), stay, alone=False):
             nothing_goes = self._policy == VOLATILE_TTL and not self._contents.expirer.keys
-            if lacking > 0 and (nothing_goes or usage.expected + growth > maxdisk * _SHARE_FOR_NOW):
+            if lacking > 0 and (nothing_goes or usage.expected + later + growth > maxdisk * _SHARE_FOR_NOW):
                 raise DiskUsedUp(maxdisk, growth)
-            if usage.expected + usage.replaced + at_once > maxdisk * _SHARE_AT_ONCE:
-                raise TooMuchAtOnce(maxdisk, usage.replaced + at_once)
+            with_it = usage.replaced + beside_later + at_once
+            if usage.expected + with_it > maxdisk * _SHARE_AT_ONCE:
+                raise TooMuchAtOnce(maxdisk, with_it)
 
     @property
     def _policy(self) -> str:

@@ -18,6 +18,7 @@ from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.queues import Queues
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.promise import Account
 
 _MOST_NAMES = 1 << 17  # that are remembered
 
@@ -52,12 +53,13 @@ class Rule(NamedTuple):
     matches: Callable[[bytes], object]
 
 
-class Quota:
+class Quota(Account):
     """What the keys of a pattern hold: `bytes`, of `limit`. `units` is the order they go in, `evicted` how many did."""
 
     __slots__ = ("bytes", "evicted", "limit", "matches", "pattern", "sizes", "units")
 
     def __init__(self, rule: Rule, units: Queues) -> None:
+        super().__init__()
         self.pattern, self.limit, self.matches = rule
         self.bytes = 0
         self.sizes: dict[Unit, int] = {}  # of every unit that is counted
@@ -66,11 +68,11 @@ class Quota:
 
     def lacks(self, coming: int) -> int:
         """How many bytes have to go before so many may come; negative when there is room."""
-        return self.bytes + coming - self.limit if self.limit else -1
+        return self.bytes + self.promised + coming - self.limit if self.limit else -1
 
     @property
     def is_over(self) -> bool:
-        return self.lacks(0) > 0
+        return self.bytes > self.limit > 0
 
     def resize(self, unit: Unit, size: int) -> None:
         """A unit takes `size` bytes now."""

@@ -174,13 +174,16 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
                 raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
             read += len(batches[-1])
             yield ()
-        yield from client.keyspace.admit_pages(batches)
-        if client.server.tiered is not None:
-            yield from _split(client, batches)
-        while batches:
-            yield from fetched(client, partial(_extents_of, batches[0].blocks()))  # stored whole meanwhile, and gone
-            client.keyspace.set_pages(batches.popleft())
-            yield ()
+        with (yield from client.keyspace.admit_pages(batches)) as promise:
+            if client.server.tiered is not None:
+                yield from _split(client, batches)
+            while batches:
+                yield from fetched(
+                    client, partial(_extents_of, batches[0].blocks())
+                )  # stored whole meanwhile, and gone
+                promise.keep()
+                client.keyspace.set_pages(batches.popleft())
+                yield ()
         yield OK
 
     return Stream(None, store())

@@ -1,0 +1,239 @@
+"""What a batch that is stored in steps was promised is not given to others between its steps."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from servers import RunningServer, start_server
+from stored_pages import Here
+from wire import spell
+
+from kvpage_server.commands.dispatch.run import run
+from kvpage_server.commands.families.server.config import apply
+from kvpage_server.commands.table.spec import find
+from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.store.eviction.quotas import OverQuota
+from kvpage_server.store.promise import Account, Promise
+
+PAGES = 1100  # three steps or more
+SIZE = 1000
+COUNTED = PAGES * (64 + SIZE)  # bytes in a quota
+
+
+def page(req: str, number: int, size: int = SIZE) -> tuple[Any, ...]:
+    return (req, 0, 0, number, 0, 8, 1, size, 0, bytes([number % 251]) * size)
+
+
+def batch(req: str, count: int = PAGES, size: int = SIZE) -> list[bytes]:
+    words = ("KVPAGEMSET", count, *(word for number in range(count) for word in page(req, number, size)))
+    return [word if isinstance(word, bytes) else str(word).encode() for word in words]
+
+
+# -- between the steps of one, in this process ---------------------------------------------------------------------
+
+
+def tenant(limit: int, policy: str = "noeviction") -> Here:
+    here = Here(policy=policy)
+    here.server.config.change("quota", f"kv:t* {limit}")
+    apply(here.server, ["quota"])
+    return here
+
+
+def begin(here: Here, words: list[bytes]) -> Iterator[Reply]:
+    reply = run(here.client, find(words), words)
+    assert type(reply) is Stream
+    return reply.items
+
+
+def go_on(here: Here, steps: Iterator[Reply], pages: int = 1) -> None:
+    """Until so many pages more are there."""
+    there = len(here.keyspace)
+    while len(here.keyspace) < there + pages:
+        assert next(steps) == ()
+
+
+def last(steps: Iterator[Reply]) -> Reply:
+    return [step for step in steps if step != ()][-1]
+
+
+def free(here: Here, limit: int) -> int:
+    """The bytes that a value of the tenant's may take now, found by trying."""
+    few, many = 0, limit + 1
+    while many - few > 1:
+        size = (few + many) // 2
+        fits = here.call("SET", "kv:t:x", b"x" * size).startswith(b"+")
+        here.call("DEL", "kv:t:x")
+        few, many = (size, many) if fits else (few, size)
+    return few
+
+
+def promised(here: Here) -> int:
+    [quota] = here.keyspace.evictor.every_quota
+    return quota.promised
+
+
+def test_of_two_batches_that_take_turns_one_has_the_room_and_the_other_is_refused() -> None:
+    here = tenant(COUNTED + COUNTED // 2)
+    first, second = begin(here, batch("ta")), begin(here, batch("tb"))
+    go_on(here, first)
+    told = last(second)
+    assert isinstance(told, ReplyError)
+    assert "the quota of 'kv:t*'" in str(told)
+    assert type(last(first)) is not ReplyError
+    [quota] = here.keyspace.evictor.every_quota
+    assert (len(here.keyspace), quota.bytes, quota.promised) == (PAGES, COUNTED, 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("SET", "kv:t:x", b"x" * 5000), ("KVPAGESET", *page("tb", 0, 5000)), ("MSET", "kv:t:x", b"x" * 5000)],
+    ids=["string", "page", "strings"],
+)
+def test_whatever_comes_between_the_steps_finds_the_room_taken(words: tuple[Any, ...]) -> None:
+    here = tenant(COUNTED + 4000)
+    steps = begin(here, batch("ta"))
+    go_on(here, steps)
+    assert here.call(*words).startswith(b"-OOM command not allowed when the quota of 'kv:t*'")
+    assert here.call("SET", "kv:t:x", b"x" * 3000) == b"+OK\r\n"
+    assert type(last(steps)) is not ReplyError
+
+
+def test_the_same_room_is_left_at_every_step() -> None:
+    limit = COUNTED + 10_000
+    here = tenant(limit)
+    for number in range(0, PAGES, 2):  # which the batch replaces
+        here.call("KVPAGESET", *page("ta", number, 500))
+    steps = begin(here, batch("ta"))
+    go_on(here, steps)
+    left = free(here, limit)
+    assert left < 10_000
+    for _ in range(4):
+        next(steps)
+        assert free(here, limit) == left
+    assert type(last(steps)) is not ReplyError
+    assert (free(here, limit), promised(here)) == (left, 0)
+
+
+def test_what_a_batch_frees_is_free_when_it_is() -> None:
+    here = tenant(PAGES * (64 + 2000) + 500)
+    for number in range(PAGES):
+        here.call("KVPAGESET", *page("ta", number, 2000))
+    steps = begin(here, batch("ta"))
+    while here.keyspace.evictor.every_quota[0].bytes == PAGES * (64 + 2000):
+        next(steps)
+    assert promised(here) == 0
+    assert last(steps)
+    assert here.call("SET", "kv:t:x", b"x" * 500_000) == b"+OK\r\n"
+
+
+@pytest.mark.parametrize("pages", [0, 1, 600])
+def test_a_batch_whose_client_goes_gives_back_what_it_has_not_taken(pages: int) -> None:
+    here = tenant(COUNTED + 1000)
+    steps = begin(here, batch("ta"))
+    if pages:
+        go_on(here, steps, pages)
+        assert promised(here) > 0
+    there = len(here.keyspace)
+    del steps
+    assert promised(here) == 0
+    rest = PAGES - there
+    assert here.call("KVPAGEMSET", *batch("tb", min(rest, 90))[1:]) == b"+OK\r\n"
+
+
+def test_a_batch_that_is_refused_was_promised_nothing() -> None:
+    here = tenant(COUNTED - 1)
+    assert isinstance(last(begin(here, batch("ta"))), ReplyError)
+    assert (len(here.keyspace), promised(here)) == (0, 0)
+
+
+def test_a_batch_that_breaks_off_gives_back_what_it_has_not_taken() -> None:
+    here = tenant(COUNTED)
+    steps = begin(here, batch("ta"))
+    go_on(here, steps)
+    here.keyspace.set_pages = lambda _: (_ for _ in ()).throw(OverQuota(here.keyspace.evictor.every_quota[0]))  # type: ignore[method-assign]
+    assert isinstance(last(steps), ReplyError)
+    assert promised(here) == 0
+
+
+def test_a_quota_that_a_batch_will_fill_is_not_over_before_it_has() -> None:
+    """Or its values would go first when memory is full."""
+    here = tenant(COUNTED)
+    steps = begin(here, batch("ta"))
+    go_on(here, steps)
+    [quota] = here.keyspace.evictor.every_quota
+    here.server.config.change("quota", f"kv:t* {COUNTED}")
+    assert (quota.is_over, quota.lacks(1)) == (False, 1)
+
+
+def test_what_a_part_frees_is_promised_to_nobody() -> None:
+    account = Account()
+    with Promise([[(account, 5)], [(account, -3)], [(account, 2)]]) as promise:
+        assert account.promised == 7
+        promise.keep()
+        promise.keep()
+        assert account.promised == 2
+    assert account.promised == 0
+
+
+# -- two clients of a server, at once ------------------------------------------------------------------------------
+
+
+def at_once(server: RunningServer, batches: list[list[bytes]]) -> list[str]:
+    """The replies to commands that end in the same moment, in the order of their words."""
+    socks = [server.connect() for _ in batches]
+    lines = [spell(words) for words in batches]
+    for sock, line in zip(socks, lines, strict=True):
+        sock.settimeout(60)
+        sock.sendall(line[:-5000])
+    server.process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(len(socks)) as threads:  # what the server has not read yet may fill a connection
+        for sock, line in zip(socks, lines, strict=True):
+            threads.submit(sock.sendall, line[-5000:])
+        server.process.send_signal(signal.SIGCONT)
+    told = [sock.makefile("rb").readline().decode() for sock in socks]
+    for sock in socks:
+        sock.close()
+    return told
+
+
+MANY, LONG = 4000, 7000  # 28 MB, which take several turns
+
+
+def of_two_one_is_stored(server: RunningServer, client: redis.Redis, why: str) -> None:
+    told = sorted(at_once(server, [batch("ta", MANY, LONG), batch("tb", MANY, LONG)]))
+    assert told[0] == "+OK\r\n"
+    assert told[1].startswith(f"-OOM command not allowed when {why}")
+    assert client.dbsize() == MANY
+    assert client.set("small", "value")
+
+
+@pytest.mark.parametrize("mode", ["always", "everysec", "no"])
+def test_two_batches_of_which_the_disk_takes_one(tmp_path: Path, mode: str) -> None:
+    options = ("--store", "tiered", "--appendfsync", mode, "--maxdisk", "64mb", "--maxmemory-policy", "noeviction")
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        of_two_one_is_stored(server, client, "used disk > 'maxdisk'")
+        assert client.execute_command("SAVE")
+        info = client.info("kvpage")
+        assert (info["disk_failing"], info["disk_write_errors"]) == ("", 0)
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        assert client.dbsize() == MANY + 1
+
+
+def test_two_batches_of_which_a_quota_takes_one() -> None:
+    options = ("--maxmemory-policy", "noeviction", "--quota", "kv:t*", "40mb")
+    with start_server(*options) as server, server.client() as client:
+        of_two_one_is_stored(server, client, "the quota of 'kv:t*'")
+
+
+def test_two_batches_of_which_memory_takes_one() -> None:
+    options = ("--maxmemory-policy", "noeviction", "--maxmemory", "40mb")
+    with start_server(*options) as server, server.client() as client:
+        told = sorted(at_once(server, [batch("ta", MANY, LONG), batch("tb", MANY, LONG)]))
+        assert [one[:4] for one in told] == ["+OK\r", "-OOM"]
+        assert client.dbsize() == MANY
