@@ -125,6 +125,8 @@ class Keyspace:
                 coming += [Coming(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
             yield ()
         of_quotas = self._admit(parts)
+        if len(parts) == 1 and (self.tier is None or not self.tier.any_cold):
+            return Promise(())  # it waits for nothing, and is stored in this step
         on_disk = self.tier.limit.takings(parts) if self.tier is not None else ()
         return Promise(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
 
