@@ -21,6 +21,7 @@ from tests.simulation.moments import agreed_meanwhile
 from tests.simulation.monitors import Monitors
 from tests.simulation.peers import Asked, Peer, shown
 from tests.simulation.process import Process
+from tests.simulation.refusals import TOO_MUCH, Refusals
 from tests.simulation.replies import ANYTHING, Err, May, agrees, is_error
 from tests.simulation.unfinished import Unfinished
 from tests.simulation.values import Cell, Value, read_page
@@ -32,7 +33,6 @@ _CHANGE = frozenset(
 _COUNTED = frozenset(b"kvpagedel del unlink setnx msetnx expire pexpire expireat pexpireat persist".split())
 _NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _ANY_SIZE = 1 << 40  # bytes
-_TOO_MUCH = "would have to be in memory at once, maxmemory-clients allows"
 
 
 class Violation(BaseException):
@@ -52,6 +52,7 @@ class Judge:
         self.endings: Endings
         self._departures: Departures
         self._unfinished: Unfinished
+        self._refusals: Refusals
         self.commands = 0
         self.acknowledged = 0  # changes of the model that were told to be done
         self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
@@ -76,6 +77,7 @@ class Judge:
         self.endings = Endings(process, self.model, self.fail)
         self._departures = Departures(self.model, process, self.fail)
         self._unfinished = Unfinished(self.model, process, self.fail)
+        self._refusals = Refusals(self.model, process, self.fail)
         self.model.pinned.clear()
         self.model.leased.clear()
         self.model.talks, self.model.paused_until = [], 0
@@ -197,7 +199,7 @@ class Judge:
         before, gone, model.pushes = len(store.log), store.gone, []
         asked.queued = [*talk.queued] if talk.queued and said[0].lower() == b"exec" else []
         unclear = store.doubtful() | store.fog if isinstance(reply, Stream) else set()
-        refusal = self._refusal(str(reply) if isinstance(reply, ReplyError) else "", said)
+        refusal = self._refusals.why(str(reply) if isinstance(reply, ReplyError) else "", said)
         if refusal:
             asked.expected = self._refused(talk, said, refusal)
         elif talk.stranger and talk.queued is None and said[0].lower() not in _CHANGE:
@@ -231,24 +233,6 @@ class Judge:
             self._by_id[client.id], talk.client = (peer, talk), client
             self.model.talks = [one for one in self.model.talks if one.client.id in client.server.clients] + [talk]
         return self._by_id[client.id]
-
-    def _refusal(self, error: str, words: Words) -> str:
-        """Why the server may refuse a command that is right, empty when it does not."""
-        if _TOO_MUCH in error:
-            return error
-        if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
-            keyspace = self.process.server.keyspace
-            queued = words[0].lower() == b"exec" and keyspace.memory.maxmemory > 0  # what waited for it has gone by now
-            if not (keyspace.memory.is_full or self.process.may_refuse or queued):
-                self.fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
-            return error
-        if error.endswith("because of previous errors.") or "Can't execute" in error:
-            return ""
-        if error.startswith(("MISCONF", "ERR reading from disk failed", "EXECABORT Transaction discarded because of")):
-            if not self.model.disk_fails:
-                self.fail(f"{shown(words)} was refused though the disk works: {error}")
-            return error
-        return ""
 
     def _refused(self, talk: Conversation, words: Words, error: str) -> Any:
         if words[0].lower() == b"exec":
@@ -358,7 +342,7 @@ class Judge:
         is_missing = reply is None and asked.words[0].lower() != b"exec"
         if self.model.may_miss and (is_missing or is_error(reply, "ERR reading from disk failed")):
             return True
-        return asked.streamed and is_error(reply, "OOM") and _TOO_MUCH in str(reply)
+        return asked.streamed and is_error(reply, "OOM") and TOO_MUCH in str(reply)
 
     def _note_protection(self, asked: Asked, reply: Any) -> None:
         """What pins and leases were promised."""
