@@ -86,12 +86,10 @@ class Loading:
         tokens: Sequence[int] | None,
         memory: Found,
         came: Callable[[Loaded, Sequence[int] | None], None],
-        *,
-        enough: bool,
         within: float,
     ) -> None:
-        """With `enough`, only `memory` is used. `came` is told of what was found for which tokens, before the caller
-        is. `within` is the time limit in seconds."""
+        """`came` is told of what was found for which tokens, before the caller is. `within` is the time limit in
+        seconds; with none, only `memory` is used."""
         self._ways = ways
         self._agent_id = agent_id
         self._tokens = tokens
@@ -103,7 +101,7 @@ class Loading:
         self._lock = threading.Lock()  # of all below
         self._state = LoadState.WAITING
         self._patience = Patience.FRESH
-        self._file = _File(FileState.LOOKING if ways.cold and not enough else FileState.DONE)
+        self._file = _File(FileState.LOOKING if ways.cold and within > 0 else FileState.DONE)
         self._fetch: Fetch | None = None
         # The fetch has the same limit, and ends by itself. A file is not waited for.
         self._timers = [
@@ -111,7 +109,7 @@ class Loading:
             for seconds, event in ((HEDGE_AFTER_SECONDS, LoadEvent.HEDGE_TIMER), (within, LoadEvent.DEADLINE))
         ]
         self._span = span("kvpage.load")
-        if not enough:
+        if within > 0:
             with self._span.current():
                 self._begin(within)
         self._go_on()

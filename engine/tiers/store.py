@@ -61,8 +61,8 @@ class AgentCacheStore:
 
     A load takes the longest prefix of the prompt in memory, from the agent's last context or from full blocks of any
     agent. What memory lacks is asked of the page server, and the agent's file is read where it has more. What is found
-    there is kept in memory, unless the agent was saved, forked over or deleted since the load began: then it is out of
-    date. When a lower tier fails, less is found, and the reason is counted.
+    there is kept in memory, unless the agent was saved, forked over or deleted meanwhile. When a lower tier fails, less
+    is found, and the reason is counted.
 
     A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
     common is there once, and every reference in the pool bears the name of its agent.
@@ -94,8 +94,7 @@ class AgentCacheStore:
         readers = ThreadPoolExecutor(READER_THREADS, "kvpage-read")
         self._ways = Ways(spec, pool, pages, cold, readers, self._tally, self._make_room_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
-        # By agent; held by the loads, so agents that nobody loads take no room. Under the lock of memory.
-        self._unchanged: weakref.WeakValueDictionary[str, _Unchanged] = weakref.WeakValueDictionary()
+        self._unchanged: weakref.WeakValueDictionary[str, _Unchanged] = weakref.WeakValueDictionary()  # under the lock
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
         """Load the longest stored prefix of `tokens`, or the agent's own context without `tokens`, and wait for it.
@@ -116,9 +115,8 @@ class AgentCacheStore:
             own = self._hot.look(agent_id)
             enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
             unchanged = self._unchanged.setdefault(agent_id, _Unchanged())
-        enough = enough or not (self._pages or self._cold) or within <= 0
-        came = partial(self._came, unchanged)
-        loading = Loading(self._ways, agent_id, tokens, memory, came, enough=enough, within=within)
+        within = within if (self._pages or self._cold) and not enough else 0.0
+        loading = Loading(self._ways, agent_id, tokens, memory, partial(self._came, unchanged), within)
         self._loadings.add(loading)
         return loading
 

@@ -82,7 +82,7 @@ def test_chunks_that_come_in_time_may_together_take_longer_than_the_deadline(
 ) -> None:
     """As much as a slow link needs, either way."""
     assert held(pool, tier.load("alice")) == 700  # is connected
-    proxy.hold, tier._connection.deadline = 0.15, 2.0
+    proxy.hold, tier._connection.deadline = 0.25, 2.0
     begun = time.monotonic()
     loaded = tier.load("alice", TOKENS)
     assert same(loaded, context(), 700)
