@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 from contextlib import suppress
 from itertools import cycle
 
 FIRST, END = 10_000, 32_000  # below those that Linux and macOS give to whoever names none
 _begin = random.SystemRandom().randrange(FIRST, END)
 _next = cycle([*range(_begin, END), *range(FIRST, _begin)])
+_KEPT = 64  # ports whose server may not be there yet, or be gone for a moment
+_marks: deque[socket.socket] = deque()  # UDP sockets of the same numbers: no other process is given these ports
 
 
 def free_port() -> int:
     """One that nobody listens on, and another each time.
 
     A port that the system chooses may be given to somebody else before the server is there: to a server of another
-    process, or to a client. One of these is not, and each process begins somewhere else.
+    process, or to a client. One of these is not, and each process begins somewhere else. Where two processes come to
+    the same port nevertheless, the first one has it: or the other's clients would speak to its server.
     """
     for _ in range(END - FIRST):
         port = next(_next)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            try:
+                mark.bind(("127.0.0.1", port))
+            except OSError:
+                mark.close()
+                continue
+            _marks.append(mark)
+            if len(_marks) > _KEPT:
+                _marks.popleft().close()
             return port
     raise OSError(f"no port from {FIRST} to {END} is free")
