@@ -106,7 +106,9 @@ class QuotaLimit:
     def _may_go(self, unit: Unit) -> bool:
         if self._contents.evictor.policy != VOLATILE_TTL:
             return True
-        return bool(unit.soonest if isinstance(unit, Block) else self._contents.expires_of(unit))
+        if not isinstance(unit, Block):
+            return bool(self._contents.expires_of(unit))
+        return bool(unit.soonest) and any(map(self._contents.expires_of, unit.page_keys()))  # or the last one was kept
 
     # -- counting ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.disk.needed import Needed
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.memory.entry import Entry, Text
+from kvpage_server.store.memory.entry import Entry, Text, is_cold
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
 
@@ -217,11 +217,16 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     """The values, with null for keys that do not exist. Long ones are looked up while the reply is sent."""
     keys, tiered = plain_all(args), client.server.tiered
     found = client.server.keyspace.read_all(keys)
-    cold = tiered is not None and tiered.any_cold and tiered.needs.cold_of(keys)
+    # Not `cold_of(keys)`: that these were read may just have evicted one, to have room on disk for another.
+    cold = tiered is not None and tiered.any_cold and any(map(_is_cold, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
     if cold or much:
         return Stream(None, _in_parts(client, keys, whole=not much))
     return [*map(string_of, found)]
+
+
+def _is_cold(entry: Entry | None) -> bool:
+    return not (entry is None or isinstance(entry, Text)) and is_cold(entry)
 
 
 def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Reply]:

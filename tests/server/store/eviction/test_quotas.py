@@ -351,6 +351,17 @@ def test_where_nothing_may_go_a_write_is_refused_and_nothing_is_half_done(client
     client.execute_command("KVPAGESET", *page)
 
 
+def test_volatile_ttl_leaves_pages_that_were_to_expire_and_are_kept_now(client: redis.Redis) -> None:
+    client.config_set("maxmemory-policy", "volatile-ttl")
+    client.config_set("quota", f"{A} 20000")
+    page = (0, 0, 0, 0, 8, 1, 12_000)
+    client.execute_command("KVPAGESET", "tenantA.x", *page, 100, bytes(12_000))
+    assert client.persist("kv:tenantA.x:0:0:0:0")
+    with pytest.raises(redis.ResponseError, match="is used up"):
+        client.execute_command("KVPAGESET", "tenantA.y", *page, 0, bytes(12_000))
+    assert client.keys("kv:tenantA*") == [b"kv:tenantA.x:0:0:0:0"]
+
+
 def test_volatile_ttl_takes_those_of_the_tenant_that_expire(client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "volatile-ttl")
     client.config_set("quota", f"{A} {3 * BLOCK}")
