@@ -39,6 +39,10 @@ def agreed_meanwhile(model: Model, talk: Conversation, asked: Asked, reply: Any,
     if isinstance(reply, list) and all(isinstance(one, list) and len(one) == len(moments[0]) for one in moments):
         if name not in _OF_ONE_MOMENT:
             moments = [[one_of(options) for options in zip(*moments, strict=True)]]
+        if name == b"kvpagemget":  # what was replaced in steps may have been due before its step came
+            due = {key for key, old, _ in model.store.log[asked.at :] if old is not None and 0 < old.expires <= now}
+            parts = zip(keys_used(asked.words), moments[0], strict=True)
+            moments = [[one_of([part, None]) if key in due else part for key, part in parts]]
         if model.may_miss:
             moments = [[one_of([part, None]) for part in moment] for moment in moments]
     return any(agrees(moment, reply) for moment in moments)
