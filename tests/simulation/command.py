@@ -120,10 +120,13 @@ def apart(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the parent
         signal.signal(signal.SIGTERM, _give_up)
         os.close(reading)
-        between = _spread(seed) if elsewhere else []
-        with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(_played(clock, seed, steps, only), pipe)
-        between.clear()
+        try:
+            between = _spread(seed) if elsewhere else []
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(_played(clock, seed, steps, only), pipe)
+            between.clear()
+        except (_GivenUp, BrokenPipeError):  # just before the run, or after it
+            pass
         os._exit(0)
     os.close(writing)
     try:
