@@ -63,7 +63,7 @@ class Deeds:
         peer = self._opened(step)
         if peer.stalled:
             return
-        peer.stalled = True
+        peer.stalled = peer.has_stalled = True
         self._run._watchers.ignore(peer)
         life = peer.lives
 

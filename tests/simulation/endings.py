@@ -23,7 +23,7 @@ class Endings:
         process, talk = self._process, peer.talk
         if process.ending or process.over:
             return
-        if talk.quits and peer.unanswered:
+        if talk.quits and peer.unanswered and not peer.has_stalled:
             self._fail(f"peer {peer.number} has quit, and was not answered {shown(peer.unanswered[0].words)}")
         if talk.ends or (self._model.disk_fails and peer.unanswered):  # what was promised is not on disk
             return

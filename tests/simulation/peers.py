@@ -57,6 +57,7 @@ class Peer:
     pushes: deque[Any] = field(default_factory=deque)  # that are to come
     may_come: list[Any] = field(default_factory=list)  # pushes, and may not
     stalled: bool = False  # it does not read
+    has_stalled: bool = False  # or has not read for a while: who quits and does not read is not waited for
     half: bool = False  # it has sent the beginning of a command that it will not end
     sending: int = 0  # pieces that are on their way
     busy_until: int = 0  # nanoseconds: when the last of them arrives
@@ -72,7 +73,7 @@ class Peer:
         self.sock.connect(path)
         self.lives += 1
         self.talk = Conversation(f"{self.number}.{self.lives}")
-        self.stalled = self.half = False
+        self.stalled = self.has_stalled = self.half = False
         self.sending = self.busy_until = 0
         self.blocked = []
         self.speaks = 2
