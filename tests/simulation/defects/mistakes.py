@@ -431,13 +431,6 @@ MISTAKES = [
         "a tenant is told of keys that it may not read",
     ),
     Mistake(
-        "refused-and-still-asked",
-        _COMMANDS + "dispatch.admission",
-        "    end_caching(client, wanted)\n",
-        "",
-        "what CLIENT CACHING says is for the next command that is not refused",
-    ),
-    Mistake(
         "told-of-nothing",
         _COMMANDS + "notifying.tracking",
         "if others := [key for key, by in changed.items() if by is not client]:\n                    self._send(client, [others])",
