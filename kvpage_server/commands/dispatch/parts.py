@@ -165,7 +165,6 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         if parts.joined == "array":
             yield from _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
         elif isinstance(reply, ReplyError):
-            end_caching(client, spec)
             yield reply
             return
         elif parts.joined == "apart":
@@ -173,7 +172,6 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         else:
             total = total + reply if parts.joined == "sum" else reply
             yield ()
-    end_caching(client, spec)
     if parts.joined in ("sum", "last"):
         yield total
 

@@ -178,9 +178,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
             if client.server.tiered is not None:
                 yield from _split(client, batches)
             while batches:
-                yield from fetched(
-                    client, partial(_extents_of, batches[0].blocks())
-                )  # stored whole meanwhile, and gone
+                # Some may have been stored whole meanwhile, and may have left memory.
+                yield from fetched(client, partial(_extents_of, batches[0].blocks()))
                 promise.keep()
                 client.keyspace.set_pages(batches.popleft())
                 yield ()
