@@ -13,8 +13,8 @@ import pytest
 from small_disks import small_disk
 from waiting import eventually
 
-from tests.simulation import place
-from tests.simulation.arguments import KNOWN, known_seeds, requested
+from tests.simulation.cli.arguments import KNOWN, known_seeds, requested
+from tests.simulation.world import place
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.simulation"]
@@ -168,8 +168,8 @@ def test_the_server_is_not_run_where_it_has_no_room(options: str) -> None:
 def test_a_world_that_runs_out_of_room_is_told_as_that_and_not_shortened() -> None:
     full = """if True:
         import errno, sys
-        from tests.simulation import command, run
-        from tests.simulation.arguments import requested
+        from tests.simulation.cli import command
+        from tests.simulation.cli.arguments import requested
         from tests.simulation.world.clock import Clock
         def fails(*_):
             raise OSError(errno.ENOSPC, "No space left on device", "/life-2/data")

@@ -17,7 +17,7 @@ import kvpage_server.commands.families  # noqa: F401 - it fills the table
 from kvpage_server.commands.table.spec import TABLE
 from tests.simulation.defects import DoesNotApply, Mistake, apply
 from tests.simulation.defects.mistakes import MISTAKES
-from tests.simulation.programs import Program
+from tests.simulation.programs.program import Program
 
 ROOT = Path(__file__).parents[2]
 CHEAP, FOUND_BY = "evicted-is-still-listed", 2  # a mistake, and the seed of a run that finds it

@@ -1,0 +1,188 @@
+"""The clients: sockets that say what a program has them say, cut anywhere, and read when they want to."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from operator import itemgetter
+from typing import Any
+
+import hiredis
+
+from tests.simulation.model.model import Conversation, Words
+from tests.simulation.programs.step import PEERS
+
+READ = 1 << 16
+
+
+@dataclass(eq=False)
+class Asked:
+    """A command that a peer has sent, or begun to."""
+
+    step: int
+    words: Words
+    sent: int = 0  # nanoseconds: when the last of it arrives
+    expected: Any = None
+    at: int = 0  # in the model's log, when it was run
+    ran: int = 0  # unix milliseconds, when that was
+    elapsed: int = 0  # the same, of a clock that nobody sets
+    end: int = 0  # and after it
+    changes: int = 0  # how many changes of the log are its own
+    queued: list[Words] = field(default_factory=list)  # the commands that it ran, as EXEC
+    streamed: bool = False  # its reply is made in steps, and so is what it does
+    audit: Any = None  # who is told of the reply, in place of the judge
+    doubt: Any = None  # what it may or may not have done yet
+    deleted: set[bytes] = field(default_factory=set)  # keys that it has deleted so far, in steps
+    came: int = 0  # pages that came while it deleted others, and that it may have deleted, too
+    heard: Callable[[Asked, Any], None] | None = None  # who is told of a right reply as well
+    unclear: set[bytes] = field(default_factory=set)  # what it changes, and nobody knew what that was before
+    unsure: set[bytes] = field(default_factory=set)  # keys of which it was not known what they are, when it was run
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection at a time. `unrun` was sent and not run yet, `unanswered` was run."""
+
+    number: int
+    told: Callable[[Peer, Any], None]
+    lost: Callable[[Peer, bool], None]  # told whether the server has ended it
+    sock: socket.socket | None = None
+    talk: Conversation = field(default_factory=lambda: Conversation(""))
+    unrun: deque[Asked] = field(default_factory=deque)
+    unanswered: deque[Asked] = field(default_factory=deque)
+    pushes: deque[Any] = field(default_factory=deque)  # that are to come
+    may_come: list[Any] = field(default_factory=list)  # pushes, and may not
+    stalled: bool = False  # it does not read
+    has_stalled: bool = False  # or has not read for a while: who quits and does not read is not waited for
+    half: bool = False  # it has sent the beginning of a command that it will not end
+    sending: int = 0  # pieces that are on their way
+    busy_until: int = 0  # nanoseconds: when the last of them arrives
+    blocked: list[bytes] = field(default_factory=list)  # what the kernel has not taken
+    lives: int = 0
+    speaks: int = 2  # the protocol in which the next reply comes; 0 where that is not known
+    moved: int = 0  # nanoseconds: when the server last did something for it
+
+    def connect(self, path: str) -> None:
+        """Begin anew."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.setblocking(False)
+        self.sock.connect(path)
+        self.lives += 1
+        self.talk = Conversation(f"{self.number}.{self.lives}")
+        self.stalled = self.has_stalled = self.half = False
+        self.sending = self.busy_until = 0
+        self.blocked = []
+        self.speaks = 2
+        self._reader = hiredis.Reader()
+
+    @property
+    def name(self) -> bytes:
+        """What it calls itself, in this life."""
+        return self.talk.name.encode()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is to come."""
+        return not (self.unrun or self.unanswered or self.sending)
+
+    def push(self, data: bytes, life: int) -> None:
+        """A piece arrives at the server, unless the connection it belongs to is gone."""
+        if life != self.lives or self.sock is None:
+            return
+        self.sending -= 1
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            if not self.stalled:  # or it finds out when it reads again
+                self.read()  # what was said before the end
+                self.drop(by_server=True)
+            return
+        if sent < len(data):
+            raise BlockedError(self, data[sent:], life)
+
+    def read(self) -> None:
+        """Read all there is."""
+        while self.sock is not None and not self.stalled:
+            try:
+                data = self.sock.recv(READ)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.drop(by_server=True)
+                return
+            self._reader.feed(data)
+            while (reply := self._reader.gets()) is not False:
+                self.told(self, reply)
+
+    def drop(self, *, by_server: bool = False) -> None:
+        """The connection is over."""
+        if self.sock is not None:
+            self.lost(self, by_server)
+            self.sock.close()
+            self.sock = None
+
+
+class BlockedError(Exception):
+    """The server does not read, and the kernel's memory is full: the rest is to be sent later."""
+
+    def __init__(self, peer: Peer, rest: bytes, life: int) -> None:
+        super().__init__("the server does not read")
+        self.peer, self.rest, self.life = peer, rest, life
+
+
+class Watchers:
+    """Which peers have something to read; and who else, outside of the server, waits for a descriptor."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._numbers = count(PEERS + 1)
+
+    def look(self) -> None:
+        """Have them read it, in their order."""
+        for _, read in sorted((key.data for key, _ in self._selector.select(0)), key=itemgetter(0)):
+            read()
+
+    def watch(self, descriptor: int, read: Callable[[], None]) -> None:
+        """Call that when something can be read."""
+        self._register(descriptor, next(self._numbers), read)
+
+    def _register(self, descriptor: int, number: int, read: Callable[[], None]) -> None:
+        if descriptor in self._selector.get_map():  # of one who has closed it: the system gives the number again
+            self._selector.unregister(descriptor)
+        self._selector.register(descriptor, selectors.EVENT_READ, (number, read))
+
+    def attend(self, peer: Peer) -> None:
+        """It reads."""
+        assert peer.sock is not None
+        self._register(peer.sock.fileno(), peer.number, peer.read)
+
+    def ignore(self, peer: Peer) -> None:
+        """It does not."""
+        assert peer.sock is not None
+        self._selector.unregister(peer.sock)
+
+
+def spell(words: Words) -> bytes:
+    """A command as it goes over the wire."""
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def shown(words: Words) -> str:
+    """A command as redis-cli reads it."""
+    return " ".join(_word(word) for word in words)
+
+
+def _word(word: bytes) -> str:
+    plain = all(32 < byte < 127 and byte not in b"\"'\\" for byte in word)
+    if plain and 0 < len(word) <= 60:
+        return word.decode()
+    text = "".join(chr(byte) if 31 < byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in word[:60])
+    return f'"{text}"' + (f"...({len(word)} bytes)" if len(word) > 60 else "")

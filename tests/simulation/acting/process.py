@@ -1,0 +1,206 @@
+"""A process of the server: the real one, from its configuration to its last word, on a loop of the world's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+from kvpage_server import app
+from kvpage_server.app import DiskError, Server, apply, from_arguments
+from kvpage_server.commands.context import Client
+from kvpage_server.core import Caller, Parser
+from kvpage_server.core.python import calls
+from kvpage_server.net import answering
+from kvpage_server.store.disk.naming import unit_of_cold
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.index import Block
+from tests.simulation.programs.seed import Seed
+from tests.simulation.world.clock import real_monotonic_ns
+from tests.simulation.world.machine import Machine, ServerDied
+from tests.simulation.world.threads import SERVER
+
+SOCKET = "socket"
+Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; what is sent for that
+
+calls.monotonic_ns = real_monotonic_ns  # see `_OneByOne`
+_execute, _caller_of, _came_of = answering.execute, answering.caller_of, answering.came_of
+_graveyard: list[Any] = []  # processes that died: nobody tidies up after them
+
+_MAP = 1.15  # of maxdisk: small values take more than the server supposes of its usual ones
+
+
+class Process:
+    """One life. `ran` is told of every command at the moment that it was run, with its reply as the server has it."""
+
+    def __init__(self, machine: Machine, directory: Path, seed: Seed, ran: Ran) -> None:
+        self.machine = machine
+        self.directory = directory
+        self.seed = seed
+        self.ready = False
+        self.over = False
+        self.ending = False  # it was asked to end, and does
+        self.lost = ""  # what could not be written when it ended
+        self.broke: Callable[[str], None] = lambda text: None  # told of exceptions that nobody expects
+        self.leaves: Callable[[list[bytes], bool], None]  # told of keys that go by themselves, and if they are evicted
+        self._ran = ran
+
+    def live(self) -> None:
+        """Run until it ends in order, or dies."""
+        os.chdir(self.directory)
+        seed = self.seed
+        words = [word for name, value in seed.options.items() for word in (f"--{name}", *value.split())]
+        words += [word for user in seed.users for word in ("--user", *user.split())]
+        config = from_arguments([*words, "--unixsocket", SOCKET, "--port", "0"])
+        self.loop = self.machine.new_loop()
+        self.loop.set_exception_handler(lambda _, context: self.broke(_described(context)))
+        _listen(self.broke)
+        self.server = Server(config, app._open_store(config))
+        if self.server.tiered is not None:
+            self.server.tiered.stored.maxdisk = seed.maxdisk
+            self.machine.disk.map_size = int(_MAP * seed.maxdisk)
+        app._load_users(self.server)
+        apply(self.server, (name for name in config.parameters() if name != "requirepass"))
+        answering.execute, answering.came_of = self._execute, self._came_of
+        answering.caller_of = _OneByOne  # type: ignore[assignment]
+        self._attend()
+        gc.freeze()  # a server that starts looks through all that is not
+        self.ready = True
+        try:
+            self.loop.run_until_complete(app.serve(self.server, None))
+        except ServerDied:
+            self._die()
+            return
+        except DiskError as error:
+            self.lost = str(error)
+        self.over = True
+        self._close()
+
+    def _attend(self) -> None:
+        """Tell of what goes by itself, before it does."""
+        contents, tiered = self.server.keyspace.contents, self.server.tiered
+        evict: Callable[..., None] = contents.evict
+
+        def told(unit: Unit, *args: Any, **options: Any) -> None:
+            self.leaves(_keys_in(unit), True)
+            evict(unit, *args, **options)
+
+        vars(contents).update(evict=told)
+        if tiered is None:
+            return
+        lose = tiered.fetching.lose
+
+        def told_of_loss(value: Cold, outcome: Any) -> None:
+            if tiered.fetching._place_of(value) is not None:
+                self.leaves([value.name[1:]] if value.name[:1] == b"k" else _keys_in(unit_of_cold(value)), False)
+            lose(value, outcome)
+
+        vars(tiered.fetching).update(lose=told_of_loss)
+
+    def _execute(self, client: Client, words: Any) -> Any:
+        return self._ran(client, words, _execute(client, words))
+
+    def _came_of(self, client: Client, spec: Any, words: Any, reply: Any, error: Exception | None) -> Any:
+        return self._ran(client, words, _came_of(client, spec, words, reply, error))
+
+    def end(self) -> None:
+        """Somebody asks it to end, as `kill` does."""
+        self.ending = True
+        self.loop.on_signal[signal.SIGTERM]()
+
+    def _die(self) -> None:
+        self.over = True
+        self.machine.turns.kill(SERVER)
+        _graveyard.append((self, self.server, self.loop, asyncio.all_tasks(self.loop)))
+        selector: Any = self.loop._selector
+        clients = [client for client in self.server.clients.values() if not client.gone]
+        open_ones = {client.descriptor for client in clients} | {key.fd for key in selector.get_map().values()}
+        for descriptor in sorted(open_ones):
+            os.close(descriptor)
+        asyncio.set_event_loop(None)
+
+    def _close(self) -> None:
+        self.machine.turns.kill(SERVER)
+        self.loop.close()
+
+    @property
+    def maxdisk(self) -> int:
+        """What values may take on its disk, 0 where nothing limits it."""
+        tiered = self.server.tiered
+        return 0 if tiered is None else tiered.stored.maxdisk
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a value may be refused that memory has room for."""
+        return self.maxdisk > 0 or self.server.keyspace.evictor.quotas is not None
+
+    @property
+    def tasks(self) -> list[str]:
+        """What goes on in it."""
+        return sorted(str(task.get_coro()) for task in asyncio.all_tasks(self.loop))
+
+    @property
+    def timers(self) -> list[str]:
+        """What it would do later."""
+        scheduled: list[asyncio.TimerHandle] = self.loop._scheduled  # type: ignore[attr-defined]
+        return sorted(str(timer) for timer in scheduled if not timer.cancelled())
+
+
+def _keys_in(unit: Unit) -> list[bytes]:
+    return list(unit.page_keys()) if isinstance(unit, Block) else [unit]
+
+
+def _described(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return context["message"] + ("" if error is None else "".join(traceback.format_exception(error)))
+
+
+class _Broken(logging.Handler):
+    """Exceptions that the server logs: it goes on, but they are not meant to be."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass them on."""
+        if record.exc_info and record.exc_info[1] is not None:
+            self._told(record.getMessage() + "\n" + "".join(traceback.format_exception(record.exc_info[1])))
+
+
+def _listen(told: Callable[[str], None]) -> None:
+    log = logging.getLogger("kvpage")
+    log.handlers[:] = [_Broken(told)]
+    log.propagate = False
+
+
+class _OneByOne:
+    """What the core calls, it calls one by one, and hands back every reply as if a message were to follow it.
+
+    The compiled core asks the system for the time, past the world. So does the other one here, and what a call has
+    cost is looked up afterwards: a run is the same on both.
+    """
+
+    def __init__(self, client: Client, parser: Parser) -> None:
+        self._client = client
+        self._caller: Caller = _caller_of(client, parser)
+
+    def make(self, pieces: Any, pushed: Any, counts_of: Any, *, left: int, deadline: int, **how: Any) -> Any:
+        """As the core does."""
+        made = self._caller.make(pieces, [None], counts_of, left=1, deadline=deadline, **how)
+        if made is None:
+            return None
+        _, words, row, reply, error = made
+        if row is not None:
+            monotonic_ns()
+            self._client.finished = monotonic_ns()
+        in_time = row is None or self._client.finished <= deadline
+        return left - (row is not None) if in_time else 0, words, row, reply, error

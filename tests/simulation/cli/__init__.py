@@ -1,0 +1,1 @@
+"""The command line: which seeds are run, and what is said of them."""

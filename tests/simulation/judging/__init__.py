@@ -1,0 +1,1 @@
+"""What was wrong with a reply, or with what the server holds."""

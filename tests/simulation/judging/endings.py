@@ -1,0 +1,35 @@
+"""Connections that the server ends: those that somebody has ended, and those that are beyond a limit. No others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.simulation.acting.peers import Peer, shown
+from tests.simulation.acting.process import Process
+from tests.simulation.model.model import Model
+
+
+class Endings:
+    """Of one process. `fail` is told of a connection that is over for no reason."""
+
+    def __init__(self, process: Process, model: Model, fail: Callable[[str], None]) -> None:
+        self._process = process
+        self._model = model
+        self._fail = fail
+        self._explained = 0  # of the connections that were beyond a limit, so many are accounted for
+
+    def lost(self, peer: Peer) -> None:
+        """A peer finds its connection ended, and not by itself."""
+        process, talk = self._process, peer.talk
+        if process.ending or process.over:
+            return
+        if talk.quits and peer.unanswered and not peer.has_stalled:
+            self._fail(f"peer {peer.number} has quit, and was not answered {shown(peer.unanswered[0].words)}")
+        if talk.ends or (self._model.disk_fails and peer.unanswered):  # what was promised is not on disk
+            return
+        stats = process.server.stats
+        if self._explained < stats.evicted_clients + stats.overflown_inputs + stats.overflown_outputs:
+            self._explained += 1
+            return
+        waits = [shown(asked.words) for asked in (*peer.unanswered, *peer.unrun)][:1]
+        self._fail(f"peer {peer.number} has lost its connection, which nobody has ended; it waits for {waits}")

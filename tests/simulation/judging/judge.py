@@ -1,0 +1,416 @@
+"""What holds of every command and every reply: it was sent, the server may refuse it, it is answered as it may be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import hiredis
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.table.spec import TABLE
+from kvpage_server.resp.reply import NULL_ARRAY, ReplyError, Stream
+from tests.simulation.acting.peers import Asked, Peer, shown
+from tests.simulation.acting.process import Process
+from tests.simulation.judging.departures import Departures
+from tests.simulation.judging.endings import Endings
+from tests.simulation.judging.moments import agreed_meanwhile
+from tests.simulation.judging.monitors import Monitors
+from tests.simulation.judging.refusals import TOO_MUCH, Refusals
+from tests.simulation.judging.unfinished import Unfinished
+from tests.simulation.model.model import Conversation, Model, Words
+from tests.simulation.model.replies import ANYTHING, Err, May, agrees, is_error
+from tests.simulation.model.rights import Rights
+from tests.simulation.model.tracking import CHANNEL
+from tests.simulation.model.values import Cell, Value, read_page
+from tests.simulation.world.machine import Machine
+
+_CHANGE = frozenset(
+    b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
+)
+_COUNTED = frozenset(b"kvpagedel del unlink setnx msetnx expire pexpire expireat pexpireat persist".split())
+_NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
+_ANY_SIZE = 1 << 40  # bytes
+
+
+class Violation(BaseException):
+    """The server did what it must not. No code of the server's is to catch this."""
+
+
+class Judge:
+    """Told of every command that was run and of every reply that came; raises Violation."""
+
+    def __init__(self, machine: Machine, peers: list[Peer]) -> None:
+        self.machine = machine
+        self.peers = peers
+        self.tenants: list[bytes] = []
+        self.checksums = True  # of pages, as a server begins
+        self.model = Model(lambda: machine.clock.unix_ms, lambda: machine.clock.now // 1_000_000)
+        self.process: Process
+        self.endings: Endings
+        self._departures: Departures
+        self._unfinished: Unfinished
+        self._refusals: Refusals
+        self.commands = 0
+        self.acknowledged = 0  # changes of the model that were told to be done
+        self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
+        self.boundaries: set[int] = set()  # of the model's log, between commands
+        self.rotted = self.model.rotted
+        self.just_stored = 0  # bytes, by the last command that stored any and those that are under way
+        self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
+        self._by_id: dict[int, tuple[Peer, Conversation]] = {}
+        self._stranger = Peer(
+            -1, self.told, lambda peer, by_server: self.lost(peer)
+        )  # it has no socket here: an engine, or a tool
+        self._monitors = Monitors(self.model, self.fail)
+        self.let_go = self.model.let_go  # since this process began
+        self.violation: Violation | None = None
+
+    def begin(self, process: Process) -> None:
+        """Another process serves."""
+        self.process = process
+        self._by_id.clear()
+        self.let_go.clear()
+        process.broke = self.note_broken
+        self.endings = Endings(process, self.model, self.fail)
+        self._departures = Departures(self.model, process, self.fail)
+        self._unfinished = Unfinished(self.model, process, self.fail)
+        self._refusals = Refusals(self.model, process, self.fail)
+        self.model.pinned.clear()
+        self.model.leased.clear()
+        self.model.talks, self.model.paused_until = [], 0
+        self.model.went.clear()
+        self.model.config.clear()
+        self.model.begin_tracking()
+        self.model.checksums = self.checksums
+        self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
+
+    def fail(self, text: str) -> None:
+        """Something is wrong: the first thing is what is told."""
+        if self.violation is None:
+            self.violation = Violation(text)
+        raise self.violation
+
+    def note_broken(self, text: str) -> None:
+        """The server has met an exception that it did not expect."""
+        if self.violation is None:
+            self.violation = Violation(text)
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def ran(self, client: Client, words: Any, reply: Any) -> Any:
+        """The server has run a command, or refused it. What it sends in reply."""
+        said = tuple([word if type(word) is bytes else bytes(word.body) for word in words])
+        peer, talk = self._who(client, said)
+        if talk.over:
+            self.fail(f"peer {peer.number}: the server ran {shown(said)} of a connection that is over")
+        here = peer.talk is talk and peer.sock is not None  # or nobody is there to say what came of it
+        if here and (not peer.unrun or peer.unrun[0].words != said):
+            expected = peer.unrun[0].words if peer.unrun else None
+            self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
+        asked, peer.moved = peer.unrun.popleft() if here else Asked(-1, said), self.machine.clock.now
+        self.commands += 1
+        asked.ran, asked.elapsed = self.machine.clock.unix_ms, self.model.store.elapsed()
+        if asked.audit is not None:
+            peer.unanswered.append(asked)
+            return reply
+        runs_many = said[0].lower() == b"exec"
+        watched, self.model.given_up = dict(talk.watched), reply is NULL_ARRAY
+        marks = {id(one): dict(one.watched) for one in self.model.talks if one.watched} if runs_many else {}
+        self.model.begin_command(talk)
+        evicted = self.note_evictions()
+        if runs_many and reply is not NULL_ARRAY:
+            talk.watched = watched  # what it evicts itself has not changed before it
+        self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
+        listened = len(talk.channels) + len(talk.patterns)
+        hashes = self.model.checksums
+        there = self._monitors.there
+        self._answer(talk, asked, reply)
+        self._monitors.ran(there, client, said, asked.queued, reply)
+        self.model.may_have_changed(evicted)
+        if self.model.checksums != hashes:
+            self.model.store.doubt_checksums()
+        if len(talk.channels) + len(talk.patterns) < listened and self.process.server.channels.busy:
+            peer.may_come += peer.pushes  # messages wait for their turn, and are for those who listen then
+            peer.pushes.clear()
+        elif len(talk.channels) + len(talk.patterns) > listened and self.process.server.channels.busy:
+            peer.may_come += [one for other in self.peers for one in other.pushes if other is not peer]
+        if evicted and not asked.streamed:
+            self._departures.forget_again(evicted)
+        if evicted and runs_many:
+            self._lose_sight(asked, marks)  # nobody knows which of its commands came before and which after
+        if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
+            self._lose_sight(asked, marks)
+        if here and not talk.silent:
+            peer.unanswered.append(asked)
+        elif said[0].lower() in (b"hello", b"reset", b"exec"):
+            peer.speaks = 0  # in which protocol it is told something next, no reply says
+        talk.silent -= talk.silent > 0
+        for listening, message in self.model.pushes:
+            for one in self.peers:
+                if one.talk is listening and one.sock is not None:
+                    one.pushes.append(message)
+        if asked.doubt is None:
+            return reply
+        items = self._followed(asked, reply.items)
+        next(items)
+        return replace(reply, items=items)
+
+    def _lose_sight(self, asked: Asked, marks: dict[int, dict[bytes, bool]]) -> None:
+        """What a transaction has changed is not known: some of it was refused, or something evicted meanwhile.
+
+        `marks`: what was watched.
+        """
+        if asked.expected is None:
+            return  # it was not to be run
+        store = self.model.store
+        changed = {key for key, _, _ in store.log[asked.at :]}
+        store.settle(changed)
+        store.fog |= changed
+        self.model.need_not_tell(changed)
+        for talk in self.model.talks:
+            talk.unheard -= changed
+            for key in changed & talk.watched.keys():
+                if not marks.get(id(talk), {}).get(key):
+                    talk.watched[key] = False
+                    talk.maybe.add(key)
+        asked.expected = ANYTHING
+
+    def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
+        """A reply in steps: what it has done is known when it is made, and the next command comes after that."""
+        last, doubt = None, asked.doubt
+        try:
+            yield None  # to be in here when it is closed before its first step, as its client has gone
+            for last in items:
+                self.note_evictions()  # which were before it, and not by it
+                if doubt is not None and asked.words[0].lower() == b"kvpagedel":
+                    self._unfinished.learn_deleted(asked, doubt)
+                yield last
+        except GeneratorExit:
+            self._unfinished.abandon(asked)
+            raise
+        self._unfinished.resolve(asked, hiredis.ReplyError(str(last)) if isinstance(last, ReplyError) else last)
+
+    def _answer(self, talk: Conversation, asked: Asked, reply: Any) -> None:
+        """Have the model do the same."""
+        model, store, said = self.model, self.model.store, asked.words
+        before, gone, model.pushes = len(store.log), store.gone, []
+        asked.queued = [*talk.queued] if talk.queued and said[0].lower() == b"exec" else []
+        unclear = store.doubtful() | store.fog if isinstance(reply, Stream) else set()
+        refusal = self._refusals.why(str(reply) if isinstance(reply, ReplyError) else "", said)
+        if refusal:
+            asked.expected = self._refused(talk, said, refusal)
+        elif talk.stranger and talk.queued is None and said[0].lower() not in _CHANGE:
+            asked.expected = ANYTHING  # nobody here is told, and it is as it was
+        else:
+            asked.expected = model.answer(talk, said)
+        if model.given_up:
+            model.done.clear()
+        model.end_command(talk, said, asked.expected)
+        if asked.heard is not None or isinstance(reply, Stream):
+            asked.unsure = store.doubtful() | store.fog
+        asked.at, asked.end = before, len(store.log)
+        asked.changes = asked.end - before - (store.gone - gone)  # that a key is due is nobody's promise
+        if asked.end > before:
+            self._note_moment()
+        asked.streamed = isinstance(reply, Stream)
+        if asked.changes:
+            self._note_stored(asked)
+        elif said[0].lower() == b"config" and b"maxmemory" in said:
+            self.just_stored = _ANY_SIZE  # memory may be larger for now
+        if asked.streamed:
+            self._unfinished.begin(asked, unclear)
+
+    def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
+        """Whose connection it is, and what was said on it: a peer's first command is its name, nobody else's is."""
+        if client.id not in self._by_id:
+            peer, talk = self._stranger, Conversation("", stranger=True)
+            if words[:2] == (b"CLIENT", b"SETNAME"):
+                peer = self.peers[int(words[2].split(b".")[0])]
+                talk = peer.talk if peer.name == words[2] else Conversation(words[2].decode())
+            self._by_id[client.id], talk.client = (peer, talk), client
+            self.model.talks = [one for one in self.model.talks if one.client.id in client.server.clients] + [talk]
+        return self._by_id[client.id]
+
+    def _refused(self, talk: Conversation, words: Words, error: str) -> Any:
+        if words[0].lower() == b"exec":
+            talk.queued, talk.refused = None, False
+            talk.unwatch()
+        elif talk.queued is not None:
+            talk.refused = True
+        return Err(error[:20])
+
+    def _note_stored(self, asked: Asked) -> None:
+        store = self.model.store
+        cells = [cell for _, _, cell in store.log[asked.at : asked.end]]
+        cells += [cell for doubt in store.doubts for cell in doubt.coming.values()]
+        self.just_stored = sum(cell.size for cell in cells if cell is not None)
+
+    # -- replies ---------------------------------------------------------------------------------------------------
+
+    def told(self, peer: Peer, reply: Any) -> None:
+        """A peer has read something."""
+        peer.moved = self.machine.clock.now
+        is_message = isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"], [b"invalidate"])
+        if is_message and peer.speaks and isinstance(reply, hiredis.PushNotification) != (peer.speaks == 3):
+            self.fail(f"peer {peer.number}, who speaks RESP{peer.speaks}, was told {reply!r:.200} in the other")
+        if isinstance(reply, list) and (reply[:1] == [b"invalidate"] or reply[:2] == [b"message", CHANNEL]):
+            if wrong := self.model.track_told(peer.talk, reply[-1]):
+                self.fail(f"peer {peer.number} {wrong}")
+            return
+        if isinstance(reply, list) and reply[:1] == [b"tracking-redir-broken"]:
+            if wrong := self.model.track_broken(peer.talk, reply[1]):
+                self.fail(f"peer {peer.number} {wrong}")
+            return
+        if isinstance(reply, list) and reply[:1] == [b"pmessage"] and reply[2].startswith(b"__key"):
+            self._notified(peer, *reply[2:])
+            return
+        if (peer.pushes or peer.may_come) and self._is_push(peer, reply):
+            if peer.pushes and agrees(peer.pushes[0], list(reply)):
+                peer.pushes.popleft()
+            elif reply in peer.may_come:
+                peer.may_come.remove(reply)
+            else:
+                self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {[*peer.pushes][:1]!r:.200}")
+            return
+        if self._monitors.is_shown(peer, reply):
+            return
+        breaks_off = self.model.disk_fails and is_error(reply, _NOT_ON_DISK)
+        peer.talk.ends = peer.talk.ends or breaks_off
+        if breaks_off and not peer.unanswered:
+            return  # it waited for room, which others have made for it, and that is not on disk
+        if not peer.unanswered:
+            self.fail(f"peer {peer.number} was told {reply!r:.300} though it has asked nothing")
+        asked = peer.unanswered.popleft()
+        if asked.audit is not None:
+            asked.audit(asked, reply)
+            return
+        self._note_protocol(peer, asked.words, reply)
+        if breaks_off:
+            self._broke_off(peer, asked)
+            return
+        if asked.doubt is not None:
+            self._unfinished.resolve(asked, reply)
+        is_right, now = agrees(asked.expected, reply) or self._may_miss(asked, reply), self.machine.clock.unix_ms
+        if not is_right and not agreed_meanwhile(self.model, peer.talk, asked, reply, now):
+            self.fail(
+                f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
+                f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
+            )
+        if asked.changes and _says_that_it_changed_something(asked, reply):
+            self.acknowledged = max(self.acknowledged, asked.end)
+        self._note_protection(asked, reply)
+        if asked.heard is not None:
+            asked.heard(asked, reply)
+
+    def _note_protocol(self, peer: Peer, words: Words, reply: Any) -> None:
+        """In which protocol the next reply comes. A transaction may have had a HELLO."""
+        name = words[0].lower()
+        if name == b"hello" and isinstance(reply, dict | list):
+            peer.speaks = int(words[1])
+        elif name == b"reset" and reply == b"RESET":
+            peer.speaks = 2
+        elif name == b"exec" and peer.talk.protocol != peer.speaks:
+            peer.speaks = 0
+
+    def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
+        """A keyspace notification: of a change, told to the key's channel and then to the event's."""
+        kind, _, name = channel.partition(b":")
+        if kind == b"__keyspace@0__":
+            key, peer.talk.event = name, (name, message)
+        else:
+            key, known, peer.talk.event = message, peer.talk.event, None
+            peer.talk.unheard.discard(key)
+            if known not in (None, (key, name)):
+                self.fail(f"peer {peer.number} was notified of {name!r} of {key!r} after {known!r}")
+        if key not in self.model.changes | self.model.store.keys.keys() | self.model.store.fog:
+            self.fail(f"peer {peer.number} was notified of {message!r} in {channel!r}, which has never changed")
+
+    def _is_push(self, peer: Peer, reply: Any) -> bool:
+        return isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"])
+
+    def _broke_off(self, peer: Peer, asked: Asked) -> None:
+        """What it did is in memory and not on disk, and the connection ends."""
+        for one in (asked, *peer.unanswered):
+            self._unfinished.abandon(one)
+        peer.unanswered.clear()
+
+    def _may_miss(self, asked: Asked, reply: Any) -> bool:
+        """Whether a reply may be without what could not be read from disk, or was too much at once."""
+        is_missing = reply is None and asked.words[0].lower() != b"exec"
+        if self.model.may_miss and (is_missing or is_error(reply, "ERR reading from disk failed")):
+            return True
+        return asked.streamed and is_error(reply, "OOM") and TOO_MUCH in str(reply)
+
+    def _note_protection(self, asked: Asked, reply: Any) -> None:
+        """What pins and leases were promised."""
+        name, model = asked.words[0].lower(), self.model
+        if name == b"kvpageprefix" and type(reply) is int and len(model.store.log) == asked.at:
+            names = zip(asked.words[4::2], map(int, asked.words[5::2]), strict=True)
+            for block, _ in zip(names, range(reply), strict=False):
+                model.protect(*block, asked.ran + int(asked.words[2]))
+        if name not in (b"kvpagepin", b"kvpagelease") or type(reply) is not int:
+            return
+        pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
+        blocks = {(asked.words[1], page) for page in model._blocks(asked.words[1], *pages)}
+        if reply == len(blocks) and len(model.store.log) == asked.at:
+            for block in blocks:
+                model.protect(*block, asked.ran + int(asked.words[2]) if name == b"kvpagelease" else 0)
+
+    def lost(self, peer: Peer) -> None:
+        """A connection is over."""
+        for asked in peer.unanswered:
+            self._unfinished.abandon(asked)
+        peer.unanswered.clear()
+        peer.unrun.clear()
+        peer.pushes.clear()
+        peer.may_come.clear()
+
+    def seen(self, key: bytes, known: Cell, value: Any, expires: int) -> Cell:
+        """What a key is after somebody has looked: what is known of it, or what was found where nothing is."""
+        if key not in self.model.store.fog:
+            return known
+        if value is None:
+            return None
+        if value[:4] != b"KVPG":
+            return Value(value, max(expires, 0))
+        return read_page(key, value, max(expires, 0))
+
+    def note_evictions(self) -> list[bytes]:
+        """What the server has let go of since this was asked, the model forgets."""
+        left = self._departures.forget()
+        if left:
+            self._note_moment()
+        return left
+
+    def _note_moment(self) -> None:
+        """The store as it is now may be what is on disk later."""
+        self.boundaries.add(len(self.model.store.log))
+        self.positions.append((self.machine.clock.now, len(self.model.store.log)))
+
+
+def _says_that_it_changed_something(asked: Asked, reply: Any) -> bool:
+    """Of what may have: a command may have found nothing, and all writes of a transaction may be refused."""
+    if asked.queued and isinstance(reply, list):
+        parts = zip(asked.queued, reply, strict=True)
+        return any(TABLE[words[0].lower().decode()].writes and _found_something(words, part) for words, part in parts)
+    return _found_something(asked.words, reply)
+
+
+def _found_something(words: Words, reply: Any) -> bool:
+    name = words[0].lower()
+    return not is_error(reply) and not (reply == 0 and name in _COUNTED) and not (reply is None and name == b"getdel")
+
+
+def _differences(expected: Any, reply: Any) -> str:
+    """In which a set is not what it may be."""
+    if not isinstance(expected, May) or expected.members is None or not isinstance(reply, list | set):
+        return ""
+    more, less = sorted(set(reply) - expected.members), sorted(expected.members - set(reply))
+    return f"\n  too many are {more[:5]!r}, missing are {less[:5]!r}"
+
+
+def _says_full(piece: Any) -> bool:
+    return type(piece) is bytes and piece.startswith(b"-OOM")

@@ -1,0 +1,117 @@
+"""Whether a reply that was made in steps was right: at some moment of these, or each of its parts at one.
+
+While such a reply is made, others change what it tells of. So what it may be is known only when it comes, from what has
+changed since its command was run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.simulation.acting.peers import Asked
+from tests.simulation.model.model import Conversation, Model
+from tests.simulation.model.pages import block_of
+from tests.simulation.model.replies import ANYTHING, May, agrees, gathered, one_of
+from tests.simulation.model.rights import keys_used
+
+_READS = frozenset(
+    b"mget kvpagemget kvblockget kvblockmget kvpagemexists kvblockexists kvpageindex kvpageverify".split()
+)
+_SETS = frozenset((b"keys", b"smembers", b"dbsize"))
+_OF_ONE_MOMENT = frozenset((b"mget",))  # though it waits for the disk
+_MOST_MOMENTS = 400
+
+
+def agreed_meanwhile(model: Model, talk: Conversation, asked: Asked, reply: Any, now: int) -> bool:
+    """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
+    name = asked.words[0].lower()
+    if name not in _READS | _SETS or not asked.streamed:
+        return False
+    model.store.now = now
+    model.store.expire()
+    if name == b"kvpageverify":
+        return _was_verified(model, asked, reply)
+    if name in _SETS:
+        return _was_gathered(model, talk, asked, reply)
+    moments = _replies(model, talk, asked)
+    if name == b"kvpageindex" and isinstance(reply, list) and all(isinstance(one, list) for one in moments):
+        return _was_listed(moments, reply)
+    if isinstance(reply, list) and all(isinstance(one, list) and len(one) == len(moments[0]) for one in moments):
+        if name not in _OF_ONE_MOMENT:
+            moments = [[one_of(options) for options in zip(*moments, strict=True)]]
+        if name == b"kvpagemget":  # what was replaced in steps may have been due before its step came
+            due = {key for key, old, _ in model.store.log[asked.at :] if old is not None and 0 < old.expires <= now}
+            parts = zip(keys_used(asked.words), moments[0], strict=True)
+            moments = [[one_of([part, None]) if key in due else part for key, part in parts]]
+        if model.may_miss:
+            moments = [[one_of([part, None]) for part in moment] for moment in moments]
+    return any(agrees(moment, reply) for moment in moments)
+
+
+def _replies(model: Model, talk: Conversation, asked: Asked) -> list[Any]:
+    """What the reply would have been at each moment: every change since is undone, the last one first."""
+    store, moments = model.store, [asked.expected]
+    changes, used = store.log[asked.at :], tuple(map(_beginning, keys_used(asked.words)))
+    now, doubts, store.doubts = dict(store.keys), store.doubts, []
+    end, model.talk = len(store.log), talk
+    for key, old, _ in reversed(changes):
+        if old is None:
+            store.keys.pop(key, None)
+        else:
+            store.keys[key] = old
+        if (used and not key.startswith(used)) or len(moments) > _MOST_MOMENTS:
+            continue
+        kept, store.now = store.now, 0
+        moments.append(model.run(asked.words))
+        store.now = kept
+    store.keys, store.doubts = now, doubts
+    del store.log[end:]
+    moments.append(model.run(asked.words))
+    return [one for moment in moments for one in (moment.options if isinstance(moment, May) else [moment])]
+
+
+def _beginning(key: bytes) -> bytes:
+    """How the keys begin that a key of a command stands for: a request's index for all of its pages."""
+    return key.removesuffix(b"index") if key[:3] == b"kv:" else key
+
+
+def _was_gathered(model: Model, talk: Conversation, asked: Asked, reply: Any) -> bool:
+    """Whether a set, or its size, has what was always there, and nothing else but what was there at some moment."""
+    store, model.talk, end = model.store, talk, len(model.store.log)
+    moments = [*asked.expected.options, *model.run(asked.words).options]
+    if any(moment.members is None for moment in moments):
+        return agrees(ANYTHING, reply)
+    is_index, start = asked.words[0].lower() == b"smembers", _beginning(asked.words[-1])
+    least = frozenset.intersection(*(moment.members for moment in moments)) - asked.unsure
+    most = frozenset.union(*(moment.members for moment in moments))
+    for key, *cells in store.log[asked.at : end]:
+        if is_index and not key.startswith(start):
+            continue
+        there = [cell is not None and (cell.page is not None or not is_index) for cell in cells]
+        least -= {key} if not all(there) else set()
+        most |= {key} if any(there) and model._sees(key) else set()
+    return gathered([least, most], reply)
+
+
+def _was_verified(model: Model, asked: Asked, reply: Any) -> bool:
+    """Whether pages were verified that were there at some moment, and all that were there at every one."""
+    if not isinstance(reply, list | dict):
+        return False
+    told = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+    req, pages = asked.words[1], set(map(int, asked.words[2:]))
+    changed = {key for key, _, _ in model.store.log[asked.at :] if block_of(key)[0] == req}
+    changed = {key for key in changed if not pages or block_of(key)[1] in pages}
+    sets = [option.members or frozenset() for option in asked.expected.options]
+    least, most = frozenset.intersection(*sets) - changed, frozenset.union(*sets) | changed
+    corrupt = set(told[b"corrupt"])
+    count = told[b"checked"] + told[b"unchecked"]
+    return len(least) <= count <= len(most) and corrupt <= (most if model.rotted else set())
+
+
+def _was_listed(moments: list[list[May]], reply: list[Any]) -> bool:
+    """Whether blocks were each so at some moment, and all that were there at every one are told, in their order."""
+    pages = [row[b"page"] if isinstance(row, dict) else row[1] for row in reply]
+    always = frozenset.intersection(*[frozenset().union(*(row.members or () for row in moment)) for moment in moments])
+    rows = [row for moment in moments for row in moment]
+    known = all(any(agrees(row, told) for row in rows) for told in reply)
+    return known and pages == sorted(set(pages)) and always <= {b"%d" % page for page in pages}

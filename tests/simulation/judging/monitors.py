@@ -1,0 +1,76 @@
+"""MONITOR: who asks for it is shown each command that is run, in the order in which they are, and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.shown import shown
+from kvpage_server.commands.table.spec import find
+from kvpage_server.resp.reply import NULL_ARRAY, QUEUED, ReplyError, Stream
+from tests.simulation.acting.peers import Peer
+from tests.simulation.model.model import Conversation, Model, Words
+
+_LINE = re.compile(rb"\d+\.\d{6} \[0 (.*?)\] (.*)", re.DOTALL)
+_NOT_SHOWN = frozenset(("admin", "skip_monitor"))
+_LONGEST = 1024  # bytes of a word that is shown
+_SPELT = {b'"': b'\\"', b"\\": b"\\\\", b"\n": b"\\n", b"\r": b"\\r", b"\t": b"\\t", b"\a": b"\\a", b"\b": b"\\b"}
+
+
+class Monitors:
+    """Of one process."""
+
+    def __init__(self, model: Model, fail: Callable[[str], None]) -> None:
+        self._model = model
+        self._fail = fail
+
+    @property
+    def there(self) -> list[Conversation]:
+        """Who is shown what is run now."""
+        return [talk for talk in self._model.talks if talk.monitors and not talk.gone]
+
+    def ran(self, there: list[Conversation], client: Client, words: Words, queued: list[Words], reply: Any) -> None:
+        """A command was run, or refused, while those were there. `queued`: what it has run, as EXEC."""
+        if not there or reply is QUEUED:
+            return
+        required = not isinstance(reply, ReplyError | Stream)  # or it may have been refused, perhaps in steps
+        commands = [(words, required)]
+        commands += [(one, False) for one in queued if reply is not NULL_ARRAY]  # some of which may be refused
+        for said, is_shown in commands:
+            try:
+                spec = find(said)
+            except ReplyError:
+                continue
+            if spec.flags & _NOT_SHOWN:
+                continue
+            spelt = b" ".join(map(_spelt, shown(spec, said, _LONGEST)))
+            for talk in there:
+                (talk.to_show if is_shown else talk.may_show).append((client.address.encode(), spelt))
+
+    def is_shown(self, peer: Peer, reply: Any) -> bool:
+        """Whether that is a line of what was run, which has to be the next one."""
+        line = _LINE.fullmatch(reply) if type(reply) is bytes else None
+        talk = peer.talk
+        if line is None or not (talk.monitors or talk.to_show or talk.may_show):
+            return False
+        said = line[1], line[2]
+        if said in [*talk.to_show][:1]:
+            talk.to_show.popleft()
+        elif said in talk.may_show:
+            talk.may_show.remove(said)
+        else:
+            self._fail(
+                f"peer {peer.number}, who monitors, was shown {said!r:.300}, run was {[*talk.to_show][:1]!r:.300}"
+            )
+        return True
+
+
+def _spelt(word: bytes) -> bytes:
+    return b'"%b"' % b"".join(map(_spelt_byte, word))
+
+
+def _spelt_byte(byte: int) -> bytes:
+    one = bytes((byte,))
+    return _SPELT.get(one) or (one if 0x20 <= byte < 0x7F else b"\\x%02x" % byte)

@@ -1,0 +1,38 @@
+"""Why the server may refuse a command that is right: for want of memory or of a disk that works, and not otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.simulation.acting.peers import shown
+from tests.simulation.acting.process import Process
+from tests.simulation.model.model import Model, Words
+
+TOO_MUCH = "would have to be in memory at once, maxmemory-clients allows"
+
+
+class Refusals:
+    """Of one process. `fail` is told of one that has no reason."""
+
+    def __init__(self, model: Model, process: Process, fail: Callable[[str], None]) -> None:
+        self._model = model
+        self._process = process
+        self._fail = fail
+
+    def why(self, error: str, words: Words) -> str:
+        """Why the server may refuse a command that is right, empty when it does not."""
+        if TOO_MUCH in error:
+            return error
+        if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
+            keyspace = self._process.server.keyspace
+            queued = words[0].lower() == b"exec" and keyspace.memory.maxmemory > 0  # what waited for it has gone by now
+            if not (keyspace.memory.is_full or self._process.may_refuse or queued):
+                self._fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
+            return error
+        if error.endswith("because of previous errors.") or "Can't execute" in error:
+            return ""
+        if error.startswith(("MISCONF", "ERR reading from disk failed", "EXECABORT Transaction discarded because of")):
+            if not self._model.disk_fails:
+                self._fail(f"{shown(words)} was refused though the disk works: {error}")
+            return error
+        return ""

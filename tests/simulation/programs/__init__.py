@@ -1,0 +1,1 @@
+"""What is to happen: all steps of a seed, drawn before anything happens."""
