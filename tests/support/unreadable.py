@@ -1,10 +1,14 @@
-"""A server whose disk cannot be read while there is a file `unreadable` in its directory. Started as the real one."""
+"""A server whose disk cannot be read while there is a file `unreadable` in its directory. Started as the real one.
+
+Reading takes as long as there is a file `slow`.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from kvpage_server import app
@@ -16,6 +20,8 @@ _read, _find = Disk.read, Disk.find
 
 
 def _fail() -> None:
+    while Path("slow").exists():
+        sleep(0.01)
     if Path("unreadable").exists():
         raise DiskError("Input/output error")
 

@@ -88,19 +88,27 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
 def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
     """What is needed has to be in memory, to stay there or, for who `touches` nothing, to be looked at."""
     bodies = dict.fromkeys(needed)
-    if cold := _cold_of(bodies, touches=touches):
+    if cold := _cold_of(tiered, bodies, touches=touches):
         raise Postponed(*_bring(client, tiered, bodies, cold, touches=touches))
 
 
-def _cold_of(needed: Iterable[Needed], *, touches: bool) -> list[Cold]:
+def _cold_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> list[Cold]:
     """What is to be fetched. Raises ReplyError when it was just tried, and the disk could not be read."""
     cold = [body for _, body in needed if type(body) is Cold and (touches or body.shown is None)]
-    if cold and (failing := [value for value in cold if value.failing]):
+    if cold and (failing := [value for value in cold if _failed(tiered, value)]):
         why = failing[0].failing
         for value in failing:
             value.failing = ""  # the next command that asks tries again
         raise ReplyError(f"ERR reading from disk failed: {why}")
     return cold
+
+
+def _failed(tiered: DiskTier, value: Cold) -> bool:
+    """Whether somebody who still holds it has tried to read it, and the disk could not be read.
+
+    Who tried may be gone since. Then it is tried again: the disk may work by now.
+    """
+    return bool(value.failing) and unit_of_cold(value) in tiered.fetching.holds
 
 
 def wait_for_room(tiered: DiskTier) -> None:
@@ -144,7 +152,7 @@ def fetched(
     tiered, hold = client.server.tiered, None
     while tiered is not None and tiered.any_cold:
         needed = dict.fromkeys(find(tiered))
-        cold = _cold_of(needed, touches=touches)
+        cold = _cold_of(tiered, needed, touches=touches)
         if not cold:
             break
         wait, hold = _bring(client, tiered, needed, cold, touches=touches)
@@ -183,7 +191,7 @@ class ReadAhead(Generic[T]):
             self._look_ahead(tiered)
             self._sent = self._fetched[0]
             self._holds = []
-            while lacking := [value for value in self._lacking(tiered, here) if not value.failing]:
+            while lacking := [value for value in self._lacking(tiered, here) if not _failed(tiered, value)]:
                 self._sent += lacking
                 lent, hold = self._lent_to(lacking), tiered.fetching.holds.begin(map(unit_of_cold, lacking))
                 self._holds.append(hold)

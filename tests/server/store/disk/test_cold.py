@@ -229,6 +229,32 @@ def test_what_cannot_be_read_is_not_lost_and_nothing_of_its_transaction_is_done(
         assert disk_info(client)["disk_corrupt"] == 0
 
 
+def test_an_error_of_the_disk_is_for_who_asked_then_and_not_for_who_asks_when_it_works_again(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        client.set("a", body(9000, 1))
+        for seed in range(2):
+            assert client.execute_command("KVBLOCKSET", f"v{seed}", 0, *BLOCK, body(MB, seed))
+    slow, unreadable = tmp_path / "slow", tmp_path / "unreadable"
+    with start_server("--store", "tiered", directory=tmp_path, program=[str(UNREADABLE)]) as server:
+        for words, found in (
+            (("GET", "a"), body(9000, 1)),
+            (("KVPAGEMGET", 1, "v0", 0, 0, 0, 0), [body(MB, 0)]),
+            (("KVPAGESET", *page("v1", 1, "abcd")), b"OK"),
+        ):
+            slow.touch()
+            unreadable.touch()
+            with server.client() as client:
+                with Wire(server.port) as gone:
+                    gone.send(spell([word if isinstance(word, bytes) else str(word).encode() for word in words]))
+                    until(lambda: any(one["cmd"] == words[0].lower() for one in client.client_list()))  # noqa: B023
+                    assert client.client_kill_filter(skipme=True) == 1
+                times = disk_info(client)["disk_fetch_times"]
+                slow.unlink()
+                until(lambda: disk_info(client)["disk_fetch_times"] != times)  # noqa: B023
+                unreadable.unlink()
+                assert client.execute_command(*words) == found
+
+
 def test_a_transaction_that_waited_for_a_pause_finds_what_is_there_after_it(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "4mb") as (server, client), Wire(server.port) as wire:
         cold_strings(client, 2)
