@@ -16,6 +16,7 @@ from tests.simulation.acting.peers import Asked, Peer, shown
 from tests.simulation.acting.process import Process
 from tests.simulation.judging.departures import Departures
 from tests.simulation.judging.endings import Endings
+from tests.simulation.judging.messages import Messages
 from tests.simulation.judging.moments import agreed_meanwhile
 from tests.simulation.judging.monitors import Monitors
 from tests.simulation.judging.refusals import TOO_MUCH, Refusals
@@ -23,7 +24,6 @@ from tests.simulation.judging.unfinished import Unfinished
 from tests.simulation.model.model import Conversation, Model, Words
 from tests.simulation.model.replies import ANYTHING, Err, May, agrees, is_error
 from tests.simulation.model.rights import Rights
-from tests.simulation.model.tracking import CHANNEL
 from tests.simulation.model.values import Cell, Value, read_page
 from tests.simulation.world.machine import Machine
 
@@ -65,6 +65,7 @@ class Judge:
             -1, self.told, lambda peer, by_server: self.lost(peer)
         )  # it has no socket here: an engine, or a tool
         self._monitors = Monitors(self.model, self.fail)
+        self._messages = Messages(self.model, self.fail)
         self.let_go = self.model.let_go  # since this process began
         self.violation: Violation | None = None
 
@@ -253,29 +254,7 @@ class Judge:
     def told(self, peer: Peer, reply: Any) -> None:
         """A peer has read something."""
         peer.moved = self.machine.clock.now
-        is_message = isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"], [b"invalidate"])
-        if is_message and peer.speaks and isinstance(reply, hiredis.PushNotification) != (peer.speaks == 3):
-            self.fail(f"peer {peer.number}, who speaks RESP{peer.speaks}, was told {reply!r:.200} in the other")
-        if isinstance(reply, list) and (reply[:1] == [b"invalidate"] or reply[:2] == [b"message", CHANNEL]):
-            if wrong := self.model.track_told(peer.talk, reply[-1]):
-                self.fail(f"peer {peer.number} {wrong}")
-            return
-        if isinstance(reply, list) and reply[:1] == [b"tracking-redir-broken"]:
-            if wrong := self.model.track_broken(peer.talk, reply[1]):
-                self.fail(f"peer {peer.number} {wrong}")
-            return
-        if isinstance(reply, list) and reply[:1] == [b"pmessage"] and reply[2].startswith(b"__key"):
-            self._notified(peer, *reply[2:])
-            return
-        if (peer.pushes or peer.may_come) and self._is_push(peer, reply):
-            if peer.pushes and agrees(peer.pushes[0], list(reply)):
-                peer.pushes.popleft()
-            elif reply in peer.may_come:
-                peer.may_come.remove(reply)
-            else:
-                self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {[*peer.pushes][:1]!r:.200}")
-            return
-        if self._monitors.is_shown(peer, reply):
+        if self._messages.is_one(peer, reply) or self._monitors.is_shown(peer, reply):
             return
         breaks_off = self.model.disk_fails and is_error(reply, _NOT_ON_DISK)
         peer.talk.ends = peer.talk.ends or breaks_off
@@ -314,22 +293,6 @@ class Judge:
             peer.speaks = 2
         elif name == b"exec" and peer.talk.protocol != peer.speaks:
             peer.speaks = 0
-
-    def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
-        """A keyspace notification: of a change, told to the key's channel and then to the event's."""
-        kind, _, name = channel.partition(b":")
-        if kind == b"__keyspace@0__":
-            key, peer.talk.event = name, (name, message)
-        else:
-            key, known, peer.talk.event = message, peer.talk.event, None
-            peer.talk.unheard.discard(key)
-            if known not in (None, (key, name)):
-                self.fail(f"peer {peer.number} was notified of {name!r} of {key!r} after {known!r}")
-        if key not in self.model.changes | self.model.store.keys.keys() | self.model.store.fog:
-            self.fail(f"peer {peer.number} was notified of {message!r} in {channel!r}, which has never changed")
-
-    def _is_push(self, peer: Peer, reply: Any) -> bool:
-        return isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"])
 
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
         """What it did is in memory and not on disk, and the connection ends."""
