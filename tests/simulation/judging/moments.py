@@ -19,7 +19,7 @@ _READS = frozenset(
 )
 _SETS = frozenset((b"keys", b"smembers", b"dbsize"))
 _OF_ONE_MOMENT = frozenset((b"mget",))  # though it waits for the disk
-_MOST_MOMENTS = 400
+_MOST_MOMENTS = 5_000
 
 
 def agreed_meanwhile(model: Model, talk: Conversation, asked: Asked, reply: Any, now: int) -> bool:

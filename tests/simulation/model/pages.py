@@ -236,6 +236,11 @@ class Pages:
         else:
             self.pinned.add((req, page))
 
+    def end_leases(self, now: int) -> None:
+        """Forget the leases that are over. They stay so, even if the clock goes back."""
+        for block in [block for block, until in self.leased.items() if until <= now]:
+            del self.leased[block]
+
     def is_protected(self, block: tuple[bytes, int], now: int) -> bool:
         """Whether eviction has to leave a block alone."""
         return block in self.pinned or self.leased.get(block, 0) > now
