@@ -44,6 +44,6 @@ def _may_run(client: Client, spec: Spec, words: Command) -> bool:
     tiered = client.server.tiered
     if spec.stores and client.keyspace.memory.is_full:
         return False
-    if tiered is not None and not is_at_hand(tiered, spec):
+    if tiered is not None and not is_at_hand(client, tiered, spec):
         return False
     return not (spec.writes_several and names_index(spec, words))

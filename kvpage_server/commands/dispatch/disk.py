@@ -53,13 +53,29 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
     if tiered.any_cold and spec.waits:
         needed = spec.needs(tiered, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
+    if spec.writes:
+        _owe_what_is_there(client, tiered)
 
 
-def is_at_hand(tiered: DiskTier, spec: Spec) -> bool:
-    """Whether a command, not EXEC, needs nothing of the disk: `prepare` would find nothing to wait for."""
+def is_at_hand(client: Client, tiered: DiskTier, spec: Spec) -> bool:
+    """Whether a command, not EXEC, needs nothing of the disk: then it may run, as after `prepare`."""
     if (spec.stores or spec.writes_keys) and (tiered.behind.failing or tiered.behind.full):
         return False
-    return not (tiered.any_cold and spec.waits)
+    if tiered.any_cold and spec.waits:
+        return False
+    if spec.writes:
+        _owe_what_is_there(client, tiered)
+    return True
+
+
+def _owe_what_is_there(client: Client, tiered: DiskTier) -> None:
+    """Under `always`, a write is answered when what it finds is on disk, too.
+
+    It may find nothing to do: a DEL of what somebody has just deleted. A crash must not bring that back.
+    """
+    behind = tiered.behind
+    if behind.mode == "always" and behind.durable < behind.position:
+        client.owes = behind.position
 
 
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:
@@ -71,6 +87,8 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
     if tiered.any_cold:
         needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
         _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
+    if any(spec.writes for spec, _ in transaction.commands):
+        _owe_what_is_there(client, tiered)
 
 
 def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:

@@ -444,4 +444,11 @@ MISTAKES = [
         "self._count(lease, -lease.size)",
         "what was protected counts for ever as protected on disk",
     ),
+    Mistake(
+        "nothing-to-do-is-not-promised",
+        _COMMANDS + "dispatch.disk",
+        'if behind.mode == "always" and behind.durable < behind.position:',
+        'if behind.mode == "always" and behind.durable < behind.position < 0:',
+        "under `always`, a deletion of what was just deleted is answered before that is on disk",
+    ),
 ]

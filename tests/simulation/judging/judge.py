@@ -22,7 +22,7 @@ from tests.simulation.judging.monitors import Monitors
 from tests.simulation.judging.refusals import TOO_MUCH, Refusals
 from tests.simulation.judging.unfinished import Unfinished
 from tests.simulation.model.model import Conversation, Model, Words
-from tests.simulation.model.replies import ANYTHING, Err, May, agrees, is_error
+from tests.simulation.model.replies import ANYTHING, QUEUED, Err, May, agrees, is_error
 from tests.simulation.model.rights import Rights
 from tests.simulation.model.values import Cell, Value, read_page
 from tests.simulation.world.machine import Machine
@@ -30,7 +30,6 @@ from tests.simulation.world.machine import Machine
 _CHANGE = frozenset(
     b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
 )
-_COUNTED = frozenset(b"kvpagedel del unlink setnx msetnx expire pexpire expireat pexpireat persist".split())
 _NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _ANY_SIZE = 1 << 40  # bytes
 
@@ -278,7 +277,7 @@ class Judge:
                 f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
                 f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
             )
-        if asked.changes and _says_that_it_changed_something(asked, reply):
+        if _promises(asked, reply):
             self.acknowledged = max(self.acknowledged, asked.end)
         self._note_protection(asked, reply)
         if asked.heard is not None:
@@ -354,17 +353,17 @@ class Judge:
         self.positions.append((self.machine.clock.now, len(self.model.store.log)))
 
 
-def _says_that_it_changed_something(asked: Asked, reply: Any) -> bool:
-    """Of what may have: a command may have found nothing, and all writes of a transaction may be refused."""
+def _promises(asked: Asked, reply: Any) -> bool:
+    """Whether a write was done, or a transaction with one. If it found nothing to do, that is promised, too."""
     if asked.queued and isinstance(reply, list):
         parts = zip(asked.queued, reply, strict=True)
-        return any(TABLE[words[0].lower().decode()].writes and _found_something(words, part) for words, part in parts)
-    return _found_something(asked.words, reply)
+        return any(_is_write(words) and not is_error(part) for words, part in parts)
+    return _is_write(asked.words) and not is_error(reply) and reply != QUEUED
 
 
-def _found_something(words: Words, reply: Any) -> bool:
-    name = words[0].lower()
-    return not is_error(reply) and not (reply == 0 and name in _COUNTED) and not (reply is None and name == b"getdel")
+def _is_write(words: Words) -> bool:
+    spec = TABLE.get(words[0].lower().decode(errors="replace"))
+    return spec is not None and spec.writes
 
 
 def _differences(expected: Any, reply: Any) -> str:

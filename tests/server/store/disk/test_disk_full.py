@@ -167,6 +167,28 @@ def test_a_block_that_is_stored_in_another_form_on_a_full_disk_is_there_in_the_o
         assert found == [body(2 * 2 * 64 * 256 * 2, block) for block in range(4)]
 
 
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
+def test_a_deletion_that_is_tried_again_is_not_said_to_be_done_before_the_first_is_on_disk(tmp_path: Path) -> None:
+    options = (*TIERED, "--appendfsync", "always")
+    again = [("DEL", "a"), ("UNLINK", "a", "none"), ("GETDEL", "a"), ("SET", "a", "new", "XX"), ("EXPIRE", "a", 100)]
+    with start_server(*options, directory=tmp_path, killed=True) as server:
+        with server.client() as client:
+            client.set("a", body(100_000))
+            settle(client)
+        unlimited = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+        for words in (("SET", "big", body(3_000_000)), ("DEL", "a"), *again):
+            with server.client() as client, pytest.raises(redis.ResponseError, match="Errors writing to disk"):
+                client.execute_command(*words)
+        with server.client() as client, pytest.raises((redis.ResponseError, redis.ConnectionError)):
+            client.pipeline().delete("a").execute()  # the connection ends with the first of its replies
+        with server.client() as client:
+            assert client.exists("a") == 0  # it is done in memory
+        server.stop(signal.SIGKILL)
+    with tiered(tmp_path) as (_, client):
+        assert client.get("a") == body(100_000)
+
+
 @contextmanager
 def with_values_that_wait(disk: Path) -> Iterator[tuple[RunningServer, redis.Redis]]:
     """A server on a full disk that cannot write what it has. It has to end with an exit code of 1."""
