@@ -161,7 +161,7 @@ class DiskLimit:
         name = name_of_unit(block)
         if block.extent is None or not self._stored.keeps(name):
             return {}
-        return {name: block.pages * sheet.footprint_of(block.extent.slot.size // block.pages)}
+        return {name: block.pages * sheet.footprint_of(len(block.req_id), block.extent.slot.size // block.pages)}
 
     def fits(self, values: Iterable[tuple[bytes, Entry | Extent]]) -> bool:
         """Whether there is, or can be made, room on the disk for values that memory has."""
@@ -265,5 +265,5 @@ class DiskLimit:
 
 def _takes_coming(value: Coming) -> int:
     if value.block is not None:
-        return sheet.footprint_of(value.size - HEADER_SIZE)
+        return sheet.footprint_of(len(value.block[0]), value.size - HEADER_SIZE)
     return footprint(name_of_key(value.key), value.size - len(value.key) - TEXT_OVERHEAD)

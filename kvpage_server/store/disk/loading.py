@@ -7,6 +7,7 @@ its pages are kept, and its entries are made when somebody asks for one. So a mi
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Loader:
         return bool(used)
 
     def _load_sheets(self, units: list[bytes], used: list[int]) -> int:
-        every: list[bytes] = []
+        every = defaultdict[int, list[bytes]](list)  # by the size of the request's id
         rest, used_at = self._contents.index.note_resting, sheet.used
         for key, found in self._disk.sheets():
             if isinstance(found, Damaged):
@@ -66,10 +67,10 @@ class Loader:
             rest(req_id, page, rows)
             units.append(block)
             used.append(used_at(rows))
-            every.append(rows)
+            every[len(req_id)].append(rows)
             if soonest:
                 self._note_expiring(req_id, page, rows)
-        return sheet.footprint(b"".join(every))
+        return sum(sheet.footprint(id_size, b"".join(rows)) for id_size, rows in every.items())
 
     def _note_expiring(self, req_id: bytes, page: int, rows: bytes) -> None:
         """Note one page for all. When it is due, the block is woken."""
@@ -131,7 +132,7 @@ class Loader:
             cold = Cold(name, sheet.size_of(header), expires=expires, header=header, unit=block, used=used // 1000)
             entries[key] = cold
             block.add(layer, head, kv_type)
-            know(name, unit, sheet.footprint_of(cold.size))
+            know(name, unit, sheet.footprint_of(len(block.req_id), cold.size))
             if expires:
                 block.expires_at(expires)
                 note(key, expires)

@@ -109,7 +109,7 @@ class Stored:
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:
     """Roughly the bytes that a value takes on disk."""
     if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
-        return sheet.footprint_of(value.size)
+        return sheet.footprint_of(len(value.unit.req_id), value.size)
     if isinstance(value, tuple):
         return footprint(name, len(value[0]))
     return footprint(name, value.slot.size if isinstance(value, Extent) else value.size)

@@ -106,18 +106,19 @@ class Record:
 
 
 def footprint(name: bytes, size: int) -> int:
-    """Roughly the bytes that a value takes: LMDB stores pieces in whole pages of 4 KiB.
+    """Roughly the bytes that a string or a block that is stored whole takes."""
+    return room_for(64 + len(name), size)
 
-    Records share pages, which are two thirds full. A commit that changes a record writes its whole page again. So a
-    commit that changes short values here and there needs room for each of their pages twice.
+
+def room_for(described: int, size: int) -> int:
+    """Roughly the bytes that a body of this size and what describes it take.
+
+    A long body has pages of LMDB, of 4 KiB, for itself. Short bodies, of strings and pages alike, share pages with
+    others, and so do descriptions. Such pages are two thirds full. A commit that changes something in one writes all
+    of it again, so one that changes values here and there needs room for each of these pages twice. So what shares
+    pages counts three times. Bodies of 1 to 2 KiB lie by twos and threes, and count a page each, which is as much.
     """
-    record = 64 + len(name) + (size if size <= INLINE else 0)
-    return 3 * record + (room_for(size) if size > INLINE else 0)
-
-
-def room_for(size: int) -> int:
-    """Roughly the bytes that a body takes."""
     if size <= INLINE:
-        return size
+        return 3 * (described + size)
     whole, rest = divmod(size, PIECE)
-    return 4096 * (64 * whole + -(-(rest + 16) // 4096 if rest else 0))
+    return 3 * described + 4096 * (64 * whole + -(-(rest + 16) // 4096 if rest else 0))

@@ -28,6 +28,7 @@ _DIGEST = 8
 _TIMES = struct.Struct("<QQQQ")  # expires, used, digest, first
 _ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size").format + _TIMES.format[1:])
 ROW = _ROW.size
+_BESIDE = 64  # bytes that a sheet of one row and its one piece take beside these, without the request's id
 _KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
 _PLACE = struct.Struct("<II")  # layer and head, before the page id
 _COLUMNS = np.dtype(
@@ -164,12 +165,15 @@ def used(rows: bytes) -> int:
     return int.from_bytes(rows[_USED : _USED + 8], "little")
 
 
-def footprint_of(size: int) -> int:
-    """Roughly the bytes that a page takes on disk."""
-    return ROW + room_for(size)
+def footprint_of(id_size: int, size: int) -> int:
+    """Roughly the bytes that a page takes on disk, if its request's id has `id_size` bytes.
+
+    It may be alone in its sheet, so it counts one.
+    """
+    return room_for(ROW + _BESIDE + id_size, size)
 
 
-def footprint(rows: bytes) -> int:
-    """Roughly the bytes that pages take on disk."""
+def footprint(id_size: int, rows: bytes) -> int:
+    """The same for the pages of these rows."""
     sizes, counts = np.unique(np.frombuffer(rows, _COLUMNS)["size"], return_counts=True)
-    return len(rows) + sum(room_for(int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))
+    return sum(footprint_of(id_size, int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))

@@ -35,8 +35,6 @@ calls.monotonic_ns = real_monotonic_ns  # see `_OneByOne`
 _execute, _caller_of, _came_of = answering.execute, answering.caller_of, answering.came_of
 _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 
-_MAP = 1.15  # of maxdisk: small values take more than the server supposes of its usual ones
-
 
 class Process:
     """One life. `ran` is told of every command at the moment that it was run, with its reply as the server has it."""
@@ -66,7 +64,7 @@ class Process:
         self.server = Server(config, app._open_store(config))
         if self.server.tiered is not None:
             self.server.tiered.stored.maxdisk = seed.maxdisk
-            self.machine.disk.map_size = int(_MAP * seed.maxdisk)
+            self.machine.disk.map_size = seed.maxdisk
         app._load_users(self.server)
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
         answering.execute, answering.came_of = self._execute, self._came_of

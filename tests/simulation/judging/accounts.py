@@ -52,7 +52,7 @@ def _mistaken_expiry(keyspace: Keyspace) -> Iterator[str]:
     contents = keyspace.contents
     found = sum(bool(entry.expires) for entry in contents.catalogue.entries.values())
     found += sum(block.pages for block in keyspace.index if block.extent is not None and block.extent.expires)
-    for rows in _resting(keyspace):
+    for _, rows in _resting(keyspace):
         found += sum(bool(expires) for _, _, expires, _ in sheet.pages(b"", 0, rows))
     if contents.expirer.keys != found:
         yield f"{contents.expirer.keys} keys are counted that expire, there are {found}"
@@ -102,7 +102,7 @@ def _missed_by_scans(keyspace: Keyspace) -> Iterator[str]:
 def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
     """What values take on disk, when nothing waits to be written."""
     usage = tiered.stored.usage
-    found = sum(usage._sizes.values()) + sum(map(sheet.footprint, _resting(keyspace)))
+    found = sum(usage._sizes.values()) + sum(sheet.footprint(len(req_id), rows) for req_id, rows in _resting(keyspace))
     if usage.used != found or usage.expected != found:
         yield f"{usage.used} bytes of the disk are counted, {usage.expected} are expected, values take {found}"
     if usage.replaced:
@@ -113,13 +113,13 @@ def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
             yield f"{unit!r} is gone, and waits to be written"
 
 
-def _resting(keyspace: Keyspace) -> Iterator[bytes]:
-    """The rows of every block that rests."""
+def _resting(keyspace: Keyspace) -> Iterator[tuple[bytes, bytes]]:
+    """The request and the rows of every block that rests."""
     index = keyspace.index
     for name in index.resting_blocks():
         rows = index.rows(*name)
         assert rows is not None
-        yield rows
+        yield name[0], rows
 
 
 def _slots(server: Server) -> Iterator[Slot]:
