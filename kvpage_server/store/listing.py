@@ -30,18 +30,8 @@ class Listing:
 
     def living(self, places: Iterable[Place]) -> list[bytes]:
         """The keys at some places that exist."""
-        now, entries, found = unix_ms(), self._catalogue.entries, list[bytes]()
-        for place in places:
-            if isinstance(place, bytes):
-                entry = entries.get(place) or self._catalogue.page_in_extent(place)  # since it was listed
-                if entry is not None and (not entry.expires or entry.expires > now):
-                    found.append(place)
-            elif isinstance(place, Block) and (not place.soonest or place.soonest > now):
-                found += self._catalogue.names_at(place)
-            else:
-                expires_of, names = self._catalogue.expires_of, self._catalogue.names_at(place)
-                found += [name for name in names if not (expires := expires_of(name)) or expires > now]
-        return found
+        now, living_at = unix_ms(), self._catalogue.living_at
+        return [name for place in places for name in living_at(place, now)]
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the living keys in the next places of the order of scans.

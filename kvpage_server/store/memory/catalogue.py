@@ -71,16 +71,26 @@ class Catalogue:
         return [*self.entries, *(block for block in self.index if block.extent), *self.index.resting_blocks()]
 
     def names_at(self, place: Place) -> Iterable[bytes]:
-        """The keys at a place; none if something else is there now."""
+        """The keys at a place, including overdue ones; none if something else is there now."""
+        return self.living_at(place, 0)  # before everything expires
+
+    def living_at(self, place: Place, now: int) -> Iterable[bytes]:
+        """The same without those that are overdue at `now`, in unix milliseconds. O(keys at the place)."""
         if isinstance(place, bytes):
-            return (place,)
+            entry = self.entries.get(place) or self.page_in_extent(place)  # since it was listed
+            return (place,) if entry is not None and not 0 < entry.expires <= now else ()
         if isinstance(place, tuple):
             rows = self.index.rows(*place)
-            if rows is not None:
-                return (key for key, *_ in sheet.pages(*place, rows))
+            if rows is not None:  # each is looked at once: to look up one of them is O(rows)
+                return (key for key, _, expires, _ in sheet.pages(*place, rows) if not 0 < expires <= now)
             block = self.index.block(*place)
-            return block.page_keys() if block is not None else ()
-        return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
+        else:
+            block = place if self.index.still_has(place) else None
+        if block is None:
+            return ()
+        if not 0 < block.soonest <= now:
+            return block.page_keys()
+        return (key for key in block.page_keys() if not 0 < self.expires_of(key) <= now)
 
     def strays_at(self, place: Place) -> Iterable[bytes]:
         """Strings under keys of a block's pages. They have no place of their own in the order of scans."""

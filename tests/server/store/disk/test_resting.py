@@ -1,0 +1,119 @@
+"""What is said of a resting block: its pages are listed from their rows on disk, and it goes on resting."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tiered import MB, settle, tiered
+
+from kvpage_server.core import NewPages
+from kvpage_server.page import unix_ms
+from kvpage_server.store import listing
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.records import sheet
+
+START = unix_ms()
+HOUR = 3_600_000
+
+
+def key_of(number: int) -> bytes:
+    """The key of a page of the one block."""
+    return b"kv:r:%d:%d:7:0" % divmod(number, 64)
+
+
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[Keyspace]:
+    """What is on a disk, as after a start."""
+    keyspace = Keyspace(disk=Disk(directory, maxdisk=64 * MB), maxdisk=64 * MB)
+    tier = keyspace.tier
+    assert tier is not None
+    tier.load()
+    tier.connect(mode="always", limit=64 * MB, scrub_rate=MB, moved=lambda: None)
+    try:
+        yield keyspace
+    finally:
+        await tier.close()
+
+
+@asynccontextmanager
+async def resting(directory: Path, expiries: list[int]) -> AsyncIterator[Keyspace]:
+    """A block that rests, with a page for each of these expiries, 0 for none."""
+    async with opened(directory) as keyspace:
+        for number, expires in enumerate(expiries):
+            words: list[Any] = [b"r", *key_of(number).split(b":")[2:4], b"7", b"0", b"8", b"1", b"8", b"0", bytes(8)]
+            keyspace.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
+            if expires:
+                keyspace.set_expiry(key_of(number), expires)
+    async with opened(directory) as keyspace:
+        assert keyspace.index.resting == len(expiries)
+        yield keyspace
+
+
+def scanned(keyspace: Keyspace) -> list[bytes]:
+    """What a client gets that scans."""
+    cursor, found = keyspace.listing.scan(0, 10)
+    while cursor:
+        cursor, some = keyspace.listing.scan(cursor, 10)
+        found += some
+    return found
+
+
+@pytest.mark.parametrize("later", [0, HOUR, HOUR + 1, 2 * HOUR, 3 * HOUR + 500])
+async def test_of_a_resting_block_those_pages_are_listed_that_are_not_overdue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: int
+) -> None:
+    expiries = [(0, START + HOUR, START + 2 * HOUR, START + 3 * HOUR)[number % 4] for number in range(90)]
+    now = START + later
+    living = [key_of(number) for number, expires in enumerate(expiries) if not expires or expires > now]
+    async with resting(tmp_path, expiries) as keyspace:
+        monkeypatch.setattr(listing, "unix_ms", lambda: now)
+        assert sorted(keyspace.listing.keys()) == sorted(scanned(keyspace)) == sorted(living)
+        assert len(keyspace.listing.names()) == keyspace.index.resting == 90
+        keyspace.index.block(b"r", 7)  # this wakes it: the scan that has begun knows it by its name still
+        assert keyspace.index.resting == 0
+        assert sorted(keyspace.listing.keys()) == sorted(scanned(keyspace)) == sorted(living)
+
+
+async def test_who_lists_a_resting_block_looks_at_each_of_its_rows_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 0
+
+    class Counted(struct.Struct):
+        def iter_unpack(self, data: Any, /) -> Iterator[tuple[Any, ...]]:
+            nonlocal rows
+            for row in super().iter_unpack(data):
+                rows += 1
+                yield row
+
+    async with resting(tmp_path, [START + HOUR] * 500) as keyspace:
+        monkeypatch.setattr(sheet, "_ROW", Counted(sheet._ROW.format))
+        asked: list[Iterable[bytes]] = [keyspace.listing.keys(), scanned(keyspace), keyspace.listing.names()]
+        assert [len(list(keys)) for keys in asked] == [500] * 3
+        assert rows == 3 * 500
+
+
+def test_a_server_that_starts_lists_the_pages_that_did_not_expire_meanwhile(tmp_path: Path) -> None:
+    numbers = range(60)
+    with tiered(tmp_path) as (_, client):
+        for number in numbers:
+            name = key_of(number).decode().split(":")[1:]
+            client.execute_command("KVPAGESET", *name, 8, 1, 8, 0, bytes(8))
+        soon = unix_ms() + 1000
+        for number in numbers[::3]:
+            client.pexpireat(key_of(number), soon)
+        for number in numbers[1::3]:
+            client.expire(key_of(number), 1000)
+        settle(client)
+    time.sleep(max(soon - unix_ms(), 0) / 1000)
+    living = {key_of(number) for number in numbers if number % 3}
+    with tiered(tmp_path) as (_, client):
+        assert set(client.scan_iter()) == living
+        assert set(client.keys()) == living
