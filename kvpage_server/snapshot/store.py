@@ -186,8 +186,11 @@ class RunningStore:
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
         """The values of the keys that exist, each with the expiry that it has at the same moment."""
-        if not keys:
-            return []
+        # a block may have more pages than a client can watch keys; each key's moment may be another
+        parts = (keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE))
+        return list(chain.from_iterable(map(self._values, parts)))
+
+    def _values(self, keys: Sequence[bytes]) -> list[Value]:
         some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
         asked = [command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys]
         _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
@@ -195,7 +198,7 @@ class RunningStore:
             return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
         if len(keys) > 1:  # one of them has another value by now, or another expiry
             middle = len(keys) // 2
-            return self.values(keys[:middle]) + self.values(keys[middle:])
+            return self._values(keys[:middle]) + self._values(keys[middle:])
         data, expires = self._at_one_moment(keys[0])
         return _living(keys, [data], [expires])
 

@@ -1,0 +1,45 @@
+"""`kvpage dump` and `kvpage restore` of a block with more pages than a client can watch keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+from keyspaces import block, set_block
+from servers import RunningServer
+
+from kvpage_server.commands.families.connections.transaction import MOST_WATCHED
+from kvpage_server.page import DType
+from kvpage_server.snapshot.dump import Selection, dump
+from kvpage_server.snapshot.restore import restore
+from kvpage_server.snapshot.store import RunningStore
+
+SHAPE = block([(0, DType.UINT8, 3), (1, DType.BFLOAT16, 2)], layers=90, heads=50, page_size=1)
+PAGE, OTHER = "kv:large:45:25:7:1", "kv:large:45:26:7:1"
+
+
+def held(client: redis.Redis) -> dict[bytes, bytes]:
+    """The body of each page, by its key."""
+    keys = list(client.scan_iter(count=1000))
+    return {key: value[64:] for key, value in zip(keys, client.mget(keys), strict=True)}
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["stored whole", "one page changed since"])
+def test_a_block_with_more_pages_than_can_be_watched_comes_back(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, changed: bool
+) -> None:
+    set_block(client, "large", 7, SHAPE)
+    if changed:
+        client.pexpire(PAGE, 5_000_000)
+    before = held(client)
+    assert len(before) == SHAPE.pages > MOST_WATCHED
+    with RunningStore(server.url) as store:
+        dumped = dump(store, tmp_path, Selection())
+        assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt) == (len(before), 0, [])
+        client.flushall()
+        restored = restore(store, tmp_path)
+    assert (restored.amount.pages, restored.corrupt, restored.no_room) == (len(before), [], [])
+    assert held(client) == before
+    assert (4_000_000 < client.pttl(PAGE) <= 5_000_000) == changed
+    assert client.pttl(OTHER) == -1
