@@ -30,9 +30,9 @@ class Changes:
         """The change that stores a value. Called in the writing thread."""
         return change_of(name, value)
 
-    def make_room(self, error: DiskFull, size: int) -> None:
-        """The disk is full, and so many bytes wait."""
-        self._limit.give_up(error, size)
+    def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
+        """Steps that make room, since the disk is full and so many bytes wait."""
+        return self._limit.give_up(error, size)
 
     def is_gone(self, name: bytes) -> bool:
         """Whether the store has nothing of that name."""

@@ -201,29 +201,33 @@ class DiskLimit:
 
     # -- what goes -------------------------------------------------------------------------------------------------
 
-    def give_up(self, error: DiskFull, size: int) -> None:
-        """Evict as many bytes, since the disk is full."""
+    def give_up(self, error: DiskFull, size: int) -> Iterator[None]:
+        """Steps that evict as many bytes, since the disk is full."""
         if self._policy != NO_EVICTION:
-            self._free(size, (), alone=not isinstance(error, MaxDisk))
+            for freed in self._freed((), alone=not isinstance(error, MaxDisk)):
+                if freed >= size:
+                    return
+                yield
 
     def _free(self, size: int, stay: Collection[bytes], *, alone: bool) -> bool:
         """Evict until there are `size` bytes more. Returns whether there are."""
-        stored, usage = self._stored, self._stored.usage
-        there, aim = usage.used, usage.used - size
+        return any(freed >= size for freed in self._freed(stay, alone=alone))
+
+    def _freed(self, stay: Collection[bytes], *, alone: bool) -> Iterator[int]:
+        """Evict one unit after the other. Gives the bytes that they took so far."""
+        stored, usage, freed = self._stored, self._stored.usage, 0
         for unit in self._going(alone=alone):
             name, names = name_of_unit(unit), [one for one in names_in(unit) if stored.has(one)]
             if name in stay or not names:
                 continue
-            there -= sum(map(usage.size_of, names))
+            freed += sum(map(usage.size_of, names))
             usage.remove_unit(name)
             if stored.keeps_all or any(is_cold_named(self._contents, one) for one in names):
                 stored.counts.evicted += len(names)
                 self._contents.evict(unit, room="disk")
             else:
                 self._leave_to_memory(unit, names)
-            if there <= aim:
-                return True
-        return False
+            yield freed
 
     def _leave_to_memory(self, unit: Unit, names: Iterable[bytes]) -> None:
         self._stored.unproven[unit] = None

@@ -19,7 +19,8 @@ The states, and what moves them. What is not in the table is an error:
     WRITING      the thread has a batch  COMMITTED -> NOTING; FAILED -> RETRYING; FULL -> MAKING_ROOM
     NOTING       the loop goes through   NOTED -> IDLE; NOTED_SOME, when others have come meanwhile, -> PLANNED
                  what was committed
-    MAKING_ROOM  the thread removes      COMMITTED -> PLANNED; FAILED -> RETRYING
+    MAKING_ROOM  the loop evicts, then   COMMITTED -> PLANNED; FAILED -> RETRYING
+                 the thread removes
                  what is gone
     RETRYING     a timer runs after a    TIME -> WRITING; nothing makes it sooner
                  failure
@@ -78,7 +79,7 @@ class Event(Enum):
     TIME = auto()  # the timer's
     COMMITTED = auto()
     FAILED = auto()
-    FULL = auto()  # the disk is full, and something can be removed from it
+    FULL = auto()  # the disk is full
     NOTED = auto()  # and all is written
     NOTED_SOME = auto()  # and there is more to write
 
@@ -121,8 +122,8 @@ class Owner(Protocol[T]):
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
         """Steps, on the loop, that note what was committed."""
 
-    def make_room(self, error: DiskFull, size: int) -> None:
-        """The disk is full, and so many bytes wait: values may be evicted."""
+    def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
+        """Steps, on the loop, that may evict values, since the disk is full and so many bytes wait."""
 
     def is_gone(self, name: bytes) -> bool:
         """Whether the store has nothing of that name."""
@@ -275,15 +276,21 @@ class WriteBehind(Generic[T]):
         self._move(Event.COMMITTED)
         self._took = time.monotonic() - batch.began
         self.times.note(int(1e9 * self._took))
-        self._note(batch, chain(self._owner.note_stored(batch), batch.freed()))
+        # Until all is noted, it counts as being written.
+        self._in_turns(chain(self._owner.note_stored(batch), batch.freed()), self._noted)
 
-    def _note(self, batch: Batch[T], steps: Iterator[None]) -> None:
-        """Note what a commit has stored, in steps. Until then it counts as being written."""
+    def _in_turns(self, steps: Iterator[None], then: Callable[[], None]) -> None:
+        """Go through steps, and let others have their turn between them."""
         end = time.monotonic_ns() + _TURN
         for _ in steps:
             if time.monotonic_ns() > end:
-                asyncio.get_running_loop().call_soon(self._note, batch, steps)
+                asyncio.get_running_loop().call_soon(self._in_turns, steps, then)
                 return
+        then()
+
+    def _noted(self) -> None:
+        batch = self._now
+        assert batch is not None
         if self.failing:
             log.warning("writing to disk works again")
         self._now, self.failing = None, ""
@@ -309,7 +316,7 @@ class WriteBehind(Generic[T]):
     # -- when that fails -------------------------------------------------------------------------------------------
 
     def _failed(self, batch: Batch[T], error: Error) -> None:
-        """Take a batch back. If the disk is full, remove what is gone before the next try."""
+        """Take a batch back. If the disk is full, make room before the next try."""
         self.errors += 1
         newer = self._next
         if not newer.clears:
@@ -318,14 +325,18 @@ class WriteBehind(Generic[T]):
                 if not (isinstance(value, Retime) and batch.has_whole(name)):
                     batch.note(name, value, size)
             self._next = batch
-        removals = None
         if isinstance(error, DiskFull):
-            self._owner.make_room(error, batch.size)  # changes that it makes begin no other batch
-            removals = self._take_removals()
+            self._move(Event.FULL)
+            self._in_turns(self._owner.make_room(error, batch.size), lambda: self._remove(error))
+        else:
+            self._fail(error)
+
+    def _remove(self, error: DiskFull) -> None:
+        """Remove what is gone, to make room."""
+        removals = self._take_removals()
         if removals is None:
             self._fail(error)
             return
-        self._move(Event.FULL)
         log.info("%s: %d values are removed to make room", error, len(removals.changes))
         self._now = removals
         self._writer.remove(removals, self._room_is_made)
@@ -343,17 +354,20 @@ class WriteBehind(Generic[T]):
         return removals
 
     def _room_is_made(self, error: Error | None) -> None:
-        removals, self._now = self._now, None
+        removals = self._now
         assert removals is not None
         if error is not None:
+            self._now = None
             self._fail(error)
             return
         self._next.clears = self._next.clears and not removals.clears
         for name in removals.changes:
             if name in self._next.removed:
                 self._next.forget(name)
-        for _ in self._owner.note_stored(removals):
-            pass
+        self._in_turns(self._owner.note_stored(removals), self._noted_removals)
+
+    def _noted_removals(self) -> None:
+        self._now = None
         self._move(Event.COMMITTED)
         self._plan(0)
 

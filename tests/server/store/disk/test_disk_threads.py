@@ -44,7 +44,7 @@ async def behind(
     *,
     limit: int = 8 * MB,
     maxdisk: int = 0,
-    make_room: Callable[[DiskFull, int], None] = lambda error, size: None,
+    make_room: Callable[[DiskFull, int], Iterator[None]] = lambda error, size: iter(()),
 ) -> AsyncIterator[tuple[WriteBehind[bytes], Disk, list[set[bytes]]]]:
     """A write-behind, its disk, and the names in each batch that it has stored."""
     disk = Disk(directory, maxdisk=maxdisk)
@@ -60,8 +60,8 @@ async def behind(
             stored.append(set(batch.changes))
             yield
 
-        def make_room(self, error: DiskFull, size: int) -> None:
-            make_room(error, size)
+        def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
+            return make_room(error, size)
 
         def is_gone(self, name: bytes) -> bool:
             return True
@@ -156,9 +156,10 @@ async def test_where_maxdisk_is_used_up_what_is_worth_least_goes_and_the_new_is_
     names = [b"k%d" % i for i in range(60)]
     oldest = iter(names)
 
-    def make_room(error: DiskFull, size: int) -> None:
+    def make_room(error: DiskFull, size: int) -> Iterator[None]:
         for _ in range(size // 200_000 + 4):
             writer.note(next(oldest), None, 0)
+            yield
 
     async with behind(tmp_path, "always", maxdisk=4 * MB, make_room=make_room) as (writer, disk, _):
         for i, name in enumerate(names):
@@ -169,6 +170,27 @@ async def test_where_maxdisk_is_used_up_what_is_worth_least_goes_and_the_new_is_
         assert writer.errors
         assert found(disk, names[-1], 200_000) == body(200_000, 59)
         assert found(disk, names[0], 200_000) is None
+
+
+async def test_while_room_is_made_others_have_their_turn(tmp_path: Path) -> None:
+    """A whole batch was evicted in one turn, which took a second for many small values."""
+    steps = turns = 0
+
+    def make_room(error: DiskFull, size: int) -> Iterator[None]:
+        nonlocal steps
+        while steps < 20:
+            steps += 1
+            time.sleep(0.002)  # as long as a turn may take
+            yield
+
+    async with behind(tmp_path, "always", maxdisk=2 * MB, make_room=make_room) as (writer, _, _):
+        writer.note(b"kx", body(3 * MB), 3 * MB)
+        while not writer.failing:
+            turns += 0 < steps < 20
+            await asyncio.sleep(0)
+        assert steps == 20
+        assert turns >= 10
+        writer.note(b"kx", None, 0)
 
 
 async def test_a_disk_that_fails_is_tried_again_and_nothing_waits_for_it(tmp_path: Path) -> None:
