@@ -187,11 +187,19 @@ class Judge:
                 self.note_evictions()  # which were before it, and not by it
                 if doubt is not None and asked.words[0].lower() == b"kvpagedel":
                     self._unfinished.learn_deleted(asked, doubt)
+                    self._note_moment()
                 yield last
         except GeneratorExit:
             self._unfinished.abandon(asked)
             raise
-        self._unfinished.resolve(asked, hiredis.ReplyError(str(last)) if isinstance(last, ReplyError) else last)
+        self._resolve(asked, hiredis.ReplyError(str(last)) if isinstance(last, ReplyError) else last)
+
+    def _resolve(self, asked: Asked, reply: Any) -> None:
+        """A command in steps has said what became of it. What it has not done is as it was."""
+        known = len(self.model.store.log)
+        self._unfinished.resolve(asked, reply)
+        if len(self.model.store.log) > known:
+            self._note_moment()
 
     def _answer(self, talk: Conversation, asked: Asked, reply: Any) -> None:
         """Have the model do the same."""
@@ -270,7 +278,7 @@ class Judge:
             self._broke_off(peer, asked)
             return
         if asked.doubt is not None:
-            self._unfinished.resolve(asked, reply)
+            self._resolve(asked, reply)
         is_right, now = agrees(asked.expected, reply) or self._may_miss(asked, reply), self.machine.clock.unix_ms
         if not is_right and not agreed_meanwhile(self.model, peer.talk, asked, reply, now):
             self.fail(

@@ -56,6 +56,13 @@ class Tracking:
         for name in [name for name, owed in self.owed.items() if owed.cause in keys]:
             del self.owed[name]
 
+    def may_tell(self, keys: Iterable[bytes]) -> None:
+        """These have perhaps changed, of which it may be told, for each of its prefixes."""
+        for key in keys:
+            self.due.update(_names_of(key))
+            if self.mode is not None:
+                self.due[key] += sum(map(key.startswith, self.mode.prefixes))
+
     def end(self) -> None:
         """It tracks no more, and need not be told of what it has read."""
         self.mode, self.broken = None, False
@@ -142,7 +149,7 @@ class Tracked:
         for one in self.trackers:
             tracking = one.tracking
             tracking.need_not_tell(lately)
-            tracking.due.update(name for key in lately for name in _names_of(key))
+            tracking.may_tell(lately)
             tracking.breaks = tracking.breaks and not lately
             if _LIMIT in self.config:  # what it has read may have been told when nobody was there to be told
                 tracking.read.clear()
@@ -215,10 +222,9 @@ class Tracked:
 
     def may_have_changed(self, keys: Iterable[bytes]) -> None:
         """These have perhaps changed, nobody knows when, and were perhaps told."""
-        names = [name for key in keys for name in _names_of(key)]
         for one in self.trackers:
-            one.tracking.due.update(names)
-            one.tracking.read.difference_update(names)
+            one.tracking.may_tell(keys)
+            one.tracking.read.difference_update(name for key in keys for name in _names_of(key))
 
     def need_not_tell(self, keys: Collection[bytes]) -> None:
         """It is not known whether these have changed."""
@@ -267,6 +273,8 @@ class Tracked:
     def track_broken(self, talk: Conversation, number: int) -> str:
         """A connection was told that the one it redirects to is gone. What is wrong with that."""
         talk.tracking.breaks = False
+        if _LIMIT in self.config:
+            talk.tracking.read.clear()  # nobody knows which key it was that is not noted any more
         if number not in talk.tracking.told_to or self._connection(number) is not None:
             return f"was told that its redirection to {number} is broken"
         return ""
