@@ -330,9 +330,7 @@ class Judge:
                 model.protect(*block, asked.ran + int(asked.words[2]) if name == b"kvpagelease" else 0)
 
     def lost(self, peer: Peer) -> None:
-        """A connection is over."""
-        for asked in peer.unanswered:
-            self._unfinished.abandon(asked)
+        """A connection is over. What it had begun in steps may go on."""
         peer.unanswered.clear()
         peer.unrun.clear()
         peer.pushes.clear()
