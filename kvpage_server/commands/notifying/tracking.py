@@ -4,8 +4,8 @@ For a client that tracks, the server notes which keys it read. When a key change
 note is deleted until they read the key again. In broadcasting mode nothing is noted: a client gets a message about
 every changed key that begins with one of its prefixes.
 
-The messages are sent before any other reply. So when a client is told that a key is set, all clients that cache the old
-value have been sent the message. A message names one key, as Redis's do (redis-py understands no others). In
+The messages are sent before any other reply. So when a client is told that a key is set, all other clients that cache
+the old value have been sent the message; its own comes after its reply. A message names one key, as Redis's do (redis-py understands no others). In
 broadcasting mode it names all changed keys.
 
 A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. It is noted under
