@@ -78,8 +78,8 @@ class Queues(ABC):
         """The units in the order they should go. One that still exists when the next is asked for is spared."""
 
     def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use."""
-        return self.now - self._at[self._places[unit]]
+        """Seconds since a unit's last use; 0 if the clock was set back to before it."""
+        return max(self.now - self._at[self._places[unit]], 0)
 
     def used_all(self, units: list[Unit]) -> None:
         """These units were written or read, in this order."""

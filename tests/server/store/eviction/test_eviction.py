@@ -106,6 +106,16 @@ PolicyMachine.TestCase.settings = settings(stateful_step_count=30, suppress_heal
 TestEveryPolicy = PolicyMachine.TestCase
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_unit_is_not_idle_where_the_clock_was_set_back_to_before_its_last_use(kind: type[Queues]) -> None:
+    """OBJECT IDLETIME answered -2."""
+    policy = kind()
+    policy.now = 1000
+    policy.used(b"unit")
+    policy.now = 998
+    assert policy.idle(b"unit") == 0
+
+
 @pytest.mark.parametrize(("start", "to"), list(permutations(KINDS, 2)))
 def test_a_policy_takes_over_in_steps_and_knows_what_was_used_when(start: type[Queues], to: type[Queues]) -> None:
     old = start()
