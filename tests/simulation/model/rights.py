@@ -10,7 +10,7 @@ Words = tuple[bytes, ...]
 _NO_KEYS = frozenset(
     b"ping echo hello auth client multi exec discard unwatch info save keys dbsize publish subscribe unsubscribe "
     b"psubscribe punsubscribe reset "
-    b"memory config command acl randomkey scan".split()
+    b"config command acl randomkey scan".split()
 )
 _SEVERAL = frozenset(b"del unlink exists touch mget watch".split())
 _PAGE = frozenset(b"kvpageset kvpageget kvpageexists kvpagestat".split())
@@ -51,6 +51,8 @@ def keys_used(words: Words) -> list[bytes]:
         return []
     if name in _SEVERAL:
         return list(words[1:])
+    if name in (b"object", b"memory"):
+        return list(words[2:])  # those of their commands that have words have a key
     if name in (b"mset", b"msetnx"):
         return list(words[1::2])
     if name in _PAGE:

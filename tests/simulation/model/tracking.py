@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvpage_server.commands.table.spec import TABLE
+from kvpage_server.commands.table.spec import meant
 from tests.simulation.model.caching import SYNTAX, Mode, Words, asked_for, contradiction, described
 from tests.simulation.model.replies import OK, QUEUED, Err
 from tests.simulation.model.rights import Rights, keys_used
@@ -110,7 +110,7 @@ class Tracked:
         runs_many, unclear = bool(self.done), set[bytes]()
         done = [(words, reply, tracking.mode), *self.done]
         for one, came, mode in done:
-            spec = TABLE.get(one[0].lower().decode("latin1"))
+            spec = meant(one)
             if mode is None or not mode.notes or spec is None or "readonly" not in spec.flags:
                 continue
             if isinstance(came, Err) or came is QUEUED or len(one) == 1:
