@@ -5,8 +5,8 @@ note is deleted until they read the key again. In broadcasting mode nothing is n
 every changed key that begins with one of its prefixes.
 
 The messages are sent before any other reply. So when a client is told that a key is set, all other clients that cache
-the old value have been sent the message; its own comes after its reply. A message names one key, as Redis's do (redis-py understands no others). In
-broadcasting mode it names all changed keys.
+the old value have been sent the message; its own comes after its reply. A message names one key, as Redis's do
+(redis-py understands no others). In broadcasting mode it names all changed keys.
 
 A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. It is noted under
 `kv:{req}:`, which is also what COMMAND GETKEYS returns. A request's index is noted under its own key. Both change with

@@ -236,7 +236,8 @@ class Fetching:
             for value in values:
                 value.used = now
             for unit in dict.fromkeys(map(_UNIT, values)):
-                self._note_lent(cast(Block, unit))
+                if self._contents.index.still_has(cast(Block, unit)):  # or it went while it was read
+                    self._note_lent(cast(Block, unit))
         self._stored.counts.fetched += len(values)
 
     def _note_lent(self, unit: Block) -> None:

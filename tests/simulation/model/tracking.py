@@ -145,6 +145,8 @@ class Tracked:
 
     def _moved(self) -> None:
         """Somebody else may be told now: nobody knows who is told of what has just changed, or is about to."""
+        self.store.now = self._now()
+        self.store.expire()  # what was due the server may have told before
         lately = self._lately | self.store.doubtful() | {*self.store.lately_expired()}
         for one in self.trackers:
             tracking = one.tracking

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from servers import RunningServer, start_server
 from test_tiered import settle
+from waiting import until
 from wire import Wire, parse, spell
 
 MB = 1024**2
+UNREADABLE = Path(__file__).parents[3] / "support" / "unreadable.py"
 
 
 def words(*command: Any) -> list[bytes]:
@@ -53,3 +55,23 @@ def test_what_has_gone_before_it_is_pinned_or_leased_is_not(command: str, other:
             meanwhile(server, words(*command.split()), words(*other.split()), attempt / 1000)
             assert client.dbsize() == 0
             assert client.info("kvpage")["leased_or_pinned"] == 0
+
+
+def test_a_block_that_goes_while_it_is_read_from_disk_is_not_evicted_from_its_quota_later(tmp_path: Path) -> None:
+    """It stood in the quota's queue again, and the write that was to evict it failed."""
+    block = (1, 1, 1024, 0, 1, 0, 1, 512)
+    with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:
+        client.execute_command("KVBLOCKSET", "v", 0, *block, random.Random(0).randbytes(MB))
+    slow = tmp_path / "slow"
+    slow.touch()
+    options = ("--store", "tiered", "--quota", "kv:v:*", "3mb", "--maxmemory", "1mb")  # so what is read is lent
+    with start_server(*options, directory=tmp_path, program=[str(UNREADABLE)]) as server, server.client() as client:
+        with Wire(server.port) as reader:
+            reader.send(spell(words("KVBLOCKGET", "v", 0)))
+            until(lambda: any(one["cmd"] == "kvblockget" for one in client.client_list()))
+            assert client.execute_command("KVPAGEDEL", "v", 0) == 1
+            slow.unlink()
+            reader.reply()
+        for number in range(1, 6):
+            assert client.execute_command("KVBLOCKSET", "v", number, *block, bytes(MB)) == b"OK"
+        assert client.execute_command("KVBLOCKEXISTS", "v", 5)
