@@ -209,6 +209,7 @@ class Audit:
         store.expired = [(store.elapsed(), key, value) for key, value in self._due()]
         store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}
         self._let_go = set(judge.let_go)
+        judge.model.went.clear()  # what was due before this process was is seen to be so only now
         store.log.clear()
         store.late.clear()
         store.doubts.clear()
