@@ -103,8 +103,8 @@ MISTAKES = [
     Mistake(
         "failed-batch-is-dropped",
         _STORE + "disk.file.write_behind",
-        "            self._next = batch\n        removals = None",
-        "        removals = None",
+        "            self._next = batch\n        if isinstance",
+        "        if isinstance",
         "what could not be written is not written later",
     ),
     Mistake(
@@ -228,9 +228,9 @@ MISTAKES = [
     ),
     Mistake(
         "scan-misses-what-became-a-block",
-        _STORE + "listing",
-        "entry = entries.get(place) or self._catalogue.page_in_extent(place)  # since it was listed",
-        "entry = entries.get(place)",
+        _STORE + "memory.catalogue",
+        "entry = self.entries.get(place) or self.page_in_extent(place)  # since it was listed",
+        "entry = self.entries.get(place)",
         "a scan does not find pages whose block was stored whole meanwhile",
     ),
     Mistake(
