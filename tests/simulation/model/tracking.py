@@ -209,9 +209,10 @@ class Tracked:
     def begin_flush(self) -> None:
         """Everything goes: all are told that at once, and not of what has just changed."""
         self._flushing = True
+        lately = self._lately | {*self.store.lately_expired()}  # which the server may not have noticed before
         for one in self.trackers:
             tracking = one.tracking
-            tracking.need_not_tell(self._lately)
+            tracking.need_not_tell(lately)
             tracking.read.clear()
             if any(other.tracking.mode is not None for other in self.trackers if other in self.talks):
                 tracking.noted.clear()  # or the server does not listen, and notes stay
