@@ -25,7 +25,9 @@ class Endings:
             return
         if talk.quits and peer.unanswered and not peer.has_stalled:
             self._fail(f"peer {peer.number} has quit, and was not answered {shown(peer.unanswered[0].words)}")
-        if talk.ends or (self._model.disk_fails and peer.unanswered):  # what was promised is not on disk
+        if talk.ends or (talk.client is None and self._model.has_killed):  # it has said nothing yet
+            return
+        if self._model.disk_fails and peer.unanswered:  # what was promised is not on disk
             return
         stats = process.server.stats
         if self._explained < stats.evicted_clients + stats.overflown_inputs + stats.overflown_outputs:

@@ -80,7 +80,7 @@ class Judge:
         self._refusals = Refusals(self.model, process, self.fail)
         self.model.pinned.clear()
         self.model.leased.clear()
-        self.model.talks, self.model.paused_until = [], 0
+        self.model.talks, self.model.paused_until, self.model.has_killed = [], 0, False
         self.model.went.clear()
         self.model.config.clear()
         self.model.begin_tracking()

@@ -83,6 +83,7 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         self.pinned: set[tuple[bytes, int]] = set()
         self.leased: dict[tuple[bytes, int], int] = {}  # until unix milliseconds
         self.paused_until = 0  # of the milliseconds that nobody sets
+        self.has_killed = False  # whether somebody has ended others, of whom some may have said nothing yet
         self.limited = False  # whether there is a maxmemory, so that leases may be refused
         self.users: dict[bytes, Rights] = {}  # those who may not do everything
         self.notifies = False  # those who listen to every channel of each change

@@ -25,6 +25,7 @@ class AboutTheServer:
     config: dict[bytes, bytes]
     users: dict[bytes, Rights]
     paused_until: int
+    has_killed: bool
     _now: Callable[[], int]
 
     def _anything(self, *_: bytes) -> Any:
@@ -79,6 +80,7 @@ class AboutTheServer:
             return Err("ERR client-id should be greater than 0")
         ended = [talk for talk in self.talks if _is_chosen(talk, options)]
         ended = [talk for talk in ended if talk is not self.talk or options.get(b"SKIPME") == b"no"]
+        self.has_killed = True
         for talk in ended:
             talk.ends = True
             talk.over = talk is not self.talk  # who ends itself is answered first
