@@ -257,14 +257,14 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         return ANYTHING
 
     def do_auth(self, user: bytes, _: bytes) -> Any:
-        if user != b"default" and user not in self.users:
+        if user != b"default" and not (user in self.users and self.users[user].is_on):
             return Err("WRONGPASS")
         self.talk.user = user
         return OK
 
     def change_rights(self, user: bytes, rules: Words) -> None:
         """Of somebody, who may be new."""
-        self.users.setdefault(user, Rights([])).change(rules)
+        self.users.setdefault(user, Rights([], is_on=False)).change(rules)
 
     def do_client(self, what: bytes, *words: bytes) -> Any:
         return self.do_tracking(what, *words)

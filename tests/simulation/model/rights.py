@@ -24,6 +24,7 @@ class Rights:
 
     beginnings: list[bytes]
     denied: set[bytes] = field(default_factory=set)
+    is_on: bool = True  # or nobody can say that he is this user
 
     def may(self, words: Words) -> bool:
         """Whether it may do that."""
@@ -36,7 +37,9 @@ class Rights:
     def change(self, rules: Words) -> None:
         """As ACL SETUSER does."""
         for rule in rules:
-            if rule == b"resetkeys":
+            if rule == b"on":
+                self.is_on = True
+            elif rule == b"resetkeys":
                 self.beginnings = []
             elif rule[:1] == b"~":
                 self.beginnings.append(rule[1:].removesuffix(b"*"))
