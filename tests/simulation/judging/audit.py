@@ -345,6 +345,10 @@ class Audit:
 
     def _remove_all(self) -> None:
         run = self._run
+        going = any(doubt.pending for doubt in self._judge.model.store.doubts)  # of those who want no reply
+        if going and run.machine.clock.now - self._since < 5 * PATIENCE:
+            run.machine.later(20 * MS, self._remove_all)
+            return
         for peer in run.peers[1:]:
             peer.drop()
         last = run.peers[0]
