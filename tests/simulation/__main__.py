@@ -25,7 +25,8 @@ try:
         plant(request.defect)
     from tests.simulation.cli.command import main  # what it imports is to live in that world, with that mistake
 except DoesNotApply as error:
-    sys.exit(f"the mistake cannot be made: {error}")
+    print(f"the mistake cannot be made: {error}", file=sys.stderr)
+    sys.exit(2)
 except KeyboardInterrupt:
     sys.exit(130)
 

@@ -57,6 +57,7 @@ def test_every_command_is_said_by_some_program() -> None:
     said = {tuple(word.lower() for word in step.words[:2]) for seed in range(400) for step in Program(seed).steps(400)}
     drawn = {b"|".join(words[:count]).decode("latin1") for words in said for count in (1, 2)}
     assert TABLE.keys() - drawn == NOT_BY_PROGRAMS.keys()
+    assert {name.decode("latin1") for name, *_ in filter(None, said)} - TABLE.keys() == {"nosuch"}
 
 
 def test_what_failed_once_does_not_fail_again() -> None:

@@ -267,7 +267,8 @@ class Audit:
             f"{key!r} is {self._found[key]!r:.200}, was {state.get(key)!r:.200}" for key in sorted(fewest)[:4]
         ]
         judge.fail(
-            f"what is there is no moment of changes {self._least} to {self._most}:\n  " + "\n  ".join(shown_ones)
+            f"after a death the store is as it was at no moment from change {self._least}, which was promised, "
+            f"to {self._most}, the last:\n  " + "\n  ".join(shown_ones)
         )
 
     def _find_each(self, doubtful: dict[bytes, list[Cell]]) -> None:
