@@ -187,11 +187,10 @@ class RunningStore:
     def values(self, keys: Sequence[bytes]) -> list[Value]:
         """The values of the keys that exist, each with the expiry that it has at the same moment."""
         # a block may have more pages than a client can watch keys; each key's moment may be another
-        parts = (keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE))
-        return list(chain.from_iterable(map(self._values, parts)))
+        return list(chain.from_iterable(map(self._values, _parts_of(keys, _AT_ONCE))))
 
     def _values(self, keys: Sequence[bytes]) -> list[Value]:
-        some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
+        some = _parts_of(keys, _READ_AT_ONCE)
         asked = [command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys]
         _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
         if unchanged is not None:
@@ -226,11 +225,7 @@ class RunningStore:
 
     def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool]:
         """Of each group of keys, whether one of them exists."""
-        parts = [
-            (i, keys[start : start + _AT_ONCE])
-            for i, keys in enumerate(groups)
-            for start in range(0, len(keys), _AT_ONCE)
-        ]
+        parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _AT_ONCE)]
         found = [False] * len(groups)
         for (i, _), count in zip(parts, self.ask([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
             found[i] = found[i] or count > 0
@@ -255,6 +250,11 @@ def _connected(connection: PageConnection) -> None:
     with suppress(redis.ResponseError):  # to a user who may not ask for it, a dump is a use of what it reads
         connection.send_packed_command(command(b"CLIENT", b"NO-TOUCH", b"ON"))
         connection.read_response()
+
+
+def _parts_of(keys: Sequence[bytes], most: int) -> list[Sequence[bytes]]:
+    """The keys in their order, at most so many in each part."""
+    return [keys[start : start + most] for start in range(0, len(keys), most)]
 
 
 def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
