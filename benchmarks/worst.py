@@ -24,7 +24,7 @@ _LONG = b"[a-z]" * (LONGEST // 5 - 3)  # the part of a pattern that takes longes
 # What these do does not depend on their arguments, nor on what is there.
 _PLAIN = """acl|cat acl|genpass acl|whoami client|caching client|getname client|getredir client|id client|info
     client|no-evict client|no-touch client|reply client|setinfo client|setname client|trackinginfo client|unblock
-    cluster|info cluster|myid cluster|nodes cluster|shards cluster|slots
+    cluster|info cluster|keyslot cluster|myid cluster|nodes cluster|shards cluster|slots
     command|count discard lastsave latency|doctor latency|latest module|list multi pubsub|numpat quit readonly readwrite
     role select slowlog|len time unwatch wait"""
 PLAIN = frozenset(_PLAIN.split())
@@ -253,7 +253,6 @@ def _large(many: int) -> Iterator[Scene]:
     for words in (
         large,
         [b"ECHO", value],
-        [b"CLUSTER", b"KEYSLOT", value],
         [b"GET", value],
         [b"PUBLISH", b"channel", value],
         [b"SETEX", b"k", b"9", value],

@@ -22,7 +22,6 @@ from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.families.server.info import human
-from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration import certificates, defaults, log
 from kvpage_server.configuration.config import Config, ConfigError, from_arguments
 from kvpage_server.net.companion import Companion, missing
@@ -31,7 +30,6 @@ from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
 from kvpage_server.service.greeting import greet
 from kvpage_server.service.regular import regular_work
 from kvpage_server.service.renewal import renew_when
-from kvpage_server.slot_map import MapError
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
@@ -83,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         log.start(config)
         defaults.enter(config)
-        server = Server(config, _open_store(config), placing=_placing(config))
+        server = Server(config, _open_store(config))
         upstream = _upstream(config)
         _load_users(server)
         server.users.warn_of_absent()
@@ -98,7 +96,6 @@ def main(arguments: list[str] | None = None) -> None:
                 signals.finish(runner.get_loop())
     except (
         ConfigError,
-        MapError,
         UserFileError,
         certificates.CertificateError,
         ListenError,
@@ -122,21 +119,7 @@ def _check(config: Config) -> None:
         raise ConfigError(f"metrics-port: {lacks}")
     _load_users(Server(config, Keyspace()))
     certificates.load(config)
-    _placing(config)
     _upstream(config)
-
-
-def _placing(config: Config) -> Placing | None:
-    """The map of slots, if there is one. Raises ConfigError, MapError, OSError."""
-    if not config.cluster_config:
-        if config.cluster_node:
-            raise ConfigError("cluster-node needs cluster-config: it names a node of that map")
-        return None
-    if config.store == "cluster":
-        raise ConfigError("cluster-config can't be used with `store cluster`, which keeps no keys itself")
-    if not config.cluster_node:
-        raise ConfigError("cluster-config needs cluster-node: this server's id or host:port in the map")
-    return Placing(Path(config.cluster_config).absolute(), config.cluster_node)
 
 
 def _upstream(config: Config) -> Upstream | None:

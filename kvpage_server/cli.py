@@ -27,7 +27,7 @@ from kvpage_server.look.nodes import cluster_as_one, is_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
 from kvpage_server.look.several import NO_ANSWER, AsOne, Gone, SlotsMoved, by_segment
-from kvpage_server.look.shares import OURS, shares_of, status_of_several, top_of_several
+from kvpage_server.look.shares import status_of_several, top_of_several
 from kvpage_server.look.status import status
 from kvpage_server.look.strings import AsStrings
 from kvpage_server.look.top import top
@@ -40,8 +40,8 @@ _OF_ONE = {  # commands that take one server, and what there is for several
     "bench": "measure one after the other",
 }
 _OF_NO_CLUSTER = {  # commands that take no cluster, and what there is instead
-    "dump": "servers with a map of slots are dumped by their URLs, with commas; a Valkey or Redis Cluster has BGSAVE",
-    "restore": "each server with a map of slots takes the dump of its own",
+    "dump": "a Valkey or Redis Cluster has BGSAVE",
+    "restore": "restore into one kvpage-server",
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
 }
 
@@ -94,8 +94,7 @@ def _ask_cluster(args: argparse.Namespace) -> int:
         with suppress(SlotsMoved), cluster_as_one(args) as masters:
             if args.show is status:
                 return 0 if status_of_several(masters, args) else 2
-            knows_pages = any(share.get("server", "").startswith(OURS) for share in shares_of(masters))
-            return _shown(masters if knows_pages else AsStrings(masters), args, masters)
+            return _shown(AsStrings(masters), args, masters)
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:

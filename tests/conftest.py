@@ -64,7 +64,7 @@ SLOW = re.compile(  # modules that start servers by the dozen, compile, or wait 
     r"test_(access|app|async_several|bench|clients|cluster_client|cluster_faults|cold|cold_commands|core_choice|crash|"
     r"defaults|differential|disk|disk_full|disk_policies|full_disk_after_restart|gateway|guesses|kvpage_cli|"
     r"kvpage_cli_several|limits|many_names|mapped|monitor|private_files|quotas|redis_py_suite|redis_tools|renewal|"
-    r"replay|shares|signals|snapshot|stalls|static_cluster|storm|stress|tiered|tls)"
+    r"replay|shares|signals|snapshot|stalls|storm|stress|tiered|tls)"
 )
 LONG = re.compile(  # modules that would keep a core busy alone at the end
     r"test_(agent_engines_shared|api_agents|api_page|cluster_faults|demo|disk_full|engine_benchmarks|engine_every_family|"

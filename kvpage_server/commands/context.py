@@ -18,7 +18,6 @@ from kvpage_server.commands.notifying.channels import Channels
 from kvpage_server.commands.notifying.events import KeyEvents
 from kvpage_server.commands.notifying.recipient import Mode
 from kvpage_server.commands.notifying.tracking import Tracking
-from kvpage_server.commands.placing import Placing
 from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.table.keys import READ
 from kvpage_server.commands.table.spec import Spec
@@ -96,13 +95,11 @@ class Server:
         config: Config,
         keyspace: Keyspace,
         stop: Callable[[], None] = _nobody_listens,
-        placing: Placing | None = None,
     ) -> None:
         self.config = config
         self.keyspace = keyspace
         self.tiered = keyspace.tier  # the disk below memory, if there is one
         self.stop = stop
-        self.placing = placing  # which keys are here, where several servers have a static map of slots
         self.run_id = os.urandom(20).hex()
         self.started_ms = unix_ms()
         self.users = Users()
@@ -118,11 +115,6 @@ class Server:
         self.events = KeyEvents(keyspace, self.channels, tracking)
         self.monitors: dict[Client, None] = {}
         self.totals = Totals()  # of the connections, when they were counted last
-
-    @property
-    def mode(self) -> str:
-        """The server's mode, as Redis calls it."""
-        return "cluster" if self.placing is not None else "standalone"
 
     @property
     def is_tight(self) -> bool:
@@ -347,7 +339,6 @@ class Client:
             and self.touches
             and self.tracking is None
             and self.server.pause is None
-            and self.server.placing is None
             and self.server.instead is None
             and not self.silence
             and not self.closing

@@ -35,6 +35,9 @@ from kvpage_server.store.eviction.policies import POLICIES
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
 _GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them
 
+_NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
+_REMOVED = {"cluster-config": _NO_MAPS, "cluster-node": _NO_MAPS}  # former parameters, and their replacement
+
 
 class ConfigError(ValueError):
     """A parameter is unknown or its value is not allowed; the message says which, where, and what is."""
@@ -125,8 +128,6 @@ class Config:
         "for `store cluster`: some nodes as host:port,host:port, or a URL with user and password",
         hidden=True,
     )
-    cluster_config: str = option(path, "", "file that maps slots to servers, the same for all of them")
-    cluster_node: str = option(text, "", "this server's id or host:port in cluster-config")
     appendfsync: str = option(
         choice("always", "everysec", "no"),
         "everysec",
@@ -180,7 +181,8 @@ class Config:
         """Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
-            raise ConfigError(f"unknown parameter '{name}'")
+            hint = f"; {instead}" if (instead := _REMOVED.get(name.lower())) else ""
+            raise ConfigError(f"unknown parameter '{name}'{hint}")
         kind = declared.metadata["kind"]
         try:
             value = kind.read(list(values))

@@ -30,7 +30,7 @@ $ kvpage-server conf/kvpage.conf --port 9222 --maxmemory 8gb
 $ kvpage-server --port 0 --loglevel warning
 ```
 
-Relative file names refer to `dir`, that of `cluster-config` as well.
+Relative file names refer to `dir`.
 
 The table has the defaults. Without a file, two of them differ. `maxmemory` is a quarter of the machine's memory, or of
 its control group's. `dir` is the platform's directory for data, `~/.local/share/kvpage` on Linux and

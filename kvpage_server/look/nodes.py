@@ -1,4 +1,4 @@
-"""A cluster, whose masters are looked into as one: kvpage-servers with a map of slots, or a Valkey or Redis Cluster."""
+"""A Valkey or Redis Cluster, whose masters are looked into as one."""
 
 from __future__ import annotations
 

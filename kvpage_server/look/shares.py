@@ -30,7 +30,6 @@ from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import table_of
 
 Share = dict[str, Any]  # what a server has; its `url` and `error` alone if it does not answer
-OURS = "kvpage-server"
 _COUNTS = {
     "used_bytes": "used_memory",
     "limit_bytes": "maxmemory",
@@ -45,14 +44,14 @@ _COUNTS = {
 _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")
 
 
-def shares_of(several: AsOne) -> list[Share]:
+def _shares_of(several: AsOne) -> list[Share]:
     """What each of them has. Raises RedisError when none answers, or one refuses to."""
     return [_share(shown(server.url), answer) for server, answer in several.of_each(b"INFO", b"EVERYTHING").items()]
 
 
 def _shares_now(several: AsOne, args: argparse.Namespace) -> list[Share]:
     """The same. Raises SlotsMoved if a server does not answer because another one has taken over."""
-    shares = shares_of(several)
+    shares = _shares_of(several)
     if any("error" in share for share in shares) and args.changed():
         raise SlotsMoved
     return shares
@@ -72,7 +71,7 @@ def _share(url: str, answer: Any) -> Share:
 
 def _name(info: Mapping[str, str]) -> str:
     if "kvpage_version" in info:
-        return f"{OURS} {info['kvpage_version']}"
+        return f"kvpage-server {info['kvpage_version']}"
     valkey = info.get("valkey_version")
     return f"Valkey {valkey}" if valkey else f"Redis {info.get('redis_version', '')}".strip()
 
@@ -116,9 +115,7 @@ def _status_table(shares: list[Share]) -> RenderableType:
         told = [share["server"], *_status_cells(share)] if share in _telling(shares) else [_silent(share)]
         table.add_row(share["url"], *told)
     table.add_row(how_many(len(shares), "node"), "", *_status_cells(_total(shares)), style="bold")
-    plain = any(not share["server"].startswith(OURS) for share in _telling(shares))
-    remark = "Valkey and Redis tell nothing of pages, blocks or why something was missed" if plain else ""
-    return Group(table, *([Text(remark)] if remark else []))
+    return Group(table, Text("Valkey and Redis tell nothing of pages, blocks or why something was missed"))
 
 
 def _status_cells(share: Mapping[str, Any]) -> list[str]:

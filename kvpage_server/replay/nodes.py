@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
 from kvpage_server.replay.simulate import Outcome, count_hits, enter
 from kvpage_server.replay.trace import TracedPrompt
 from kvpage_server.segments import first_of
-from kvpage_server.slot_map import SLOTS, slot_of
 from kvpage_server.store.eviction.queues import Queues
 
 SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
@@ -89,4 +90,4 @@ def simulate_nodes(
 def _places(blocks: Sequence[bytes], nodes: int, segment: int) -> list[int]:
     """The node of each block."""
     firsts = [blocks[first_of(place, segment)] for place in range(len(blocks))]
-    return [slot_of(first) * nodes // SLOTS for first in firsts]
+    return [key_slot(first) * nodes // REDIS_CLUSTER_HASH_SLOTS for first in firsts]

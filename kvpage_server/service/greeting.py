@@ -44,8 +44,6 @@ def greet(server: Server, addresses: list[str], http: list[str]) -> None:
             f"limit {human(config.maxdisk)}" if config.maxdisk else "no limit",
         )
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
-    if server.placing is not None:
-        logger.info("  cluster node %s of %s", server.placing.me.address, server.placing)
     logger.info("  access  %s", _access(server))
     if http:
         logger.info("  page    http://%s/, figures for Prometheus at /metrics", http[0])

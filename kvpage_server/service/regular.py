@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 
 from kvpage_server.commands.context import Server
-from kvpage_server.commands.placing import Placing
 from kvpage_server.net.watch import Watch
 from kvpage_server.page import unix_ms
 from kvpage_server.store.keyspace import Keyspace
@@ -19,7 +18,6 @@ from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
 WATCH_EVERY = 1.0  # seconds
-COUNT_EVERY = 60.0  # seconds
 AGAIN_AFTER = 1.0  # seconds
 
 logger = logging.getLogger("kvpage")
@@ -28,13 +26,11 @@ logger = logging.getLogger("kvpage")
 def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
     """Each as a task without an end.
 
-    Keys expire, memory goes down to a new limit, clients keep to theirs, and keys of other servers are counted.
+    They delete expired keys, evict down to a lowered limit, and disconnect clients above their limits.
     """
     yield _again(partial(_sweep, server.keyspace))
     yield _again(partial(_shrink, server.keyspace.memory))
     yield _again(partial(_watch, Watch(server)))
-    if server.placing is not None:
-        yield _again(partial(_count_elsewhere, server.placing, server.keyspace))
 
 
 async def _again(work: Callable[[], Awaitable[None]]) -> None:
@@ -63,18 +59,6 @@ async def _shrink(memory: MemoryLimit) -> None:
                 done = memory.make_room()
             most = memory.maxmemory if done else most
         await asyncio.sleep(SWEEP_EVERY if done else 0)
-
-
-async def _count_elsewhere(placing: Placing, keys: Keyspace) -> None:
-    """Keys that belong elsewhere only become fewer, until there is another map."""
-    counted, due = None, 0.0
-    while True:
-        if placing.map is not counted or (placing.keys_elsewhere and time.monotonic() > due):
-            counted = placing.map
-            for _ in placing.count(keys.listing):
-                await asyncio.sleep(0)
-            due = time.monotonic() + COUNT_EVERY
-        await asyncio.sleep(SWEEP_EVERY)
 
 
 async def _watch(watch: Watch) -> None:

@@ -1,4 +1,4 @@
-"""SIGHUP to a service: it reloads its log file, its certificates and its map of slots."""
+"""SIGHUP to a service: it reopens its log file and reloads its certificates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from copy import copy
 
 from kvpage_server.commands.context import Server
 from kvpage_server.configuration import certificates, log
-from kvpage_server.slot_map import MapError
 
 logger = logging.getLogger("kvpage")
 
@@ -52,19 +51,4 @@ async def _renew_certificates(server: Server) -> None:
         logger.info("SIGHUP: new connections get the certificates that are there now")
 
 
-async def _renew_map(server: Server) -> None:
-    """Renew it for further commands. Keys that now belong to another server stay until they are evicted."""
-    placing = server.placing
-    if placing is None:
-        return
-    try:
-        found = await asyncio.to_thread(placing.read_again)
-    except (MapError, OSError) as error:
-        logger.warning("SIGHUP: version %d of the map of slots stays in use; %s", placing.map.version, error)
-        return
-    if found is not None:
-        placing.use(*found)
-        logger.info("SIGHUP: this is %s of %s", placing.me.address, placing)
-
-
-_STEPS = {"log file": _renew_log, "certificates": _renew_certificates, "map of slots": _renew_map}
+_STEPS = {"log file": _renew_log, "certificates": _renew_certificates}

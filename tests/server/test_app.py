@@ -22,6 +22,7 @@ from kvpage_server.store.eviction.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf" / "kvpage.conf"
+NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
 VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
 
 
@@ -74,6 +75,10 @@ class TestBadConfiguration:
         ("line", "message"),
         [
             ("nosuch yes", "unknown parameter 'nosuch'"),
+            *(
+                (f"{name} x", f"unknown parameter '{name}'; {NO_MAPS}")
+                for name in ("cluster-config", "cluster-node", "Cluster-Node")
+            ),
             ("port abc", "port must be a whole number between 0 and 65535, got 'abc'"),
             ("port 65536", "port must be a whole number between 0 and 65535, got '65536'"),
             ("port -1", "port must be a whole number between 0 and 65535, got '-1'"),

@@ -10,18 +10,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
 import redis
 from page_batches import SHAPE, block_body
 from servers import RunningServer, free_port, start_server
-from slot_maps import start_mapped
 
+from benchmarks.valkey_cluster import Cluster
 from kvpage_server.cli import main
-from kvpage_server.client import PageClient
+from kvpage_server.client import Page, PageClient
 from kvpage_server.client.cluster.side_by_side import Rendezvous, servers_of
+from kvpage_server.page import DType, PageKey
 
 PROGRAM = Path(sys.executable).with_name("kvpage")
 NAMES = [(b"{segment-%d}" % i, i) for i in range(16)]
@@ -196,46 +197,57 @@ def test_a_server_of_the_list_that_hangs_is_named_and_the_others_answer(
         second_server.process.send_signal(signal.SIGCONT)
 
 
-def test_a_cluster_is_told_node_by_node_and_together(capsys: pytest.CaptureFixture[str]) -> None:
-    def looked(*words: str) -> str:
-        assert run(*words, "--json", "--url", mapped.url) == 0
-        return capsys.readouterr().out
+def test_a_cluster_is_shown_node_by_node_and_together(masters: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    def looked(*words: str) -> Any:
+        assert run(*words, "--json", "--url", masters.url) == 0
+        return json.loads(capsys.readouterr().out)
 
-    with start_mapped() as mapped:
-        with redis.RedisCluster("127.0.0.1", mapped.ports[0]) as client:
-            for i in range(20):
-                client.set(f"key-{i}", "x")
-        assert run("status", "--url", mapped.url) == 0
-        said = capsys.readouterr().out
-        assert all(f"redis://127.0.0.1:{port}" in said for port in mapped.ports)
-        assert "2 nodes" in said
-        assert "Valkey and Redis" not in said
-        assert run("status", "--json", "--url", mapped.url) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["total"]["keys"] == sum(node["keys"] for node in found["nodes"]) == 20
-        assert all(0 < node["keys"] < 20 for node in found["nodes"])
-        with redis.RedisCluster("127.0.0.1", mapped.ports[0]) as client:
-            for i in range(8):
-                client.execute_command("KVPAGESET", f"{{chat-{i}}}", 0, 0, 0, 0, 1, 4, 8, 0, bytes(64))
-        assert run("ls", "--json", "--url", mapped.url) == 0
-        requests = json.loads(capsys.readouterr().out)["requests"]
-        assert {each["request"] for each in requests} == {f"{{chat-{i}}}" for i in range(8)}
-        assert {each["url"] for each in requests} == {f"redis://127.0.0.1:{port}" for port in mapped.ports}
-        assert run("why", "{chat-3}", "0", "0", "9", "0", "--url", mapped.url) == 0
-        assert "never stored" in capsys.readouterr().out
-        where = json.loads(looked("verify", "{chat-3}"))["url"]
-        assert json.loads(looked("stat", "kv:{chat-3}:0:0:0:0"))["url"] == where in {each["url"] for each in requests}
-        with watched("top", "--json", "--url", mapped.url) as lines:
-            assert json.loads(lines.readline())["total"]["keys"] == 28
-        for words, instead in ((["dump", "x"], "BGSAVE"), (["restore", "x"], "its own"), (["bench"], "--against")):
-            assert run(*words, "--url", mapped.url) == 1
-            said = capsys.readouterr().err
-            assert f"kvpage {words[0]} takes no cluster" in said
-            assert instead in said
-        mapped.servers[1].stop()
-        assert run("status", "--json", "--url", mapped.url) == 2
-        nodes = json.loads(capsys.readouterr().out)["nodes"]
-        assert ["error" in node for node in nodes] == [False, True]
+    urls = {f"redis://127.0.0.1:{node.port}" for node in masters.nodes}
+    names = [f"{{chat-{i}}}" for i in range(8)]
+    for node in masters.nodes:
+        node.ask("FLUSHALL")
+    with redis.RedisCluster("127.0.0.1", masters.nodes[0].port) as client:
+        for i in range(20):
+            client.set(f"key-{i}", "x")
+    assert run("status", "--url", masters.url) == 0
+    said = capsys.readouterr().out
+    assert all(url in said for url in urls)
+    assert "3 nodes" in said
+    assert "Valkey and Redis" in said
+    found = looked("status")
+    assert found["total"]["keys"] == sum(node["keys"] for node in found["nodes"]) == 20
+    assert all(0 < node["keys"] < 20 for node in found["nodes"])
+    with PageClient(masters.url) as pages:
+        pages.mset([Page(PageKey(name.encode(), 0, 0, 0, 0), bytes(64), DType.FLOAT16, 4, 8) for name in names])
+    requests = looked("ls")["requests"]
+    assert {each["request"] for each in requests} == {*names}
+    assert {each["url"] for each in requests} <= urls
+    assert run("why", "{chat-3}", "0", "0", "9", "0", "--url", masters.url) == 0
+    assert "absent" in capsys.readouterr().out
+    where = looked("verify", "{chat-3}")["url"]
+    assert looked("stat", "kv:{chat-3}:0:0:0:0")["url"] == where in {each["url"] for each in requests}
+    with watched("top", "--json", "--url", masters.url) as lines:
+        assert json.loads(lines.readline())["total"]["keys"] == 28
+    for words, instead in (
+        (["dump", "x"], "BGSAVE"),
+        (["restore", "x"], "one kvpage-server"),
+        (["bench"], "--against"),
+    ):
+        assert run(*words, "--url", masters.url) == 1
+        said = capsys.readouterr().err
+        assert f"kvpage {words[0]} takes no cluster" in said
+        assert instead in said
+
+
+def test_a_cluster_node_that_hangs_is_named(masters: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    hung = masters.nodes[1].process
+    hung.send_signal(signal.SIGSTOP)
+    try:
+        assert run("status", "--json", "--url", masters.url) == 2
+    finally:
+        hung.send_signal(signal.SIGCONT)
+    nodes = json.loads(capsys.readouterr().out)["nodes"]
+    assert ["error" in node for node in nodes].count(True) == 1
 
 
 def test_top_does_not_tell_a_tenant_what_a_server_does() -> None:

@@ -66,13 +66,6 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
         raise refused(client, denial)
 
 
-def check_place(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError if the command's keys belong to another server, or to several."""
-    placing = client.server.placing
-    if placing is not None:
-        placing.check([placing.slot(spec, words[spec.words :])])
-
-
 def refused(client: Client, denial: Denial) -> ReplyError:
     """The error for a client that lacks a right. Adds it to the ACL log."""
     client.server.refuse(client, denial.kind, denial.what)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.admission import (
     admit,
-    check_place,
     check_rights,
     have_room,
     queues,
@@ -40,7 +39,6 @@ def execute(client: Client, words: Command) -> Reply:
             if are_many_rights(client, words):
                 return after_rights(client, spec, words)
             check_rights(client, spec, words)
-            check_place(client, spec, words)
             admit(client, spec)
             stores = takes_memory(client, spec)
         if stores and server.keyspace.memory.is_full:

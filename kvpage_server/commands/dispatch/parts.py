@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.admission import (
     admit,
-    check_place,
     check_rights,
     end_caching,
     have_room,
@@ -57,7 +56,6 @@ def are_many_rights(client: Client, words: Command) -> bool:
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
     """The reply to such a command. Checks the rights in steps, then runs it. Raises ReplyError, Paused."""
-    check_place(client, spec, words)
     admit(client, spec)
     client.last_command = spec.name
 
@@ -98,14 +96,9 @@ def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
     try:
         if not client.free:
-            placing, slots = client.server.placing, set[int | None]()
             for part in _divided(spec, parts, words):
                 check_rights(client, spec, part)
-                if placing is not None:
-                    slots.add(placing.slot(spec, part[spec.words :]))
                 yield ()
-            if placing is not None:
-                placing.check(slots)
         if parts.joined:
             try:
                 yield from _joined(client, spec, parts, words)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.admission import check_place, check_rights, end_caching
+from kvpage_server.commands.dispatch.admission import check_rights, end_caching
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.shown import note_slow, show_monitors
 from kvpage_server.commands.index_key import refuse_to_write
@@ -126,7 +126,6 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
             f"{code} ACLs rules changed between the moment the transaction was accumulated and the EXEC call. {reason}"
         )
     try:
-        check_place(client, spec, words)  # the map may be another one by now
         return run(client, spec, words)
     except ReplyError as error:
         return _failed(client, spec, error)

@@ -53,7 +53,7 @@ _TITLES = {
     "transactions": "Transactions",
     "pubsub": "Publish and subscribe",
     "connection": "Connections",
-    "cluster": "Map of slots",
+    "cluster": "Redis Cluster",
     "server": "Server",
 }
 _ORDER = list(EXAMPLES)  # of the commands that are described in full, those of the page and set groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -15,6 +16,12 @@ import redis
 from servers import RunningServer, free_port, start_server
 from test_tls import SecureServer, answers, certificates, files, issue, needs_openssl, run_openssl
 from waiting import until
+
+from kvpage_server.commands.context import Server
+from kvpage_server.configuration import log
+from kvpage_server.configuration.config import Config
+from kvpage_server.service.renewal import renew_when
+from kvpage_server.store.keyspace import Keyspace
 
 __all__ = ["certificates"]  # a fixture
 
@@ -48,6 +55,25 @@ class TestLogFile:
         server.process.send_signal(signal.SIGHUP)
         until(lambda: "the log goes on here" in log.read_text())
         assert stat.S_IMODE(log.stat().st_mode) == 0o640
+
+    def test_an_unexpected_error_ends_no_further_renewals(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server = Server(Config(logfile=str(tmp_path / "missing" / "log")), Keyspace())
+
+        async def renewed() -> None:
+            asked = asyncio.Event()
+            task = asyncio.create_task(renew_when(asked, server))
+            with monkeypatch.context() as patch:
+                patch.setattr(log, "reopen", lambda config: 1 // 0)
+                asked.set()
+                await asyncio.to_thread(until, lambda: "the log file could not be renewed" in caplog.text)
+            assert "ZeroDivisionError" in caplog.text
+            asked.set()
+            await asyncio.to_thread(until, lambda: "the log goes on in the old file" in caplog.text)
+            task.cancel()
+
+        asyncio.run(renewed())
 
     def test_the_old_one_goes_on_when_there_can_be_no_new_one(self, logging_server: tuple[RunningServer, Path]) -> None:
         server, log = logging_server

@@ -185,7 +185,7 @@ def hello(client: Client, args: list[Argument]) -> Reply:
         "version": REDIS_VERSION,
         "proto": protocol,
         "id": client.id,
-        "mode": client.server.mode,
+        "mode": "standalone",
         "role": "master",
         "modules": [],
         "kvpage": __version__,

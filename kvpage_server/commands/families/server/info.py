@@ -49,7 +49,7 @@ def _server(server: Server) -> Fields:
         "redis_git_sha1": "00000000",
         "redis_git_dirty": 0,
         "redis_build_id": 0,
-        "redis_mode": server.mode,
+        "redis_mode": "standalone",
         "kvpage_version": __version__,
         "page_core": core.NAME,
         "page_store": server.config.store,
@@ -268,14 +268,7 @@ def _latencystats(server: Server) -> Fields:
 
 
 def _cluster(server: Server) -> Fields:
-    placing = server.placing
-    if placing is None:
-        return {"cluster_enabled": 0}
-    return {
-        "cluster_enabled": 1,
-        "cluster_map_version": placing.map.version,
-        "cluster_keys_elsewhere": placing.keys_elsewhere,
-    }
+    return {"cluster_enabled": 0}
 
 
 def _keyspace(server: Server) -> Fields:
