@@ -62,6 +62,7 @@ sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of
 
 lint: $(VENV)/dev.stamp  ## ruff, vulture and mypy
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 --quiet .
 	$(BIN)/ruff format --check .
 	$(BIN)/vulture
 	$(BIN)/mypy

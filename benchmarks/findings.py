@@ -68,7 +68,7 @@ def write(findings: list[Finding], name: str, about: dict[str, Any], *, intro: s
     """`results/NAME.json` and `results/NAME.md`."""
     RESULTS.mkdir(exist_ok=True)
     found = {"machine": {**machine(), **about}, "findings": [{**asdict(f), "met": f.met} for f in findings]}
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     lines = [" | ".join(("", *cells, "")).strip() for cells in (COLUMNS, ["---"] * len(COLUMNS))]
     lines += [" | ".join(("", *finding.cells, "")).strip() for finding in findings]
-    (RESULTS / f"{name}.md").write_text(f"{intro}\n\n" + "\n".join(lines) + "\n")
+    (RESULTS / f"{name}.md").write_text(f"{intro}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")

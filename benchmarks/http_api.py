@@ -94,7 +94,7 @@ class Api:
 def _serving(model: str, *command: str) -> Iterator[Api]:
     """A server that is told its port at the end; it has answered when the block begins."""
     port = free_port()
-    with TemporaryFile("w+") as log:
+    with TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, *command, "--port", str(port)], stdout=log, stderr=log, env=ONE_THREAD
         )

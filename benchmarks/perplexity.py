@@ -80,7 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
     loaded, tokenizer = model.load(SMOLLM2)
-    tokens = tokenizer.encode(files("engine.demo").joinpath("handbook.txt").read_text())[: 200 if quick else None]
+    tokens = tokenizer.encode(files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8"))[
+        : 200 if quick else None
+    ]
     found: dict[str, float] = {}
     findings = []
     for name, quantised in FORMATS.items():

@@ -122,7 +122,7 @@ def _perf(pid: int, steps: Sequence[Step], seconds: int) -> Generator[str, None,
             yield f"perf is not allowed here: {said}"
             return {}
         report = ["perf", "report", "--stdio", "--quiet", "--input", data, "--fields", "overhead,dso,symbol"]
-        told = subprocess.run(report, capture_output=True, text=True, check=True, timeout=60).stdout
+        told = subprocess.run(report, capture_output=True, encoding="utf-8", check=True, timeout=60).stdout
     found = shares.samples(told)
     parts = shares.shares(found)
     yield from ("", "by part, by perf", *(f"{share:6.1f}%  {part}" for part, share in parts.items()))
@@ -140,7 +140,7 @@ def _py_spy(pid: int, steps: Sequence[Step], seconds: int) -> Iterator[str]:
         if said := _recorded([*spy, str(raw)], steps, seconds):
             yield f"py-spy is not allowed here: {said}"
             return
-        yield from ("", *_functions(raw.read_text()))
+        yield from ("", *_functions(raw.read_text(encoding="utf-8")))
 
 
 def _recorded(command: Sequence[str], steps: Sequence[Step], seconds: int) -> str:
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = list(profile(path, args.core, quick=args.quick))
         print(*lines, "", sep="\n")
         if not args.quick:
-            (RESULTS / f"profile-{path}.txt").write_text("\n".join(lines) + "\n")
+            (RESULTS / f"profile-{path}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _paths(text: str) -> list[str]:

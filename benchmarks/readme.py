@@ -14,7 +14,7 @@ _TURNS = (("", "hot"), ("", "page server"), ("", "cold file"), (" and a question
 
 def rewrite_tiers(findings: list[Finding]) -> None:
     """Put what was found in the place of what was found before. Raises KeyError when that is not all."""
-    README.write_text(with_first_tokens(README.read_text(), findings))
+    README.write_text(with_first_tokens(README.read_text(encoding="utf-8"), findings), encoding="utf-8")
 
 
 def with_first_tokens(text: str, findings: list[Finding]) -> str:

@@ -89,7 +89,7 @@ class Server:
 def cpu_seconds(pid: int) -> float:
     """What all threads of a process have used so far, and the kernel for them, where the system is Linux."""
     threads = Path(f"/proc/{pid}/task")
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads.iterdir()) / 1e9
+    return sum(int((thread / "schedstat").read_text(encoding="utf-8").split()[0]) for thread in threads.iterdir()) / 1e9
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def _run(
                 yield Server(f"{kind} {_answer(admin, process)[version]}", port, admin, process, Path(directory))
         finally:
             if process.poll() is not None:
-                print(f"{kind} ended by itself:\n{log.read_text()}", file=sys.stderr)
+                print(f"{kind} ended by itself:\n{log.read_text(encoding='utf-8')}", file=sys.stderr)
             process.terminate()
             process.wait()
 

@@ -173,7 +173,7 @@ def _started(*options: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
         configured, users = Path(directory, "kvpage.conf"), Path(directory, "users.acl")
         users.touch()
-        configured.write_text(f"aclfile {users}\n")
+        configured.write_text(f"aclfile {users}\n", encoding="utf-8")
         command = (sys.executable, "-m", "benchmarks.turns", str(configured))
         with _run("kvpage-server", "kvpage_version", *command, more=(*_OPTIONS, *options)) as server:
             yield server

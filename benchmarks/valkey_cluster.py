@@ -54,7 +54,7 @@ class Node:
     @property
     def log(self) -> str:
         """What it printed."""
-        return (self.directory / "log").read_text(errors="replace")
+        return (self.directory / "log").read_text(errors="replace", encoding="utf-8")
 
     def client(self, **options: Any) -> Any:
         """A redis-py client of this node alone, which never tries twice. Close it, or use it in a `with`."""
@@ -166,7 +166,7 @@ def _start(directory: Path, port: int, bus: int, options: Iterable[str], *, deta
         process = subprocess.Popen(
             [str(get_binary_path()), *words, *options], stdout=log, stderr=log, start_new_session=detached
         )
-    (directory / _PID).write_text(str(process.pid))
+    (directory / _PID).write_text(str(process.pid), encoding="utf-8")
     return Node(port, bus, directory, process)
 
 
@@ -245,7 +245,7 @@ def stop(directory: Path) -> None:
     """End it. A process is ended only if it is such a server, and the port that its directory is named for is taken."""
     if not directory.exists():
         sys.exit(f"{directory} is not there: no cluster runs that make cluster started")
-    pids = {int(place.name): int((place / _PID).read_text()) for place in directory.iterdir()}
+    pids = {int(place.name): int((place / _PID).read_text(encoding="utf-8")) for place in directory.iterdir()}
     end = time.monotonic() + _WITHIN
     for port, pid in pids.items():
         if _listens(port) and _program(pid).endswith(get_binary_path().name):
@@ -259,7 +259,7 @@ def stop(directory: Path) -> None:
 
 def _program(pid: int) -> str:
     """What a process runs; empty if there is none."""
-    told = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, text=True, check=False)
+    told = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, encoding="utf-8", check=False)
     return told.stdout.strip()
 
 

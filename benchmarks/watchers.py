@@ -21,7 +21,7 @@ EVERY_SECONDS = 1.0
 def watching(port: int, dashboards: int = DASHBOARDS) -> Iterator[None]:
     """Meanwhile they watch what answers HTTP on that port, from a process of their own."""
     command = [sys.executable, "-m", "benchmarks.watchers", str(port), str(dashboards)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None
         if process.stdout.readline() != "watching\n":
             raise RuntimeError("the server tells nothing to who watches it")

@@ -250,7 +250,7 @@ def _stop(stopping: asyncio.Event, number: int) -> None:
 
 
 def _write_pid(path: Path) -> None:
-    with open(path, "w", opener=private) as file:
+    with open(path, "w", opener=private, encoding="utf-8") as file:
         tighten(file.fileno())
         file.write(f"{os.getpid()}\n")
 

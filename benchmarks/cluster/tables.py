@@ -33,7 +33,7 @@ _ROWS = (  # of clients.py and a_client_each.py, which need more than this to be
 def _found(name: str) -> list[dict[str, Any]]:
     """What was measured, if it was."""
     path = RESULTS / f"{name}.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text())["findings"] if path.exists() else []
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["findings"] if path.exists() else []
     return found
 
 

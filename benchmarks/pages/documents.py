@@ -21,7 +21,7 @@ def rewrite() -> None:
     """Put what was found in the place of what was found before. Raises KeyError when that is not all."""
     known = found()
     for document in DOCUMENTS:
-        document.write_text(with_tables(document.read_text(), known))
+        document.write_text(with_tables(document.read_text(encoding="utf-8"), known), encoding="utf-8")
 
 
 def with_tables(text: str, known: Found) -> str:

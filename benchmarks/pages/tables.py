@@ -44,7 +44,7 @@ def found() -> Found:
     """All that results are kept of."""
     findings: list[Finding] = []
     for path in sorted(RESULTS.glob("pages-*.json")):
-        kept: list[dict[str, Any]] = json.loads(path.read_text())["findings"]
+        kept: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["findings"]
         findings += [Finding(**{name: value for name, value in each.items() if name != "met"}) for each in kept]
     return Found(findings)
 

@@ -101,7 +101,7 @@ def _working() -> Iterator[Work]:
 def _time_beside(server: Server) -> float:
     """CPU seconds of the process that answers HTTP."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    return sum(cpu_seconds(int(pid)) for pid in children.read_text().split())
+    return sum(cpu_seconds(int(pid)) for pid in children.read_text(encoding="utf-8").split())
 
 
 def findings(plan: Plan) -> Iterator[Finding]:

@@ -56,13 +56,13 @@ def _running(name: str, *command: str) -> Iterator[Process]:
     killed, the other's stdin ends, and it exits by itself.
     """
     with (
-        TemporaryFile("w+") as log,
+        TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
         subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            text=True,
+            encoding="utf-8",
             env=ONE_THREAD | os.environ,
             start_new_session=True,
         ) as popen,

@@ -57,7 +57,9 @@ def table(rows: list[Row]) -> Table:
 
 
 def write_json(rows: list[Row], path: Path) -> None:
-    path.write_text(json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def write_plot(rows: list[Row], path: Path) -> None:

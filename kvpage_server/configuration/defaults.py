@@ -80,7 +80,7 @@ def memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:
 def _limits(own: Path, groups: Path) -> Iterator[int]:
     """The limits of the process's control groups and their parents."""
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # there are none on macOS
         return
     for line in lines:
@@ -97,7 +97,7 @@ def _limits(own: Path, groups: Path) -> Iterator[int]:
 def _limits_of(group: Path) -> Iterator[int]:
     for name in _LIMITS:
         try:
-            said = (group / name).read_text().strip()
+            said = (group / name).read_text(encoding="utf-8").strip()
         except OSError:  # another version's, or in a container, which sees its own groups alone
             continue
         if said.isdecimal():  # and not "max"

@@ -51,7 +51,10 @@ def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path)
         {"policy": replay.policy, "capacity": replay.capacity, "ratio": replay.outcome.ratio, **asdict(replay.outcome)}
         for replay in replays
     ]
-    path.write_text(json.dumps({"trace": trace.name, "block_bytes": block_bytes, "replays": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"trace": trace.name, "block_bytes": block_bytes, "replays": rows}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 def write_plot(title: str, replays: list[Replay], path: Path) -> None:
@@ -120,7 +123,7 @@ def spread_table(replays: list[SpreadReplay]) -> Table:
 
 def write_spread_json(trace: Path, nodes: int, capacity: int, replays: list[SpreadReplay], path: Path) -> None:
     told = {"trace": trace.name, "nodes": nodes, "capacity": capacity, "replays": [r.figures() for r in replays]}
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> None:

@@ -34,7 +34,7 @@ def test_another_text_a_loss_that_is_not_computed_and_one_without_a_reason_are_t
 @pytest.mark.soak
 def test_the_demonstration_keeps_its_promises() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.demo_cluster"], cwd=ROOT, capture_output=True, text=True, timeout=1200
+        [sys.executable, "-m", "benchmarks.demo_cluster"], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("kept ") == 3

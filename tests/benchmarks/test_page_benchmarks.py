@@ -205,7 +205,7 @@ def test_every_kind_of_row_can_be_measured(kind: str) -> None:
 
 def test_the_older_checkout_is_the_one_that_runs(tmp_path: Path) -> None:
     shutil.copytree(Path(kvpage_server.__file__).parent, tmp_path / "kvpage_server")
-    (tmp_path / "kvpage_server" / "__init__.py").write_text('__version__ = "0.0.older"\n')
+    (tmp_path / "kvpage_server" / "__init__.py").write_text('__version__ = "0.0.older"\n', encoding="utf-8")
     with start_kvpage(tree=tmp_path) as older, start_kvpage() as newer:
         assert older.name == "kvpage-server 0.0.older"
         assert newer.name == f"kvpage-server {kvpage_server.__version__}"
@@ -233,7 +233,7 @@ def test_what_is_not_there_is_said_and_not_measured(
 )
 def test_a_name_that_is_none_is_refused(words: list[str], said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "benchmarks", *words], capture_output=True, encoding="utf-8", timeout=60, check=False
     )
     assert done.returncode == 2
     assert said in done.stderr
@@ -254,7 +254,7 @@ def test_documents_show_what_was_found_between_their_marks() -> None:
 def test_a_quick_profile_says_what_a_page_costs_and_keeps_nothing() -> None:
     kept = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     words = [sys.executable, "-m", "benchmarks", "profile", "--quick", "--only", "write-64KiB"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "µs of the server's CPU a page" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == kept

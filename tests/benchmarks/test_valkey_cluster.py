@@ -33,7 +33,7 @@ def test_one_that_is_started_from_the_shell_runs_until_it_is_stopped(tmp_path: P
 
     def do(command: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "benchmarks.valkey_cluster", command, "--dir", str(directory), "--port"]
-        return subprocess.run([*words, str(port)], capture_output=True, text=True, timeout=100)
+        return subprocess.run([*words, str(port)], capture_output=True, encoding="utf-8", timeout=100)
 
     started = do("start")
     try:
@@ -41,7 +41,9 @@ def test_one_that_is_started_from_the_shell_runs_until_it_is_stopped(tmp_path: P
         with redis.RedisCluster("127.0.0.1", port) as client:
             assert client.set("kv:a", "1")
         assert "make cluster-stop" in do("start").stderr
-        os.kill(int((directory / str(port + 1) / "pid").read_text()), signal.SIGSTOP)  # it answers nobody
+        os.kill(
+            int((directory / str(port + 1) / "pid").read_text(encoding="utf-8")), signal.SIGSTOP
+        )  # it answers nobody
     finally:
         stopped = do("stop")
     assert stopped.returncode == 0, stopped.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 
-TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPES = dict(re.findall(r"^## Recipe: (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 STEP = re.compile(r"((?:(?!```).)*?)^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`([^`]+)`")
@@ -40,17 +40,19 @@ def follow(tree: Path, said: str, block: str) -> Path:
     if found := re.search(r"(?:At the end of|Write|Its test is) `([^`]+)`", place):
         file = tree / found[1]
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{file.read_text()}\n\n{block}" if file.exists() else block)
+        file.write_text(f"{file.read_text(encoding='utf-8')}\n\n{block}" if file.exists() else block, encoding="utf-8")
         return file
     found = re.search(r"In `([^`]+)`, (before|instead of) `([^`]+)`:$", place)
     assert found, f"it is not said where this goes: {place}"
     file, how, text = tree / found[1], found[2], found[3]
-    whole = file.read_text()
+    whole = file.read_text(encoding="utf-8")
     assert whole.count(text) == 1, f"{text} is in {found[1]} {whole.count(text)} times"
     indent = re.search(rf"^( *){re.escape(text)}", whole, re.MULTILINE)
     assert indent, f"{text} begins no line of {found[1]}"
     lines = [indent[1] + line for line in block.splitlines()]
-    file.write_text(whole.replace(indent[0], "\n".join(lines if how == "instead of" else [*lines, indent[0]])))
+    file.write_text(
+        whole.replace(indent[0], "\n".join(lines if how == "instead of" else [*lines, indent[0]])), encoding="utf-8"
+    )
     return file
 
 
@@ -62,7 +64,7 @@ def run(tree: Path, typed: str) -> None:
     else:
         assert program == ".venv/bin/python"
         program = sys.executable
-    done = subprocess.run([program, *words], cwd=tree, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([program, *words], cwd=tree, capture_output=True, encoding="utf-8", timeout=280)
     assert done.returncode == 0, f"{typed}\n{done.stdout}{done.stderr}"
 
 
@@ -79,11 +81,11 @@ def test_each_recipe_works_as_it_is_written(tree: Path) -> None:
             assert kind == "console"
             for line in block.splitlines():
                 run(tree, line.removeprefix("$ "))
-    assert "| `LONGER key other` |" in (tree / "docs/commands.md").read_text()
-    assert "| `longer-by` | `0` | bytes by which LONGER" in (tree / "docs/configuration.md").read_text()
+    assert "| `LONGER key other` |" in (tree / "docs/commands.md").read_text(encoding="utf-8")
+    assert "| `longer-by` | `0` | bytes by which LONGER" in (tree / "docs/configuration.md").read_text(encoding="utf-8")
     ruff = str(Path(sys.executable).with_name("ruff"))
     for words in (["check"], ["format", "--check"]):
-        looked = subprocess.run([ruff, *words, *map(str, written)], cwd=tree, capture_output=True, text=True)
+        looked = subprocess.run([ruff, *words, *map(str, written)], cwd=tree, capture_output=True, encoding="utf-8")
         assert looked.returncode == 0, looked.stdout
     worst = "from benchmarks.worst import scenes; assert any(scene.command == 'longer' for scene in scenes(10))"
     run(tree, shlex.join([".venv/bin/python", "-c", worst]))
@@ -94,5 +96,5 @@ def test_what_it_names_is_there() -> None:
     for name in set(NAMED.findall(TEXT)) - made:
         if re.fullmatch(r"(kvpage_server|engine|benchmarks|docs|tests)(/[\w.]+)*/?", name):
             assert (ROOT / name).exists() or not (ROOT / "tests" / "support").exists(), name
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z]+)", TEXT)) <= targets

@@ -35,7 +35,7 @@ needs_redis_cli = pytest.mark.skipif(not REDIS_CLI, reason="redis-cli is not ins
 
 def test_the_reference_is_up_to_date() -> None:
     how = "run: python -m kvpage_server.commands.reference > docs/commands.md"
-    assert DOCUMENT.read_text() == reference(), how
+    assert DOCUMENT.read_text(encoding="utf-8") == reference(), how
 
 
 def test_every_page_block_and_index_command_has_an_example() -> None:
@@ -46,7 +46,7 @@ def test_every_page_block_and_index_command_has_an_example() -> None:
 
 
 def test_what_kvpagewhy_may_answer_is_described() -> None:
-    described = DOCUMENT.read_text().partition("### KVPAGEWHY\n")[2].partition("```")[0]
+    described = DOCUMENT.read_text(encoding="utf-8").partition("### KVPAGEWHY\n")[2].partition("```")[0]
     assert [reason for reason in REASONS if not re.search(rf"\b{reason}\b", described)] == []
     fields = {"reason", "at", "policy", "quota", "block", "blocks", "cause", "since"}
     assert fields <= {*re.findall(r"`(\w+)`", described)}
@@ -63,7 +63,9 @@ def sessions(example: str) -> Iterator[tuple[str, str]]:
 def test_the_examples_are_what_redis_cli_shows(server: RunningServer, client: redis.Redis, name: str) -> None:
     for typed, expected in sessions(EXAMPLES[name]):
         command = [REDIS_CLI, "--no-raw", "-p", str(server.port), *shlex.split(typed)]
-        answered = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.rstrip("\n")
+        answered = subprocess.run(
+            command, check=True, capture_output=True, encoding="utf-8", timeout=100
+        ).stdout.rstrip("\n")
         pattern = re.escape(expected).replace(re.escape("..."), ".+")
         assert re.fullmatch(pattern, answered), f"{typed} answered\n{answered}\nnot\n{expected}"
 

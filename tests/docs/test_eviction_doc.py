@@ -28,7 +28,7 @@ def test_its_commands_are_answered_as_shown() -> None:
 def test_its_quotas_are_a_configuration(tmp_path: Path) -> None:
     for text in blocks(DOCUMENT, "conf"):
         file = tmp_path / "kvpage.conf"
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         assert run([*entry_point("kvpage-server"), "--check-config", str(file)]) == "the configuration is valid"
 
 
@@ -38,6 +38,6 @@ def test_its_replays_make_the_plots_they_name(tmp_path: Path) -> None:
     for program, *rest in replays:
         trace, plot = rest[1], rest[rest.index("--plot") + 1]
         requests = [{"timestamp": 1000 * at, "hash_ids": [0, 1 + at % 7, 100 + at]} for at in range(50)]
-        (tmp_path / trace).write_text("".join(json.dumps(request) + "\n" for request in requests))
+        (tmp_path / trace).write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
         subprocess.run([*entry_point(program), *rest], cwd=tmp_path, check=True, capture_output=True, timeout=60)
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")

@@ -53,11 +53,11 @@ def families(told: str) -> dict[str, str]:
 
 
 def of_alerts() -> list[str]:
-    return re.findall(r"^ +expr: (.*)$", ALERTS.read_text(), re.MULTILINE)
+    return re.findall(r"^ +expr: (.*)$", ALERTS.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def of_panels() -> list[str]:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     return [target["expr"] for panel in panels for target in panel.get("targets", [])]
 
 
@@ -79,7 +79,7 @@ def test_what_engines_tell_the_store_is_asked_for(asked: Callable[[], list[str]]
 
 
 def test_what_they_ask_of_the_engine_exists() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "engine" / "api").glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "engine" / "api").glob("*.py"))
     asked = {name for expression in expressions() for name in NAME.findall(expression) if name.startswith(ENGINE)}
     assert asked
     for name in asked:
@@ -88,7 +88,7 @@ def test_what_they_ask_of_the_engine_exists() -> None:
 
 
 def test_the_page_lists_all_metrics_and_no_other(told: str) -> None:
-    listed = set(NAME.findall(PAGE.read_text().partition("## What is told")[2]))
+    listed = set(NAME.findall(PAGE.read_text(encoding="utf-8").partition("## What is told")[2]))
     there = {name for name, kind in families(told).items() if not name.endswith(("_bucket", "_sum", "_count"))}
     assert listed == there
 
@@ -102,7 +102,7 @@ def test_labels_that_are_asked_for_exist(told: str) -> None:
 
 
 def test_the_dashboard_is_one_that_grafana_imports() -> None:
-    board: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    board: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
@@ -132,8 +132,8 @@ def test_the_dashboard_has_nothing_that_grafana_does_not_know() -> None:
     from grafana_foundation_sdk.models.dashboard import Dashboard
 
     register_default_plugins()
-    board = json.loads(DASHBOARD.read_text())
-    misspelt = json.loads(DASHBOARD.read_text().replace('"legendFormat"', '"legend"'))
+    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    misspelt = json.loads(DASHBOARD.read_text(encoding="utf-8").replace('"legendFormat"', '"legend"'))
     written, again = (json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(each))) for each in (board, misspelt))
     assert set(_unknown(board, written)) == set()
     assert set(_unknown(misspelt, again)) == {"panels targets legend"}
@@ -176,18 +176,26 @@ def _trial(directory: Path) -> Path:
     series = [{"series": name, "values": values} for name, values in told]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": questions}
     trial = directory / "trial.yml"
-    trial.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [test]}))
+    trial.write_text(
+        json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [test]}), encoding="utf-8"
+    )
     return trial
 
 
 @pytest.mark.skipif(not PROMTOOL, reason=NO_PROMETHEUS)
 def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
     assert PROMTOOL
-    checked = subprocess.run([PROMTOOL, "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(
+        [PROMTOOL, "check", "rules", str(ALERTS)], capture_output=True, encoding="utf-8", timeout=60
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    linted = subprocess.run([PROMTOOL, "check", "metrics"], input=told, capture_output=True, text=True, timeout=60)
+    linted = subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=told, capture_output=True, encoding="utf-8", timeout=60
+    )
     assert linted.returncode == 0, linted.stdout + linted.stderr
-    checked = subprocess.run([PROMTOOL, "test", "rules", _trial(tmp_path)], capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(
+        [PROMTOOL, "test", "rules", _trial(tmp_path)], capture_output=True, encoding="utf-8", timeout=60
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     rules = {
         "groups": [
@@ -204,8 +212,10 @@ def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
         ]
     }
     asked = tmp_path / "asked.yml"
-    asked.write_text(json.dumps(rules))  # which is YAML, too
-    checked = subprocess.run([PROMTOOL, "check", "rules", str(asked)], capture_output=True, text=True, timeout=60)
+    asked.write_text(json.dumps(rules), encoding="utf-8")  # which is YAML, too
+    checked = subprocess.run(
+        [PROMTOOL, "check", "rules", str(asked)], capture_output=True, encoding="utf-8", timeout=60
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -215,7 +225,9 @@ def prometheus(seen: SeenServer, directory: Path) -> Iterator[httpx.Client]:
     asks = {"job_name": "kvpage", "static_configs": [{"targets": [f"127.0.0.1:{seen.http}"]}]}
     often = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config, port = directory / "prometheus.yml", free_port()
-    config.write_text(json.dumps({"global": often, "rule_files": [str(ALERTS)], "scrape_configs": [asks]}))
+    config.write_text(
+        json.dumps({"global": often, "rule_files": [str(ALERTS)], "scrape_configs": [asks]}), encoding="utf-8"
+    )
     options = {
         "config.file": config,
         "storage.tsdb.path": directory / "data",

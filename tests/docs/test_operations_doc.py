@@ -118,7 +118,7 @@ def test_its_commands_do_what_is_shown(machines: Machines) -> None:
 
 
 def test_the_fields_it_tells_to_watch_exist() -> None:
-    table = re.findall(r"^\| (`.*?`) \| ", (ROOT / DOCUMENT).read_text(), re.MULTILINE)
+    table = re.findall(r"^\| (`.*?`) \| ", (ROOT / DOCUMENT).read_text(encoding="utf-8"), re.MULTILINE)
     told = {field for row in table for field in re.findall(r"`(\w+)`", row) if not field.startswith("SIG")}
     assert len(told) > 20
     with start_server("--store", "tiered") as server, server.client() as client:
@@ -137,8 +137,8 @@ def test_its_service_starts_the_server(tmp_path: Path) -> None:
     assert run([*command, "--dir", str(tmp_path)]) == "the configuration is valid"
     if analyze := shutil.which("systemd-analyze"):
         file = tmp_path / "kvpage.service"
-        file.write_text(text.replace(program, entry_point("kvpage-server")[0]))
-        said = subprocess.run([analyze, "verify", str(file)], capture_output=True, text=True, timeout=60).stderr
+        file.write_text(text.replace(program, entry_point("kvpage-server")[0]), encoding="utf-8")
+        said = subprocess.run([analyze, "verify", str(file)], capture_output=True, encoding="utf-8", timeout=60).stderr
         assert "kvpage.service" not in said
 
 
@@ -155,7 +155,7 @@ def test_its_container_starts_the_server(tmp_path: Path) -> None:
 def test_its_user_may_ask_what_redis_exporter_asks(tmp_path: Path) -> None:
     _, configuration = blocks(DOCUMENT, "conf")
     file = tmp_path / "kvpage.conf"
-    file.write_text(configuration)
+    file.write_text(configuration, encoding="utf-8")
     questions = [
         "CLIENT SETNAME exporter",
         "CONFIG GET *",

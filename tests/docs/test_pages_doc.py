@@ -31,7 +31,7 @@ def test_every_command_does_as_shown(tmp_path: Path) -> None:
 
 
 def test_its_pictures_are_there() -> None:
-    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / DOCUMENT).read_text())
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / DOCUMENT).read_text(encoding="utf-8"))
     assert len(pictures) == 4
     for picture in pictures:
         assert (ROOT / DOCUMENT).parent.joinpath(picture).resolve().is_file(), picture

@@ -21,7 +21,7 @@ from engine.persistent.dtypes import DTYPES
 from engine.persistent.language.parser import ATTRIBUTES
 
 NAME = "docs/persistent.md"
-DOCUMENT = (ROOT / NAME).read_text()
+DOCUMENT = (ROOT / NAME).read_text(encoding="utf-8")
 PROGRAM = "\n".join(blocks(NAME, "python"))
 
 
@@ -43,7 +43,7 @@ def test_the_command_prints_what_the_page_shows(server: RunningServer, client: r
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"x": mx.ones((2, 3))})
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command = [*entry_point(program), *words, "--url", server.url]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60)
     assert done.returncode == 0, done.stderr
     check("\n".join(line.rstrip() for line in done.stdout.splitlines()), shown)
 

@@ -101,18 +101,18 @@ def test_the_readme_shows_what_the_demo_prints() -> None:
 
 def test_the_configuration_is_described_as_it_is_declared() -> None:
     how = "run: python -m kvpage_server.configuration.reference > docs/configuration.md"
-    assert (ROOT / "docs" / "configuration.md").read_text() == reference(), how
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), how
 
 
 def test_the_readme_shows_the_first_tokens_that_were_measured() -> None:
-    measured = json.loads((RESULTS / "engine_tiers.json").read_text())["findings"]
+    measured = json.loads((RESULTS / "engine_tiers.json").read_text(encoding="utf-8"))["findings"]
     findings = [Finding(**{name: found[name] for name in found.keys() - {"met"}}) for found in measured]
-    assert with_first_tokens(README.read_text(), findings) == README.read_text()
+    assert with_first_tokens(README.read_text(encoding="utf-8"), findings) == README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", WITH_TABLES, ids=lambda document: document.name)
 def test_the_tables_of_pages_show_what_was_measured(document: Path) -> None:
-    assert with_tables(document.read_text(), tables.found()) == document.read_text()
+    assert with_tables(document.read_text(encoding="utf-8"), tables.found()) == document.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,6 @@ def test_the_tables_of_pages_show_what_was_measured(document: Path) -> None:
 )
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", re.sub(FENCE, "", path.read_text()))
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", re.sub(FENCE, "", path.read_text(encoding="utf-8")))
     dead = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert dead == []

@@ -18,7 +18,7 @@ def guarded(tmp_path: Path) -> Iterator[RunningServer]:
     """A server with the document's configuration."""
     (configuration,) = blocks(DOCUMENT, "conf")
     file = tmp_path / "kvpage.conf"
-    file.write_text(configuration)
+    file.write_text(configuration, encoding="utf-8")
     with start_server(file=file) as server:
         yield server
 

@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_loaded_is_said_and_nothing_is_left_running(tmp_p
 )
 def test_however_it_ends_it_leaves_no_process_behind(how: signal.Signals, code: int) -> None:
     command = [sys.executable, "-u", "-c", PROGRAM, "demo", "--model", str(SMOLLM2)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as demo:
         try:
             said = [demo.stdout.readline(), demo.stdout.readline()]
             port, pid = port_of(said[0]), int(said[1].split("process ")[1].split(".")[0])

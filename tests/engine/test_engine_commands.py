@@ -77,7 +77,7 @@ def test_a_chat_goes_on_where_it_was_left(
     assert [where.partition(" in ")[0] for _, where in turns] == ["", " from memory", " from the page server"]
     assert turns[0][0] == 0
     assert 630 < turns[1][0] < turns[2][0]
-    messages = json.loads(transcript.read_text())
+    messages = json.loads(transcript.read_text(encoding="utf-8"))
     assert [message["role"] for message in messages] == ["system", *3 * ["user", "assistant"]]
 
 
@@ -182,5 +182,7 @@ def test_the_limit_of_open_files_is_kept() -> None:
         "from engine.platform.open_files import import_mlx_lm\nimport_mlx_lm()\nimport engine.startup\n"
         "print(resource.getrlimit(files))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60, check=True
+    )
     assert done.stdout == "(1000, 1001)\n"

@@ -62,7 +62,7 @@ NAMES = {name_of(path): path for path in PATHS}
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -117,7 +117,7 @@ def test_a_folder_has_a_dozen_modules_at_most_and_says_what_may_lie_there() -> N
 
 
 def test_a_file_is_short() -> None:
-    lines = {name: len(path.read_text().splitlines()) for name, path in NAMES.items()}
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in NAMES.items()}
     assert not {name: count for name, count in lines.items() if count >= MAX_LINES}
 
 

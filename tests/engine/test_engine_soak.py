@@ -204,7 +204,7 @@ def test_whatever_happens_every_answer_is_right_and_in_time(tmp_path: Path, seco
     )
     assert not soak.wrong, soak.wrong[0]
     for number in range(ENGINES):
-        said = (tmp_path / f"errors-{number}").read_text()
+        said = (tmp_path / f"errors-{number}").read_text(encoding="utf-8")
         assert "Traceback" not in said, said
     assert soak.longest_restore < RESTORE_WITHIN + SLACK
     assert soak.longest_answer < ANSWER_WITHIN

@@ -85,7 +85,7 @@ pool = pool_of(16)
 def stored() -> Iterator[RunningServer]:
     """A page server that has what one had then."""
     with start_server("--maxmemory", "100mb") as server, server.client() as client:
-        for key, value in json.loads((STORED / "page_server.json").read_text()).items():
+        for key, value in json.loads((STORED / "page_server.json").read_text(encoding="utf-8")).items():
             client.set(key, base64.b64decode(value))
         yield server
 

@@ -209,7 +209,7 @@ def test_a_batch_for_several_servers_is_one_span(
 
 
 def test_the_page_names_every_span_and_attribute(computed: Spans, restored: Spans) -> None:
-    page = PAGE.read_text().partition("## What is told")[2]
+    page = PAGE.read_text(encoding="utf-8").partition("## What is told")[2]
     listed = {name for name in re.findall(r"`(kvpage\.[\w.]+)`", page) if not name.startswith("kvpage.client")}
     spans = [span for span in (*computed.found, *restored.found) if not span.name.startswith("kvpage.client.")]
     assert listed == {span.name for span in spans} | {name for span in spans for name in span.attributes or {}} | {
@@ -255,12 +255,14 @@ tracing.flush()
 
 
 def test_without_the_package_nothing_is_missing(server: RunningServer) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT, server.url], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, server.url], capture_output=True, encoding="utf-8", timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_while_nobody_takes_spans_none_are_made() -> None:
     """Without this module's exporter: OpenTelemetry is installed, and nothing is configured."""
     program = "from kvpage_server import tracing as t; assert t.INSTALLED; assert t.span('a') is t.UNSEEN"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

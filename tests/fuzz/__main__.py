@@ -35,7 +35,7 @@ def main() -> None:
     for number, seed in enumerate(SEEDS):
         (corpus / f"seed-{number}").write_bytes(seed)
     dictionary = corpus.with_suffix(".dict")
-    dictionary.write_text("".join(f"{_quoted(word)}\n" for word in WORDS))
+    dictionary.write_text("".join(f"{_quoted(word)}\n" for word in WORDS), encoding="utf-8")
     atheris.Setup([sys.argv[0], f"-dict={dictionary}", *sys.argv[1:]], _hold)
     atheris.Fuzz()
 

@@ -28,7 +28,7 @@ VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvpage_server.app", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
 
 
 def refused(*words: str) -> str:
@@ -54,12 +54,12 @@ class TestWords:
 
     def test_it_is_installed_as_a_command(self) -> None:
         command = Path(sysconfig.get_path("scripts"), "kvpage-server")
-        result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=100)
+        result = subprocess.run([command, "--version"], capture_output=True, encoding="utf-8", timeout=100)
         assert result.stdout == VERSION
 
     def test_it_starts_without_what_only_a_gateway_needs(self) -> None:
         program = "import kvpage_server.app, sys; print({'redis', 'kvpage_server.client'} & set(sys.modules))"
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
         assert result.stdout == "set()\n", "it takes as long to load as all the rest"
 
     def test_check_config_says_whether_it_would_start(self, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ class TestBadConfiguration:
     )
     def test_a_bad_line_is_named_with_its_number(self, tmp_path: Path, line: str, message: str) -> None:
         file = tmp_path / "kvpage.conf"
-        file.write_text(f"# a comment\n\nmaxmemory 1gb\n{line}\nport 9221\n")
+        file.write_text(f"# a comment\n\nmaxmemory 1gb\n{line}\nport 9221\n", encoding="utf-8")
         with pytest.raises(ConfigError) as caught:
             from_arguments([str(file)])
         assert str(caught.value) == f"{file}, line 4: {message}"
@@ -110,7 +110,7 @@ class TestBadConfiguration:
 
     def test_it_does_not_start_and_says_why(self, tmp_path: Path) -> None:
         file = tmp_path / "kvpage.conf"
-        file.write_text("port 9221\nnosuch yes\n")
+        file.write_text("port 9221\nnosuch yes\n", encoding="utf-8")
         assert refused(str(file)) == f"{file}, line 2: unknown parameter 'nosuch'"
 
     def test_a_file_that_is_not_there_is_named(self, tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ class TestBadConfiguration:
 
 class TestConfiguration:
     def test_the_shipped_file_is_valid_and_used(self) -> None:
-        assert "\nport 9221\n" in CONF.read_text()
+        assert "\nport 9221\n" in CONF.read_text(encoding="utf-8")
         with start_server(file=CONF) as server, server.client(decode_responses=True) as client:
             assert client.config_get("maxmemory") == {"maxmemory": str(4 * 1024**3)}
 
     def test_the_command_line_wins_over_the_file(self, tmp_path: Path) -> None:
         file, port = tmp_path / "kvpage.conf", free_port()
-        file.write_text("maxmemory 64mb\nloglevel warning\nmaxmemory-policy noeviction\n")
+        file.write_text("maxmemory 64mb\nloglevel warning\nmaxmemory-policy noeviction\n", encoding="utf-8")
         with (
             start_server("--maxmemory", "32mb", port=port, file=file) as server,
             server.client(decode_responses=True) as client,
@@ -165,11 +165,11 @@ class TestConfiguration:
     def port_told_in(self, log: Path) -> int:
         deadline = time.monotonic() + START_WITHIN
         while time.monotonic() < deadline:
-            found = re.search(r"ready on 127\.0\.0\.1:(\d+)", log.read_text())
+            found = re.search(r"ready on 127\.0\.0\.1:(\d+)", log.read_text(encoding="utf-8"))
             if found:
                 return int(found[1])
             time.sleep(0.05)
-        raise AssertionError(f"it never said that it is ready:\n{log.read_text()}")
+        raise AssertionError(f"it never said that it is ready:\n{log.read_text(encoding='utf-8')}")
 
 
 def failing_once(what: str) -> tuple[str, str]:
@@ -221,7 +221,7 @@ class TestAFailure:
         ):
             client.set("key", "value", px=1)
             until(lambda: client.dbsize() == 0, "an expired key to be swept")
-        assert "broken" in log.read_text()
+        assert "broken" in log.read_text(encoding="utf-8")
 
 
 class TestLog:
@@ -252,11 +252,11 @@ class TestLog:
     def test_logfile_and_pidfile(self, tmp_path: Path) -> None:
         log, pid = tmp_path / "kvpage.log", tmp_path / "kvpage.pid"
         with start_server("--logfile", str(log), "--pidfile", str(pid)) as server:
-            assert pid.read_text() == f"{server.pid}\n"
+            assert pid.read_text(encoding="utf-8") == f"{server.pid}\n"
             assert server.log == ""
-            assert "ready on" in log.read_text()
+            assert "ready on" in log.read_text(encoding="utf-8")
         assert not pid.exists()
-        assert "bye" in log.read_text()
+        assert "bye" in log.read_text(encoding="utf-8")
 
     def test_a_log_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         file = tmp_path / "none" / "log"

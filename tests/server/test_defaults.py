@@ -61,7 +61,9 @@ class Home:
         usual = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
         command = [sys.executable, "-m", "kvpage_server.app", *options]
         env = {**usual, "HOME": str(self.path), "PYTHONPATH": str(CONF.parents[1]), **environment}
-        with subprocess.Popen(command, cwd=self.here, env=env, stderr=subprocess.PIPE, text=True, umask=0) as process:
+        with subprocess.Popen(
+            command, cwd=self.here, env=env, stderr=subprocess.PIPE, encoding="utf-8", umask=0
+        ) as process:
             try:
                 yield process
             finally:
@@ -106,7 +108,9 @@ class TestDirectory:
             assert "NOT used" not in "".join(told)
 
     def test_names_on_the_command_line_mean_what_lies_here(self, home: Home) -> None:
-        (home.here / "users.acl").write_text("user default on nopass ~* &* +@all\nuser alice on >pw ~* +@all\n")
+        (home.here / "users.acl").write_text(
+            "user default on nopass ~* &* +@all\nuser alice on >pw ~* +@all\n", encoding="utf-8"
+        )
         with home.server("--aclfile", "users.acl", "--pidfile", "pid") as (client, _):
             assert client.acl_users() == ["alice", "default"]
             assert {path.name for path in home.here.iterdir()} == {"users.acl", "pid"}
@@ -119,7 +123,7 @@ class TestDirectory:
         assert not home.data.exists()
 
     def test_with_a_file_nothing_changes(self, home: Home) -> None:
-        (home.here / "kvpage.conf").write_text("loglevel notice\n")
+        (home.here / "kvpage.conf").write_text("loglevel notice\n", encoding="utf-8")
         with home.server(file="kvpage.conf") as (client, told):
             assert client.config_get("maxmemory") == {"maxmemory": "0"}
             assert client.config_get("dir") == {"dir": "."}
@@ -180,16 +184,16 @@ class TestMemory:
         self, tmp_path: Path, own: str | None, limits: Mapping[str, str], expected: int | None
     ) -> None:
         if own is not None:
-            (tmp_path / "cgroup").write_text(own)
+            (tmp_path / "cgroup").write_text(own, encoding="utf-8")
         for name, value in limits.items():
             (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "groups" / name).write_text(value)
+            (tmp_path / "groups" / name).write_text(value, encoding="utf-8")
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         found = defaults.memory(tmp_path / "cgroup", tmp_path / "groups")
         assert found == (machine if expected is None else expected * MIB)
 
     def test_a_file_that_says_nothing_of_it_sets_no_limit(self, tmp_path: Path) -> None:
-        (tmp_path / "kvpage.conf").write_text("port 0\n")
+        (tmp_path / "kvpage.conf").write_text("port 0\n", encoding="utf-8")
         config = from_arguments([str(tmp_path / "kvpage.conf")])
         defaults.choose(config)
         assert (config.maxmemory, config.dir, config.chosen) == (0, ".", set())

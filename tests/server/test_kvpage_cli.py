@@ -171,7 +171,7 @@ def test_what_is_to_be_pasted_is_quoted_or_left_out(server: RunningServer, clien
 def flip_a_bit(pid: int, wanted: bytes) -> None:
     """What a failing memory chip does to every place where a process holds `wanted`; at least one."""
     flipped = 0
-    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+    with open(f"/proc/{pid}/maps", encoding="utf-8") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         for line in maps:
             span, rights = line.split()[:2]
             start, end = (int(address, 16) for address in span.split("-"))
@@ -244,7 +244,7 @@ def test_what_cannot_be_asked_is_said_in_one_line(redis_server: RunningServer, s
 def test_the_command_is_installed(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "r")
     command = [Path(sys.executable).with_name("kvpage"), "ls", "--url", server.url]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
+    shown = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", timeout=100).stdout
     assert rows(shown)[1][0] == "r"
 
 
@@ -336,7 +336,7 @@ def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tupl
     done = subprocess.run(
         [str(Path(sys.executable).with_name(program)), *words],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=100,
         stdin=subprocess.DEVNULL,
         env={**os.environ, **environment},
@@ -386,7 +386,7 @@ def test_a_server_that_goes_away_is_one_line() -> None:
 )
 def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
     program = f"import sys; sys.modules['{missing}'] = None; from engine.cli import main; sys.exit(main(['serve']))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
     assert done.returncode == 1
     assert done.stderr.endswith(f"kvpage-engine: {missing} is not installed: pip install 'kvpage[engine]'\n")
     assert "Traceback" not in done.stderr
@@ -394,7 +394,7 @@ def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
 
 def test_the_server_is_a_module_too() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, encoding="utf-8", timeout=100
     )
     assert done.stdout == f"kvpage-server {__version__}, page core: {core.NAME}\n"
 

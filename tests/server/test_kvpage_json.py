@@ -20,7 +20,12 @@ from test_kvpage_cli import kvpage, set_block
 from kvpage_server.client.cluster.side_by_side import Rendezvous, servers_of
 
 ROOT = Path(__file__).parents[2]
-TABLE = (ROOT / "docs" / "operations.md").read_text().partition("These keys stay")[2].partition("\n\nWhat is slow")[0]
+TABLE = (
+    (ROOT / "docs" / "operations.md")
+    .read_text(encoding="utf-8")
+    .partition("These keys stay")[2]
+    .partition("\n\nWhat is slow")[0]
+)
 LISTED = {
     row[0]: re.findall(r"`(\w+)`", row[1].partition("; of ")[0])
     for row in re.findall(r"^\| ([\w ]+) \| (`.*)", TABLE, re.M)

@@ -65,7 +65,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def tree(module: str) -> ast.Module:
-    return ast.parse(modules()[module].read_text())
+    return ast.parse(modules()[module].read_text(encoding="utf-8"))
 
 
 def resolved(name: str) -> str | None:
@@ -162,7 +162,7 @@ def test_no_folder_has_more_than_a_dozen_modules() -> None:
 
 
 def test_no_file_is_too_long() -> None:
-    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
     assert {name: number for name, number in lines.items() if number > MOST_LINES} == {}
 
 
@@ -234,7 +234,9 @@ def test_a_class_name_means_one_thing_in_a_package() -> None:
 
 
 def test_the_rooms_in_the_architecture_page_are_the_tree() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]
+    )
     listed = re.findall(r"^\| `([\w/.]+)` \|", page, re.MULTILINE)
     folders = {f"{path.parent.relative_to(ROOT)}/" for path in modules().values()}
     files = {str(path.relative_to(ROOT)) for path in modules().values() if path.parent.parent == ROOT}

@@ -64,9 +64,9 @@ def run_careless(*command: str, typed: str = "") -> None:
 def test_a_server_writes_nothing_that_others_may_see(tmp_path: Path) -> None:
     """Database, locks, log, pid, users, configuration and socket, while it runs and after it ended."""
     (tmp_path / "kvpage.conf").write_text(
-        "store tiered\nlogfile log\npidfile pid\nunixsocket socket\naclfile users.acl\n"
+        "store tiered\nlogfile log\npidfile pid\nunixsocket socket\naclfile users.acl\n", encoding="utf-8"
     )
-    (tmp_path / "users.acl").write_text("user default on nopass ~* &* +@all\n")
+    (tmp_path / "users.acl").write_text("user default on nopass ~* &* +@all\n", encoding="utf-8")
     for name, mode in (("kvpage.conf", 0o644), ("users.acl", 0o666)):
         (tmp_path / name).chmod(mode)
     with (
@@ -136,7 +136,7 @@ def test_an_engine_keeps_what_was_said_to_itself(tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir()
     transcript = made / "chat.json"
-    transcript.write_text("[]")
+    transcript.write_text("[]", encoding="utf-8")
     transcript.chmod(0o644)
     options = ["--model", str(model), "--max-tokens", "4", "--agent", "alice"]
     options += ["--cold", str(made / "agents" / "contexts"), "--transcript", str(transcript)]
@@ -145,7 +145,7 @@ def test_an_engine_keeps_what_was_said_to_itself(tmp_path: Path) -> None:
     assert there.keys() == {"agents", "agents/contexts", "agents/contexts/alice.safetensors", "chat.json"}
     assert {there["agents"], there["agents/contexts"]} == {0o700}
     assert {mode for name, mode in there.items() if (made / name).is_file()} == {0o600}
-    assert len(json.loads(transcript.read_text())) == 2
+    assert len(json.loads(transcript.read_text(encoding="utf-8"))) == 2
 
 
 @pytest.mark.parametrize("remove", ["kvpage.lock", "kvpage.lmdb-lock"])
@@ -197,6 +197,6 @@ class TestWriting:
 
     def test_what_is_no_file_is_not_touched(self) -> None:
         before = os.stat(os.devnull).st_mode
-        with open(os.devnull) as nowhere:
+        with open(os.devnull, encoding="utf-8") as nowhere:
             tighten(nowhere.fileno())
         assert os.stat(os.devnull).st_mode == before

@@ -92,13 +92,13 @@ class TestTerminal:
         """The shell is hung up on, and ends; then the system hangs up on what ran in the foreground, make and all."""
         port, pidfile = free_port(), tmp_path / "pid"
         words = shlex.join(command(tmp_path, port, "--pidfile", str(pidfile)))
-        (tmp_path / "Makefile").write_text(f"run:\n\t{words}\n")
+        (tmp_path / "Makefile").write_text(f"run:\n\t{words}\n", encoding="utf-8")
         with terminal() as place:
             shell = place.start(["sh", "-c", f"make -f {tmp_path / 'Makefile'}; echo never"])
             wait_for(port, shell)
             with RunningServer(shell, port, tmp_path / "log").client() as client:
                 client.set("x", BODY)
-            assert int(pidfile.read_text()) != shell.pid
+            assert int(pidfile.read_text(encoding="utf-8")) != shell.pid
             place.close()
             assert shell.wait(STOP_WITHIN) == -signal.SIGHUP
             until(lambda: not pidfile.exists() and not answers(port))
@@ -120,7 +120,7 @@ class TestTerminal:
             if background:
                 time.sleep(3)
                 assert answers(port)
-                os.kill(int(pidfile.read_text()), signal.SIGTERM)
+                os.kill(int(pidfile.read_text(encoding="utf-8")), signal.SIGTERM)
             assert first.wait(STOP_WITHIN) == 0
         assert_kept(tmp_path)
 
@@ -234,7 +234,7 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
 
 def fates() -> dict[str, str]:
     """What docs/operations.md says of each signal."""
-    table = (ROOT / "docs" / "operations.md").read_text()
+    table = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     return {name: fate for names, fate in FATE.findall(table) for name in re.findall(r"`(SIG\w+)`", names)}
 
 

@@ -10,7 +10,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # or the order of sets would be ano
     os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
 
 for _closed in [name for name in ("stdout", "stderr") if getattr(sys, name) is None]:
-    setattr(sys, _closed, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
+    setattr(sys, _closed, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 from tests.simulation.cli.arguments import requested  # noqa: E402 - what it says of them is to be heard
 from tests.simulation.defects import DoesNotApply, plant  # noqa: E402

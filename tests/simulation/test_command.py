@@ -28,7 +28,7 @@ SECONDS = "a time is a number of seconds above 0"
 
 def said(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=HANGS
+        command, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, encoding="utf-8", timeout=HANGS
     )
 
 
@@ -68,14 +68,14 @@ def test_what_makes_sense_is_understood() -> None:
 @pytest.mark.parametrize("line", ["15", "15 x", "15 0", "-1 600", "15 600 what it was", "600, 5"])
 def test_a_line_of_the_known_seeds_that_is_none_is_told_with_its_number(tmp_path: Path, line: str) -> None:
     file = tmp_path / "seeds.txt"
-    file.write_text(f"# of these\n\n15 600  # one\n{line}\n")
+    file.write_text(f"# of these\n\n15 600  # one\n{line}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=rf"seeds\.txt, line 4: '{line}' is not a seed, at least one step and what"):
         known_seeds(file)
 
 
 def test_no_known_seeds_are_no_success(tmp_path: Path) -> None:
     file = tmp_path / "seeds.txt"
-    file.write_text("# none\n")
+    file.write_text("# none\n", encoding="utf-8")
     with pytest.raises(ValueError, match="has no seeds"):
         known_seeds(file)
 
@@ -117,7 +117,7 @@ def test_who_interrupts_it_hears_how_many_runs_passed_and_finds_no_files_left() 
     before = set(Path("/dev/shm").glob("kvpage-world-*"))
     command = [*PROGRAM, "--seeds", "1..40", "--steps", "100"]
     with subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     ) as process:
         assert process.stdout
         assert process.stderr
@@ -148,7 +148,7 @@ def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path, lacking: str) -
     if lacking == "short path":
         directory.mkdir()
     else:
-        directory.write_text("")
+        directory.write_text("", encoding="utf-8")
     with pytest.raises(place.Unusable, match=rf"no run can be made in {directory}: "):
         place.check(str(directory))
     assert not directory.is_dir() or not list(directory.iterdir())

@@ -37,7 +37,7 @@ def simulate(*arguments: str, core: str = "") -> subprocess.CompletedProcess[str
     """What the command line says of some seeds."""
     command = [sys.executable, "-m", "tests.simulation", *arguments]
     environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"KVPAGE_CORE": core} if core else {})
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=HANGS)
 
 
 def check(result: subprocess.CompletedProcess[str]) -> None:

@@ -66,7 +66,9 @@ def _write(directory: Path, model: Any, tokenizer: Any, template: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
     config = {name: value for name, value in vars(model.args).items() if value is not None}
-    (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": tokenizer.eos_token_id}))
+    (directory / "config.json").write_text(
+        json.dumps({**config, "eos_token_id": tokenizer.eos_token_id}), encoding="utf-8"
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
     return directory

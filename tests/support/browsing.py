@@ -49,7 +49,7 @@ class SeenServer:
 
     def companion(self) -> int:
         children = subprocess.run(
-            ["pgrep", "-P", str(self.server.pid)], capture_output=True, text=True, check=False
+            ["pgrep", "-P", str(self.server.pid)], capture_output=True, encoding="utf-8", check=False
         ).stdout.split()
         assert len(children) == 1, children
         return int(children[0])

@@ -245,7 +245,7 @@ class Harness:
                 process.wait()
 
     def _log(self) -> str:
-        return (self.directory / "log").read_text()[-5000:]
+        return (self.directory / "log").read_text(encoding="utf-8")[-5000:]
 
     def _wait(self, process: subprocess.Popen[bytes], port: int) -> None:
         deadline = time.monotonic() + START_WITHIN

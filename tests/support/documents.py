@@ -23,7 +23,7 @@ NO_REDIS_CLI = "redis-cli is not installed (Debian: redis-tools)"
 
 def blocks(document: str, kind: str) -> list[str]:
     """The contents of a document's blocks of one kind."""
-    return [body for found, body in FENCE.findall((ROOT / document).read_text()) if found == kind]
+    return [body for found, body in FENCE.findall((ROOT / document).read_text(encoding="utf-8")) if found == kind]
 
 
 def commands(document: str) -> Iterator[tuple[str, str]]:
@@ -36,7 +36,7 @@ def commands(document: str) -> Iterator[tuple[str, str]]:
 
 def run(command: list[str]) -> str:
     """What a command prints when it succeeds."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.rstrip("\n")
 
@@ -49,7 +49,9 @@ def check_program(program: str) -> None:
     """That a document's program runs, and prints what its comments promise."""
     promised = re.findall(r"^ *print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert promised
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HANGS
+    )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert [line for line in promised if line not in printed] == []

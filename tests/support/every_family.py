@@ -180,7 +180,7 @@ OWN: dict[str, dict[str, Any]] = {
 def modules() -> list[str]:
     """The modules that define a family, by what they say in their source: some cannot be imported."""
     sources = Path(mlx_lm.models.__path__[0]).glob("*.py")
-    return sorted(source.stem for source in sources if "class ModelArgs" in source.read_text())
+    return sorted(source.stem for source in sources if "class ModelArgs" in source.read_text(encoding="utf-8"))
 
 
 def random_model(name: str, **changes: Any) -> Any:

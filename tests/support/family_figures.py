@@ -218,7 +218,7 @@ def row(name: str, url: str) -> list[str]:
 
 def applies() -> bool:
     """Whether the table was made of the mlx-lm that is installed, and where what it needs is there as it is here."""
-    return platform.system() == "Linux" and f"{BEGIN}{_made_of()}" in DOCUMENT.read_text()
+    return platform.system() == "Linux" and f"{BEGIN}{_made_of()}" in DOCUMENT.read_text(encoding="utf-8")
 
 
 def _made_of() -> str:
@@ -226,7 +226,7 @@ def _made_of() -> str:
 
 
 def documented() -> dict[str, list[str]]:
-    lines = DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
+    lines = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[4:]]
     return {cells[0].strip("`"): [*cells, *[""] * (len(HEAD) - len(cells))] for cells in rows}
 
@@ -234,8 +234,8 @@ def documented() -> dict[str, list[str]]:
 def write(rows: Sequence[Sequence[str]]) -> None:
     lines = [HEAD, ["---"] * 3 + ["---"] * (len(HEAD) - 3), *rows]
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    DOCUMENT.write_text(before + BEGIN + _made_of() + table + END + rest.partition(END)[2])
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + _made_of() + table + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def main(names: Sequence[str]) -> None:

@@ -78,9 +78,9 @@ def _batched(spec: ModelCacheSpec) -> str:
 
 
 def documented() -> str:
-    return DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0]
+    return DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
 
 
 def write() -> None:
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    DOCUMENT.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")

@@ -149,13 +149,13 @@ def converse(command: Sequence[str], errors: int = 2, **environment: str) -> Pro
     """A program that is told lines and answers with lines. `errors` is a descriptor."""
     environment = {**os.environ, "PYTHONPATH": SUPPORT, **environment}
     if not _forks(command):
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
         return subprocess.Popen(command, stderr=errors, env=environment, **pipes)
     (asked, ask), (answer, answered) = os.pipe(), os.pipe()
     forked = _fork(command, (asked, answered, errors), environment)
     os.close(asked)
     os.close(answered)
-    forked.stdin, forked.stdout = os.fdopen(ask, "w"), os.fdopen(answer)
+    forked.stdin, forked.stdout = os.fdopen(ask, "w", encoding="utf-8"), os.fdopen(answer, encoding="utf-8")
     return forked
 
 

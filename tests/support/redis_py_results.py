@@ -34,4 +34,4 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.config.getoption("--results").write_text(json.dumps(_ended))
+    session.config.getoption("--results").write_text(json.dumps(_ended), encoding="utf-8")

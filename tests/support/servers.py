@@ -48,7 +48,7 @@ class RunningServer:
 
     @property
     def log(self) -> str:
-        return self.log_file.read_text(errors="replace")
+        return self.log_file.read_text(errors="replace", encoding="utf-8")
 
     def client(self, **options: Any) -> redis.Redis:
         """A redis-py client that never tries twice; close it, or use it in a `with`."""
@@ -82,7 +82,7 @@ def resident(pid: int) -> int:
     """Bytes of a process that lie in memory."""
     statm = Path(f"/proc/{pid}/statm")
     if statm.exists():
-        return int(statm.read_text().split()[1]) * PAGESIZE
+        return int(statm.read_text(encoding="utf-8").split()[1]) * PAGESIZE
     return 1024 * int(subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], check=True, capture_output=True).stdout)
 
 

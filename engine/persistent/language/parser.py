@@ -41,7 +41,7 @@ def parse_expression(text: str) -> nodes.Expression:
 def _grammar() -> Lark:
     path = Path(__file__).with_name("grammar.lark")
     return Lark(
-        path.read_text(),
+        path.read_text(encoding="utf-8"),
         parser="lalr",
         start=["start", "expression"],
         propagate_positions=True,

@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(tiny: Path, server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     tokens = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokens.write_text(TOKENS)
+    tokens.write_text(TOKENS, encoding="utf-8")
     limits = ["--max-queue", str(QUEUE), "--max-body", "1mb"]
     with start_engine(tiny, "--token-file", str(tokens), "--store", server.url, *limits) as engine:
         engine.token, engine.watcher = "acme-secret", "watcher-secret"

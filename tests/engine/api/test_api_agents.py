@@ -215,7 +215,7 @@ def test_the_example_with_openais_client_goes_on_where_it_was(engines: list[Runn
 
 def example(name: str, *words: str) -> str:
     command = [sys.executable, str(ROOT / "examples" / name), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -247,7 +247,7 @@ def test_the_command_line_says_the_same(engines: list[RunningEngine], capsys: py
 def test_what_cannot_be_served_is_said_in_a_line(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "tokens").write_text("acme one two\n")
+    (tmp_path / "tokens").write_text("acme one two\n", encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for words, complaint in (

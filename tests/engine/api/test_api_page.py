@@ -37,7 +37,7 @@ def engine(tiny: Path, server: RunningServer) -> Iterator[RunningEngine]:
 @pytest.fixture(scope="module")
 def tenants(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     tokens = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokens.write_text("acme sesame\nother open\n")
+    tokens.write_text("acme sesame\nother open\n", encoding="utf-8")
     options = ("--token-file", str(tokens), "--allow-origin", FRIEND)
     with start_engine(tiny, *options, "--max-tokens", "8") as engine:
         yield engine

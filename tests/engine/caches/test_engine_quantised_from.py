@@ -1,7 +1,7 @@
 """Caches that are quantised after the first tokens of a prompt, compared with mlx-lm's `kv_bits`.
 
-Chunks of the same lengths give mlx-lm's log-probabilities to the bit. Chunks of other lengths multiply matrices of other
-shapes, for which a BLAS sums in another order: values on the edge of two quantisation steps then round to either.
+Chunks of the same lengths give mlx-lm's log-probabilities to the bit. Chunks of other lengths multiply matrices of
+other shapes, for which a BLAS sums in another order: values on the edge of two quantisation steps then round to either.
 """
 
 from __future__ import annotations

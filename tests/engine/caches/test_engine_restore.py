@@ -121,7 +121,7 @@ def test_with_mlxs_own_blas_they_are_the_same_bits() -> None:
         [sys.executable, "-m", "pytest", __file__, "-k", "run_in_one_piece"],
         env={**os.environ, "KVPAGE_BLAS": "stock"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert tests.returncode == 0, tests.stdout

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(not keep_freed(), reason="another C library than
 
 def printed(code: str) -> list[int]:
     """What a fresh Python prints that runs `code`: how memory is kept is decided once a process."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=60)
     assert not done.returncode, done.stderr
     return [int(word) for word in done.stdout.split()]
 

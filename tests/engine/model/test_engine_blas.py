@@ -21,7 +21,7 @@ def run(code: str, **environment: str) -> str:
     """What a fresh Python prints that runs `code`. MLX binds its symbols once a process."""
     clean = {name: value for name, value in os.environ.items() if name != "KVPAGE_BLAS"}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, encoding="utf-8", timeout=60
     )
     return result.stdout + result.stderr
 

@@ -193,7 +193,7 @@ def test_it_is_the_same_in_every_process_whatever_pythons_hash_seed(capsys: pyte
         },
         cwd=Path(__file__).parents[3],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
     ).stdout
     exec(PRINTING, {})
@@ -339,10 +339,12 @@ def test_the_code_of_a_model_counts(tmp_path: Path) -> None:
     for by in (1, 2, 1):
         script = tmp_path / f"{len(said)}" / "layers.py"
         script.parent.mkdir()
-        script.write_text(code.format(by))
+        script.write_text(code.format(by), encoding="utf-8")
         run = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import engine, layers; "
         run += "from engine.model.identity import Identity; print(Identity(layers.Layer()).digest)"
-        said.append(subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout)
+        said.append(
+            subprocess.run([sys.executable, "-c", run], capture_output=True, encoding="utf-8", check=True).stdout
+        )
     assert said[0] == said[2] != said[1]
 
 

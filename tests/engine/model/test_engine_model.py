@@ -120,10 +120,10 @@ def test_a_full_disk_is_noticed_before_anything_is_downloaded(
 
 
 def test_what_is_in_the_way_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     for target in (tmp_path, tmp_path / "notes.txt"):
         assert f"{target} exists but is not the whole model" in fetch_fails(target, capsys)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 def test_query_rows_regain_the_order_that_llama_cpp_changed() -> None:
@@ -140,14 +140,16 @@ def tiny_model(tmp_path: Path) -> Path:
     directory.mkdir()
     config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
     config |= {"num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 16}
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     mx.save_safetensors(str(directory / "model.safetensors"), {"model.norm.weight": mx.ones(8)})
     return directory
 
 
 def reconfigure(directory: Path, **changes: object) -> None:
-    config = json.loads((directory / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value}))
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8")) | changes
+    (directory / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value}), encoding="utf-8"
+    )
 
 
 def test_a_path_that_is_no_model_is_refused_and_never_looked_up_elsewhere(tiny_model: Path) -> None:

@@ -102,7 +102,7 @@ PIECES += [
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 12), st.sampled_from(PIECES)), min_size=1, max_size=3))
 def test_whatever_stands_in_a_text_it_is_a_graph_or_an_error_of_ours(edits: list[tuple[float, int, str]]) -> None:
-    text = (EXAMPLES / "attention.oinf.txt").read_text()
+    text = (EXAMPLES / "attention.oinf.txt").read_text(encoding="utf-8")
     for place, removed, piece in edits:
         at = int(place * len(text))
         text = text[:at] + piece + text[at + removed :]

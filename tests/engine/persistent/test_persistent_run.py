@@ -68,19 +68,19 @@ def test_what_is_wrong_is_said_in_one_place(
     server: RunningServer, client: redis.Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = tmp_path / "bad.oinf.txt"
-    graph.write_text("block entry {\n    cache.read K >> x;\n}\n")
+    graph.write_text("block entry {\n    cache.read K >> x;\n}\n", encoding="utf-8")
     assert main(["run", str(graph), "--instance", "a", "--url", server.url]) == 1
     assert capsys.readouterr().err == (
         f"kvpage-engine: {graph}:2:16: there is no variable K, only none\n    cache.read K >> x;\n               ^\n"
     )
     good = tmp_path / "good.oinf.txt"
-    good.write_text("persistent { n: i32; } block entry { cache.increment n; }")
+    good.write_text("persistent { n: i32; } block entry { cache.increment n; }", encoding="utf-8")
     assert main(["run", str(good), "--instance", "a", "--url", f"redis://127.0.0.1:{free_port()}"]) == 1
     assert "Error" in capsys.readouterr().err
     assert main(["run", str(tmp_path / "none"), "--instance", "a", "--url", server.url]) == 1
     assert "No such file" in capsys.readouterr().err
     assert main(["run", str(good), "--instance", "a", "--url", server.url]) == 0
-    good.write_text("persistent { n: i32; } block entry { cache.increment 2 n; }")
+    good.write_text("persistent { n: i32; } block entry { cache.increment 2 n; }", encoding="utf-8")
     assert main(["run", str(good), "--instance", "a", "--url", server.url]) == 1
     assert "instance a was made by program" in capsys.readouterr().err
 

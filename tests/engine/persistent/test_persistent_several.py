@@ -128,7 +128,7 @@ def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before() -> None:
 
 def test_a_shell_takes_the_same_urls(home: Home, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     graph = tmp_path / "count.oinf.txt"
-    graph.write_text("persistent { n: i32; } block entry { cache.increment n; }")
+    graph.write_text("persistent { n: i32; } block entry { cache.increment n; }", encoding="utf-8")
     for steps in (1, 2):
         assert main(["run", str(graph), "--instance", "c", "--url", home.url]) == 0
         assert f"c after step {steps}" in capsys.readouterr().out

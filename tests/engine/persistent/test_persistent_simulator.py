@@ -273,9 +273,12 @@ def built_window() -> Graph:
 
 
 def test_the_builder_makes_what_the_text_says() -> None:
-    assert built_window() == parse((EXAMPLES / "window.oinf.txt").read_text())
+    assert built_window() == parse((EXAMPLES / "window.oinf.txt").read_text(encoding="utf-8"))
     model = Model({"D": 4})
-    text, built = Simulator(model, parse((EXAMPLES / "window.oinf.txt").read_text())), Simulator(model, built_window())
+    text, built = (
+        Simulator(model, parse((EXAMPLES / "window.oinf.txt").read_text(encoding="utf-8"))),
+        Simulator(model, built_window()),
+    )
     assert text.fingerprint == built.fingerprint
     with pytest.raises(UnknownNameError) as caught:
         Simulator(model, Graph((), built_window().blocks))

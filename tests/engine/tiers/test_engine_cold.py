@@ -502,7 +502,7 @@ def test_an_engine_killed_while_it_saves_leaves_a_whole_context(tmp_path: Path, 
             found_lengths.add(len(found))
 
     for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as engine:
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, encoding="utf-8") as engine:
             try:
                 assert engine.stdout
                 assert engine.stdout.readline() == "ready\n"

@@ -136,7 +136,7 @@ def test_who_may_not_do_something_on_a_cluster_saves_nothing_and_says_so(masters
 
 
 def test_the_rights_that_are_documented_are_enough(masters: Cluster, pool: BlockPool) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text(encoding="utf-8")
     named = re.findall(r"`([^`]+)`", text.partition("user needs the keys")[2].partition("Other keys")[0])
     rules = ["~" + name if "*" in name else "+" + name for name in named]
     with home_of(cluster=masters) as home:

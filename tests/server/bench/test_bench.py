@@ -23,7 +23,7 @@ SECONDS = 0.02
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from kvpage_server.cli import main; main()", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_two_servers_are_measured_side_by_side_and_left_as_they_were(
     assert done.returncode == 0, done.stderr
     assert "256 pages of 64 KiB, 4 connections" in done.stdout
     assert "256 pages of 64 KiB, unix socket" in done.stdout
-    rows = json.loads(figures.read_text())["rows"]
+    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
     assert [(row["work"], row["op"]) for row in rows[:2]] == [
         ("256 pages of 16 KiB", "write"),
         ("256 pages of 16 KiB", "read"),

@@ -405,13 +405,13 @@ def test_what_a_replica_does_not_have_yet_is_found_at_its_master(pages: PageClie
 
 
 def test_the_documented_example_runs(cluster: Cluster) -> None:
-    text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text()
+    text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     [example] = [each for each in examples if "127.0.0.1:7000" in each]
     done = subprocess.run(
         [sys.executable, "-c", example.replace("127.0.0.1:7000,127.0.0.1:7001", cluster.addresses)],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=100,
     )
     assert done.stdout == "2\n[True, True]\n", done.stderr

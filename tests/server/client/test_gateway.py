@@ -282,7 +282,7 @@ def test_a_request_without_its_page_ids_is_refused_as_is_documented(client: Any,
     with pytest.raises(redis.ResponseError) as told:
         client.execute_command(*line.split())
     assert str(told.value) == "a cluster does not know which blocks a request has: name their page ids"
-    text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text()
+    text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text(encoding="utf-8")
     assert "KVPAGEDEL and\nKVPAGELEASE need page ids" in text
 
 
@@ -380,7 +380,7 @@ def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gate
             assert top.stdout
             assert b"a gateway, which keeps nothing" in b"".join(islice(top.stdout, 4))
             top.kill()
-    assert "can't be used" not in log.read_text()
+    assert "can't be used" not in log.read_text(encoding="utf-8")
 
 
 def test_it_starts_without_a_cluster_says_so_and_works_when_there_is_one() -> None:

@@ -404,7 +404,7 @@ class TestTheFile:
 
     def test_is_read_saved_and_read_again(self, tmp_path: Path) -> None:
         file = tmp_path / "users.acl"
-        file.write_text("# people\nuser default off\n\nuser boss on >secret ~* &* +@all\n")
+        file.write_text("# people\nuser default off\n\nuser boss on >secret ~* &* +@all\n", encoding="utf-8")
         with start_server("--aclfile", str(file)) as server, server.client(username="boss", password="secret") as boss:
             assert boss.acl_users() == ["boss", "default"]
             with pytest.raises(redis.AuthenticationError), server.client() as other:
@@ -413,14 +413,14 @@ class TestTheFile:
             assert boss.acl_save()
             assert b"user new on nopass ~* resetchannels +@all" in file.read_bytes()
             assert b"secret" not in file.read_bytes()
-            good = file.read_text()
+            good = file.read_text(encoding="utf-8")
             with server.client(username="new", password="") as new:
                 assert new.ping()
-                file.write_text(good + "user broken +nosuch\n")
+                file.write_text(good + "user broken +nosuch\n", encoding="utf-8")
                 with pytest.raises(redis.ResponseError, match="line 4: Error in ACL SETUSER modifier '\\+nosuch'"):
                     boss.acl_load()
                 assert new.ping(), "nothing has changed"
-                file.write_text(good.replace("user new", "user newer"))
+                file.write_text(good.replace("user new", "user newer"), encoding="utf-8")
                 assert boss.acl_load()
                 assert boss.acl_users() == ["boss", "default", "newer"]
                 with pytest.raises(redis.ConnectionError):
@@ -442,12 +442,12 @@ class TestTheFile:
     )
     def test_that_is_wrong_stops_the_server(self, tmp_path: Path, line: str, why: str) -> None:
         file = tmp_path / "users.acl"
-        file.write_text(line)
+        file.write_text(line, encoding="utf-8")
         assert why in start_refused("--aclfile", str(file))
 
     def test_and_lines_of_the_configuration_exclude_each_other(self, tmp_path: Path) -> None:
         file = tmp_path / "users.acl"
-        file.write_text("")
+        file.write_text("", encoding="utf-8")
         told = start_refused("--aclfile", str(file), "--user", "a", "on")
         assert "users can be in `user` lines or in an aclfile, not in both" in told
 
@@ -455,7 +455,7 @@ class TestTheFile:
 def start_refused(*options: str) -> str:
     """What a server says that does not start."""
     command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--store", "memory", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=False)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     return ended.stderr

@@ -327,7 +327,7 @@ def node() -> Path:
             pytest.skip(f"{tool} is not installed")
     if not all((NODE / "node_modules" / name).exists() for name in ("ioredis", "@redis/client")):
         command = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--prefix", str(NODE)]
-        got = subprocess.run(command, cwd=NODE, capture_output=True, text=True, timeout=100)
+        got = subprocess.run(command, cwd=NODE, capture_output=True, encoding="utf-8", timeout=100)
         assert got.returncode == 0, got.stderr
     return NODE
 
@@ -337,7 +337,7 @@ def test_clients_of_another_world(server: RunningServer, node: Path, script: str
     with server.client() as client:
         client.flushall()
     command = ["node", str(node / script), str(server.port)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
     assert result.returncode == 0, result.stderr
 
 

@@ -23,7 +23,7 @@ from kvpage_server.commands.table.spec import SUBCOMMANDS, TABLE, Spec
 
 SEEDS = 20
 COMMANDS_A_SEED = 1000
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "compatibility.md").read_text()
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "compatibility.md").read_text(encoding="utf-8")
 
 pytestmark = pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
 

@@ -171,7 +171,7 @@ def test_lmcache_by_its_storage_adapters(adapter: str) -> None:
         words = ["bench", "l2", "--l2-adapter", description, "--num-keys", "32", "--data-size-kb", "256"]
         options = ["--rounds", "3", "--no-skip-verify", "--lookup-max-hit-rate", "1.0"]
         command = [str(LMCACHE), *words, *options]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
         assert result.returncode == 0, result.stdout + result.stderr
         with server.client() as client:
             assert client.info("stats")["keyspace_hits"] >= 96
@@ -184,12 +184,12 @@ def test_lmcache_by_its_remote_backend(tmp_path: Path) -> None:
     python = Path(str(LMCACHE)).with_name("python")
     with start_server() as server:
         config = tmp_path / "lmcache.yaml"
-        config.write_text(REMOTE.replace(str(PORT), str(server.port)))
+        config.write_text(REMOTE.replace(str(PORT), str(server.port)), encoding="utf-8")
         process = subprocess.Popen(
             [python, "-m", "lmcache.v1.basic_check", "--mode", "test_remote"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             env={**os.environ, "LMCACHE_CONFIG_FILE": str(config)},
         )
         assert process.stdout

@@ -56,7 +56,7 @@ def sources() -> Path:
                 wanted,
             ]
             try:
-                got = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+                got = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
             except subprocess.TimeoutExpired:
                 pytest.skip("pip gets no source of redis-py in time")
             if got.returncode:
@@ -76,9 +76,9 @@ def ended(sources: Path, server: RunningServer, tests: list[str]) -> Results:
         options += ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=no", "-W", "ignore", "--timeout", "20"]
         command = [sys.executable, "-m", "pytest", *options, "-m", MARKS, "-k", ELSEWHERE, *tests]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-        run = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, timeout=900)
+        run = subprocess.run(command, cwd=sources, env=environment, capture_output=True, encoding="utf-8", timeout=900)
         assert results.exists(), run.stdout[-2000:] + run.stderr[-2000:]
-        found: Results = json.loads(results.read_text())
+        found: Results = json.loads(results.read_text(encoding="utf-8"))
         return found
 
 

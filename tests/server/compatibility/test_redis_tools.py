@@ -50,7 +50,9 @@ class Cli:
     @contextmanager
     def running(self, *words: str) -> Iterator[subprocess.Popen[str]]:
         """One that would run for ever."""
-        process = subprocess.Popen([*self.command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            [*self.command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+        )
         try:
             yield process
         finally:
@@ -281,7 +283,7 @@ class TestPipe:
 class TestBenchmark:
     def run(self, server: RunningServer, *words: str) -> str:
         command = [REDIS_BENCHMARK, "-p", str(server.port), "--csv", *words]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
         assert result.returncode == 0, result.stderr
         assert "error" not in (result.stdout + result.stderr).lower()
         return result.stdout

@@ -41,11 +41,11 @@ class TestLogFile:
             size = old.stat().st_size
             assert size
             server.process.send_signal(signal.SIGHUP)
-            until(lambda: log.exists() and "the log goes on here" in log.read_text())
+            until(lambda: log.exists() and "the log goes on here" in log.read_text(encoding="utf-8"))
             assert old.stat().st_size == size
             assert stat.S_IMODE(log.stat().st_mode) == 0o600
         server.stop()
-        assert "SIGTERM: stopping" in log.read_text()
+        assert "SIGTERM: stopping" in log.read_text(encoding="utf-8")
 
     def test_the_group_that_logrotate_gave_it_to_keeps_it(self, logging_server: tuple[RunningServer, Path]) -> None:
         server, log = logging_server
@@ -53,7 +53,7 @@ class TestLogFile:
         log.touch()
         log.chmod(0o644)
         server.process.send_signal(signal.SIGHUP)
-        until(lambda: "the log goes on here" in log.read_text())
+        until(lambda: "the log goes on here" in log.read_text(encoding="utf-8"))
         assert stat.S_IMODE(log.stat().st_mode) == 0o640
 
     def test_an_unexpected_error_ends_no_further_renewals(
@@ -79,10 +79,10 @@ class TestLogFile:
         server, log = logging_server
         moved = log.parent.rename(log.parent.with_name("moved")) / log.name
         server.process.send_signal(signal.SIGHUP)
-        until(lambda: "the log goes on in the old file" in moved.read_text())
-        assert f"{log}: No such file or directory" in moved.read_text()
+        until(lambda: "the log goes on in the old file" in moved.read_text(encoding="utf-8"))
+        assert f"{log}: No such file or directory" in moved.read_text(encoding="utf-8")
         server.stop()
-        assert "bye" in moved.read_text()
+        assert "bye" in moved.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ def next_year(tmp_path_factory: pytest.TempPathFactory) -> Path:
     issue(at, " of next year")
     run_openssl(*("rsa", "-aes256", "-passout", "pass:secret", "-in", "server.key", "-out", "locked.key"), at=at)
     for name in ("server.crt", "server.key", "ca.crt"):
-        whole = (at / name).read_text().splitlines()
-        (at / f"torn-{name}").write_text("\n".join([*whole[:5], whole[-1], ""]))
+        whole = (at / name).read_text(encoding="utf-8").splitlines()
+        (at / f"torn-{name}").write_text("\n".join([*whole[:5], whole[-1], ""]), encoding="utf-8")
     return at
 
 
@@ -114,7 +114,7 @@ def shown(secure: SecureServer) -> str:
     context.verify_mode = ssl.CERT_NONE
     pem = ssl.get_server_certificate(("127.0.0.1", secure.port))
     file = Path(secure.at, "shown.pem")
-    file.write_text(pem)
+    file.write_text(pem, encoding="utf-8")
     return run_openssl("x509", "-noout", "-subject", "-in", "shown.pem", at=secure.at)
 
 

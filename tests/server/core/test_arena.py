@@ -344,7 +344,7 @@ def test_when_the_system_has_no_more_nothing_is_lost(core: Any) -> None:
     """For small slots Python's objects have no memory sooner than the slots, and the plain core consists of them."""
     sizes = ["1048576", "200000", "3000"][: 3 if core.__name__.endswith("native") else 2]
     done = subprocess.run(
-        [sys.executable, "-c", FULL, core.__name__, *sizes], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", FULL, core.__name__, *sizes], capture_output=True, encoding="utf-8", timeout=100
     )
     assert (done.stdout, done.stderr) == ("all was counted\n", "")
 

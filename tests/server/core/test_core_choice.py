@@ -25,7 +25,7 @@ def run(*words: str, where: Path = ROOT, **variables: str) -> subprocess.Complet
     """A program of Python's that finds the package in the folder `where`."""
     environment = {name: value for name, value in os.environ.items() if name != "KVPAGE_CORE"} | variables
     return subprocess.run(
-        [sys.executable, *words], cwd=where, env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, *words], cwd=where, env=environment, capture_output=True, encoding="utf-8", timeout=500
     )
 
 
@@ -74,10 +74,10 @@ class TestWhatRuns:
     def test_what_was_compiled_from_other_sources_does_not_run(self, copy: Path) -> None:
         assert said(copy) == "native"
         source = native(copy, "*.pxd")[0]
-        was = source.read_text()
-        source.write_text(was + "\n# another line\n")
+        was = source.read_text(encoding="utf-8")
+        source.write_text(was + "\n# another line\n", encoding="utf-8")
         assert said(copy) == "python it was compiled from other sources than are there now"
-        source.write_text(was)
+        source.write_text(was, encoding="utf-8")
         assert said(copy) == "native"
         for source in native(copy, "*.p[xy][xd]"):  # as installed from a wheel
             source.unlink()
@@ -86,7 +86,7 @@ class TestWhatRuns:
     @needs_native
     def test_what_finds_no_longer_what_it_was_compiled_with_does_not_run(self, copy: Path) -> None:
         twin = copy / "kvpage_server" / "core" / "python" / "bodies.py"
-        twin.write_text(twin.read_text().replace("SCRATCH_BYTES", "OTHER_BYTES"))
+        twin.write_text(twin.read_text(encoding="utf-8").replace("SCRATCH_BYTES", "OTHER_BYTES"), encoding="utf-8")
         assert said(copy) == "python it was compiled from other sources than are there now"
 
     @needs_native
@@ -120,10 +120,12 @@ class TestTheBuild:
             if file.name != "built.pyx":
                 file.unlink()
         folder = copy / "kvpage_server" / "core" / "native"
-        (folder / "aa.pyx").write_text("VALUE = 1\n")
-        (folder / "zz.pyx").write_text("VALUE = 1\n")
-        (folder / "__init__.py").write_text("from kvpage_server.core.native import aa, zz\n")
-        (folder.parent / "__init__.py").write_text("from kvpage_server.core.choice import NAME, REASON\n")
+        (folder / "aa.pyx").write_text("VALUE = 1\n", encoding="utf-8")
+        (folder / "zz.pyx").write_text("VALUE = 1\n", encoding="utf-8")
+        (folder / "__init__.py").write_text("from kvpage_server.core.native import aa, zz\n", encoding="utf-8")
+        (folder.parent / "__init__.py").write_text(
+            "from kvpage_server.core.choice import NAME, REASON\n", encoding="utf-8"
+        )
         return copy
 
     def build(self, where: Path, **variables: str) -> str:
@@ -136,7 +138,7 @@ class TestTheBuild:
         assert said(small) == "native"
         assert len(native(small, "*.so")) == 3
         assert native(small, "*.c") == []
-        native(small, "zz.pyx")[0].write_text("VALUE = 2\n")
+        native(small, "zz.pyx")[0].write_text("VALUE = 2\n", encoding="utf-8")
         assert "other sources" in said(small)
         self.build(small)
         assert said(small) == "native"
@@ -147,7 +149,9 @@ class TestTheBuild:
         """Not even what was compiled before."""
         for source in native(small, "*.pyx"):
             source.with_suffix(get_config_var("EXT_SUFFIX")).touch()
-        native(small, broken)[0].write_text('cdef extern from "there-is-no-such-header.h":\n    int x\nVALUE = x\n')
+        native(small, broken)[0].write_text(
+            'cdef extern from "there-is-no-such-header.h":\n    int x\nVALUE = x\n', encoding="utf-8"
+        )
         assert "there-is-no-such-header.h" in self.build(small)
         assert native(small, "*.so") == []
         assert said(small).startswith("python ")

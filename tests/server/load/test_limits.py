@@ -87,7 +87,7 @@ class TestConnections:
             for _ in range(80):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             assert first.ask(b"PING") == b"+PONG\r\n"
-            until(lambda: "out of file descriptors" in (tmp_path / "log").read_text())
+            until(lambda: "out of file descriptors" in (tmp_path / "log").read_text(encoding="utf-8"))
             before = _cpu_seconds(process.pid)
             time.sleep(1)
             assert _cpu_seconds(process.pid) - before < 0.5
@@ -95,7 +95,9 @@ class TestConnections:
             until(lambda: _answers(port))
             process.terminate()
             assert process.wait(STOP_WITHIN) == 0
-            assert "maxclients is 32: the system gives 64 file descriptors" in (tmp_path / "log").read_text()
+            assert "maxclients is 32: the system gives 64 file descriptors" in (tmp_path / "log").read_text(
+                encoding="utf-8"
+            )
 
     def test_idle_ones_end(self, limited: RunningServer, client: redis.Redis) -> None:
         with unharmed(limited), Wire(limited.port) as listener, limited.connect() as idle, limited.connect() as busy:
@@ -131,8 +133,12 @@ def _has_ended_while_another_asks(idle: socket.socket, busy: socket.socket) -> b
 def _cpu_seconds(pid: int) -> float:
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():
-        return sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
-    told = subprocess.run(["ps", "-o", "cputime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+        return sum(map(int, stat.read_text(encoding="utf-8").rpartition(")")[2].split()[11:13])) / os.sysconf(
+            "SC_CLK_TCK"
+        )
+    told = subprocess.run(
+        ["ps", "-o", "cputime=", "-p", str(pid)], capture_output=True, encoding="utf-8", check=True
+    ).stdout
     hours, minutes, seconds = told.strip().rsplit("-", 1)[-1].split(":")
     return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
 

@@ -89,7 +89,7 @@ def _storm(server: RunningServer, seconds: float) -> Iterator[list[int]]:
     """Bad weather meanwhile, from a process of its own; afterwards the list holds how many bad deeds were done."""
     command = [sys.executable, str(Path(__file__).parents[2] / "support" / "storm.py"), str(server.port), str(seconds)]
     deeds: list[int] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         yield deeds
         told, _ = process.communicate(timeout=seconds + 60)
     assert process.returncode == 0

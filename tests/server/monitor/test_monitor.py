@@ -316,7 +316,7 @@ def test_a_port_that_is_taken_is_said_before_anything_begins() -> None:
     with start_server() as other:
         command = [sys.executable, "-m", "kvpage_server.app", "--port", str(free_port()), "--store", "memory"]
         said = subprocess.run(
-            [*command, "--metrics-port", str(other.port)], capture_output=True, text=True, timeout=100
+            [*command, "--metrics-port", str(other.port)], capture_output=True, encoding="utf-8", timeout=100
         )
     assert said.returncode == 1
     assert f"cannot listen on 127.0.0.1:{other.port}" in said.stderr
@@ -326,7 +326,7 @@ def test_without_the_extra_it_is_refused_with_what_to_install() -> None:
     program = (
         "import sys; sys.modules['uvicorn'] = None; from kvpage_server.app import main; main(['--metrics-port', '1'])"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
     assert said.returncode == 1
     assert said.stderr == "kvpage-server: metrics-port: uvicorn is not installed: pip install 'kvpage[web]'\n"
 

@@ -49,7 +49,7 @@ def test_a_page_passes_few_functions_between_recv_and_send() -> None:
         path = path_of(turns, b"KVPAGEGET", *PAGE)
         path_of(turns, b"SET", b"short", b"string")
         others = [len(path_of(turns, b"GET", key)) for key in (b"kv:" + b":".join(PAGE), b"short")]
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listed = re.findall(
         r"^\d+\. `([\w.]+)`", page.partition("## What a page read passes")[2].partition("\n## ")[0], re.M
     )

@@ -429,7 +429,7 @@ class TestEnding:
 def refused(*options: str) -> subprocess.CompletedProcess[str]:
     """What a server says that finds no address."""
     command = [sys.executable, "-m", "kvpage_server.app", "--store", "memory", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
 
 
 def test_a_port_in_use_is_named(quiet: RunningServer) -> None:

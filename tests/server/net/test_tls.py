@@ -30,7 +30,7 @@ needs_openssl = pytest.mark.skipif(not OPENSSL, reason="openssl, which makes the
 
 def run_openssl(*words: str, at: Path) -> str:
     assert OPENSSL
-    return subprocess.run([OPENSSL, *words], cwd=at, check=True, capture_output=True, text=True).stdout
+    return subprocess.run([OPENSSL, *words], cwd=at, check=True, capture_output=True, encoding="utf-8").stdout
 
 
 _BY_ITSELF = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
@@ -39,7 +39,7 @@ _BY_ITSELF = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
 def issue(at: Path, of: str = "") -> None:
     """An authority, and a server and a client that it vouches for; `of` ends the names in their certificates."""
     run_openssl(*_BY_ITSELF, "-keyout", "ca.key", "-out", "ca.crt", "-subj", f"/CN=authority{of}", at=at)
-    (at / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    (at / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1", encoding="utf-8")
     for name in ("server", "client"):
         request = ("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr")
         run_openssl(*request, "-subj", f"/CN={name}{of}", at=at)
@@ -65,7 +65,7 @@ def files(at: Path) -> tuple[str, ...]:
 
 
 def helped(tool: str) -> str:
-    told = subprocess.run([tool, "--help"], capture_output=True, text=True, check=False)
+    told = subprocess.run([tool, "--help"], capture_output=True, encoding="utf-8", check=False)
     return told.stdout + told.stderr
 
 
@@ -242,7 +242,7 @@ class TestUnixSocket:
         path = tmp_path / "socket"
         options = ("--port", "0", "--unixsocket", str(path), "--store", "memory")
         command = [sys.executable, "-m", "kvpage_server.app", *options]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as process:
             until(path.exists)
             with redis.Redis(unix_socket_path=str(path)) as client:
                 assert client.info("server")["tcp_port"] == 0
@@ -267,6 +267,6 @@ class TestUnixSocket:
             assert client.ping()
             assert f"cannot listen on the unix socket {path}" in start_refused("--unixsocket", str(path))
             assert client.ping()
-        path.write_text("precious")
+        path.write_text("precious", encoding="utf-8")
         assert f"cannot listen on the unix socket {path}" in start_refused("--unixsocket", str(path))
-        assert path.read_text() == "precious"
+        assert path.read_text(encoding="utf-8") == "precious"

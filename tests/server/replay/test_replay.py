@@ -42,7 +42,7 @@ def chat_trace(requests: int, users: int, seed: int = 1) -> list[dict[str, objec
 
 
 def write_trace(path: Path, lines: Sequence[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -97,7 +97,7 @@ def test_the_command_shows_a_table_and_writes_json_and_a_picture(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "300 requests" in done.stdout
     assert done.stdout.count("allkeys-lru") == done.stdout.count("clairvoyant") == 2
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert found["block_bytes"] == 2 << 20
     assert [(row["policy"], row["capacity"]) for row in found["replays"]] == [
         (policy, capacity) for policy in ("allkeys-lru", "clairvoyant") for capacity in (50, 100)
@@ -119,7 +119,7 @@ def test_the_command_shows_a_table_and_writes_json_and_a_picture(tmp_path: Path)
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "hash_ids": [1]}\n' + line + "\n")
+    path.write_text('{"timestamp": 0, "hash_ids": [1]}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(TraceError, match=complaint.replace("[", r"\[")):
         read_trace(path)
 
@@ -146,7 +146,7 @@ def test_a_replay_is_fast(tmp_path: Path) -> None:
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvpage_server.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
 
 
 # -- several nodes -----------------------------------------------------------------------------------------------------
@@ -187,16 +187,16 @@ def test_the_command_shows_what_nodes_are_worth(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", chat_trace(100, 10))
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
     words = ["replay", str(trace), "--nodes", "4", "--capacity", "200", "--json", str(figures), "--plot", str(plot)]
-    shown = subprocess.run([sys.executable, "-m", "kvpage_server.cli", *words], capture_output=True, text=True)
+    shown = subprocess.run([sys.executable, "-m", "kvpage_server.cli", *words], capture_output=True, encoding="utf-8")
     assert shown.returncode == 0, shown.stderr
     assert "busiest, blocks" in shown.stdout
-    told = json.loads(figures.read_text())
+    told = json.loads(figures.read_text(encoding="utf-8"))
     assert [each["segment"] for each in told["replays"]] == [1, 2, 4, 8, 16, 32, 64]
     assert plot.read_bytes().startswith(b"\x89PNG")
     refused = subprocess.run(
         [sys.executable, "-m", "kvpage_server.cli", *words[:4], "--policy", "clairvoyant"],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert refused.returncode != 0
     assert "--nodes takes one --policy, of" in refused.stderr

@@ -252,9 +252,11 @@ def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: Runni
     client.set("short", "lived", px=100_000)
     client.set("kept", "x")
     dump(store, tmp_path, EVERYTHING)
-    summary = (tmp_path / "dump.json").read_text()
+    summary = (tmp_path / "dump.json").read_text(encoding="utf-8")
     began = read_summary(tmp_path).dumped_ms
-    (tmp_path / "dump.json").write_text(summary.replace(str(began), str(began + 100_000)))  # as an update leaves it
+    (tmp_path / "dump.json").write_text(
+        summary.replace(str(began), str(began + 100_000)), encoding="utf-8"
+    )  # as an update leaves it
     client.flushall()
     restored = restore(store, tmp_path)
     assert (restored.amount.strings, restored.expired) == (1, 1)
@@ -375,7 +377,7 @@ def test_a_full_disk_is_said_and_leaves_no_torn_file(
     client.set("long", random.Random(1).randbytes(3_000_000))
     limited = ["sh", "-c", 'ulimit -f 1000; exec "$@"', "sh"]  # blocks of 512 bytes or 1 KiB
     command = [sys.executable, "-m", "kvpage_server.cli", "dump", str(tmp_path), "--url", server.url]
-    done = subprocess.run([*limited, *command], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*limited, *command], capture_output=True, encoding="utf-8", timeout=100)
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
     assert "File too large" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -334,7 +334,7 @@ def test_a_summary_that_is_wrong_is_refused(server: RunningServer, client: redis
     fill(client)
     kvpage("dump", str(tmp_path), "--url", server.url)
     summary = tmp_path / "dump.json"
-    written = summary.read_text()
+    written = summary.read_text(encoding="utf-8")
     for content, what in (
         ("{", "is corrupt"),
         ("[]", "is not of kvpage dump"),
@@ -342,7 +342,7 @@ def test_a_summary_that_is_wrong_is_refused(server: RunningServer, client: redis
         (written.replace("pages-", "../pages-"), "it names other files than those of a dump"),
         (written.replace("dumped_ms", "dumped"), "is corrupt: KeyError"),
     ):
-        summary.write_text(content)
+        summary.write_text(content, encoding="utf-8")
         with RunningStore(server.url) as store, pytest.raises(DumpError, match=what):
             restore(store, tmp_path)
         code, _, said = kvpage("inspect", str(tmp_path))

@@ -39,7 +39,7 @@ def apply(mistake: Mistake) -> str:
     path = ROOT.joinpath(*mistake.module.split(".")).with_suffix(".py")
     if not path.is_file():
         raise DoesNotApply(f"{mistake.name}: there is no {mistake.module}")
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
     if source.count(mistake.right) != 1:
         raise DoesNotApply(
             f"{mistake.name}: {mistake.module} says {mistake.right!r} {source.count(mistake.right)} times"

@@ -53,7 +53,7 @@ class Witness:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._note = private(_beside(path, ".clean"), os.O_RDWR | os.O_CREAT)
-        self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        self._boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
     def vouches(self) -> bool:
         """Whether the file is as it was when it was closed, or at the last commit in this boot."""

@@ -100,7 +100,7 @@ def test_when_the_system_has_no_memory_left_the_server_says_so_and_lives_on(
 ) -> None:
     store(client, range(5))
     pid = client.info("server")["process_id"]
-    size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    size = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     resource.prlimit(pid, resource.RLIMIT_AS, (size + 30 * MIB, resource.RLIM_INFINITY))
     with socket.create_connection(("127.0.0.1", server.port)) as peer:
         peer.sendall(b"*3\r\n$3\r\nSET\r\n$5\r\nlarge\r\n$%d\r\n" % (200 * MIB) + bytes(2000))

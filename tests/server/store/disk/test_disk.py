@@ -307,7 +307,9 @@ print(intact, damaged)
 def open_and_read(directory: Path) -> subprocess.CompletedProcess[str]:
     """What another process finds, which may die of it without harm to this one."""
     code = OPEN_AND_READ.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[3] / "support")])
-    return subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code, str(directory)], capture_output=True, encoding="utf-8", timeout=60
+    )
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])

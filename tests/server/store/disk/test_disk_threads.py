@@ -347,6 +347,6 @@ class TestMemoryOfCommits:
 
 def _own_memory() -> int:
     """Bytes of this process that are no file's."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

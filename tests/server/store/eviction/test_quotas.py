@@ -264,7 +264,7 @@ def test_kvpage_why_names_the_quota(server: RunningServer, client: redis.Redis) 
     for page in range(2):
         set_block(client, f"tenanta.{page}", 0)
     words = [sys.executable, "-m", "kvpage_server.cli", "why", "tenanta.0", "--url", server.url]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=60, check=True)
     assert done.stdout.startswith("over quota of kv:tenant[a-z].*, ")
 
 
@@ -531,14 +531,14 @@ def test_quotas_are_counted_after_a_restart(tmp_path: Path) -> None:
 
 def test_quotas_stand_in_the_file_on_the_command_line_and_in_config_get(tmp_path: Path) -> None:
     file = tmp_path / "kvpage.conf"
-    file.write_text("# tenants\nquota kv:tenantA.* 1mb\nquota note:* 3kb other:* 1gb\n")
+    file.write_text("# tenants\nquota kv:tenantA.* 1mb\nquota note:* 3kb other:* 1gb\n", encoding="utf-8")
     with start_server("--quota", "note:*", "4kb", file=file) as server, server.client() as client:
         shown = "kv:tenantA.* 1048576 note:* 4096 other:* 1073741824"
         assert client.config_get("quota") == {"quota": shown}
         client.config_set("quota", "kv:tenantA.* 2mb b* 0")
         assert client.config_get("quota") == {"quota": "kv:tenantA.* 2097152 b* 0"}
         client.config_rewrite()
-        assert file.read_text().splitlines()[:2] == ["# tenants", "quota kv:tenantA.* 2097152 b* 0"]
+        assert file.read_text(encoding="utf-8").splitlines()[:2] == ["# tenants", "quota kv:tenantA.* 2097152 b* 0"]
         again = Config()
         again.load(file)
         assert again.quota == {"kv:tenantA.*": 2 << 20, "b*": 0}
@@ -570,7 +570,7 @@ def test_a_bad_quota_is_refused_with_the_line_and_the_reason(
     tmp_path: Path, client: redis.Redis, line: str, complaint: str
 ) -> None:
     file = tmp_path / "kvpage.conf"
-    file.write_text(f"port 0\n{line}\n")
+    file.write_text(f"port 0\n{line}\n", encoding="utf-8")
     with pytest.raises(ConfigError) as refused:
         Config().load(file)
     assert str(refused.value) == f"{file}, line 2: quota {complaint}"
