@@ -140,6 +140,11 @@ class Server:
         name = user or (client.user.name if client.user else b"")
         self.refusals.note(reason, context, what, name, str(client))
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a CLIENT PAUSE lasts, of all commands or of writes."""
+        return self.pause is not None and self.pause.ends > time.monotonic()
+
     def begin_pause(self, pause: Pause) -> None:
         self.pause = pause
         for client in self.clients.values():

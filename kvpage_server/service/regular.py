@@ -12,8 +12,7 @@ from functools import partial
 from kvpage_server.commands.context import Server
 from kvpage_server.net.watch import Watch
 from kvpage_server.page import unix_ms
-from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
+from kvpage_server.store.memory_limit import OutOfMemory
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
@@ -28,8 +27,8 @@ def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
 
     They delete expired keys, evict down to a lowered limit, and disconnect clients above their limits.
     """
-    yield _again(partial(_sweep, server.keyspace))
-    yield _again(partial(_shrink, server.keyspace.memory))
+    yield _again(partial(_sweep, server))
+    yield _again(partial(_shrink, server))
     yield _again(partial(_watch, Watch(server)))
 
 
@@ -43,18 +42,19 @@ async def _again(work: Callable[[], Awaitable[None]]) -> None:
             await asyncio.sleep(AGAIN_AFTER)
 
 
-async def _sweep(keys: Keyspace) -> None:
+async def _sweep(server: Server) -> None:
     while True:
-        swept = keys.sweep(unix_ms(), SWEEP_MOST)
+        swept = server.keyspace.sweep(unix_ms(), SWEEP_MOST, expires=not server.is_paused)
         await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
 
 
-async def _shrink(memory: MemoryLimit) -> None:
-    """When maxmemory was lowered, units leave at once, and not only with the next write."""
+async def _shrink(server: Server) -> None:
+    """Evict at once when maxmemory was lowered, not only with the next write. A pause postpones this."""
+    memory = server.keyspace.memory
     most = memory.maxmemory
     while True:
         done = True
-        if memory.maxmemory != most:
+        if memory.maxmemory != most and not server.is_paused:
             with suppress(OutOfMemory):
                 done = memory.make_room()
             most = memory.maxmemory if done else most

@@ -349,9 +349,9 @@ class Keyspace:
         self.contents.texts = 0
         return flushed
 
-    def sweep(self, now: int, most: int) -> int:
-        """Remove up to `most` overdue keys, and go on with other work that is done in steps. Returns `most` if there is
-        more."""
+    def sweep(self, now: int, most: int, *, expires: bool = True) -> int:
+        """Remove up to `most` overdue keys if `expires`, and go on with other work that is done in steps. Returns
+        `most` if there is more."""
         if self.tier is not None:
             self.tier.fetching.sweep()
         self.evictor.units.now = now // 1000
@@ -359,7 +359,7 @@ class Keyspace:
         self._catalogue.rest(now)
         self.arena.rest()
         removed = 0
-        for key in self.contents.expirer.due(now):
+        for key in self.contents.expirer.due(now) if expires else ():
             self.contents.expire(key)
             removed += 1
             if removed == most:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.arguments import OUT_OF_MEMORY
@@ -47,8 +46,8 @@ def admit(client: Client, spec: Spec) -> None:
         )
     if client.transaction is not None and "no_multi" in spec.flags:
         raise ReplyError("ERR Command not allowed inside a transaction")
-    pause = client.server.pause
-    if pause is not None and pause.ends > time.monotonic() and (not pause.only_writes or _writes(client, spec)):
+    server = client.server
+    if server.pause is not None and server.is_paused and (not server.pause.only_writes or _writes(client, spec)):
         raise Paused
 
 

@@ -107,3 +107,38 @@ def test_who_waits_for_the_end_of_a_pause_is_blocked(pair: Pair) -> None:
             client.execute_command("CLIENT", "UNPAUSE")
             assert wire.reply() == b"+OK\r\n"
             assert client.info("clients")["blocked_clients"] == 0
+
+
+def test_keys_expire_after_a_pause_and_not_during_it(pair: Pair) -> None:
+    for server in pair:
+        with server.client() as client:
+            before = client.info("stats")["expired_keys"]
+            client.flushall()
+            client.set("a", "b", px=500)
+            due = client.time()[0] + 3  # a second after the second in which the key is due
+            client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+            until(lambda: client.time()[0] >= due)
+            assert (client.dbsize(), client.info("stats")["expired_keys"]) == (1, before)
+            client.execute_command("CLIENT", "UNPAUSE")
+            until(lambda: client.dbsize() == 0)
+            assert client.info("stats")["expired_keys"] == before + 1
+
+
+def test_a_lowered_maxmemory_evicts_after_a_pause(pair: Pair) -> None:
+    for server in pair:
+        with server.client() as client:
+            client.flushall()
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            for i in range(8):
+                client.set(f"k{i}", bytes(1 << 20))
+            used, before = client.info("memory")["used_memory"], client.info("stats")["evicted_keys"]
+            client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+            client.config_set("maxmemory", used - (4 << 20))
+            end = client.time()[0] + 2
+            until(lambda: client.time()[0] >= end)
+            assert (client.dbsize(), client.info("stats")["evicted_keys"]) == (8, before)
+            client.execute_command("CLIENT", "UNPAUSE")
+            until(lambda: client.ping() and client.info("stats")["evicted_keys"] > before)
+            client.config_set("maxmemory", 0)
+            client.config_set("maxmemory-policy", "noeviction")
+            client.flushall()
