@@ -219,8 +219,6 @@ class User:
             self.commands = {*TABLE, *ABSENT} if allowed else set()
             return
         chosen = _commands_named(name)
-        if (allowed and chosen <= self.commands) or (not allowed and not chosen & self.commands):
-            return  # as it is already
         if allowed:
             self.commands |= chosen
         else:

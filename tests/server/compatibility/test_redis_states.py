@@ -117,7 +117,7 @@ def test_keys_expire_after_a_pause_and_not_during_it(pair: Pair) -> None:
             client.set("a", "b", px=500)
             due = client.time()[0] + 3  # a second after the second in which the key is due
             client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-            until(lambda: client.time()[0] >= due)
+            until(lambda due=due: client.time()[0] >= due)
             assert (client.dbsize(), client.info("stats")["expired_keys"]) == (1, before)
             client.execute_command("CLIENT", "UNPAUSE")
             until(lambda: client.dbsize() == 0)
@@ -135,10 +135,10 @@ def test_a_lowered_maxmemory_evicts_after_a_pause(pair: Pair) -> None:
             client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
             client.config_set("maxmemory", used - (4 << 20))
             end = client.time()[0] + 2
-            until(lambda: client.time()[0] >= end)
+            until(lambda end=end: client.time()[0] >= end)
             assert (client.dbsize(), client.info("stats")["evicted_keys"]) == (8, before)
             client.execute_command("CLIENT", "UNPAUSE")
-            until(lambda: client.ping() and client.info("stats")["evicted_keys"] > before)
+            until(lambda before=before: client.ping() and client.info("stats")["evicted_keys"] > before)
             client.config_set("maxmemory", 0)
             client.config_set("maxmemory-policy", "noeviction")
             client.flushall()
