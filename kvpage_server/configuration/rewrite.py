@@ -6,7 +6,6 @@ differ from their default and have no line yet come last.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ _PLAIN = re.compile(rb"[!#-&(-\[\]-~]+\Z")  # printable, without quotes, backsla
 
 
 def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
-    """The file `old` with the values of `config`, and these `user` lines in place of its own."""
+    """The file `old` with the values of `config`, and these `user` lines, as ACL LIST has them, in place of its own."""
     known = config.parameters()
     lines: list[bytes] = []
     seen = {"user"}
@@ -31,7 +30,7 @@ def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
             lines.append(_line(name, config))
     default = Config()
     added = [_line(name, config) for name in known if name not in seen and config.words(name) != default.words(name)]
-    added += users
+    added += [b" ".join(map(_quote, user.split(b" "))) for user in users]
     if added and _HEADING not in lines:
         lines += [b"", _HEADING]
     return b"".join(line + b"\n" for line in lines + added)
@@ -44,11 +43,10 @@ def _name(line: bytes) -> str:
 
 
 def _line(name: str, config: Config) -> bytes:
-    return b" ".join([name.encode(), *(_quote(word) for word in config.words(name))])
+    return b" ".join([name.encode(), *(_quote(word.encode("utf-8", "surrogateescape")) for word in config.words(name))])
 
 
-def _quote(word: str) -> bytes:
-    raw = os.fsencode(word)
+def _quote(raw: bytes) -> bytes:
     if _PLAIN.match(raw) and not raw.startswith(b"#"):
         return raw
     return b'"%b"' % b"".join(b"%c" % byte if _may_stand(byte) else b"\\x%02x" % byte for byte in raw)

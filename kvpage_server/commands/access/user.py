@@ -37,10 +37,19 @@ _NO_SUCH_PASSWORD = "The password you are trying to remove from the user does no
 _NO_SELECTORS = "Selectors are not supported: give each set of rights a user of its own"
 
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
+_SPACE = re.compile(rb"[ \t\n\v\f\r\0]")
 _KEY_RULE = re.compile(rb"(?:~|%(R|W|RW|WR)~)(.*)\Z", re.DOTALL | re.IGNORECASE)
 _ACCESS = {None: READ | WRITE, b"R": READ, b"W": WRITE, b"RW": READ | WRITE, b"WR": READ | WRITE}
 
 Change = Callable[["User"], None]  # what a rule does; raises RuleError
+
+
+def has_spaces(word: bytes) -> bool:
+    """Whether a name or pattern has white space or a null character, which ends a word of an ACL file.
+
+    These are the characters that Redis refuses.
+    """
+    return _SPACE.search(word) is not None
 
 
 class RuleError(ValueError):
@@ -281,7 +290,10 @@ def _refuse(why: str, user: User) -> None:
 def _argued(rule: bytes, word: bytes) -> Change:
     """The change that a rule with an argument makes. Raises RuleError, PatternTooLong."""
     sign = rule[:1]
-    if found := _KEY_RULE.match(rule):
+    found = _KEY_RULE.match(rule)
+    if (found or sign == b"&") and has_spaces(rule):
+        raise RuleError(_SYNTAX)
+    if found:
         access, matches = _ACCESS[found[1] and found[1].upper()], glob(found[2])
         return lambda user: user._add_keys(found[2], access, matches)
     if sign == b"&":

@@ -7,7 +7,6 @@ Users come from `user` lines of the configuration, or from an aclfile with the s
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +15,10 @@ from itertools import count
 from pathlib import Path
 
 from kvpage_server.commands.access.absent import ABSENT
-from kvpage_server.commands.access.user import Change, RuleError, User, digest
+from kvpage_server.commands.access.user import Change, RuleError, User, digest, has_spaces
 from kvpage_server.page import unix_ms
 from kvpage_server.system.durable import replacing
 
-_IN_NO_NAME = re.compile(rb"[ \0\r\n\t]")
 _SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
 DEFAULT = b"default"
 
@@ -58,7 +56,9 @@ class Users:
 
         The user's object stays the same, so the change applies to its connections at once.
         """
-        if _IN_NO_NAME.search(name):
+        if not name:
+            raise RuleError("Usernames can't be empty")
+        if has_spaces(name):
             raise RuleError("Usernames can't contain spaces or null characters")
         user = self.by_name.get(name)
         changed = (user or User(name)).after(changes)
@@ -92,7 +92,7 @@ class Users:
             name, *rules = words or [b""]
             if not name:
                 raise UserFileError(f"{where}: a user needs a name")
-            if _IN_NO_NAME.search(name):
+            if has_spaces(name):
                 raise UserFileError(f"{where}: a user's name has no spaces: its rules are words of their own")
             if name in loaded:
                 raise UserFileError(f"{where}: user '{name.decode('utf-8', 'replace')}' is defined twice")
