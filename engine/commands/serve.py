@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from engine.commands import Failure
 from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
 from engine.platform.open_files import room_for
 from kvpage_server import tracing
+from kvpage_server.system.log_lines import log_to_standard_error
 
 
 def add_to(commands: Any) -> None:
@@ -49,7 +49,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop_at_once)  # until there are contexts to write
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    log_to_standard_error("%(asctime)s %(name)s: %(message)s")
     with _listen(args.host, args.port) as listener:
         import_engine()
         from engine.api.auth import TokenFileError, Tokens

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from kvpage_server.configuration.config import Config
 from kvpage_server.system.durable import private, tighten
+from kvpage_server.system.log_lines import LogLines
 
 LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
 _NOBODY_READS = (errno.EIO, errno.EPIPE)  # of a terminal that is gone, and of a pipe
@@ -65,8 +66,8 @@ class _StandardError(logging.StreamHandler[TextIO]):
         os.close(nowhere)
 
 
-def _for_people() -> logging.Formatter:
-    return logging.Formatter("%(asctime)s.%(msecs)03d %(levelname).1s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+def _for_people() -> LogLines:
+    return LogLines("%(asctime)s.%(msecs)03d %(levelname).1s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
 
 class JSONLines(logging.Formatter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from kvpage_server.monitor.app import HEALTH, make_app
 from kvpage_server.monitor.entrance import Entrance
 from kvpage_server.monitor.listening import listen
 from kvpage_server.monitor.logins import Logins
+from kvpage_server.system.log_lines import log_to_standard_error
 
 CONNECTIONS, FOR_EACH = 256, 64  # in all, and from one address
 GRACE_SECONDS = 1.0
@@ -32,7 +32,7 @@ def main(pages: Sequence[BaseRoute]) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    log_to_standard_error("%(message)s")
     channel, *listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(channel, listening, pages))
