@@ -47,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model and its memory. One thread owns it; `close` writes what is not stored yet."""
+    """A model and its memory. One thread owns it; `close` writes the contexts that are not stored yet."""
 
     model_id: str
     model: nn.Module
@@ -89,10 +89,13 @@ class Engine:
         tell(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")
         return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
 
-    def close(self) -> None:
-        """Drop unanswered prompts, write what is not stored, and close the tiers."""
+    def close(self) -> int:
+        """Drop unanswered prompts, write contexts that are not stored yet, and close the tiers.
+
+        Returns the number of contexts that could not be saved.
+        """
         self.agents.shutdown()
-        self.store.close()
+        return self.store.close()
 
 
 def _probe(

@@ -32,12 +32,20 @@ async def show(request: Request) -> Response:
 
 
 async def save(request: Request) -> Response:
-    """Return when an agent's context is stored outside of memory."""
+    """Return when an agent's context is stored outside of memory. Raises ApiError if it cannot be."""
     service, tenant = _asked(request)
     given = request.path_params["agent"]
-    await _info(service, tenant, given)
-    await asyncio.to_thread(service.engine.store.flush_dirty)
-    return JSONResponse(await _info(service, tenant, given))
+    store = service.engine.store
+    info = await _info(service, tenant, given)
+    if not store.saves:
+        raise ApiError(409, "this engine has neither a --store nor a --cold directory to save to", code="no_store")
+    if not info["saved"]:
+        await asyncio.to_thread(store.flush_dirty, tenant.agent(given, "agent_id"))
+        info = await _info(service, tenant, given)
+    if not info["saved"]:
+        reasons = ", ".join(f"{tier}: {reason}" for tier, reason in store.save_failures.items()) or "evicted"
+        raise ApiError(503, f"{given!r} could not be saved ({reasons})", code="not_saved", retry_after=1)
+    return JSONResponse(info)
 
 
 async def fork(request: Request) -> Response:
@@ -94,7 +102,7 @@ def _shown(info: AgentInfo, tenant: Tenant) -> dict[str, Any]:
         "tokens": info.tokens,
         "tiers": info.tiers,
         "bytes": info.nbytes,
-        "saved": not info.dirty,
+        "saved": info.saved,
     }
 
 

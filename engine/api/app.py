@@ -43,10 +43,10 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
         return JSONResponse(_model(service.model_id, started))
 
     async def live(request: Request) -> Response:
-        return _health(service.alive)
+        return _health(service.alive, {})
 
     async def ready(request: Request) -> Response:
-        return _health(service.ready)
+        return _health(service.ready, service.store_health)
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.exposition(service.tokens.who(request)), media_type=EXPOSITION)
@@ -85,8 +85,8 @@ def _model(model_id: str, created: int) -> dict[str, object]:
     return {"id": model_id, "object": "model", "created": created, "owned_by": "kvpage"}
 
 
-def _health(well: bool) -> Response:
-    return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+def _health(well: bool, more: dict[str, object]) -> Response:
+    return JSONResponse({"status": "ok" if well else "unavailable", **more}, 200 if well else 503)
 
 
 def _handler(told: Callable[..., ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -130,6 +130,8 @@ def _page_server(server: PageServer) -> Iterator[Metric]:
     for state in ("closed", "half-open", "open"):
         breaker.add_metric([state], server.breaker == state)
     yield breaker
+    yield _gauge("page_server_up", "1 if the page server answers, 0 during an outage", server.reachable)
+    yield _gauge("page_server_saving", "1 if the last context was saved, 0 if its save failed", server.saving)
     yield _counter("page_server_opened", "Times that it was not asked any more", "", {"": server.opened})
     yield _counter("page_server_misses", "Loads that found less than they might have", "reason", server.misses)
     yield _counter("page_server_unsaved", "Writes that failed", "reason", server.unsaved)

@@ -27,7 +27,7 @@ async def events(request: Request) -> Response:
     tenant = service.tokens.tenant(request)
     if service.watching.watchers >= MOST_WATCHERS:
         raise ApiError(503, f"{MOST_WATCHERS} pages are shown already, as many as may", retry_after=10)
-    told = service.watching.events(service.engine, tenant)
+    told = service.watching.events(service.engine, tenant, lambda: service.store_health)
     return StreamingResponse(told, media_type="text/event-stream")
 
 

@@ -50,8 +50,9 @@ def run(
     grace: float,
     tell: Callable[[str], object],
 ) -> int:
-    """Serve until a signal. Returns 0 if everything was saved, 1 if the engine failed. `tell` is called before what
-    takes long.
+    """Serve until a signal. Returns 0, or 1 if a context could not be saved or the engine failed.
+
+    `tell` is called with the name of each step that takes long.
 
     The first signal ends listening, and leaves requests `grace` seconds to finish. A second one ends the process at
     once. Raises ServeError if the engine can't be opened.
@@ -97,7 +98,7 @@ async def _serve(
         if worker.loading:
             os._exit(0)  # there is nothing to save, and loading can't be interrupted
         await worker.stop()
-    return int(failed)
+    return int(failed or worker.unsaved > 0)
 
 
 def _refused(refusal: Unanswered) -> Response:

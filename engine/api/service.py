@@ -73,6 +73,20 @@ class Service:
         return self._engine is not None and self.worker.running and not self.closing
 
     @property
+    def store_health(self) -> dict[str, object]:
+        """The state of the page server, for a health check: empty without one.
+
+        The engine accepts prompts without its page server, so an outage is no reason to be not ready.
+        """
+        store = self._engine.store if self._engine else None
+        if not store or not self._engine or not self._engine.pages:
+            return {}
+        if outage := store.outage:
+            return {"store": "unreachable", "reason": outage.reason, "seconds": round(outage.seconds)}
+        failure = store.save_failures.get("page")
+        return {"store": "not saving", "reason": failure} if failure else {"store": "ok"}
+
+    @property
     def engine(self) -> Engine:
         """The engine, to look at; it belongs to the worker's thread. Raises ApiError while there is none."""
         if not self._engine or not self.ready:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -105,8 +105,10 @@ class Watching:
             )
         )
 
-    async def events(self, engine: Engine, tenant: Tenant) -> AsyncIterator[bytes]:
-        """What a tenant sees, as server-sent events, for as long as the engine runs."""
+    async def events(
+        self, engine: Engine, tenant: Tenant, store_health: Callable[[], dict[str, object]]
+    ) -> AsyncIterator[bytes]:
+        """A tenant's view as server-sent events, for as long as the engine runs."""
         self.watchers += 1
         told, agents = 0, None
         try:
@@ -117,7 +119,7 @@ class Watching:
                 seen = self._tenants.setdefault(tenant.name, _Tenancy())
                 new = [answer for answer in seen.answers if answer.number > told]
                 told = new[-1].number if new else told
-                yield _event("state", self._state(engine, tenant, seen.totals))
+                yield _event("state", self._state(engine, tenant, seen.totals, store_health()))
                 if new:
                     yield _event("answers", [asdict(answer) for answer in new])
                 if agents is not self._agents:
@@ -127,7 +129,7 @@ class Watching:
         finally:
             self.watchers -= 1
 
-    def _state(self, engine: Engine, tenant: Tenant, totals: Totals) -> dict[str, Any]:
+    def _state(self, engine: Engine, tenant: Tenant, totals: Totals, store_health: dict[str, object]) -> dict[str, Any]:
         pool = engine.pool
         return {
             "at": time.time(),
@@ -137,8 +139,8 @@ class Watching:
             ],
             # A tenant is not told what the others use.
             "memory": None if tenant.name else {"used": pool.used_bytes, "total": pool.total_bytes},
-            "breaker": engine.pages.breaker.state if engine.pages else None,
-            "pages": engine.pages is not None,
+            "store": store_health,
+            "saves": engine.store.saves,
         }
 
     def _ask(self, what: str, work: Coroutine[Any, Any, None]) -> None:
@@ -176,7 +178,7 @@ def _shown(agents: Iterable[AgentInfo], tenant: Tenant) -> dict[str, Any]:
     return {
         "count": len(its),
         "agents": [
-            {"id": given, "tokens": info.tokens, "tiers": info.tiers, "bytes": info.nbytes, "saved": not info.dirty}
+            {"id": given, "tokens": info.tokens, "tiers": info.tiers, "bytes": info.nbytes, "saved": info.saved}
             for info, given in its[:MOST_AGENTS]
         ],
     }

@@ -106,6 +106,7 @@ class EngineThread:
         self._idle = asyncio.Event()  # set if there are none
         self._idle.set()
         self._stop = threading.Event()
+        self.unsaved = 0  # contexts that could not be saved when the engine was closed
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -200,7 +201,7 @@ class EngineThread:
             for generation in list(self._generations):
                 generation.tell(error)
         finally:
-            engine.close()
+            self.unsaved = engine.close()
 
 
 def _do(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:

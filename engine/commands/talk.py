@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Print the answer on stdout, and what was reused on stderr."""
+    """Print the answer on stdout, and the reuse on stderr. Returns 1 if its context could not be saved."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise Failure("the prompt is empty")
@@ -59,11 +59,12 @@ def generate(args: argparse.Namespace) -> int:
         answer = _say(engine, args, tokens)
         print(account(answer), file=sys.stderr)
     finally:
-        engine.close()
-    return 0
+        unsaved = engine.close()
+    return int(unsaved > 0)
 
 
 def chat(args: argparse.Namespace) -> int:
+    """Answer lines of stdin until it ends. Returns 1 if the context could not be saved."""
     messages = _transcript(args)
     engine = open_engine(args)
     try:
@@ -77,8 +78,8 @@ def chat(args: argparse.Namespace) -> int:
             if args.transcript:
                 _write(args.transcript, messages)
     finally:
-        engine.close()
-    return 0
+        unsaved = engine.close()
+    return int(unsaved > 0)
 
 
 def _say(engine: Engine, args: argparse.Namespace, tokens: list[int]) -> Answer:

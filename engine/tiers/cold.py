@@ -104,6 +104,7 @@ class SafetensorsCacheAdapter:
         """Makes the directory, and removes files that a crash left half written. Raises OSError."""
         self.misses: Counter[str] = Counter()  # loads that found nothing, by reason
         self.unsaved: Counter[str] = Counter()  # saves that failed, by reason
+        self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
         self._counting = threading.Lock()
         self._spec = spec
         self._pool = pool
@@ -133,15 +134,18 @@ class SafetensorsCacheAdapter:
         places = _places(self._spec, len(context), states)
         try:
             with replacing(self._path(context.agent_id)) as file:
-                return tensor_file.write(
+                nbytes = tensor_file.write(
                     file,
                     {place.name: place.tensor for place in places},
                     _metadata(self._spec, context, states),
                     (_body(place, context) for place in places),
                 )
         except OSError as error:
-            self.unsaved[_reason(error)] += 1
+            self.save_failure = _reason(error)
+            self.unsaved[self.save_failure] += 1
             return None
+        self.save_failure = None
+        return nbytes
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> AgentBlocks | None:
         """Load the part of the agent's context that `tokens` begin with; without `tokens`, all of it.

@@ -14,10 +14,12 @@ from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.hot import Below, CacheEntry, HotTier
 from engine.tiers.metrics import Tally
 from engine.tiers.pages import PageTier
+from engine.tiers.server.connection import FAILING
 
 log = logging.getLogger(__name__)
 
 Save = Callable[[AgentBlocks], int | None]  # bytes written; None when it failed
+UNREACHABLE = FAILING | {"open", "late"}  # reasons that ServerConnection logs
 RETRY_SECONDS = 1.0  # before a tier that failed is tried again
 IDLE_SECONDS = 5.0  # without use, before a context is written to its file
 
@@ -50,10 +52,15 @@ class Flusher:
         self._max_prompt_bytes = max_prompt_bytes
         self._save: dict[Below, Save] = {}
         self._prompts: deque[tuple[AgentBlocks, Callable[[], object] | None]] = deque()
+        self._pages = pages
+        self._failures: dict[Below, Callable[[], str | None]] = {}  # the reason for which a tier's last save failed
+        self._reported: set[Below] = set()  # tiers whose failure is logged
         if pages:
+            self._failures["page"] = lambda: pages.save_failure
             self._save["page"] = lambda context: saved.nbytes if (saved := pages.save(context)) else None
             self._publish_blocks: Save = lambda context: saved.nbytes if (saved := pages.publish(context)) else None
         if cold:
+            self._failures["cold"] = lambda: cold.save_failure
             self._save["cold"] = cold.save
         self._failed: dict[Below, float] = {}  # when a failed tier is tried again
         self._writing = threading.Lock()
@@ -93,13 +100,28 @@ class Flusher:
         if over:
             over()
 
-    def flush(self) -> None:
-        """Write all dirty contexts to all their tiers before returning. A tier that fails is tried once."""
+    def flush(self, agent_id: str | None = None) -> None:
+        """Write all dirty contexts to all their tiers before returning. With an agent, write its context alone, even a
+        clean one, of which the server may have evicted blocks.
+
+        A tier that fails is tried once, the page server also while its circuit breaker is open. A context of which one
+        of several servers lacks a part is written again.
+        """
+        if self._pages:
+            self._pages.breaker.retry()
         while self._publish():
             pass
         failed: set[Below] = set()
         with self._changed:
-            dirty = [entry.context.agent_id for entry in self._hot if entry.owed]
+            dirty = []
+            for entry in self._hot:
+                if agent_id in (None, entry.context.agent_id):
+                    if entry.whole and not entry.kept:
+                        entry.owed |= self._save.keys()
+                    elif entry.whole and agent_id and self._pages:
+                        entry.owed.add("page")
+                    if entry.owed:
+                        dirty.append(entry.context.agent_id)
         for agent_id in dirty:
             for tier in self._save:
                 if tier not in failed and not self._write(agent_id, tier):
@@ -175,6 +197,7 @@ class Flusher:
                 context = entry.context
                 self._pool.share(context.block_ids, agent_id)
             nbytes = self._try(tier, self._save[tier], context)
+            self._report(tier)
             with self._changed:
                 self._wrote(entry, tier, well=nbytes is not None)
                 self._hot.trim(self.stuck)
@@ -194,13 +217,24 @@ class Flusher:
         self._tally.saved(tier, nbytes, time.perf_counter() - start)
         return nbytes
 
+    def _report(self, tier: Below) -> None:
+        """Log once that a tier takes no contexts, and once that it takes them again. ServerConnection logs outages."""
+        reason = self._failures[tier]()
+        place = "the page server" if tier == "page" else "files"
+        if reason is None and tier in self._reported:
+            self._reported.discard(tier)
+            log.warning("contexts are written to %s again", place)
+        elif reason and reason not in UNREACHABLE and tier not in self._reported:
+            self._reported.add(tier)
+            log.warning("contexts cannot be written to %s (%s); they stay in memory and are tried again", place, reason)
+
     def _wrote(self, entry: CacheEntry, tier: Below, *, well: bool) -> None:
         if not well:
             self._failed[tier] = time.monotonic() + RETRY_SECONDS
             entry.dirty_since = time.monotonic()  # this context may be the cause: others come first
             return
         self._failed.pop(tier, None)
-        entry.kept = True
+        entry.kept |= self._failures[tier]() is None
         entry.owed.discard(tier)
         if not entry.owed:
             self._tally.count("dirty_flushes")

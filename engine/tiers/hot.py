@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -10,6 +11,8 @@ from typing import Literal
 
 from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
+
+log = logging.getLogger(__name__)
 
 Below = Literal["page", "cold"]  # the tiers to which it is written
 
@@ -23,7 +26,7 @@ class CacheEntry:
     whole: bool  # the agent's last context; False for a loaded one, which may be only its beginning
     pinned: bool = False
     leaving: bool = False  # evicted, not written yet
-    kept: bool = False  # a tier below has it
+    kept: bool = False  # a tier below has all of it, unless it has been evicted there
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
@@ -74,10 +77,13 @@ class HotTier:
             entry.leaving = False
         return entry
 
-    def put(self, context: AgentBlocks, owed: Collection[Below], *, whole: bool) -> None:
-        """Keep a context in place of the agent's last one. Takes over the caller's references."""
+    def put(self, context: AgentBlocks, owed: Collection[Below], *, whole: bool, kept: bool = False) -> None:
+        """Keep a context in place of the agent's last one. Takes over the caller's references.
+
+        `kept`: it was loaded from a tier below.
+        """
         before = self._entries.get(context.agent_id)
-        entry = CacheEntry(context, set(owed), whole)
+        entry = CacheEntry(context, set(owed), whole, kept=kept)
         entry.sizes = {block.block_id: block.nbytes for block in context.blocks}
         if before:
             entry.pinned = before.pinned
@@ -111,7 +117,9 @@ class HotTier:
         stranded = next((entry for entry in self if entry.leaving and entry.owed <= set(stuck)), None)
         if stranded is None:
             return False
-        self.lost += not stranded.kept
+        if not stranded.kept:
+            self.lost += 1
+            log.warning("the context of %s is lost: memory is full, and no tier takes it", stranded.context.agent_id)
         return self.drop(stranded.context.agent_id)
 
     def coming(self, stuck: Collection[Below]) -> dict[int, int]:

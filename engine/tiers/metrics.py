@@ -40,6 +40,8 @@ class PageServer:
     prefill_rate: float | None  # tokens a second
     breaker: str  # "closed", "open" or "half-open"
     opened: int  # how often the breaker has opened
+    reachable: bool  # False during an outage
+    saving: bool  # False if the last save failed
 
     @classmethod
     def of(cls, pages: PageTier) -> Self:
@@ -54,6 +56,8 @@ class PageServer:
             prefill_rate=pages.rates.prefill_rate,
             breaker=pages.breaker.state,
             opened=pages.breaker.opened,
+            reachable=pages.outage is None,
+            saving=pages.save_failure is None,
         )
 
 

@@ -33,7 +33,7 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.server import block_writer, reference_counts, reference_marks
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.breaker import CircuitBreaker
-from engine.tiers.server.connection import ServerConnection
+from engine.tiers.server.connection import Outage, ServerConnection
 from engine.tiers.server.cost_model import Rates
 from engine.tiers.server.fetch import Fetch
 from engine.tiers.server.lookup import FetchRequest, Remote
@@ -104,6 +104,7 @@ class PageTier:
         self.unsaved: Counter[str] = Counter()  # what was not written, by reason
         self.unasked: Counter[str] = Counter()  # failures of all other questions, by reason
         self.loads: Counter[bool] = Counter()  # loads by whether it was decided to fetch
+        self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
         self._spec = spec
         self._within = within
         self._connection = ServerConnection(url, min(deadline, within / 2), connections)
@@ -121,6 +122,11 @@ class PageTier:
     def rates(self) -> Rates:
         """The rates for the choice between fetching and computing. The engine reports how fast it computes."""
         return self._connection.rates
+
+    @property
+    def outage(self) -> Outage | None:
+        """The outage of the server that lasts now; None if the server answers."""
+        return self._connection.reachability.outage
 
     def do_beside(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
         """Start something in the background. It ends with the connections."""
@@ -204,13 +210,16 @@ class PageTier:
         return Saved(blocks, present, nbytes, whole=len(written) == len(missing))
 
     def _saved(self, work: Doing[Saved]) -> Saved | None:
+        failures: Counter[str] = Counter()
         with span("kvpage.save") as seen:
-            saved = self._attempt(work, self.unsaved)
+            saved = self._attempt(work, failures)
             if saved and not saved.whole:
-                self.unsaved[GONE] += 1
+                failures[GONE] += 1
                 seen.set(reason=GONE)
             if saved:
                 seen.set(blocks=saved.blocks_written, bytes=saved.nbytes)
+        self.unsaved.update(failures)
+        self.save_failure = next(iter(failures), None)
         return saved
 
     # -- agents ----------------------------------------------------------------------------------------------------
@@ -238,16 +247,32 @@ class PageTier:
         return [str(node) for node in self._ask(self._connection.server.nodes()) or [] if node is not None]
 
     def has(self, agent_id: str) -> bool:
-        """Whether the agent has a context for this model."""
-        return bool(self._ask(self._connection.ask_one(up_to(1), "EXISTS", self._key(agent_id))))
+        """Whether the agent has a context for this model. Does not count as a use, as no method about agents does."""
+        (found,) = self._ask(self._connection.look([Question(["EXISTS", self._key(agent_id)], up_to(1))])) or [0]
+        return bool(found)
 
     def tokens_of(self, agent_id: str) -> int | None:
-        """The number of the agent's stored tokens; None if there is no context for this model."""
-        raw = self._ask(self._connection.ask_one(text, "GET", self._key(agent_id)))
+        """The number of tokens in the agent's manifest; None without a context for this model."""
+        manifest = self._ask(self._manifest(agent_id))
+        return len(manifest.tokens) if manifest else None
+
+    def is_whole(self, agent_id: str) -> bool:
+        """Whether the agent has a context for this model of which no block is missing."""
+        return self._ask(self._is_whole(agent_id)) or False
+
+    async def _manifest(self, agent_id: str) -> ContextManifest | None:
+        (raw,) = await self._connection.look([Question(["GET", self._key(agent_id)], text)])
         try:
-            return len(ContextManifest.parse(raw, agent_id, self._spec).tokens) if raw is not None else None
+            return ContextManifest.parse(raw, agent_id, self._spec) if raw is not None else None
         except Miss:
             return None
+
+    async def _is_whole(self, agent_id: str) -> bool:
+        manifest = await self._manifest(agent_id)
+        if not manifest:
+            return False
+        places = manifest.places(self._spec, self._layout.together)
+        return not await block_writer.missing(self._connection, self._layout, places, look=True)
 
     def _key(self, agent_id: str) -> str:
         return manifest_key(check_agent_id(agent_id), self._spec.fingerprint)

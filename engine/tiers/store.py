@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
@@ -34,8 +35,12 @@ from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally, Tier
 from engine.tiers.pages import PageTier
 from engine.tiers.prefill_claims import Claim, Claims
+from engine.tiers.server.connection import Outage
 from engine.tiers.telling import figures, keep_telling
 from kvpage_server.system import malloc
+from kvpage_server.system.plurals import how_many
+
+log = logging.getLogger(__name__)
 
 READER_THREADS = 2  # files that are read at once
 
@@ -48,7 +53,7 @@ class AgentInfo:
     tokens: int
     tiers: tuple[str, ...]  # of "hot", "page" and "cold"
     nbytes: int  # of these tokens, in memory
-    dirty: bool
+    saved: bool  # whether a tier below memory has all of it
     pinned: bool
 
 
@@ -244,9 +249,25 @@ class AgentCacheStore:
             self._changed.notify_all()
             return self._has_room(blocks, nbytes)
 
-    def flush_dirty(self) -> None:
-        """Write all dirty contexts before returning. What cannot be written stays dirty."""
-        self._flusher.flush()
+    def flush_dirty(self, agent_id: str | None = None) -> None:
+        """Write all dirty contexts, or one agent's, before returning. A context that cannot be written stays dirty."""
+        self._flusher.flush(agent_id)
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is a tier below memory."""
+        return bool(self._flusher.tiers)
+
+    @property
+    def outage(self) -> Outage | None:
+        """The outage of the page server that lasts now; None if it answers, and without one."""
+        return self._pages.outage if self._pages else None
+
+    @property
+    def save_failures(self) -> dict[str, str]:
+        """The reason for which the last save failed, by tier: "page" or "cold"."""
+        tiers = {"page": self._pages, "cold": self._cold}
+        return {name: tier.save_failure for name, tier in tiers.items() if tier and tier.save_failure}
 
     def evict_all_to_disk(self) -> int:
         """Write all dirty contexts, to files too, and drop all that are not pinned; how many.
@@ -273,14 +294,17 @@ class AgentCacheStore:
         ]
 
     def agent(self, agent_id: str) -> AgentInfo | None:
-        """One agent; None if no tier has it."""
+        """One agent; None if no tier has it. It is saved on the server if no block of it is missing there."""
         check_agent_id(agent_id)
         on_server = bool(self._pages and self._pages.has(agent_id))
         on_file = bool(self._cold and self._cold.has(agent_id))
         with self._changed:
             entry = self._hot.look(agent_id)
-        known = entry or on_server or on_file
-        return self._info(agent_id, entry, on_server=on_server, on_file=on_file) if known else None
+        if not (entry or on_server or on_file):
+            return None
+        info = self._info(agent_id, entry, on_server=on_server, on_file=on_file)
+        lost = info.saved and not on_file and self._pages and not self._pages.is_whole(agent_id)
+        return replace(info, saved=False) if lost else info
 
     def metrics(self) -> StoreMetrics:
         """The counters, and what is in memory now."""
@@ -300,20 +324,29 @@ class AgentCacheStore:
                 prefix_hits=self._prefixes.hits,
             )
 
-    def close(self) -> None:
-        """Cancel loads, write all dirty contexts, free memory and close the tiers."""
+    def close(self) -> int:
+        """Cancel loads, write all dirty contexts, free memory and close the tiers.
+
+        Returns the number of contexts that no tier could take, and logs it. Without a tier below memory it is 0.
+        """
         for loading in list(self._loadings):
             loading.cancel()
         self.claims.close()
         self._flusher.close()
         self._ways.readers.shutdown()
         with self._changed:
+            unsaved = sum(entry.whole and not entry.kept for entry in self._hot) if self._flusher.tiers else 0
             self._hot.clear()
             self._prefixes.clear()
         if self._pages:
             self._pages.close()
+        if unsaved:
+            reasons = ", ".join(f"{tier}: {reason}" for tier, reason in self.save_failures.items())
+            log.error("%s could not be saved (%s)", how_many(unsaved, "context"), reasons)
+        return unsaved
 
     def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
+        below = on_server or on_file
         tokens = len(entry.context) if entry and entry.whole else None
         if tokens is None and self._pages and on_server:
             tokens = self._pages.tokens_of(agent_id)
@@ -324,7 +357,7 @@ class AgentCacheStore:
             tokens or 0,
             tuple(tier for tier, has in (("hot", entry), ("page", on_server), ("cold", on_file)) if has),
             (tokens or 0) * self.spec.token_nbytes,
-            bool(entry and entry.owed),
+            below and (entry is None or entry.kept),
             bool(entry and entry.pinned),
         )
 
@@ -367,7 +400,7 @@ class AgentCacheStore:
             entry = self._hot.look(blocks.agent_id)
             if not anybodys and not (entry and entry.owed):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
-                self._hot.put(adopted, (), whole=whole)
+                self._hot.put(adopted, (), whole=whole, kept=True)
                 self._hot.trim(self._flusher.stuck)
             else:
                 self._pool.free(adopted.block_ids, blocks.agent_id)

@@ -80,6 +80,7 @@ class RunningEngine(RunningServer):
 
     token: str = "none"  # that may ask
     watcher: str = "none"  # the token for the metrics of all
+    final_log: str = ""  # the log of a process that has ended
 
     @property
     def url(self) -> str:
@@ -116,6 +117,7 @@ def start_engine(
             yield engine
         finally:
             ended = engine.stop()
+            engine.final_log = engine.log
         assert ended == code, f"exit code {ended}:\n{engine.log}"
         assert "Traceback" not in engine.log, engine.log
 

@@ -45,6 +45,23 @@ function pace(those) {
   return tokens ? (1000 * those.reduce((sum, answer) => sum + answer.first_seconds, 0)) / tokens : null;
 }
 
+/** What is wrong with the page server; null if nothing is. Its words change only when the state does: they are read aloud. */
+function trouble({ store, at: now }) {
+  if (store.store === "unreachable")
+    return `The page server cannot be reached since ${clock(now - store.seconds)} (${store.reason}). Contexts stay in this engine's memory.`;
+  if (store.store === "not saving") return `The page server takes no contexts (${store.reason}). They stay in this engine's memory.`;
+  return null;
+}
+
+function showAlarm() {
+  const words = trouble(state);
+  at("alarm").hidden = words === null;
+  say(at("alarm"), words ?? "");
+  showAgents();
+}
+
+const unsaved = () => (!state?.saves ? "in memory only" : trouble(state) ? "not saved" : "being written");
+
 function showFigures() {
   const { totals, memory, running } = state;
   const share = totals.prompt ? reused() / totals.prompt : null;
@@ -153,7 +170,7 @@ function showAgents() {
       el("td", { class: "num" }, count(agent.tokens)),
       meter(bar([[agent.tiers[0] ?? "none", agent.bytes]], largest), bytes(agent.bytes)),
       el("td", {}, ...agent.tiers.map(chip)),
-      el("td", { class: "soft num" }, agent.saved ? "" : "being written")));
+      el("td", { class: "soft num" }, agent.saved ? "" : unsaved())));
 }
 
 const name = (agent) => el("span", { class: agent === null ? "soft" : "name clip", title: agent }, agent ?? "no agent");
@@ -162,7 +179,7 @@ const prompt = (each) =>
   bar([[each.tier, each.reused], ["none", each.prompt - each.reused]], each.prompt);
 
 const PARTS = { // what is drawn when something is told
-  state: [showFigures, showTiers, showBatch],
+  state: [showAlarm, showFigures, showTiers, showBatch],
   answers: [showFigures, showFirst, showAnswers],
   agents: [showAgents],
 };

@@ -46,10 +46,13 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
     return [readable(cast(Any, array)) for layer in arrays for array in layer]
 
 
-async def missing(connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace]) -> list[BlockPlace]:
-    """The blocks that are not complete or not sealed."""
+async def missing(
+    connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace], *, look: bool = False
+) -> list[BlockPlace]:
+    """The blocks that are not complete or not sealed. With `look`, this counts as no use of them."""
     asked = [_questions(place, connection, layout) for place in places]
-    found = iter(await connection.ask(chain.from_iterable(asked), gone=0))
+    ask = connection.look if look else connection.ask
+    found = iter(await ask(chain.from_iterable(asked), gone=0))
     return [place for place, questions in zip(places, asked, strict=True) if [next(found) for _ in questions].count(0)]
 
 

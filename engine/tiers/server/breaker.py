@@ -53,6 +53,12 @@ class CircuitBreaker:
             self._until = self._clock() + self._pause
             return True
 
+    def retry(self) -> None:
+        """Let the next question pass as the probe, without the rest of the pause."""
+        with self._lock:
+            if self._until is not None:
+                self._until = self._clock()
+
     def succeeded(self) -> None:
         """The server answered as it should."""
         with self._lock:

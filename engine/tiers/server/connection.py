@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar, cast
 
 import uvloop
 from redis.driver_info import DriverInfo
 
-from engine.tiers.server.breaker import CircuitBreaker
+from engine.tiers.server.breaker import FAILURES, CircuitBreaker
 from engine.tiers.server.cost_model import Rates
 from kvpage_server import __version__
-from kvpage_server.address import user_of
+from kvpage_server.address import shown, user_of
 from kvpage_server.client import (
     AsyncPageClient,
     DeadlineExceeded,
@@ -30,9 +33,12 @@ from kvpage_server.client.cluster.peers import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
 from kvpage_server.client.questions import Question, Word, ok, scanned, text, texts
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 OUTAGES = (PageClientError, OSError, TimeoutError)  # what a server that fails or is absent can cause
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which the server is not asked for a while
+LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # codes of errors with which the server answers everything
 _limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the current attempt
 SCAN_COUNT = 5000  # keys a call
 AT_ONCE = 16  # attempts at once, each with up to `connections` connections
@@ -48,6 +54,47 @@ def reason(error: BaseException) -> str:
     if isinstance(error, Refused) and error.code == "OOM":
         return "full"
     return "down" if isinstance(error, Disconnected | OSError) else "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A time during which no answer arrives from the page server."""
+
+    reason: str  # of the failure that began it
+    begun: float  # time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+
+class Reachability:
+    """Logs each outage once, and its end once. An outage begins with the failure at which the breaker opens.
+
+    `failed` and `answered` are called on the connection's thread. `outage` may be read on any thread.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.outage: Outage | None = None
+        self._address = address
+        self._failures = 0  # in a row
+        self._connected = False  # whether the server has ever answered
+
+    def failed(self, reason: str, error: BaseException) -> None:
+        """Count a failure of the server."""
+        self._failures += 1
+        if self._failures == FAILURES:
+            self.outage = Outage(reason, time.monotonic())
+            event = "lost connection" if self._connected else "cannot connect"
+            text = str(error) or "no answer in time"
+            log.warning("%s to the page server at %s (%s): %s", event, self._address, reason, text)
+
+    def answered(self) -> None:
+        """The server has answered, be it with an error."""
+        if self.outage:
+            event = "connected again" if self._connected else "connected"
+            log.warning("%s to the page server at %s after %.0f s", event, self._address, self.outage.seconds)
+        self.outage, self._failures, self._connected = None, 0, True
 
 
 class ServerConnection:
@@ -68,7 +115,9 @@ class ServerConnection:
         self._failing = frozenset() if self.several else FAILING  # each of several is left alone by itself
         self.connections = connections
         self.breaker = CircuitBreaker()
+        self.reachability = Reachability(shown(url))
         self.rates = Rates()
+        self._may_look = True
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._loop = uvloop.new_event_loop()
         self._beside = ThreadPoolExecutor(1, "kvpage-beside")
@@ -130,6 +179,11 @@ class ServerConnection:
             late = whole.expired()
             why = "late" if late else reason(error)
             missed(why)
+            if not late:
+                if why in FAILING or (isinstance(error, Refused) and error.code in LOGIN_ERRORS):
+                    self.reachability.failed(why, error)
+                else:
+                    self.reachability.answered()
             if why in self._failing:
                 self.breaker.failed()
             elif not late:
@@ -137,6 +191,7 @@ class ServerConnection:
             return None
         finally:
             work.close()
+        self.reachability.answered()
         self.breaker.succeeded()
         return done
 
@@ -155,6 +210,17 @@ class ServerConnection:
         answers = await self.server.ask(list(questions), gone=gone, of=of, deadline=self.answer_within)
         self.progressed()
         return answers
+
+    async def look(self, questions: Iterable[Question], *, gone: Any = RAISES) -> list[Any]:
+        """Ask without counting as a use of the keys, where a single server permits CLIENT NO-TOUCH to the user."""
+        questions = list(questions)
+        if not self.several and self._may_look:
+            on, off = (Question(["CLIENT", "NO-TOUCH", word], ok) for word in ("ON", "OFF"))
+            try:
+                return (await self.ask([on, *questions, off]))[1:-1]
+            except Refused:
+                self._may_look = False
+        return await self.ask(questions, gone=gone)
 
     async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
         """Ask one question. `read` parses the answer."""

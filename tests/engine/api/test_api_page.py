@@ -12,7 +12,7 @@ import httpx
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
 from browsers import CHROMIUM, NO_CHROMIUM, chromium, faults, fits_a_phone, says, shown, stays_fluid
-from servers import RunningServer
+from servers import RunningServer, free_port
 
 from engine.api.watching import LATELY
 
@@ -109,6 +109,18 @@ def test_axe_finds_nothing_serious_in_the_engines_page(engine: RunningEngine, br
     with shown(browser, engine.url, color_scheme=theme) as page:
         says(page, "#agents", "carol")
         assert faults(page) == []
+
+
+@in_chromium
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_page_shows_that_the_store_cannot_be_reached(tiny: Path, browser: Any, theme: str) -> None:
+    with start_engine(tiny, "--store", f"redis://127.0.0.1:{free_port()}", code=1) as engine:
+        ask(engine, "carol", "Hello")
+        with shown(browser, engine.url, color_scheme=theme) as page:
+            says(page, "#alarm", "The page server cannot be reached since")
+            says(page, "#agents", "not saved")
+            assert faults(page) == []
+            fits_a_phone(page)
 
 
 @in_chromium

@@ -1,0 +1,138 @@
+"""An engine reports a page server that it cannot use, and never calls a context saved that is in memory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from api_engines import RunningEngine, start_engine, write_tiny
+from servers import free_port, start_server
+from waiting import until
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("model"))
+
+
+def ask(engine: RunningEngine, agent: str) -> None:
+    engine.client().chat.completions.create(
+        model="model0",
+        messages=[{"role": "user", "content": "hello " * 20}],
+        max_tokens=4,
+        extra_body={"agent_id": agent},
+    )
+
+
+def agent(engine: RunningEngine, name: str) -> dict[str, object]:
+    found: dict[str, object] = httpx.get(f"{engine.url}/v1/agents/{name}").json()
+    return found
+
+
+def ready(engine: RunningEngine) -> dict[str, object]:
+    answer = httpx.get(f"{engine.url}/health/ready")
+    assert answer.status_code == 200
+    found: dict[str, object] = answer.json()
+    return found
+
+
+@pytest.fixture
+def without_store(model: Path) -> Iterator[RunningEngine]:
+    with start_engine(model, "--name", "model0") as engine:
+        yield engine
+
+
+def test_nothing_is_saved_without_a_store(without_store: RunningEngine) -> None:
+    ask(without_store, "alice")
+    assert agent(without_store, "alice")["saved"] is False
+    answer = httpx.post(f"{without_store.url}/v1/agents/alice/save")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_store")
+    assert ready(without_store) == {"status": "ok"}
+
+
+def test_unreachable_store_is_reported_and_fails_the_exit(model: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    with start_engine(model, "--name", "model0", "--store", url, code=1) as engine:
+        until(lambda: ready(engine).get("store") == "unreachable", "the outage in the health check")
+        assert ready(engine)["reason"] == "down"
+        for name in ("alice", "bob"):
+            ask(engine, name)
+        assert agent(engine, "alice")["saved"] is False
+        assert (engine.metric("page_server_up"), engine.metric("page_server_saving")) == (0, 0)
+        answer = httpx.post(f"{engine.url}/v1/agents/alice/save")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_saved")
+        assert "page: down" in answer.json()["error"]["message"]
+    assert engine.final_log.count("cannot connect to the page server at " + url) == 1
+    assert "2 contexts could not be saved (page: down)" in engine.final_log
+
+
+def test_lost_connection_is_logged_once_and_its_end_once(model: Path) -> None:
+    port = free_port()
+    with start_server(port=port) as server:
+        url = server.url
+        with start_engine(model, "--name", "model0", "--store", url) as engine:
+            until(lambda: ready(engine) == {"status": "ok", "store": "ok"}, "the connection")
+            ask(engine, "alice")
+            until(lambda: agent(engine, "alice")["saved"], "alice on the store")
+            server.stop()
+            until(lambda: ready(engine).get("store") == "unreachable", "the outage")
+            assert agent(engine, "alice")["saved"] is False  # the server was its only place
+            with start_server(port=port):
+                until(lambda: ready(engine).get("store") == "ok", "the connection again")
+                saved = httpx.post(f"{engine.url}/v1/agents/alice/save")
+                assert (saved.status_code, saved.json()["saved"]) == (200, True)
+                ask(engine, "bob")
+                until(lambda: agent(engine, "bob")["saved"], "bob on the store")
+    assert engine.final_log.count("lost connection to the page server") == 1
+    assert engine.final_log.count("connected again to the page server") == 1
+    assert "could not be saved" not in engine.final_log
+
+
+def test_evicted_context_is_not_called_saved(model: Path) -> None:
+    with start_server() as server, start_engine(model, "--name", "model0", "--store", server.url) as engine:
+        ask(engine, "alice")
+        until(lambda: agent(engine, "alice")["saved"], "alice on the store")
+        with server.client() as client:
+            (block,) = {key.split(b":")[1] for key in client.scan_iter("seal:*")}
+            assert client.execute_command("KVPAGEDEL", block)
+            assert agent(engine, "alice")["saved"] is False
+            assert httpx.post(f"{engine.url}/v1/agents/alice/save").json()["saved"] is True
+            client.flushall()
+        assert agent(engine, "alice")["saved"] is False
+
+
+def test_refused_saves_are_logged_with_the_reason(model: Path) -> None:
+    reader = ("--user", "reader", "on", ">open", "%R~*", "&*", "+@read", "+@connection", "+publish")
+    with start_server(*reader) as server:
+        url = server.url.replace("//", "//reader:open@")
+        with start_engine(model, "--name", "model0", "--store", url, code=1) as engine:
+            ask(engine, "alice")
+            until(lambda: ready(engine).get("store") == "not saving", "the refusal")
+            assert engine.metric("page_server_up") == 1
+    assert engine.final_log.count("contexts cannot be written to the page server (refused)") == 1
+    assert "1 context could not be saved (page: refused)" in engine.final_log
+
+
+def test_wrong_password_is_logged_at_the_start(model: Path) -> None:
+    with start_server("--requirepass", "sesame") as server:
+        url = server.url.replace("//", "//:wrong@")
+        with start_engine(model, "--name", "model0", "--store", url) as engine:
+            until(lambda: ready(engine).get("store") == "unreachable", "the outage")
+    assert "cannot connect to the page server" in engine.final_log
+    assert "WRONGPASS" in engine.final_log
+    assert "wrong@" not in engine.final_log
+
+
+def test_listing_agents_is_no_use_of_them(model: Path) -> None:
+    with start_server() as server, start_engine(model, "--name", "model0", "--store", server.url) as engine:
+        ask(engine, "alice")
+        until(lambda: agent(engine, "alice")["saved"], "alice on the store")
+        with server.client() as client:
+            (manifest,) = client.scan_iter("manifest:*")
+            client.client_no_touch("ON")
+            until(lambda: client.object("idletime", manifest) >= 1, "a second without a use")
+            assert agent(engine, "alice")["saved"] is True
+            httpx.get(f"{engine.url}/v1/agents").raise_for_status()
+            assert client.object("idletime", manifest) >= 1
