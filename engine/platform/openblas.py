@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 log = logging.getLogger(__name__)
 
+THREADS_SET = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")  # the variables that OpenBLAS reads
 ADVICE = (
     "pip install ngsolve-openblas (x86-64), or the package libopenblas0-pthread (Debian) or openblas-threads (Fedora)"
 )
@@ -44,10 +45,21 @@ def prefer_openblas() -> bool:
             log.debug("%s is of no use: %s", library, error)
             continue
         if hasattr(loaded, "cblas_sgemm"):
+            _limit_threads(loaded)
             log.debug("MLX multiplies with %s", library)
             return True
     log.info("MLX multiplies with its slow reference BLAS. For 20 times the speed: %s", ADVICE)
     return False
+
+
+def _limit_threads(library: ctypes.CDLL) -> None:
+    """Use a quarter of the cores, at least one, unless the environment sets a number of threads.
+
+    OpenBLAS uses all cores, and its threads wait for each other at every multiplication. While another program uses one
+    of these cores, the model runs many times slower. docs/engine.md has the measurement.
+    """
+    if not any(name in os.environ for name in THREADS_SET) and hasattr(library, "openblas_set_num_threads"):
+        library.openblas_set_num_threads(max(1, len(os.sched_getaffinity(0)) // 4))
 
 
 def _libraries() -> Iterator[Path]:

@@ -66,3 +66,25 @@ def test_a_misspelt_choice_is_refused_with_the_two_there_are() -> None:
 
 def test_importing_the_engine_does_not_import_mlx() -> None:
     assert run("import engine, sys; print([name for name in sys.modules if name.split('.')[0] == 'mlx'])") == "[]\n"
+
+
+THREADS = """
+import ctypes, engine, re
+path = re.search(r"/\\S*libopenblas\\S*", open("/proc/self/maps").read())[0]
+print(ctypes.CDLL(path).openblas_get_num_threads())
+"""
+LIMITS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+@needs_openblas
+def test_openblas_uses_a_quarter_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    assert int(run(THREADS)) == max(1, len(os.sched_getaffinity(0)) // 4)
+
+
+@needs_openblas
+def test_number_of_threads_in_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    assert int(run(THREADS, OPENBLAS_NUM_THREADS="2")) == 2
