@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.caches import MLX_DTYPES, Matrices
-from engine.formats import json_bounds, tensor_file
+from engine.formats import tensor_file
 from engine.formats.tensor_file import DamagedFileError, Tensor, TensorReader
 from engine.memory.agent_id import is_agent_id
 from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id
@@ -50,6 +50,7 @@ from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.manifest import Miss
 from kvpage_server.page import DType, KVType
+from kvpage_server.system import json_bounds
 from kvpage_server.system.durable import private_directory, remove, remove_unfinished, replacing
 
 Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16

@@ -1,0 +1,67 @@
+"""Files and JSON of others: everything that is not a file, too large or malformed is refused with a reason."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpage_server.system import json_bounds
+from kvpage_server.system.files import open_regular, read_regular
+
+BOUNDS = {"containers": 10_000, "strings": 100, "values": 100}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"[" * 9000 + b"]" * 9000, "nested too deeply"),
+        (b"[" * 5000 + b"1" + b"]" * 5000, "nested too deeply"),
+        (b"[1e999]", "the number 1e999 is too large"),
+        (b"[-1e999]", "the number -1e999 is too large"),
+        (b"[NaN]", "NaN is no number"),
+        (b"[-Infinity]", "-Infinity is no number"),
+        (b'{"a": 1, "b": 2, "a": 3}', "the name 'a' twice"),
+        (b"\xff\xfe[\x00]\x00", "can't decode byte 0xff"),
+        ("[\u0661]".encode(), "Expecting value"),  # an Arabic 1
+        (b"[" + b"9" * 401 + b"]", "more than 400 digits"),
+        (b'["x"' + b',"x"' * 100 + b"]", "more than 100 strings"),
+        (b"[[]" + b",[]" * 10_000 + b"]", "more than 10000 lists"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_json_is_refused_with_the_reason(text: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        json_bounds.parse(text, **BOUNDS)
+
+
+def test_json_within_its_bounds_is_parsed() -> None:
+    text = b'{"a": [1, -2.5, 1e300, true, null], "b": {"a": "\\u00e9"}}'
+    wanted: Any = {"a": [1, -2.5, 1e300, True, None], "b": {"a": "é"}}
+    assert json_bounds.parse(text, **BOUNDS) == wanted
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """A pipe without a writer would wait for one."""
+    pipe, listening, link = tmp_path / "pipe", tmp_path / "socket", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(listening))
+        for path in (pipe, link, listening, tmp_path, Path("/dev/zero"), tmp_path / "none"):
+            with pytest.raises(OSError, match=r"regular file|Is a directory|No such"):
+                open_regular(path)
+
+
+def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"12345678")
+    assert read_regular(file, 8) == b"12345678"
+    with pytest.raises(OSError, match="more than 7 bytes"):
+        read_regular(file, 7)
+    os.truncate(file, 1 << 40)  # sparse
+    with pytest.raises(OSError, match="more than 8 bytes"):
+        read_regular(file, 8)
