@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
@@ -32,6 +33,8 @@ from engine.persistent.model import Model
 from engine.persistent.state.memory import Memory
 from engine.persistent.storage.export import export
 from engine.persistent.storage.store import PersistentStore, SavedPages, StoredInstance
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1  # of what a program's fingerprint stands for
 
@@ -234,10 +237,17 @@ class Executor:
         self.steps = steps
 
     def _save_if_possible(self) -> None:
+        """Save after a step. A failure is counted, and the first in a row is logged."""
+        failures = self.unsaved
         try:
             self.save()
-        except redis.RedisError:
+        except redis.RedisError as error:
             self.unsaved += 1
+            if not failures:
+                log.warning("step %d cannot be saved; the next steps try again: %s", self.steps, error)
+        else:
+            if failures:
+                log.warning("step %d is saved again, after %d failures", self.steps, failures)
 
     def _evaluate(self, compute: Any) -> None:
         """What goes wrong here is MLX's, such as too little memory, and may have spoilt what changed in place."""

@@ -34,7 +34,7 @@ log = logging.getLogger("kvpage")
 def missing() -> str:
     """What has to be installed before it can be begun; empty when nothing is missing."""
     absent = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    return f"{absent[0]} is not installed: pip install 'kvpage[web]'" if absent else ""
+    return f"{absent[0]} is not installed: pip install '.[web]' in a checkout of kvpage" if absent else ""
 
 
 class Companion:

@@ -39,4 +39,4 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
     package = (error.name or "").partition(".")[0]
     if package in ("", "kvpage_server", "engine"):
         raise error
-    return f"{package} is not installed: pip install 'kvpage[{extra}]'"
+    return f"{package} is not installed: pip install '.[{extra}]' in a checkout of kvpage"

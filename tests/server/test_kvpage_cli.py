@@ -388,7 +388,9 @@ def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
     program = f"import sys; sys.modules['{missing}'] = None; from engine.cli import main; sys.exit(main(['serve']))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
     assert done.returncode == 1
-    assert done.stderr.endswith(f"kvpage-engine: {missing} is not installed: pip install 'kvpage[engine]'\n")
+    assert done.stderr.endswith(
+        f"kvpage-engine: {missing} is not installed: pip install '.[engine]' in a checkout of kvpage\n"
+    )
     assert "Traceback" not in done.stderr
 
 

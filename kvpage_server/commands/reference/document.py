@@ -41,7 +41,7 @@ value under its own key writes the page.
 `TYPE set` lists only these keys, so it lists the requests.
 
 A block that is leased or pinned is not evicted. Leases and pins together can take half of `maxmemory` and half of what
-`maxdisk` has for values, and those of the blocks of a quota half of that quota. They do not protect from deletion and
+`maxdisk` has for values, and within a quota at most half of that quota. They do not protect from deletion and
 expiry. A lease lasts an hour at most. It can be prolonged, but not ended.
 """
 

@@ -429,7 +429,7 @@ def test_who_reads_while_another_saves_gets_one_whole_step(
 
 
 def test_autosave_goes_on_without_a_server_and_makes_up_for_it(
-    server: RunningServer, client: redis.Redis, store: PersistentStore
+    server: RunningServer, client: redis.Redis, store: PersistentStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start_proxy(server.port) as proxy:
         remote = PersistentStore(proxy.url, deadline=5)
@@ -444,6 +444,9 @@ def test_autosave_goes_on_without_a_server_and_makes_up_for_it(
         assert run.unsaved == 0
         assert state(simulator(store).resume("auto")) == reference(8)
         remote.close()
+    failed, again = (record.getMessage() for record in caplog.records)
+    assert failed.startswith("step 4 cannot be saved; the next steps try again: ")
+    assert again == "step 8 is saved again, after 2 failures"
 
 
 def test_export_is_a_file_that_any_tool_reads(store: PersistentStore, tmp_path: Path) -> None:

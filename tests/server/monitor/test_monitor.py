@@ -328,7 +328,10 @@ def test_without_the_extra_it_is_refused_with_what_to_install() -> None:
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
     assert said.returncode == 1
-    assert said.stderr == "kvpage-server: metrics-port: uvicorn is not installed: pip install 'kvpage[web]'\n"
+    assert (
+        said.stderr
+        == "kvpage-server: metrics-port: uvicorn is not installed: pip install '.[web]' in a checkout of kvpage\n"
+    )
 
 
 def test_a_store_that_gives_no_answer_is_said_to_be_so(seen: SeenServer) -> None:
