@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvpage_server.system import json_bounds
+from kvpage_server.bounded import json_bounds
 
 ITEMSIZES = {"BOOL": 1, "I8": 1, "U8": 1, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4}
 ITEMSIZES |= {"F64": 8, "I64": 8, "U64": 8}  # bytes

@@ -49,8 +49,8 @@ from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.manifest import Miss
+from kvpage_server.bounded import json_bounds
 from kvpage_server.page import DType, KVType
-from kvpage_server.system import json_bounds
 from kvpage_server.system.durable import private_directory, remove, remove_unfinished, replacing
 
 Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16

@@ -21,7 +21,8 @@ from kvpage_server.address import shown
 from kvpage_server.page import KVType, PageKey
 from kvpage_server.snapshot.amount import Amount
 from kvpage_server.snapshot.dump import Selection, dump
-from kvpage_server.snapshot.errors import DumpError
+from kvpage_server.snapshot.errors import DumpError, Failures
+from kvpage_server.snapshot.format.directory import size_of
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor
 from kvpage_server.snapshot.format.names import text_of
 from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
@@ -45,9 +46,9 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     if args.json:
-        counts = {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt}
+        counts = {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt.texts}
         print_json({"url": shown(args.url)} | _told(dumped.amount) | counts)
-        return not dumped.corrupt
+        return not dumped.corrupt.count
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = how_many(dumped.files, "file"), time.monotonic() - started
     out.print(f"{_counted(dumped.amount)} in {files}{kept}, {took:.1f} s")
@@ -64,18 +65,18 @@ def _keys(server: redis.Redis, selection: Selection) -> int | None:
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     """Returns whether everything was restored."""
     evicted = server.info("stats").get("evicted_keys", 0)
-    nbytes = sum(file.stat().st_size for file in args.directory.glob("*.safetensors"))
+    nbytes = size_of(args.directory)
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
         restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
-    if args.request and not restored.amount.pages + restored.there + restored.expired + len(restored.corrupt):
+    if args.request and not restored.amount.pages + restored.there + restored.expired + restored.corrupt.count:
         raise DumpError(f"{args.directory} has no page of what --request names")
     evicted = server.info("stats").get("evicted_keys", 0) - evicted
     if args.json:
-        names = {"corrupt": restored.corrupt, "no_room": restored.no_room}
+        names = {name: getattr(restored, name).texts for name in ("corrupt", "no_room", "refused")}
         counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted}
         print_json({"url": shown(args.url)} | _told(restored.amount) | counts | names | {"finished": restored.finished})
-        return restored.finished and not restored.corrupt and not restored.no_room
+        return restored.finished and not any((restored.corrupt.count, restored.no_room.count, restored.refused.count))
     out.print(f"{_counted(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
         out.print(f"{how_many(restored.there, 'key')} there already, left unchanged")
@@ -87,24 +88,25 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
     fitted = _none("did not fit into the store, and were not restored", restored.no_room)
-    return _none("are corrupt, and were not restored", restored.corrupt) and fitted and restored.finished
+    taken = _none("were refused by the server, and were not restored", restored.refused)
+    return _none("are corrupt, and were not restored", restored.corrupt) and fitted and taken and restored.finished
 
 
 def run_inspect(args: argparse.Namespace) -> bool:
     """Returns whether everything can be read and, with --verify, is intact."""
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
-    if requests and not found.planes and not found.corrupt:
+    if requests and not found.planes and not found.corrupt.count:
         raise DumpError(f"{args.path} has no page of what --request names")
     if args.json:
         print_json(_inspected(found, args.path))
-        return not found.corrupt
+        return not found.corrupt.count
     _show_head(args.path, found)
     if requests:
         _show_planes(found.planes)
     else:
         _show_requests(found)
-    if args.verify and not found.corrupt:
+    if args.verify and not found.corrupt.count:
         out.print("all of it is intact")
     return _none("are corrupt", found.corrupt)
 
@@ -123,7 +125,7 @@ def _inspected(found: Inspected, path: Path) -> dict[str, Any]:
         "pages": sum(holding.count for holding in held),
         "strings": found.strings.count,
         "bytes": sum(holding.nbytes for holding in held) + found.strings.nbytes,
-        "corrupt": found.corrupt,
+        "corrupt": found.corrupt.texts,
     }
 
 
@@ -156,7 +158,7 @@ def _show_planes(planes: list[PageTensor]) -> None:
         matrix = f"{how_many(page_size, 'token')} x {head_dim} {dtype.name.lower()}"
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
-        size = as_size(sum(pages.sizes))
+        size = as_size(pages.body_size * len(pages.checksums))
         shown.add_row(readable(pages.name), KVType(pages.first.kv_type).name, matrix, _lives(left), shape, size)
     if shown.row_count:
         out.print(shown)
@@ -174,15 +176,15 @@ def _counted(what: Amount) -> str:
     return f"{how_many(what.pages, 'page')} and {how_many(what.strings, 'string')}, {as_size(what.nbytes)}"
 
 
-def _none(fate: str, names: list[str]) -> bool:
-    """List what had this fate. Returns whether there was nothing."""
-    if names:
-        out.print(f"[red]{len(names):,} {fate}:[/]")
-        for name in names[:_MOST_LISTED]:
-            out.print(Text("  ") + readable(name))
-        if len(names) > _MOST_LISTED:
-            out.print(f"  and {len(names) - _MOST_LISTED:,} more")
-    return not names
+def _none(fate: str, failures: Failures) -> bool:
+    """List the failures, a line each. Returns whether there are none."""
+    if failures.count:
+        out.print(f"[red]{failures.count:,} {fate}:[/]")
+        for text in failures.texts[:_MOST_LISTED]:
+            out.print(Text("  ") + readable(text))
+        if failures.count > _MOST_LISTED:
+            out.print(f"  and {failures.count - _MOST_LISTED:,} more")
+    return not failures.count
 
 
 def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:

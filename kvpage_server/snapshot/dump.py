@@ -19,7 +19,7 @@ from pathlib import Path
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot.ahead import ahead
 from kvpage_server.snapshot.amount import Amount
-from kvpage_server.snapshot.errors import BadFile, DumpError
+from kvpage_server.snapshot.errors import BadFile, DumpError, Failures
 from kvpage_server.snapshot.format import directory
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
 from kvpage_server.snapshot.format.files import DumpOf, FileContents, Tensor, write_file
@@ -56,7 +56,7 @@ class Dumped:
     amount: Amount = field(default_factory=Amount)
     files: int = 0
     kept: int = 0  # files that stayed as they were
-    corrupt: list[str] = field(default_factory=list)  # what the server has that is not what was stored in it
+    corrupt: Failures = field(default_factory=Failures)  # pages whose bytes are not those that were stored
 
     def count(self, contents: FileContents) -> None:
         """Add a file of the dump."""
@@ -97,7 +97,10 @@ class _Dump:
         self._kept: dict[str, tuple[int, int]] = {}  # tensors of files that stay: layers and heads of a plane
 
     def run(self, update: bool) -> Dumped:
-        summary = directory.read_summary(self._path)
+        try:
+            summary = directory.read_summary(self._path)
+        except BadFile as error:
+            raise DumpError(f"{self._path}: {error}; name another directory") from None
         if summary is not None:
             self._check_selection(summary.selection)
             if not update:
@@ -127,7 +130,7 @@ class _Dump:
     def _unchanged(self, files: list[Path]) -> Iterator[tuple[str, str]]:
         """The names and digests of the files that stay."""
         for file, contents in directory.read_all(files, None):
-            if isinstance(contents, BadFile):
+            if isinstance(contents, BadFile) or contents.bad:
                 continue
             self._check_selection(contents.of.selection)
             if is_unchanged(self._store, contents):
@@ -201,7 +204,7 @@ class _Dump:
                     try:
                         pages.append(self._page(key, now))
                     except PageError as error:
-                        self._dumped.corrupt.append(f"{text_of(bytes(key))}: {error}")
+                        self._dumped.corrupt.add(f"{text_of(bytes(key))}: {error}")
         return [*tensors_of(pages), *strings]
 
     def _page(self, key: PageKey, value: Value) -> FoundPage:

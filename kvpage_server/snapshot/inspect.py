@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile
+from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile, Failures
 from kvpage_server.snapshot.format import directory
 from kvpage_server.snapshot.format.directory import Summary
 from kvpage_server.snapshot.format.entries import FOREVER, Entry, PageTensor
-from kvpage_server.snapshot.format.files import FileContents, intact, read_data
+from kvpage_server.snapshot.format.files import FileContents, intact, opened
 from kvpage_server.snapshot.format.names import text_of
 
 
@@ -44,7 +44,7 @@ class Inspected:
     requests: dict[bytes, Holding] = field(default_factory=lambda: defaultdict(Holding))
     strings: Holding = field(default_factory=Holding)
     planes: list[PageTensor] = field(default_factory=list)  # of the requests that were asked for
-    corrupt: list[str] = field(default_factory=list)
+    corrupt: Failures = field(default_factory=Failures)
 
 
 Done = Callable[[int], None]  # told how many bytes more are done
@@ -57,21 +57,27 @@ def inspect(
 
     Raises DumpError for a directory that holds no dump, OSError.
     """
+    found, files = Inspected(None), [path]
     if path.is_dir():
-        found = Inspected(directory.read_summary(path))
+        try:
+            found.summary = directory.read_summary(path)
+        except BadFile as error:
+            found.corrupt.add(str(error))
         files = directory.files_of(path, found.summary)
     else:
-        found, files = Inspected(None), [path]
         path.stat()
     for file, contents in directory.read_all(files, found.summary):
         try:
             if isinstance(contents, BadFile):
                 raise contents
+            for bad in contents.bad:
+                found.corrupt.add(f"{bad}, in {file.name}")
             _add(found, contents, frozenset(requests))
             if verify:
-                found.corrupt += [f"{key} in {file.name}: {NOT_WRITTEN}" for key in _corrupt(contents)]
+                for key in _corrupt(contents):
+                    found.corrupt.add(f"{key} in {file.name}: {NOT_WRITTEN}")
         except BadFile as error:
-            found.corrupt.append(f"{file.name}: {error}")
+            found.corrupt.add(f"{file.name}: {error}")
         else:
             done(contents.size)
     return found
@@ -90,9 +96,9 @@ def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -
 
 def _corrupt(contents: FileContents) -> Iterator[str]:
     """The keys of pages and strings that do not match their checksum."""
-    data = read_data(contents)
-    for span in contents.spans:
-        entry = span.entry
-        whole = intact(span, data)
-        keys = [entry.key] if not isinstance(entry, PageTensor) else list(map(bytes, entry.keys()))
-        yield from (text_of(key) for key, is_intact in zip(keys, whole, strict=True) if not is_intact)
+    with opened(contents) as file:
+        for span in contents.spans:
+            entry = span.entry
+            for number, is_intact in enumerate(intact(file, contents, span)):
+                if not is_intact:
+                    yield text_of(bytes(entry.key(number)) if isinstance(entry, PageTensor) else entry.key)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpage_server.client.wire.exchange import Piece
-from kvpage_server.page import BlockShape, PageError, Plane
-from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
-from kvpage_server.snapshot.format.files import EntrySpan, intact
+from kvpage_server.page import MAX_TTL, BlockShape, PageError, Plane, checksum
+from kvpage_server.snapshot.format.entries import FOREVER, Entry, PageTensor
 from kvpage_server.snapshot.format.names import text_of
+from kvpage_server.snapshot.parts import Slice
+
+MAX_LEFT_MS = MAX_TTL * 1000  # four million years: a longer time to live, added to now, may be more than a server takes
 
 
 class Item(NamedTuple):
@@ -44,18 +46,18 @@ class Plan:
 
     blocks: list[PlannedBlock] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
-    corrupt: list[str] = field(default_factory=list)  # keys of what does not hash to its checksum
+    corrupt: list[str] = field(default_factory=list)  # keys of bodies that do not match their checksum
     expired: int = 0  # keys whose time is over
 
 
-def plan(spans: Iterable[EntrySpan], data: memoryview, age_ms: int) -> Plan:
-    """What to send of some tensors of a file, `age_ms` after their times to live were counted."""
+def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Plan:
+    """The commands for some pieces of tensors and their bytes, `age_ms` after their times to live were counted."""
     made = Plan()
     blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
-    for span in spans:
-        entry, body = span.entry, data[span.start : span.stop]
-        items = list(_alive(made, _sound(made, span, data), age_ms))
-        if isinstance(entry, PageTensor):
+    for piece, body in zip(part, bodies, strict=True):
+        entry = piece.span.entry
+        items = list(_alive(made, _sound(made, piece, body), age_ms))
+        if isinstance(entry, PageTensor) and piece.is_whole:
             blocks[entry.first.req_id, entry.first.page].append((entry, body, items))
         else:
             made.items += items
@@ -72,23 +74,24 @@ def plan(spans: Iterable[EntrySpan], data: memoryview, age_ms: int) -> Plan:
     return made
 
 
-def _sound(made: Plan, span: EntrySpan, data: memoryview) -> Iterator[Item]:
-    """The pages of a tensor, or the string, that match their checksums."""
-    for item, is_intact in zip(_items(span, data), intact(span, data), strict=True):
-        if is_intact:
+def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
+    """The pages of a piece, or the string, that match their checksums."""
+    entry, size = piece.span.entry, piece.span.entry.body_size
+    for number in range(piece.first, piece.stop):
+        start = (number - piece.first) * size
+        item = _item(entry, number, body[start : start + size])
+        if checksum(item.value[-1]) == entry.checksums[number]:
             yield item
         else:
             made.corrupt.append(text_of(item.key))
 
 
-def _items(span: EntrySpan, data: memoryview) -> Iterator[Item]:
-    entry, start = span.entry, span.start
-    if isinstance(entry, String):
-        yield Item(entry.key, [data[start : span.stop]], entry.left_ms, False)
-        return
-    for key, header, left in zip(entry.keys(), entry.headers(), entry.ttl_left_ms, strict=True):
-        yield Item(bytes(key), [bytes(header), data[start : start + entry.geometry.body_size]], left, True)
-        start += entry.geometry.body_size
+def _item(entry: Entry, number: int, body: memoryview) -> Item:
+    """A page of a tensor, or the string."""
+    left = min(entry.ttl_left_ms[number], MAX_LEFT_MS)
+    if isinstance(entry, PageTensor):
+        return Item(bytes(entry.key(number)), [bytes(entry.header(number)), body], left, True)
+    return Item(entry.key, [body], left, False)
 
 
 def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:

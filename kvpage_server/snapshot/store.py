@@ -231,14 +231,19 @@ class RunningStore:
             found[i] = found[i] or count > 0
         return found
 
-    def write(self, writes: Writes) -> list[Written]:
-        """Do the writes, and return their outcomes. Raises Refused for other refusals than lack of room."""
+    def write(self, writes: Writes) -> list[Written | Refused]:
+        """Do the writes, and return their outcomes: Refused for a value that the server does not take.
+
+        Raises Refused if the server takes no values at present, such as MISCONF.
+        """
         replies = self._ask(writes.pieces, writes.count, with_errors=True)
         return [_written(reply) for reply in replies]
 
 
-def _written(reply: Any) -> Written:
+def _written(reply: Any) -> Written | Refused:
     if isinstance(reply, Refused):
+        if reply.code in ("ERR", "NOPERM"):
+            return reply
         if reply.code != "OOM":
             raise reply
         return Written.NO_ROOM

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpage_server.system import json_bounds
-from kvpage_server.system.files import open_regular, read_regular
+from kvpage_server.bounded import json_bounds
+from kvpage_server.bounded.files import open_regular, read_regular
 
 BOUNDS = {"containers": 10_000, "strings": 100, "values": 100}
 

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from engine.api.openai.errors import ApiError, invalid, shortened
-from kvpage_server.system import json_bounds
+from kvpage_server.bounded import json_bounds
 
 MAX_CONTAINERS = 8_192  # lists and objects
 MAX_STRINGS = 16_384  # names of fields included; a conversation of 4,096 messages has as many

@@ -8,17 +8,21 @@ that a page was stored without a checksum; the one here is then the dump's own. 
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from kvpage_server.page import DType, PageHeader, PageKey
+from kvpage_server.bounded import json_bounds
+from kvpage_server.page import MAX_BLOCK_PAGES, MAX_LAYER, MAX_TTL, MAX_U64, DType, PageHeader, PageKey
 from kvpage_server.snapshot.format.names import bytes_of, plane_name, string_name, text_of
 
 T = TypeVar("T")
 
-FOREVER = -1  # what PTTL says of a key without an expiry
+FOREVER = -1  # the PTTL of a key without an expiry
+MAX_I64 = 0x7FFF_FFFF_FFFF_FFFF
+_MEMBERS = 32  # of a note: more than it has
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class Geometry(NamedTuple):
@@ -79,24 +83,31 @@ class PageTensor:
         return [*self.grid, page_size, head_dim] if self.is_plane else [page_size, head_dim]
 
     @property
-    def sizes(self) -> list[int]:
-        """The bytes of each body, in the order in which they lie in the tensor."""
-        return [self.geometry.body_size] * len(self.checksums)
+    def body_size(self) -> int:
+        """The bytes of each body."""
+        return self.geometry.body_size
+
+    def key(self, number: int) -> PageKey:
+        """The key of a page, by its number in the tensor."""
+        layer, head = divmod(number, self.grid[1])
+        first = self.first
+        return PageKey(first.req_id, first.layer + layer, first.head + head, first.page, first.kv_type)
 
     def keys(self) -> Iterator[PageKey]:
-        """The pages' keys, in that order."""
-        first, (layers, heads) = self.first, self.grid
-        for layer in range(first.layer, first.layer + layers):
-            for head in range(first.head, first.head + heads):
-                yield PageKey(first.req_id, layer, head, first.page, first.kv_type)
+        """The pages' keys, in the order in which their bodies lie in the tensor."""
+        return map(self.key, range(len(self.checksums)))
+
+    def header(self, number: int) -> PageHeader:
+        """The header of a page as it was stored, by its number in the tensor."""
+        dtype, page_size, head_dim, body_size = self.geometry
+        key, written = self.key(number), self.written
+        checksum = 0 if written.unchecked[number] else self.checksums[number]
+        about = key.layer, key.head, key.page, written.created_ms[number], written.ttl[number], body_size, checksum
+        return PageHeader(dtype, key.kv_type, page_size, head_dim, *about)
 
     def headers(self) -> Iterator[PageHeader]:
-        """The pages' headers, as they were stored."""
-        dtype, page_size, head_dim, body_size = self.geometry
-        columns = zip(self.keys(), self.written.created_ms, self.written.ttl, self.checksums, strict=True)
-        for (key, created_ms, ttl, checksum), unchecked in zip(columns, self.written.unchecked, strict=True):
-            about = key.layer, key.head, key.page, created_ms, ttl, body_size, 0 if unchecked else checksum
-            yield PageHeader(dtype, key.kv_type, page_size, head_dim, *about)
+        """The pages' headers, in the order of `keys`."""
+        return map(self.header, range(len(self.checksums)))
 
     def note(self) -> dict[str, Any]:
         """What the file's metadata says about it."""
@@ -141,8 +152,8 @@ class String:
         return [self.size]
 
     @property
-    def sizes(self) -> list[int]:
-        return [self.size]
+    def body_size(self) -> int:
+        return self.size
 
     @property
     def checksums(self) -> list[int]:
@@ -172,39 +183,65 @@ def _unfolded(value: Any, count: int, kind: type[T]) -> list[T]:
     return values
 
 
-def entry_of(name: str, note: str, nbytes: int) -> Entry:
-    """The entry of a tensor of so many bytes, from what the metadata says of it.
+def entry_of(name: str, note: str, nbytes: int, most_pages: int = MAX_BLOCK_PAGES) -> Entry:
+    """The entry of a tensor of `nbytes` bytes, from its note in the metadata.
 
-    Raises ValueError, KeyError or TypeError for a note that is none, or that is of another tensor.
+    Raises ValueError, KeyError, TypeError or AttributeError for a malformed note, for the note of another tensor, and
+    for more than `most_pages` pages.
     """
-    told = json.loads(note)
+    most = _MEMBERS * MAX_BLOCK_PAGES
+    told = json_bounds.parse(note.encode(), containers=_MEMBERS, strings=most, values=most)
     if not isinstance(told, dict):
-        raise ValueError(f"of {name} nothing is told")
-    entry = _pages_of(told, nbytes) if "request" in told else _string_of(name, told, nbytes)
+        raise ValueError("its note is not a JSON object")
+    entry = _pages_of(told, nbytes, most_pages) if "request" in told else _string_of(name, told, nbytes)
     if entry.name != name:
-        raise ValueError(f"it is told to be {entry.name}")
+        raise ValueError(f"its note is that of {entry.name:.300}")
     return entry
 
 
 def _string_of(name: str, told: dict[str, Any], nbytes: int) -> String:
-    (left_ms,) = _unfolded(told["ttl_left_ms"], 1, int)
-    return String(bytes_of(name.removeprefix("string:")), nbytes, left_ms, int(told["checksum"], 16))
+    (left_ms,) = _numbers(told["ttl_left_ms"], 1, FOREVER, MAX_I64)
+    return String(bytes_of(name.removeprefix("string:")), nbytes, left_ms, _checksum(told["checksum"]))
 
 
-def _pages_of(told: dict[str, Any], nbytes: int) -> PageTensor:
-    layers, heads = told.get("layers", 1), told.get("heads", 1)
+def _pages_of(told: dict[str, Any], nbytes: int, most_pages: int) -> PageTensor:
+    (layers,), (heads,) = (_numbers(told.get(name, 1), 1, 1, MAX_LAYER + 1) for name in ("layers", "heads"))
     count = layers * heads
-    if not 0 < count <= max(nbytes, 1) or nbytes % count:
+    if count > most_pages:
+        raise ValueError(f"it has {count} pages, and at most {most_pages} are read")
+    if count > 1 and told.keys() & {"layer", "head"}:
+        raise ValueError("a plane has all layers and heads from 0")
+    if count > max(nbytes, 1) or nbytes % count:
         raise ValueError(f"{nbytes} bytes are not {layers} layers of {heads} heads")
-    layer, head, dtype = told.get("layer", 0), told.get("head", 0), DType[told["dtype"].upper()]
-    created_ms, ttl = (_unfolded(told[name], count, int) for name in ("created_ms", "ttl"))
+    numbers = (told.get("layer", 0), told.get("head", 0), told["page"], told["kv_type"])
+    layer, head, page, kv_type = _unfolded([*numbers], 4, int)
+    page_size, head_dim = _unfolded([told["page_size"], told["head_dim"]], 2, int)
+    req_id = bytes_of(told["request"])
+    PageKey(req_id, layer + layers - 1, head + heads - 1, page, kv_type)  # raises if the last page has no valid key
     pages = PageTensor(
-        PageKey(bytes_of(told["request"]), layer, head, told["page"], told["kv_type"]),
+        PageKey(req_id, layer, head, page, kv_type),
         (layers, heads),
-        Geometry(dtype, told["page_size"], told["head_dim"], nbytes // count),
-        WrittenPages(created_ms, ttl, _unfolded(told["unchecked"], count, bool)),
-        _unfolded(told["ttl_left_ms"], count, int),
-        [int(digest, 16) for digest in _unfolded(told["checksum"], count, str)],
+        Geometry(DType[told["dtype"].upper()], page_size, head_dim, nbytes // count),
+        WrittenPages(
+            _numbers(told["created_ms"], count, 0, MAX_U64),
+            _numbers(told["ttl"], count, 0, MAX_TTL),
+            _unfolded(told["unchecked"], count, bool),
+        ),
+        _numbers(told["ttl_left_ms"], count, FOREVER, MAX_I64),
+        [_checksum(digest) for digest in _unfolded(told["checksum"], count, str)],
     )
-    next(pages.headers())  # all of one geometry: what is out of range in one is so in each
+    pages.header(0)  # raises for values out of range that all pages have in common
     return pages
+
+
+def _numbers(value: Any, count: int, low: int, high: int) -> list[int]:
+    numbers = _unfolded(value, count, int)
+    if min(numbers) < low or max(numbers) > high:
+        raise ValueError(f"{low} to {high} are allowed")
+    return numbers
+
+
+def _checksum(digest: Any) -> int:
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ValueError("a checksum has 16 hexadecimal digits")
+    return int(digest, 16)

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +24,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from kvpage_server.page import DType, checksum
+from kvpage_server.bounded import json_bounds
+from kvpage_server.bounded.files import open_regular
+from kvpage_server.page import MAX_BLOCK_PAGES, DType
 from kvpage_server.snapshot.errors import BadFile
 from kvpage_server.snapshot.format.entries import Entry, entry_of
 from kvpage_server.system.durable import replacing
 
 FORMAT = "kvpage-dump"
 VERSION = "1"
-MAX_HEADER = 100_000_000  # bytes: what safetensors' own readers take
+MAX_HEADER = 64 << 20  # bytes
+MAX_TENSORS = 100_000  # of a file that is read; a dump writes fewer
+MAX_PAGES = 1_000_000  # of a file that is read; a dump writes fewer
+LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the year 9999, the last that Python's clock can show
 _ALIGNMENT = 64
 _NO_DIGEST = "0" * 16
 _ITEMSIZE = {dtype.safetensors: dtype.itemsize for dtype in DType}
+_MAX_DIMENSIONS = 8
+_READ_BYTES = 8 << 20
+_MOMENT = re.compile("[0-9]{1,15}")
 _GATHER = 512  # pieces in one writev; IOV_MAX is 1024
 
 
@@ -74,6 +85,7 @@ class FileContents:
     digest: str
     of: DumpOf
     spans: list[EntrySpan]
+    bad: list[str]  # tensors whose notes make no sense: their names, and why
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -102,7 +114,7 @@ def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
     with replacing(path) as file:
         _write(file.fileno(), [piece for piece in pieces if len(piece)])
     data = 8 + len(text)
-    return FileContents(path, data + start, data, digest, of, spans)
+    return FileContents(path, data + start, data, digest, of, spans, [])
 
 
 def _write(file: int, pieces: list[memoryview]) -> None:
@@ -129,77 +141,128 @@ def _digest(header: bytes) -> str:
 
 
 def read_contents(path: Path) -> FileContents:
-    """The header of a file; its data is not read. Raises BadFile, OSError."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise BadFile("it is torn, or no safetensors file")
-        text = file.read(length)
-    header = _header(text)
-    metadata = header.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-        raise BadFile("it is not of kvpage dump")
-    if metadata.get("version") != VERSION:
-        raise BadFile(f"its format is version {metadata.get('version')}, only {VERSION} is understood")
-    digest = str(metadata.get("digest"))
-    if _digest(text.replace(_digest_field(digest), _digest_field(_NO_DIGEST), 1)) != digest:
-        raise BadFile("its header is corrupt")
+    """The header of a file; its data is not read. Raises BadFile."""
     try:
-        spans = list(_spans(header, metadata))
-        of = DumpOf(int(metadata["dumped_ms"]), metadata["selection"])
-        contents = FileContents(path, size, 8 + length, digest, of, spans)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadFile(f"its header makes no sense: {error}") from error
-    end = contents.data + (spans[-1].stop if spans else 0)
-    if size != end:
-        raise BadFile(f"it is torn: it has {size} bytes, its header tells of {end}")
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise BadFile("it is torn, or no safetensors file")
+            if length > MAX_HEADER:
+                raise BadFile(f"its header has {length} bytes, and at most {MAX_HEADER} are read")
+            text = file.read(length)
+    except FileNotFoundError:
+        raise BadFile("it is missing") from None
+    except OSError as error:
+        raise BadFile(f"it cannot be read: {error.strerror}") from None
+    try:
+        return _contents(path, size, text)
+    except BadFile:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadFile(f"its header makes no sense: {_reason(error)}") from error
+
+
+def _contents(path: Path, size: int, text: bytes) -> FileContents:
+    """Raises BadFile, and KeyError, TypeError, ValueError or AttributeError for a malformed header."""
+    header, metadata = _header(text)
+    digest = str(metadata.get("digest"))
+    if not _is_intact(text, digest):
+        raise BadFile("its header is corrupt")
+    dumped_ms = metadata["dumped_ms"]
+    if not _MOMENT.fullmatch(dumped_ms) or int(dumped_ms) > LAST_MOMENT:
+        raise ValueError(f"dumped_ms must be between 0 and {LAST_MOMENT}, got {dumped_ms!r:.40}")
+    of = DumpOf(int(dumped_ms), metadata["selection"])
+    contents = FileContents(path, size, 8 + len(text), digest, of, [], [])
+    end = pages = 0
+    for name, told in header.items():
+        start, end = end, _end_of(told, end)
+        try:
+            entry = entry_of(name, metadata[name], end - start, min(MAX_BLOCK_PAGES, MAX_PAGES - pages))
+            if (entry.element, entry.shape) != (told["dtype"], told["shape"]):
+                raise ValueError("its type or shape is not that of its note")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            contents.bad.append(f"{name:.300}: {_reason(error)}")
+        else:
+            pages += len(entry.checksums)
+            contents.spans.append(EntrySpan(entry, start, end))
+    if size != contents.data + end:
+        raise BadFile(f"it is torn: it has {size} bytes, its header tells of {contents.data + end}")
     return contents
 
 
-def _header(text: bytes) -> dict[str, Any]:
+def _header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors and the metadata. Raises BadFile."""
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise BadFile("it is torn, or no safetensors file")
-    return header
+        header = json_bounds.parse(text, containers=3 * MAX_TENSORS, strings=8 * MAX_TENSORS, values=12 * MAX_TENSORS)
+    except json_bounds.TooMuchError as error:
+        raise BadFile(f"its header has {error}") from None
+    except ValueError as error:
+        raise BadFile(f"it is torn, or no safetensors file: {error}") from None
+    metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise BadFile("it is not of kvpage dump")
+    if metadata.get("version") != VERSION:
+        raise BadFile(f"its format is version {metadata.get('version')!r:.20}, only {VERSION} is understood")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is not text")
+    return header, metadata
 
 
-def _spans(header: dict[str, Any], metadata: dict[str, str]) -> Iterator[EntrySpan]:
-    """The tensors, as they lie one after the other."""
-    end = 0
-    for name, told in header.items():
-        start, stop = told["data_offsets"]
-        if start != end or stop - start != prod(told["shape"]) * _ITEMSIZE[told["dtype"]]:
-            raise ValueError(f"{name} does not lie where it should")
-        entry = entry_of(name, metadata[name], stop - start)
-        if (entry.element, entry.shape) != (told["dtype"], told["shape"]):
-            raise ValueError(f"{name} is not of the type and shape that it is told to be")
-        yield EntrySpan(entry, start, stop)
-        end = stop
+def _is_intact(header: bytes, digest: str) -> bool:
+    before, field, after = header.partition(_digest_field(digest))
+    found = xxhash.xxh3_64(before)
+    found.update(_digest_field(_NO_DIGEST) if field else b"")
+    found.update(after)
+    return found.hexdigest() == digest
 
 
-def read_data(contents: FileContents) -> memoryview:
-    """A file's data. Raises BadFile if the file has become shorter, OSError."""
-    data = np.empty(contents.size - contents.data, np.uint8).data
-    with open(contents.path, "rb", buffering=0) as file:
-        file.seek(contents.data)
-        filled = 0
-        while filled < len(data):
-            count = file.readinto(data[filled:])
-            if not count:
-                raise BadFile("it has become shorter while it was read")
-            filled += count
+def _end_of(told: dict[str, Any], begin: int) -> int:
+    """The end of a tensor's data, if it begins there and is as long as its shape. Raises ValueError, KeyError."""
+    numbers, shape = told["data_offsets"], told["shape"]
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in [*numbers, *shape[:_MAX_DIMENSIONS]]):
+        raise ValueError("sizes and offsets are whole numbers of 0 or more")
+    start, end = numbers
+    if len(shape) > _MAX_DIMENSIONS or start != begin or end - start != prod(shape) * _ITEMSIZE[told["dtype"]]:
+        raise ValueError("the tensors do not lie one after the other, each as long as its shape")
+    return int(end)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error}"[:200] if isinstance(error, ValueError) else f"{error!r:.200}"
+
+
+@contextmanager
+def opened(contents: FileContents) -> Iterator[BufferedReader]:
+    """The file, to read its data. Raises BadFile."""
+    try:
+        file = open_regular(contents.path)
+    except OSError as error:
+        raise BadFile(f"it cannot be read: {error.strerror}") from None
+    with file:
+        yield file
+
+
+def read_data(file: BufferedReader, contents: FileContents, start: int, stop: int) -> memoryview:
+    """The bytes of a file's data from `start` to before `stop`. Raises BadFile."""
+    data = np.empty(stop - start, np.uint8).data
+    filled = 0
+    while filled < len(data):
+        try:
+            count = os.preadv(file.fileno(), [data[filled:]], contents.data + start + filled)
+        except OSError as error:
+            raise BadFile(f"it cannot be read: {error.strerror}") from None
+        if not count:
+            raise BadFile("it has become shorter while it was read")
+        filled += count
     return data
 
 
-def intact(span: EntrySpan, data: memoryview) -> list[bool]:
-    """Whether each page of a tensor, or the string, matches its checksum."""
-    start = span.start
-    found = []
-    for size, digest in zip(span.entry.sizes, span.entry.checksums, strict=True):
-        found.append(checksum(data[start : start + size]) == digest)
-        start += size
-    return found
+def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Iterator[bool]:
+    """Whether each page of a tensor, or the string, matches its checksum. Reads some megabytes at a time."""
+    size = span.entry.body_size
+    for number, digest in enumerate(span.entry.checksums):
+        found, start = xxhash.xxh3_64(), span.start + number * size
+        for at in range(start, start + size, _READ_BYTES):
+            found.update(read_data(file, contents, at, min(at + _READ_BYTES, start + size)))
+        yield found.intdigest() == digest

@@ -25,7 +25,7 @@ from servers import resident
 from engine.api.openai import schema
 from engine.api.openai.errors import ApiError
 from engine.api.openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
-from kvpage_server.system import json_bounds
+from kvpage_server.bounded import json_bounds
 
 MEGABYTE = 1 << 20
 

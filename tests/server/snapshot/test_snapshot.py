@@ -24,7 +24,7 @@ from kvpage_server.page import DType, PageKey, encode_page
 from kvpage_server.snapshot.dump import Dumped, Selection, dump
 from kvpage_server.snapshot.errors import DumpError
 from kvpage_server.snapshot.format.directory import read_summary
-from kvpage_server.snapshot.format.files import intact, read_contents, read_data
+from kvpage_server.snapshot.format.files import intact, opened, read_contents
 from kvpage_server.snapshot.restore import Restored, restore
 from kvpage_server.snapshot.store import RunningStore
 
@@ -54,12 +54,12 @@ def test_what_was_dumped_comes_back(client: redis.Redis, store: RunningStore, tm
     fill(client)
     before = everything(client)
     dumped = dump(store, tmp_path, EVERYTHING, file_bytes=100_000)
-    assert (dumped.amount.pages + dumped.amount.strings, dumped.corrupt) == (len(before[0]), [])
+    assert (dumped.amount.pages + dumped.amount.strings, dumped.corrupt.texts) == (len(before[0]), [])
     assert dumped.amount.strings == 5
     client.flushall()
     restored = restore(store, tmp_path)
     assert (restored.amount.pages, restored.amount.strings) == (dumped.amount.pages, dumped.amount.strings)
-    assert (restored.there, restored.expired, restored.corrupt, restored.finished) == (0, 0, [], True)
+    assert (restored.there, restored.expired, restored.corrupt.texts, restored.finished) == (0, 0, [], True)
     check_same(client, before)
 
 
@@ -131,7 +131,7 @@ def test_any_keyspace_comes_back(
     dump(store, directory, EVERYTHING, file_bytes=50)
     client.flushall()
     restored = restore(store, directory)
-    assert (restored.corrupt, restored.there) == ([], 0)
+    assert (restored.corrupt.texts, restored.there) == ([], 0)
     check_same(client, before)
 
 
@@ -292,10 +292,10 @@ def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
         finished = (directory / "dump.json").exists()
         for file in whole_files(directory):
             contents = read_contents(file)
-            data = read_data(contents)
-            assert all(all(intact(span, data)) for span in contents.spans)
+            with opened(contents) as data:
+                assert all(all(intact(data, contents, span)) for span in contents.spans)
         restored = restore(store, directory)
-        assert (restored.corrupt, restored.finished) == ([], finished)
+        assert (restored.corrupt.texts, restored.finished) == ([], finished)
         kept = inodes(directory)
         dumped = dump(store, directory, EVERYTHING, update=finished, file_bytes=300)
         assert dumped.kept == len(kept)
@@ -449,7 +449,7 @@ def test_a_page_that_a_string_replaces_while_it_is_dumped_is_not_called_damaged(
     dumped = dump(
         store, tmp_path, Selection(requests=(b"r",)), done=lambda count: client.set("kv:r:1:0:0:0", "a string")
     )
-    assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt) == (1, 1, [])
+    assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt.texts) == (1, 1, [])
     client.flushall()
     restore(store, tmp_path)
     assert client.get("kv:r:1:0:0:0") == b"a string"
@@ -473,7 +473,7 @@ def test_a_key_that_is_now_a_page_and_now_a_string_is_not_called_damaged(
     turning = threading.Thread(target=turn)
     turning.start()
     try:
-        found = [dump(store, tmp_path / str(number), EVERYTHING).corrupt for number in range(8)]
+        found = [dump(store, tmp_path / str(number), EVERYTHING).corrupt.texts for number in range(8)]
     finally:
         over.set()
         turning.join()

@@ -36,10 +36,10 @@ def test_a_block_with_more_pages_than_can_be_watched_comes_back(
     assert len(before) == SHAPE.pages > MOST_WATCHED
     with RunningStore(server.url) as store:
         dumped = dump(store, tmp_path, Selection())
-        assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt) == (len(before), 0, [])
+        assert (dumped.amount.pages, dumped.amount.strings, dumped.corrupt.texts) == (len(before), 0, [])
         client.flushall()
         restored = restore(store, tmp_path)
-    assert (restored.amount.pages, restored.corrupt, restored.no_room) == (len(before), [], [])
+    assert (restored.amount.pages, restored.corrupt.texts, restored.no_room.texts) == (len(before), [], [])
     assert held(client) == before
     assert (4_000_000 < client.pttl(PAGE) <= 5_000_000) == changed
     assert client.pttl(OTHER) == -1

@@ -56,11 +56,11 @@ class Dumper:
                     restore(store, self._path, replace=self._step.extra["replace"])
         except (PageClientError, OSError):
             return  # the server died, or refused
-        if dumped.corrupt and not self._run.judge.rotted:
-            self._run.judge.note_broken(f"a dump found corrupt: {dumped.corrupt[:3]}")
+        if dumped.corrupt.texts and not self._run.judge.rotted:
+            self._run.judge.note_broken(f"a dump found corrupt: {dumped.corrupt.texts[:3]}")
         found = inspect(self._path, (), verify=True)
-        if found.corrupt:
-            self._run.judge.note_broken(f"a dump is corrupt: {found.corrupt[:3]}")
+        if found.corrupt.texts:
+            self._run.judge.note_broken(f"a dump is corrupt: {found.corrupt.texts[:3]}")
         dumped_ones = self._dumped()
         for key, value in stayed.items():
             if dumped_ones.get(key) != xxhash.xxh3_64_intdigest(value.data):

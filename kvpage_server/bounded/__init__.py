@@ -1,0 +1,1 @@
+"""Files and JSON of others, read with bounds."""
