@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -150,6 +149,8 @@ def client_kill(client: Client, args: list[Argument]) -> Reply:
         killed = yield from each(
             peers, lambda some: [_end(client, other) for other in some if _is(other, chosen)], at_once=at_once
         )
+        if client in killed:
+            client.close()  # in the last step, after which no command runs
         if len(words) == 1 and not killed:
             raise ReplyError("ERR No such client")
         return OK if len(words) == 1 else len(killed)
@@ -162,10 +163,8 @@ def _is(other: Client, chosen: list[Chosen]) -> bool:
 
 
 def _end(client: Client, other: Client) -> Client:
-    """Close a connection; the client's own after the reply."""
-    if other is client:
-        asyncio.get_running_loop().call_soon(client.close)
-    else:
+    """Close another connection."""
+    if other is not client:
         other.connection.abort()
     return other
 
@@ -300,6 +299,7 @@ def client_no_touch(client: Client, args: list[Argument]) -> Reply:
 
 @_own(
     "client|reply <ON | OFF | SKIP>",
+    flags=_OWN + " no_multi",
     since="3.2.0",
     reply="OK | nothing",
     summary="Turns replies on or off, or leaves out the next one.",

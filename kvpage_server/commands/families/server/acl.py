@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Collection
@@ -133,7 +132,7 @@ def _settle(client: Client, changed: Collection[bytes]) -> Steps[None]:
                 other.connection.abort()
         yield ()
     if client.user is None or _listens_too_much(client):
-        asyncio.get_running_loop().call_soon(client.close)  # once it has been answered
+        client.close()  # after the reply, in the last step of the command
 
 
 def _listens_too_much(client: Client) -> bool:
