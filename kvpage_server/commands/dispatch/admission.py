@@ -45,7 +45,7 @@ def admit(client: Client, spec: Spec) -> None:
             "are allowed in this context"
         )
     if client.transaction is not None and "no_multi" in spec.flags:
-        raise ReplyError("ERR Command not allowed inside a transaction")
+        raise ReplyError(f"ERR Command '{spec.name}' not allowed inside a transaction")
     server = client.server
     if server.pause is not None and server.is_paused and (not server.pause.only_writes or _writes(client, spec)):
         raise Paused

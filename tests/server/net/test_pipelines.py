@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-from servers import RunningServer
+from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_server, start_valkey
 from wire import Wire, spell
 
 END = (b"ECHO", b"end of it")
@@ -98,6 +100,100 @@ def test_nothing_is_run_behind_quit(server: RunningServer) -> None:
             wire.reply()
     with server.client() as client:
         assert client.get("pipe:quit") == b"1"
+
+
+def all_replies(wire: Wire, *lines: str) -> bytes:
+    """Every byte until the server closes the connection."""
+    wire.send(b"".join(spell(line.encode().split()) for line in lines))
+    received = b""
+    while True:
+        try:
+            received += wire.reply()
+        except (EOFError, ConnectionResetError):
+            return received
+
+
+def behind_a_kill(server: RunningServer, *lines: str) -> tuple[bytes, bool]:
+    """The replies to commands that end their own connection, and whether a SET behind them was run."""
+    with server.client() as client, Wire(server.port) as wire:
+        client.flushall()
+        client.execute_command("ACL", "SETUSER", "mortal", "on", "nopass", "~*", "&*", "+@all")
+        wire.ask(b"AUTH", b"mortal", b"")
+        number = int(wire.ask(b"CLIENT", b"ID")[1:-2])
+        address = next(each["addr"] for each in client.client_list() if each["id"] == str(number))
+        sent = [line.format(id=number, address=address) for line in lines]
+        return all_replies(wire, *sent, "SET pipe:after 1", "PING"), client.exists("pipe:after") == 1
+
+
+KILLS = {
+    "by id": ["CLIENT KILL ID {id} SKIPME no"],
+    "by address": ["CLIENT KILL {address}"],
+    "by user": ["CLIENT KILL USER mortal SKIPME no"],
+    "by several": ["CLIENT KILL ID {id} ADDR {address} TYPE normal SKIPME no"],
+    "user deleted": ["ACL DELUSER mortal"],
+    "in a transaction": ["MULTI", "PING", "CLIENT KILL ID {id} SKIPME no", "EXEC"],
+    "quit": ["QUIT"],
+    "quit in a transaction": ["MULTI", "QUIT"],
+    "before a long command": ["CLIENT KILL ID {id} SKIPME no", "MSET" + " pipe:after 1" * 2000],
+}
+
+
+@pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+@pytest.mark.parametrize("lines", KILLS.values(), ids=KILLS)
+def test_nothing_is_run_behind_a_kill_of_oneself(
+    server: RunningServer, redis_server: RunningServer, lines: list[str]
+) -> None:
+    ours, theirs = (behind_a_kill(each, *lines) for each in (server, redis_server))
+    assert not ours[1]
+    if "EXEC" in lines:  # Redis closes before the whole reply to EXEC is sent
+        assert ours[0].startswith(theirs[0])
+        assert ours[0].endswith(b"*2\r\n+PONG\r\n:1\r\n")
+    else:
+        assert ours == theirs
+
+
+def test_nothing_is_run_behind_a_kill_among_many(server: RunningServer) -> None:
+    with server.client() as client:
+        others = [Wire(server.port) for _ in range(200)]
+        try:
+            received, was_run = behind_a_kill(server, "CLIENT KILL USER mortal SKIPME no")
+            assert (received, was_run) == (b":1\r\n", False)
+            assert all(other.ask(b"PING") == b"+PONG\r\n" for other in others)
+        finally:
+            for other in others:
+                other.close()
+        assert client.ping()
+
+
+def test_nothing_is_run_behind_a_shutdown() -> None:
+    with start_server() as server, Wire(server.port) as wire:
+        wire.ask(b"SUBSCRIBE", b"unread")
+        with Wire(server.port) as other:
+            assert all_replies(other, "SET pipe:a 1", "SHUTDOWN", "SET pipe:a 2", "PING") == b"+OK\r\n"
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[RunningServer]:
+    with start_valkey() as server:
+        yield server
+
+
+@pytest.mark.parametrize("word", ["ON", "OFF", "SKIP", "NONSENSE"])
+def test_client_reply_in_a_transaction_is_refused(server: RunningServer, valkey: RunningServer, word: str) -> None:
+    lines = ["MULTI", f"CLIENT REPLY {word}", "SET pipe:a 1", "EXEC", "PING", "QUIT"]
+    with Wire(server.port) as ours, Wire(valkey.port) as theirs:
+        replies = all_replies(ours, *lines)
+        assert replies == all_replies(theirs, *lines)
+        assert replies.endswith(b"EXECABORT Transaction discarded because of previous errors.\r\n+PONG\r\n+OK\r\n")
+        assert b"Command 'client|reply' not allowed inside a transaction" in replies
+
+
+def test_monitor_in_a_transaction_is_refused(server: RunningServer) -> None:
+    with Wire(server.port) as wire:
+        assert all_replies(wire, "MULTI", "MONITOR", "SET pipe:a 1", "EXEC", "PING", "QUIT") == (
+            b"+OK\r\n-ERR Command 'monitor' not allowed inside a transaction\r\n+QUEUED\r\n"
+            b"-EXECABORT Transaction discarded because of previous errors.\r\n+PONG\r\n+OK\r\n"
+        )
 
 
 def test_calls_of_a_pipeline_are_counted(server: RunningServer) -> None:

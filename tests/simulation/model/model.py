@@ -131,7 +131,7 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         if talk.queued is not None and name not in _AT_ONCE:
             if name in _NOT_IN_MULTI:
                 talk.refused = True
-                return Err("ERR Command not allowed inside a transaction")
+                return Err(f"ERR Command '{name.decode()}' not allowed inside a transaction")
             talk.queued.append(words)
             return QUEUED
         return self.run(words)

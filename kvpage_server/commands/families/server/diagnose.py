@@ -137,6 +137,7 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
 
 @_latency(
     "monitor",
+    flags="admin noscript loading stale no_multi",
     since="1.0.0",
     complexity="O(N) for every command, with N monitoring connections",
     reply="OK",
