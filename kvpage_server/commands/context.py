@@ -229,6 +229,7 @@ class Client:
     transaction: Transaction | None = field(default=None, init=False)  # what was queued since MULTI
     watching: set[bytes] = field(default_factory=set, init=False)  # keys, kept by KeyEvents
     watched_changed: bool = field(default=False, init=False)  # so the next EXEC fails
+    watched_until: int = field(default=0, init=False)  # the next EXEC fails from then on; unix ms, 0 for no such time
     tracking: Mode | None = field(default=None, init=False)  # how it is told of changes; kept by Tracking
     channels: dict[bytes, None] = field(default_factory=dict, init=False)  # listened to, kept by Channels
     patterns: dict[bytes, None] = field(default_factory=dict, init=False)

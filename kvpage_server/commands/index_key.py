@@ -15,14 +15,23 @@ from kvpage_server.resp.reply import ReplyError
 from kvpage_server.store.keyspace import Keyspace
 
 READ_ONLY = "ERR an index key is read-only: it lists the pages that its request has"
-UNWATCHABLE = "ERR an index key can't be watched: watch page keys"
 TAIL = b":index"
 _KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):index\Z")
+_DERIVED = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(?:index)?\Z")
 
 
 def request_of(key: bytes) -> bytes | None:
     """The request whose index a key is; None for any other key."""
     found = _KEY.match(key)
+    return found[1] if found else None
+
+
+def derived_from(key: bytes) -> bytes | None:
+    """The request with whose pages a key changes; None for any other key.
+
+    That is the index key, and `kv:{req}:`, which stands for all keys of the request.
+    """
+    found = _DERIVED.match(key)
     return found[1] if found else None
 
 
@@ -51,9 +60,3 @@ def refuse_as_string(keyspace: Keyspace, key: bytes) -> None:
     """Raises ReplyError when a key that holds no string is the index of a request that has a page."""
     if key.endswith(TAIL) and lists_pages(keyspace, key):
         raise ReplyError(WRONG_TYPE)
-
-
-def refuse_to_watch(key: bytes) -> None:
-    """Raises ReplyError for an index key."""
-    if request_of(key) is not None:
-        raise ReplyError(UNWATCHABLE)

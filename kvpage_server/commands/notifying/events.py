@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, starmap
 
+from kvpage_server.commands.index_key import derived_from
 from kvpage_server.commands.notifying.channels import Channels
 from kvpage_server.commands.notifying.recipient import Mode, Recipient
 from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import page_named
 
 _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", "decrby": "$"} | {
     "expired": "x",
@@ -37,6 +39,7 @@ class KeyEvents:
         self._keyspace = keyspace
         self._channels = channels
         self._watchers: dict[bytes, set[Recipient]] = {}
+        self._derived: dict[bytes, set[bytes]] = {}  # watched keys that change with every page of a request
         self._notified = ""  # the value of notify-keyspace-events: classes, K and E
 
     def notify(self, flags: str) -> None:
@@ -54,6 +57,8 @@ class KeyEvents:
         if key not in client.watching:
             client.watching.add(key)
             self._watchers.setdefault(key, set()).add(client)
+            if req_id := derived_from(key):
+                self._derived.setdefault(req_id, set()).add(key)
             self._listen()
 
     def unwatch(self, client: Recipient) -> None:
@@ -63,10 +68,19 @@ class KeyEvents:
             watchers.discard(client)
             if not watchers:
                 del self._watchers[key]
+                self._forget_derived(key)
         if client.watching:
             client.watching.clear()
             self._listen()
-        client.watched_changed = False
+        client.watched_changed, client.watched_until = False, 0
+
+    def _forget_derived(self, key: bytes) -> None:
+        req_id = derived_from(key)
+        if req_id is not None:
+            keys = self._derived[req_id]
+            keys.discard(key)
+            if not keys:
+                del self._derived[req_id]
 
     def track(self, client: Recipient, mode: Mode) -> None:
         """Start tracking for a client."""
@@ -88,11 +102,12 @@ class KeyEvents:
         if event == "flush":
             self.tracking.flushed()
             for watched in self._watchers:
-                if self._keyspace.find(watched) is not None:
+                if self._exists(watched):
                     self._mark(watched)
             return
         if event != "keymiss":
             self._mark(key)
+            self._mark_derived(key)
         if self.tracking and event not in _NO_CHANGE:
             self.tracking.changed((key,), None if event in _BY_ITSELF else self.acting)
         self._notify(event, key)
@@ -106,6 +121,7 @@ class KeyEvents:
         first = next(events, None)
         if first is None:
             return
+        self._mark_derived(keys[0])
         if self.tracking:
             self.tracking.changed(keys, None if first[0] in _BY_ITSELF else self.acting)
         if self._notified:
@@ -124,6 +140,18 @@ class KeyEvents:
             if "E" in self._notified:
                 yield b"__keyevent@0__:" + name, key, key
 
+    def _exists(self, watched: bytes) -> bool:
+        req_id = derived_from(watched)
+        if req_id is not None and self._keyspace.listing.has_pages(req_id):
+            return True
+        return self._keyspace.find(watched) is not None
+
     def _mark(self, key: bytes) -> None:
         for client in self._watchers.get(key, ()):
             client.watched_changed = True
+
+    def _mark_derived(self, key: bytes) -> None:
+        """Mark the watched keys that change with a page."""
+        if self._derived and (page := page_named(key)) is not None:
+            for watched in self._derived.get(page.req_id, ()):
+                self._mark(watched)

@@ -37,6 +37,7 @@ class Recipient(Protocol):
     patterns: dict[bytes, None]
     watching: set[bytes]  # keys, kept by KeyEvents
     watched_changed: bool
+    watched_until: int  # when a watched index key changes because a page expires; unix milliseconds, 0 for never
     tracking: Mode | None  # kept by Tracking
 
     def push(self, message: Reply) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.run import run_queued
-from kvpage_server.commands.index_key import refuse_to_watch
+from kvpage_server.commands.families.pages.request import blocks_of
+from kvpage_server.commands.index_key import derived_from
 from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.commands.table.needs import nothing
-from kvpage_server.commands.table.spec import Parts, Spec
+from kvpage_server.commands.table.spec import AT_ONCE, Parts, Spec
 from kvpage_server.core import Argument
 from kvpage_server.core.piece import Piece, lent
+from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import NULL_ARRAY, OK, Reply, ReplyError
 
 MOST_WATCHED = 8192  # keys of a client
@@ -52,7 +56,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError("ERR EXEC without MULTI")
     for key in client.watching:
         client.keyspace.find(key)  # one that is overdue changes now
-    changed = client.watched_changed
+    changed = client.watched_changed or 0 < client.watched_until <= unix_ms()
     client.end_transaction()
     if transaction.refused:
         raise ReplyError("EXECABORT Transaction discarded because of previous errors.")
@@ -94,22 +98,40 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     keys=(1, -1, 1),
     needs=nothing,
     since="2.2.0",
-    parts=Parts(joined="last"),
-    complexity="O(N) with N keys",
+    parts=Parts(),
+    complexity="O(N) with N keys and blocks of watched requests",
     reply="OK",
     summary="Cancels the next transaction if one of these keys changes before it runs.",
 )
 def watch(client: Client, args: list[Argument]) -> Reply:
-    """OK. Expiry and eviction count as changes."""
+    """OK. Expiry and eviction count as changes. `kv:{req}:index` and `kv:{req}:` change with every page of the request,
+    even if the new page has the same bytes or its key existed."""
     if client.transaction is not None:
         raise ReplyError("ERR WATCH inside MULTI is not allowed")
-    for key in plain_all(args):
-        refuse_to_watch(key)
+    keys = plain_all(args)
+    requests = [req_id for key in keys if (req_id := derived_from(key)) is not None]
+
+    def steps() -> Steps[Reply]:
+        for req_id in requests:
+            yield from blocks_of(client, req_id)  # overdue pages expire before they are watched
+        yield from each(keys, lambda some: _watch(client, some))
+        for req_id in requests:
+            blocks = yield from blocks_of(client, req_id)
+            due = [client.watched_until, *(block.soonest for block in blocks)]
+            client.watched_until = min(filter(None, due), default=0)
+        return OK
+
+    blocks = sum(map(client.keyspace.index.count, requests))
+    return stepwise(steps(), small=len(keys) <= AT_ONCE and blocks <= STEP)
+
+
+def _watch(client: Client, keys: Sequence[bytes]) -> Sequence[bytes]:
+    for key in keys:
         if len(client.watching) >= MOST_WATCHED:
             raise ReplyError(f"ERR a client watches at most {MOST_WATCHED} keys: EXEC looks at all of them")
-        client.keyspace.find(key)  # one that is overdue goes before it is watched
+        client.keyspace.find(key)  # an overdue key expires before it is watched
         client.server.events.watch(client, key)
-    return OK
+    return keys
 
 
 @_transaction(
