@@ -19,7 +19,7 @@ ALL = (
     "perplexity",
     "http_api",
 )
-TOOLS = ("profile",)  # that are run when they are named
+TOOLS = ("profile", "states")  # that are run when they are named
 
 
 def main() -> None:

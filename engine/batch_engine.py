@@ -49,8 +49,9 @@ class BlockPoolBatchEngine:
     Prompts join and leave between steps. A step adds a token to every answer and at most `prefill_chunk` tokens to
     each prefill, so a long prompt delays the next tokens of the others by no more than a chunk.
 
-    Where layers carry a state (windows, recurrences), a context can be resumed at the end of an answer and at
-    checkpoints: ends of blocks, spread evenly over the prompt, as many as fit in `state_budget` bytes.
+    Where layers carry a state (windows, recurrences), a context can be resumed where a state was kept: at the end of an
+    answer, before the last token of its prompt, and, as many as fit in `state_budget` bytes, at checkpoints (ends of
+    blocks, spread evenly over the prompt), at the prompt's end, and where the contexts before it could be resumed.
 
     A model that mlx-lm does not batch, or batches wrongly, runs its prompts one by one. So does a model with an unknown
     kind of cache, or one that has changed since it was probed; their contexts are not kept, and `not_kept` says why.
@@ -139,6 +140,10 @@ class BlockPoolBatchEngine:
         if cache is not None:
             cache.validate(self.spec)
         reused = cache.reusable_for(self.spec, tokens) if cache else 0
+        shared = cache.blocks[: reused // self.spec.block_tokens] if cache else ()
+        checkpoints = self._block_manager.checkpoints(reused, len(tokens))
+        behind = len(shared) * self.spec.block_tokens
+        carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
         request = Request(
             uid=next(self._uids),
             agent_id=agent_id,
@@ -146,8 +151,10 @@ class BlockPoolBatchEngine:
             tokens_reused=reused,
             max_tokens=max_tokens,
             cache=self._runner.cache(cache, reused),
-            shared=cache.blocks[: reused // self.spec.block_tokens] if cache else (),
-            checkpoints=self._block_manager.checkpoints(reused, len(tokens)),
+            shared=shared,
+            checkpoints=checkpoints,
+            spare_states=self._block_manager.spare_states(len(checkpoints), shared, len(carried), len(tokens)),
+            states=carried,
             sampler=Guarded(sampler) if sampler else None,
             text=AnswerText(self._tokenizer.detokenizer, stop),
             submitted=submitted,
@@ -258,6 +265,7 @@ class BlockPoolBatchEngine:
         if not self._keeps(request):  # nothing is reused
             self.pool.free((block.block_id for block in request.shared), request.agent_id)
             request.shared, request.tokens_reused, request.cache = (), 0, self._runner.cache(None, 0)
+            request.states = {}
         uid = self._runner.insert(request)
         self._running[uid] = request
         request.started = time.perf_counter()
@@ -285,18 +293,19 @@ class BlockPoolBatchEngine:
         return not request.not_kept
 
     def _progress(self, prompt: Any) -> CompletedGeneration | None:
-        """Handle progress of a prefill (mlx-lm's PromptProcessingBatch.Response): keep the state at a checkpoint, and
-        call `on_prompt` when all but the last token is computed."""
+        """Handle progress of a prefill (mlx-lm's PromptProcessingBatch.Response): keep the state at a checkpoint,
+        before the last token and after it, and call `on_prompt` when all but the last token is computed."""
         request = self._running.get(prompt.uid)
         if not request or not prompt.end_of_segment:
             return None
         computed = prompt.end_of_prompt
-        if not computed and (request.checkpoints or self._has_more(request)):
+        if computed and request.spare_states and (held := self._runner.held(prompt.uid)):
+            self._keep_state(request, *held)
+        if not computed and (self.spec.has_state or self._has_more(request)):
             cache, tokens = self._runner.extract(prompt.uid)
-            if len(tokens) in request.checkpoints:
-                with suppress(ValueError, RuntimeError, MemoryError):  # one checkpoint less
-                    request.states[len(tokens)] = kvcache.capture(self.spec, cache)
             computed = len(tokens) == len(request.prompt) - 1
+            if computed or len(tokens) in request.checkpoints:
+                self._keep_state(request, cache, tokens)
             if computed and self._has_more(request):
                 # Without memory now, they are made at the end of the answer, or `not_kept` says why not.
                 with suppress(RuntimeError, MemoryError):
@@ -306,6 +315,12 @@ class BlockPoolBatchEngine:
         on_prompt, request.on_prompt = request.on_prompt, None
         on_prompt(request.full_blocks(self.spec))
         return None
+
+    def _keep_state(self, request: Request, cache: Cache, tokens: Sequence[int]) -> None:
+        """Keep the present state, after `tokens`. Without memory for it, there is one place less to resume from."""
+        if self.spec.has_state:
+            with suppress(ValueError, RuntimeError, MemoryError):
+                request.states[len(tokens)] = kvcache.capture(self.spec, cache)
 
     def _has_more(self, request: Request) -> bool:
         """Whether `on_prompt` is to get full blocks that are not made yet."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby, islice
 
 import mlx.core as mx
@@ -37,17 +37,31 @@ class KVBlock:
 
     ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i keeps a row a token: keys
     (after rotary embedding), then values. It is empty for a layer that carries a state instead. ``state`` has the
-    states after the block's last token; None if they were not taken there.
+    states after the block's last token; None if they were not taken there. ``inner[n]`` has the states after n of its
+    tokens, fewer than all: a prompt ends within a block.
     """
 
     block_id: int  # in the BlockPool
     tokens: int
     layers: Arrays = field(repr=False)
     state: Arrays | None = field(default=None, repr=False)
+    inner: Mapping[int, Arrays] = field(default_factory=dict, repr=False)
+
+    @property
+    def states(self) -> dict[int, Arrays]:
+        """The states by the number of this block's tokens before them, in order."""
+        end = {} if self.state is None else {self.tokens: self.state}
+        return dict(sorted(self.inner.items())) | end
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for layer in (*self.layers, *(self.state or ())) for array in layer)
+        return sum(array.nbytes for layer in (*self.layers, *chain(*self.states.values())) for array in layer)
+
+    def with_state(self, after: int, state: Arrays) -> KVBlock:
+        """This block, with the state after `after` of its tokens."""
+        if after == self.tokens:
+            return replace(self, state=state)
+        return replace(self, inner={**self.inner, after: state})
 
     def validate(self, spec: ModelCacheSpec, end: int) -> None:
         """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` asks for.
@@ -55,8 +69,11 @@ class KVBlock:
         `end` is the position after the block's last token.
         """
         _check(self.layers, spec.token_shapes(self.tokens), spec, "a block")
-        if self.state is not None:
-            _check(self.state, spec.state_shapes(end), spec, f"the state after {end} tokens")
+        for after, state in self.states.items():
+            if not 0 < after <= self.tokens:
+                raise IncompatibleBlocksError(f"a block of {self.tokens} tokens has a state after {after} of them")
+            position = end - self.tokens + after
+            _check(state, spec.state_shapes(position), spec, f"the state after {position} tokens")
 
 
 def _check(arrays: Arrays, shapes: Shapes, spec: ModelCacheSpec, what: str) -> None:
@@ -94,6 +111,16 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
     return tuple(tuple(islice(found, len(layer))) for layer in shapes)
 
 
+def states_of(blocks: Sequence[KVBlock]) -> dict[int, Arrays]:
+    """The states of consecutive blocks, the first of which begins a context, by position, in order."""
+    starts = accumulate((block.tokens for block in blocks), initial=0)
+    return {
+        start + after: state
+        for block, start in zip(blocks, starts, strict=False)
+        for after, state in block.states.items()
+    }
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AgentBlocks:
     """An agent's context: its tokens and the blocks that hold them, all full but perhaps the last.
@@ -124,15 +151,29 @@ class AgentBlocks:
         """The position after each block."""
         return list(accumulate(block.tokens for block in self.blocks))
 
+    @property
+    def states(self) -> dict[int, Arrays]:
+        """The states by the position after which they were taken, in order."""
+        return states_of(self.blocks)
+
+    @property
+    def stored_states(self) -> list[int]:
+        """The positions of the states that tiers below memory store.
+
+        A state within a block that is one token after another state is left out. It would spare one token, and
+        takes as many bytes as the other.
+        """
+        taken, ends = self.states, {*self.ends}
+        return [position for position in taken if position in ends or position - 1 not in taken]
+
     def reusable(self, spec: ModelCacheSpec, limit: int) -> int:
         """How many of its first tokens, at most `limit`, a cache can be reconstructed with.
 
-        Any number where all layers keep a row a token; otherwise only up to a block whose state was taken.
+        Any number where all layers keep a row a token; otherwise only up to a position whose state was taken.
         """
         if not spec.has_state:
             return min(limit, len(self))
-        restorable = zip(self.blocks, self.ends, strict=True)
-        return max((end for block, end in restorable if block.state and end <= limit), default=0)
+        return max((position for position in self.states if position <= limit), default=0)
 
     def reusable_for(self, spec: ModelCacheSpec, prompt: Sequence[int]) -> int:
         """How many tokens of `prompt` need not be computed with these blocks; at least one is left."""

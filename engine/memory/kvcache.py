@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import mlx.core as mx
 
 from engine.caches import StateLayer, TokenLayer, assemble, describe, parts, rows
-from engine.memory.blocks import Arrays, BlockError, KVBlock
+from engine.memory.blocks import Arrays, BlockError, KVBlock, states_of
 from engine.spec import ModelCacheSpec
 
 Cache = list[Any]  # a cache of mlx-lm's for each layer
@@ -54,8 +54,7 @@ def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) ->
 
 
 def _state_at(blocks: Sequence[KVBlock], tokens: int) -> Arrays:
-    ends = accumulate(block.tokens for block in blocks)
-    taken = {end: block.state for block, end in zip(blocks, ends, strict=True) if block.state}
+    taken = states_of(blocks)
     if tokens not in taken:
         raise BlockError(f"the state of these blocks was taken after {sorted(taken)} tokens, not after {tokens}")
     return taken[tokens]
@@ -84,9 +83,9 @@ def extract(
     """Blocks with copies of the tokens from `start` to `tokens`, evaluated. The last one may be short.
 
     `cache` holds one sequence of so many tokens, ``[1, heads, >= tokens, dim]`` a plane; what lies beyond is ignored.
-    `block_ids`, one for each block, name them in the pool. Where layers carry a state, the last block gets the present
-    one, and the others those of `states` that were captured at their ends. With `full`, only full blocks are made, and
-    the present state is left out.
+    `block_ids`, one for each block, name them in the pool. Where layers carry a state, blocks get those of `states`, by
+    position, that were captured in them, and the last block the present one. With `full`, only full blocks are made,
+    and the present state is left out.
 
     Raises BlockError for a wrong number of ids, for a layer that is missing, of another kind or geometry, or of another
     number of tokens, and for a `start` within a block; CacheStateError for a cache that was trimmed too far.
@@ -102,7 +101,7 @@ def extract(
     if spec.has_state and not full:
         taken[end] = capture(spec, cache)
     blocks = tuple(
-        KVBlock(block_id, stop - at, layers, taken.get(stop))
+        KVBlock(block_id, stop - at, layers, taken.get(stop), {p - at: taken[p] for p in taken if at < p < stop})
         for block_id, (at, stop), layers in zip(block_ids, pairwise(edges), cut(spec, cache, edges), strict=True)
     )
     mx.eval([block.layers for block in blocks])

@@ -43,11 +43,11 @@ class SharedPrefixCache:
     def find(self, agent_id: str, tokens: Sequence[int]) -> AgentBlocks | None:
         """The longest prefix of `tokens` in the cache, without their last one.
 
-        Its blocks are shared with the caller, under `agent_id`. Where layers carry a state, it ends where one was kept.
+        Its blocks are shared with the caller, under `agent_id`. Where layers carry a state, one was kept in the last.
         """
         names = self.names(agent_id, tokens[:-1])
         found = [self._blocks[name] for name in takewhile(self._blocks.__contains__, names)]
-        while found and self._spec.has_state and found[-1].state is None:
+        while found and self._spec.has_state and not found[-1].states:
             found.pop()
         if not found:
             return None
@@ -67,7 +67,7 @@ class SharedPrefixCache:
         blocks = list(context.blocks)
         for i, name in enumerate(names):
             known = self._blocks.get(name)
-            if known and (known.state is not None or blocks[i].state is None):
+            if known and known.states.keys() >= blocks[i].states.keys():
                 blocks[i] = known
         self._pool.share((block.block_id for block in blocks), context.agent_id)
         for name, block in zip(names, blocks, strict=False):
@@ -96,9 +96,9 @@ class SharedPrefixCache:
             pass
 
     def _put(self, name: str, block: KVBlock) -> None:
-        """Add a block in place of another one of this name."""
+        """Add a block in place of another one of this name, unless only that one can be continued from its end."""
         known = self._blocks.get(name)
-        if known is block:
+        if known is block or (known and known.state is not None and block.state is None):
             return
         if known:
             self._drop(name)

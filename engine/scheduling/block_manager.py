@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks, KVBlock
 from engine.memory.kvcache import Cache
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.scheduling.request import Request
@@ -16,7 +16,7 @@ class BlockManager:
     """Reserves the blocks that an answer may need, makes them from its cache, and frees the rest."""
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, state_budget: int) -> None:
-        """`state_budget`: bytes of the states at the checkpoints of a prompt."""
+        """`state_budget`: bytes of a prompt's states, without its last one and the answer's."""
         self.spec = spec
         self.pool = pool
         self._state_budget = state_budget
@@ -27,17 +27,27 @@ class BlockManager:
             return []
         size = self.spec.block_tokens
         ends = range((start // size + 1) * size, tokens, size)
-        count = min(len(ends), self._state_budget // self.spec.state_nbytes(tokens))
+        count = min(len(ends), self._budgeted(tokens))
         return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
+
+    def spare_states(self, checkpoints: int, shared: Sequence[KVBlock], carried: int, tokens: int) -> int:
+        """How many more states a prompt of `tokens` tokens may keep: of those `carried` in the caller's cache behind
+        the `shared` blocks, and the one at the prompt's end. Those in shared blocks count."""
+        if not self.spec.has_state:
+            return 0
+        left = self._budgeted(tokens) - checkpoints - sum(len(block.states) for block in shared)
+        return max(0, min(left, carried + 1))
 
     def needed(self, request: Request) -> tuple[int, int]:
         """The blocks that its context may need besides the shared ones, and their bytes."""
-        return self._needed(request.capacity, len(request.shared), len(request.checkpoints))
+        return self._needed(request.capacity, len(request.shared), len(request.checkpoints) + request.spare_states)
 
     def check_fits(self, tokens: int, capacity: int) -> None:
         """Raise PoolExhaustedError when a prompt of `tokens` tokens and its answer, `capacity` together, may need more
         than the whole pool."""
-        blocks, nbytes = self._needed(capacity, 0, len(self.checkpoints(0, tokens)))
+        checkpoints = len(self.checkpoints(0, tokens))
+        states = checkpoints + self.spare_states(checkpoints, (), 0, tokens)
+        blocks, nbytes = self._needed(capacity, 0, states)
         for needed, total, what in (
             (blocks, self.pool.total_blocks, "blocks"),
             (nbytes, self.pool.total_bytes, "bytes"),
@@ -57,7 +67,7 @@ class BlockManager:
         needed = tokens // self.spec.block_tokens - kept
         ids, others = request.reserved[:needed], request.reserved[needed:]
         start = kept * self.spec.block_tokens
-        made = kvcache.extract(self.spec, cache, ids, tokens, start, request.states, full=True)
+        made = kvcache.extract(self.spec, cache, ids, tokens, start, request.kept_states(), full=True)
         sizes = {block.block_id: block.nbytes for block in made}
         request.promised -= sum(sizes.values())
         self.pool.settle(sizes | dict.fromkeys(others, 0) | {others[0]: request.promised})
@@ -69,7 +79,7 @@ class BlockManager:
         needed = self.spec.blocks_for(len(tokens)) - kept
         ids, surplus = request.reserved[:needed], request.reserved[needed:]
         start = kept * self.spec.block_tokens
-        made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.states)
+        made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.kept_states())
         self.pool.settle(dict.fromkeys(surplus, 0) | {block.block_id: block.nbytes for block in made})
         self.pool.free(surplus, request.agent_id)
         return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
@@ -77,9 +87,14 @@ class BlockManager:
     def release(self, request: Request) -> None:
         self.pool.free(request.held, request.agent_id)
 
-    def _needed(self, capacity: int, shared: int, checkpoints: int) -> tuple[int, int]:
+    def _budgeted(self, tokens: int) -> int:
+        """How many states of a prompt of so many tokens are within the budget."""
+        return self._state_budget // self.spec.state_nbytes(tokens)
+
+    def _needed(self, capacity: int, shared: int, states: int) -> tuple[int, int]:
+        """`states` are those within the budget."""
         if self.spec.refusal:
             return 0, 0
         rows = capacity - shared * self.spec.block_tokens
-        states = (checkpoints + 1) * self.spec.state_nbytes(capacity)
-        return self.spec.blocks_for(capacity) - shared, rows * self.spec.token_nbytes + states
+        nbytes = (states + 2) * self.spec.state_nbytes(capacity)  # and the last of the prompt, and the answer's
+        return self.spec.blocks_for(capacity) - shared, rows * self.spec.token_nbytes + nbytes

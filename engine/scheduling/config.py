@@ -10,7 +10,7 @@ class SchedulerConfig:
     """How prompts are run."""
 
     prefill_chunk: int = 512  # tokens of a prompt in one step
-    state_budget: int = 64 << 20  # bytes of states kept at the checkpoints of one prompt
+    state_budget: int = 64 << 20  # bytes of a prompt's states, without its last one and the answer's
     wait_for_blocks: bool = False  # a prompt waits while the pool is full, instead of an error
 
     def __post_init__(self) -> None:

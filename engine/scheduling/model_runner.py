@@ -48,9 +48,14 @@ class ModelRunner:
         return prompts, tokens
 
     def extract(self, uid: int) -> tuple[Cache, list[int]]:
-        """The cache of a request, and the tokens that it holds."""
+        """The cache of a request, and the tokens that it holds. Raises KeyError for one that is complete."""
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return cache, tokens
+
+    def held(self, uid: int) -> tuple[Cache, list[int]] | None:
+        """The same as `extract`; None for a request that was complete with its first token."""
+        found: tuple[Cache, list[int]] | None = self._generator.extract_cache([uid]).get(uid)
+        return found
 
     def remove(self, uid: int) -> None:
         self._generator.remove([uid])

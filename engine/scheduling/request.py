@@ -65,7 +65,8 @@ class Request:
     max_tokens: int
     cache: Cache  # with the tokens that are reused
     shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result shares
-    checkpoints: Sequence[int]  # positions in the prompt at which to keep the state
+    checkpoints: Sequence[int]  # ends of blocks in the prompt at which to keep the state
+    spare_states: int  # more states that may be kept, without the last one before the prompt's end
     sampler: Sampler | None
     text: AnswerText
     submitted: float  # time.perf_counter(), as the following
@@ -77,7 +78,7 @@ class Request:
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)  # the answer
     first_token: float = 0.0
-    states: dict[int, Arrays] = field(default_factory=dict)  # states at the checkpoints passed
+    states: dict[int, Arrays] = field(default_factory=dict)  # by position: of the caller's cache, and those passed
     not_kept: str | None = None  # why its context will not be kept
 
     @property
@@ -89,6 +90,14 @@ class Request:
     def held(self) -> list[int]:
         """The ids of the blocks on which it holds a reference."""
         return [*(block.block_id for block in self.shared), *self.reserved]
+
+    def kept_states(self) -> dict[int, Arrays]:
+        """The states to keep: those at checkpoints, the last one within the prompt, and the youngest others."""
+        others = sorted(self.states.keys() - {*self.checkpoints}, reverse=True)
+        last = [position for position in others if position < len(self.prompt)][:1]
+        spare = [position for position in others if position not in last][: self.spare_states]
+        kept = {*self.checkpoints, *last, *spare}
+        return {position: state for position, state in self.states.items() if position in kept}
 
     def full_blocks(self, spec: ModelCacheSpec) -> AgentBlocks:
         """The full blocks of its prompt made so far."""

@@ -29,7 +29,7 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -131,7 +131,7 @@ class SafetensorsCacheAdapter:
         context.validate(self._spec)
         if not context.blocks:
             return 0
-        states = [end for block, end in zip(context.blocks, context.ends, strict=True) if block.state is not None]
+        states, arrays = context.stored_states, context.states
         places = _places(self._spec, len(context), states)
         try:
             with replacing(self._path(context.agent_id)) as file:
@@ -139,7 +139,7 @@ class SafetensorsCacheAdapter:
                     file,
                     {place.name: place.tensor for place in places},
                     _metadata(self._spec, context, states),
-                    (_body(place, context) for place in places),
+                    (_body(place, context, arrays) for place in places),
                 )
         except OSError as error:
             self.save_failure = _reason(error)
@@ -194,8 +194,8 @@ class SafetensorsCacheAdapter:
         reach = _reach(self._spec, stored, states, wanted)
         if not reach:
             raise Miss("absent")
-        taken = [end for end in states if end <= reach]
-        nbytes = reach * self._spec.token_nbytes + sum(self._spec.state_nbytes(end) for end in taken)
+        nbytes = reach * self._spec.token_nbytes
+        nbytes += sum(self._spec.state_nbytes(position) for position in states if position <= reach)
         ids = self._pool.allocate(self._spec.blocks_for(reach), agent_id, nbytes)
         try:
             blocks = _blocks(self._spec, _unless(given_up, reader.bodies()), ids, stored, states, reach)
@@ -252,8 +252,10 @@ def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[t
         total = int(reader.metadata["total_tokens"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Miss("schema") from error
-    edges = {*range(spec.block_tokens, len(tokens), spec.block_tokens), len(tokens)}
-    sound = len(tokens) == total and edges.issuperset(states) and sorted({*states}) == states
+    ends = {*range(spec.block_tokens, len(tokens), spec.block_tokens), len(tokens)}
+    positions = range(1, len(tokens) + 1) if spec.has_state else ends
+    sound = len(tokens) == total and sorted({*states}) == states and len(states) <= len(reader.tensors)
+    sound = sound and all(position in positions for position in states)
     sound = sound and all(0 <= token < spec.vocab_size for token in tokens)
     places = _places(spec, total, states) if sound else []
     if not sound or list(reader.tensors.items()) != [(place.name, place.tensor) for place in places]:
@@ -283,12 +285,10 @@ def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], w
     return max((end for end in states if end <= limit), default=0)
 
 
-def _body(place: _Place, context: AgentBlocks) -> Bits:
+def _body(place: _Place, context: AgentBlocks, states: Mapping[int, Arrays]) -> Bits:
     """The array of this tensor, as the file has it."""
     if place.state_at is not None:
-        state = context.blocks[context.ends.index(place.state_at)].state
-        assert state is not None
-        return _bits(state[place.layer][place.number])
+        return _bits(states[place.state_at][place.layer][place.number])
     parts = [_bits(block.layers[place.layer][place.number]) for block in context.blocks]
     body = np.empty(place.tensor.shape, f"u{place.kept.plane.dtype.itemsize}")
     for part, (start, end) in zip(parts, pairwise([0, *context.ends]), strict=True):
@@ -310,7 +310,7 @@ def _blocks(
     """Blocks of the first `reach` tokens."""
     edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
     layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # a block, a layer, a plane
-    taken: dict[int, list[list[mx.array]]] = {end: [[] for _ in spec.layers] for end in states}
+    taken: dict[int, list[list[mx.array]]] = {position: [[] for _ in spec.layers] for position in states}
     for place, body in zip(
         _places(spec, len(stored), states), bodies, strict=True
     ):  # reads to the end, where the digest is checked
@@ -324,12 +324,15 @@ def _blocks(
             block[place.layer].append(
                 mx.array(_transpose(rows) if place.transposed else np.ascontiguousarray(rows)).view(dtype)
             )
-    blocks = tuple(
-        KVBlock(block_id, end - start, _frozen(block), _frozen(taken[end]) if end in taken else None)
-        for block_id, (start, end), block in zip(ids, edges, layers, strict=True)
-    )
-    mx.eval([[block.layers, block.state or ()] for block in blocks])  # so that another thread can use them
-    return blocks
+    blocks = []
+    for block_id, (start, end), arrays in zip(ids, edges, layers, strict=True):
+        made = KVBlock(block_id, end - start, _frozen(arrays))
+        for position in taken:
+            if start < position <= end:
+                made = made.with_state(position - start, _frozen(taken[position]))
+        blocks.append(made)
+    mx.eval([[block.layers, *block.states.values()] for block in blocks])  # so that another thread can use them
+    return tuple(blocks)
 
 
 def _unless(given_up: Callable[[], bool], bodies: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:

@@ -181,7 +181,7 @@ class PageTier:
         context.validate(self._spec)
         if not context.blocks:
             return Saved(0, 0, 0)
-        manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec)
+        manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec, context.stored_states)
         made, parts = partial(manifest.dump, self._spec, self._layout.together), self._parts(context, manifest)
         agent_id, fingerprint = context.agent_id, self._spec.fingerprint
         return self._saved(
@@ -198,7 +198,8 @@ class PageTier:
         return self._saved(self._write(self._parts(context, manifest)))
 
     def _parts(self, context: AgentBlocks, manifest: ContextManifest) -> block_writer.Parts:
-        return block_writer.parts_of(context, manifest.places(self._spec, self._layout.together))
+        spec, together = self._spec, self._layout.together
+        return block_writer.parts_of(context, manifest.places(spec, together), manifest.inner_places(spec, together))
 
     async def _write(self, parts: block_writer.Parts) -> Saved:
         missing = await block_writer.missing(self._connection, self._layout, list(parts))

@@ -372,10 +372,11 @@ class AgentCacheStore:
         if tokens is None or not self._missing(tokens, memory.reach):
             return memory
         shared = self._prefixes.find(agent_id, tokens)
-        better = shared is not None and len(shared) > memory.reach
+        reach = shared.reusable(self.spec, len(shared)) if shared else 0
+        better = reach > memory.reach
         if worse := memory.blocks if better else shared:
             self._pool.free(worse.block_ids, agent_id)
-        return Found(shared, "prefix", len(shared)) if shared and better else memory
+        return Found(shared, "prefix", reach) if better else memory
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Whether a full block of the prompt is not in the first `reach` tokens; its last token never has to be."""

@@ -32,14 +32,15 @@ class Saved:
 Write = Callable[[], Awaitable[Saved]]  # writes the missing blocks of a context
 
 
-def parts_of(context: AgentBlocks, places: Iterable[BlockPlace]) -> Parts:
-    """The blocks of a context, and the states at their ends, as views of the arrays' memory."""
+def parts_of(context: AgentBlocks, places: Iterable[BlockPlace], inner: Iterable[BlockPlace]) -> Parts:
+    """A context's blocks, the states at their ends, and those at `inner` places, as views of the arrays' memory."""
     parts: dict[BlockPlace, Sequence[Buffer]] = {}
     for place, block in zip(places, context.blocks, strict=False):
         parts[place] = _pieces(block.layers)
         if block.state is not None:
             parts[place.state()] = _pieces(block.state)
-    return parts
+    states = context.states
+    return parts | {place: _pieces(states[place.end]) for place in inner}
 
 
 def _pieces(arrays: Arrays) -> list[memoryview]:

@@ -20,7 +20,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum, auto
 
 from engine.memory.blocks import AgentBlocks, KVBlock
@@ -236,7 +235,8 @@ class Fetch:
             for place in received.kept()
         ]
         if received.state and received.state in received.arrays:
-            blocks[-1] = replace(blocks[-1], state=received.arrays[received.state])
+            after = received.state.end - sum(block.tokens for block in blocks[:-1])
+            blocks[-1] = blocks[-1].with_state(after, received.arrays[received.state])
         return blocks
 
     @property

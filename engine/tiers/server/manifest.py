@@ -47,6 +47,11 @@ class BlockPlace:
     tag: str = ""  # keeps it on the same server as its neighbours: see `tag_of`
 
     @property
+    def start(self) -> int:
+        """The position before the first of its tokens."""
+        return self.end - self.tokens
+
+    @property
     def tagged(self) -> str:
         """Its name in keys, with the tag."""
         return self.tag + self.name
@@ -150,11 +155,14 @@ class ContextManifest:
     agent_id: str
     tokens: tuple[int, ...]
     names: tuple[str, ...]  # the chain hashes of all blocks, including a partial last one
+    inner: tuple[int, ...] = ()  # positions within blocks whose state is stored
 
     @classmethod
-    def of(cls, agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Self:
-        """The manifest for an agent's context of these tokens."""
-        return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)))
+    def of(cls, agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec, states: Iterable[int] = ()) -> Self:
+        """The manifest for an agent's context of these tokens, with states after some of them."""
+        size, count = spec.block_tokens, len(tokens)
+        inner = tuple(position for position in states if position % size and position < count)
+        return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)), inner)
 
     def place(self, index: int, spec: ModelCacheSpec, together: int = 0) -> BlockPlace:
         """The place of block `index`."""
@@ -165,6 +173,16 @@ class ContextManifest:
     def places(self, spec: ModelCacheSpec, together: int = 0) -> list[BlockPlace]:
         """The places of all blocks, in order."""
         return [self.place(i, spec, together) for i in range(len(self.names))]
+
+    def inner_places(self, spec: ModelCacheSpec, together: int = 0) -> list[BlockPlace]:
+        """The places of the states within blocks, in order. One has the name of the block's tokens before it."""
+        places, root = [], root_of(self.agent_id)
+        for position in self.inner:
+            index, tokens = divmod(position, spec.block_tokens)
+            parent = self.names[index - 1] if index else root
+            name = chain_hash(spec.fingerprint, parent, self.tokens[position - tokens : position])
+            places.append(BlockPlace(name, tokens, position, of_state=True, tag=tag_of(self.names, index, together)))
+        return places
 
     def dump(self, spec: ModelCacheSpec, together: int, before: bytes | None = None) -> bytes:
         """The bytes to store in place of the manifest `before`: a digest, and JSON. The tokens come last, so that a
@@ -181,6 +199,7 @@ class ContextManifest:
             "by": WRITER,
             "together": together,
             "chain": self.names,
+            "states": [[place.end, place.name] for place in self.inner_places(spec)],
             "tokens": self.tokens,
         })  # fmt: skip
         return _sealed(text.encode(), key)
@@ -190,8 +209,9 @@ class ContextManifest:
         """Parse what `dump` made. Raises Miss for anything else: another agent's, another model's, or a damaged one."""
         stored = _opened(raw, manifest_key(agent_id, spec.fingerprint))
         try:
-            found = cls.of(agent_id, token_ids(stored["tokens"]), spec)
-            if list(found.names) != stored["chain"]:
+            states = list(token_ids([position for position, _ in stored.get("states", ())]))
+            found = cls.of(agent_id, token_ids(stored["tokens"]), spec, states)
+            if list(found.names) != stored["chain"] or list(found.inner) != states:
                 raise Miss("manifest")
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise Miss("manifest") from error
@@ -208,13 +228,23 @@ def older_key(agent_id: str) -> str:
     return f"manifest:{agent_id}"
 
 
-def chain_in(raw: bytes | None, key: str) -> list[str]:
-    """The blocks that a manifest of any model names; none if it makes no sense."""
-    try:
-        chain = _opened(raw, key)["chain"] if raw is not None else []
-        return [name for name in chain if _NAME.match(name)]
-    except (Miss, KeyError, TypeError):
+def named_in(raw: bytes | None, key: str, together: int = 0) -> list[tuple[str, str]]:
+    """The tags and names of the blocks, and of the states within them, that a manifest of any model names; none if it
+    makes no sense. `together` blocks of a prompt are kept on the same of several servers."""
+    if raw is None:
         return []
+    try:
+        stored = _opened(raw, key)
+        chain, states, size = stored["chain"], stored.get("states", ()), stored.get("block_tokens", 1)
+        named = [*enumerate(chain), *((position // size, name) for position, name in states)]
+        return [(tag_of(chain, index, together), name) for index, name in sorted(named) if _NAME.match(name)]
+    except (Miss, LookupError, TypeError, ValueError, ArithmeticError):
+        return []
+
+
+def names_in(raw: bytes | None, key: str) -> set[str]:
+    """The names of the blocks and states that a manifest of any model names."""
+    return {name for _, name in named_in(raw, key)}
 
 
 def _created(raw: bytes | None, key: str) -> int:
@@ -228,7 +258,7 @@ def _created(raw: bytes | None, key: str) -> int:
 
 def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
     """A manifest changed for another key; None if it makes no sense."""
-    return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and chain_in(raw, key) else None
+    return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and named_in(raw, key) else None
 
 
 def digest_of(manifest: bytes) -> bytes:

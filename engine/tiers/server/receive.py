@@ -32,7 +32,7 @@ class Receiver:
         """`digests` are by seal."""
         self.plan = plan
         self.arrays: dict[BlockPlace, Arrays] = {}  # what has arrived and matches its seal
-        self.state = next(iter(lookup.in_memory.states), None)  # the state at the end of the blocks, so far
+        self.state = next(iter(lookup.in_memory.states), None)  # the state from which the model goes on, so far
         self._lookup = lookup
         self._report = lookup.report
         self._connection = lookup.remote.connection
@@ -46,14 +46,15 @@ class Receiver:
     def reach(self) -> int:
         """Tokens of the prompt that need not be computed with what has arrived."""
         kept = self.kept()
-        return max(0, min(self.plan.reach, kept[-1].end, self._lookup.limit)) if kept else 0
+        end = self.state or kept[-1] if kept else None
+        return max(0, min(self.plan.reach, end.end, self._lookup.limit)) if end else 0
 
     def kept(self) -> list[BlockPlace]:
         """The usable blocks, held or received. Where layers carry a state, up to the furthest state."""
         had = self._had()
         if not self._lookup.remote.spec.has_state:
             return had
-        return [place for place in had if self.state and place.end <= self.state.end]
+        return [place for place in had if self.state and place.start < self.state.end]
 
     async def receive(self) -> None:
         """Receive what the plan has and is not held. Raises an outage that stopped it."""
@@ -144,10 +145,10 @@ class Receiver:
             self._report.nbytes += nbytes
 
     async def _take_state(self) -> None:
-        """Receive the furthest state that is available, at the end of a received block."""
-        ends = {place.end for place in self._had()}
+        """Receive the furthest state that is available in a received block."""
+        had = self._had()
         for place in self.plan.states:
-            if place.end not in ends:
+            if not had or place.end > had[-1].end:
                 continue
             if place.seal not in self._lookup.digests_in_memory:
                 try:

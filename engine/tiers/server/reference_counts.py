@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.manifest import chain_in, manifest_key, moved, older_key
+from engine.tiers.server.manifest import manifest_key, moved, names_in, older_key
 from kvpage_server.client.questions import Question, integer, ok, texts
 
 Stored = Mapping[str, bytes | None]  # manifests by key
@@ -32,7 +32,7 @@ async def save(
 
     def change(stored: Stored) -> Stored:
         made = manifest(stored[key])
-        names.update(chain_in(made, key))
+        names.update(names_in(made, key))
         return {key: made, older: None}
 
     await _change(connection, [key, older], change)
@@ -87,8 +87,8 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
         nonlocal dropped
         stored = dict(zip(keys, values, strict=True))
         wanted = change(stored)
-        before = Counter(name for key in wanted for name in {*chain_in(stored[key], key)})
-        after = Counter(name for key, manifest in wanted.items() for name in {*chain_in(manifest, key)})
+        before = Counter(name for key in wanted for name in names_in(stored[key], key))
+        after = Counter(name for key, manifest in wanted.items() for name in names_in(manifest, key))
         added, removed = after - before, before - after
         dropped = list(removed)
         puts = [Question(["SET", key, manifest], ok) for key, manifest in wanted.items() if manifest is not None]

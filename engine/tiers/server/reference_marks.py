@@ -22,11 +22,11 @@ from itertools import groupby, islice
 
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.connection import OUTAGES, ServerConnection
-from engine.tiers.server.manifest import chain_in, digest_of, manifest_key, moved, older_key
+from engine.tiers.server.manifest import digest_of, manifest_key, moved, named_in, names_in, older_key
 from engine.tiers.server.reference_counts import MakesManifest, count_key, forget_block
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
-from kvpage_server.segments import SEGMENT, tag_of
+from kvpage_server.segments import SEGMENT
 
 _AT_ONCE = 8  # segments whose references are changed at once
 _TRIES = 10  # of a fork, while the context is being saved
@@ -89,7 +89,7 @@ async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -
 
     await connection.transaction([key], Question(["GET", key], text), change)
     with suppress(*OUTAGES):  # blocks with too many references are evicted some day
-        await _give_up(connection, key, older, set(chain_in(manifest, key)))
+        await _give_up(connection, key, older, names_in(manifest, key))
     return older
 
 
@@ -104,7 +104,7 @@ async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None
             *(Question(["INCRBY", count_key(block), 1], integer) for block, mark in stale if mark is None),
         ]
 
-    await _change(connection, key, _segments(chain_in(manifest, key)), change)
+    await _change(connection, key, _segments(manifest, key), change)
 
 
 async def _give_up(connection: ServerConnection, key: str, manifest: bytes | None, kept: Collection[str]) -> None:
@@ -122,7 +122,7 @@ async def _give_up(connection: ServerConnection, key: str, manifest: bytes | Non
             for question in (Question(["DEL", _mark_key(block, key)], integer), *_one_less(connection, block, count))
         ]
 
-    await _change(connection, key, _segments(chain_in(manifest, key), kept), change)
+    await _change(connection, key, _segments(manifest, key, kept), change)
 
 
 def _one_less(connection: ServerConnection, block: str, count: bytes | None) -> list[Question]:
@@ -158,10 +158,10 @@ async def _change(
                 raise outcome
 
 
-def _segments(chain: Sequence[str], kept: Collection[str] = ()) -> list[list[str]]:
-    """The blocks of a chain as in keys, grouped by segment, without those that are kept."""
-    tagged = ((tag_of(chain, i, SEGMENT), name) for i, name in enumerate(chain))
-    found = ([tag + name for _, name in some if name not in kept] for tag, some in groupby(tagged, lambda one: one[0]))
+def _segments(manifest: bytes, key: str, kept: Collection[str] = ()) -> list[list[str]]:
+    """The blocks and states of a manifest, as in keys, grouped by segment, without those whose names are kept."""
+    named = groupby(named_in(manifest, key, SEGMENT), lambda one: one[0])
+    found = ([tag + name for _, name in some if name not in kept] for tag, some in named)
     return [blocks for blocks in found if blocks]
 
 

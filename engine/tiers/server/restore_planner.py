@@ -50,12 +50,14 @@ class Offer:
         ]
         parts = manifest and self.common % size
         self.parting = manifest.place(self.common // size, spec, together) if manifest and parts else None
+        inner = manifest.inner_places(spec, together) if manifest and spec.has_state else []
+        self.inner = [place for place in inner if place.end <= self.common]
 
     @property
     def places(self) -> list[BlockPlace]:
         """All places, with their states if layers carry any: a plan needs their digests."""
         blocks = [*self.full, self.parting] if self.parting else self.full
-        return [*blocks, *(place.state() for place in blocks)] if self.spec.has_state else blocks
+        return [*blocks, *(place.state() for place in blocks), *self.inner] if self.spec.has_state else blocks
 
     def stored(self, digests: Mapping[str, str]) -> list[BlockPlace]:
         """The full blocks before the first one without a digest. `digests` are by seal."""
@@ -84,7 +86,8 @@ class Offer:
         if not self.spec.has_state:
             reach = min(blocks[-1].end if blocks else 0, self.common if tokens is not self.wanted else len(tokens))
             return Plan(tokens, tuple(blocks), (), reach)
-        states = [place.state() for place in reversed(blocks) if place.end <= limit]
-        states = [place for place in states if place.seal in digests]
+        states = [place for place in (*(block.state() for block in blocks), *self.inner) if place.seal in digests]
+        last = min(limit, blocks[-1].end if blocks else 0)
+        states = sorted((place for place in states if place.end <= last), key=lambda place: place.end, reverse=True)
         reach = states[0].end if states else 0
-        return Plan(tokens, tuple(place for place in blocks if place.end <= reach), tuple(states), reach)
+        return Plan(tokens, tuple(place for place in blocks if place.start < reach), tuple(states), reach)

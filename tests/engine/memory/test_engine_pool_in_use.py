@@ -67,10 +67,11 @@ def test_what_layers_carry_counts_too(pool: BlockPool) -> None:
     spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=64)
     batch = BlockPoolBatchEngine(model, TOKENIZER, spec, pool)
     batch.submit("alice", PROMPT[:200], max_tokens=5)
-    assert pool.used_bytes >= 205 * spec.token_nbytes + 4 * spec.state_nbytes(200)
+    assert pool.used_bytes >= 205 * spec.token_nbytes + 6 * spec.state_nbytes(200)
     (done,) = batch.step()
     assert pool.used_bytes == sum(block.nbytes for block in done.blocks.blocks)
-    assert pool.used_bytes == len(done.blocks) * spec.token_nbytes + 4 * spec.state_nbytes(200)
+    assert list(done.blocks.states) == [64, 128, 192, 199, 200, 205]
+    assert pool.used_bytes == len(done.blocks) * spec.token_nbytes + 6 * spec.state_nbytes(200)
     pool.free(done.blocks.block_ids)
 
 
