@@ -70,6 +70,7 @@ class AgentEngine:
         max_tokens: int,
         sampler: Sampler | None = None,
         stop: Sequence[str] = (),
+        continues: bool = False,
         logprobs: int = 0,
         keep: bool = True,
         on_token: TokenReceiver | None = None,
@@ -84,7 +85,13 @@ class AgentEngine:
         The other arguments, and the errors given to `on_error`, are those of the batch's `submit`. A prompt waits while
         the pool is full: PoolExhaustedError means that the whole pool is too small.
         """
-        options = {"max_tokens": max_tokens, "sampler": sampler, "stop": stop, "logprobs": logprobs}
+        options = {
+            "max_tokens": max_tokens,
+            "sampler": sampler,
+            "stop": stop,
+            "continues": continues,
+            "logprobs": logprobs,
+        }
         job = Job(next(self._uids), agent_id, (), options, keep, on_token, on_done, on_error)
         job.span.set(agent=agent_id, model=self._batch.spec.model_id)
         try:

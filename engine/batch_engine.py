@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.generation.answer_text import AnswerText
 from engine.generation.sampling import Guarded
+from engine.generation.token_text import TokenText
 from engine.generation.tokens import check_answer, check_prompt, encode, token_ids
 from engine.generation.unbatched import Sampler
 from engine.memory import kvcache
@@ -72,6 +73,7 @@ class BlockPoolBatchEngine:
         self._watch = ModelWatch(model, spec)
         self._block_manager = BlockManager(spec, pool, config.state_budget)
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+        self._token_text = TokenText(self._tokenizer)
         self._runner = ModelRunner(model, spec, self._tokenizer.eos_token_ids, config.prefill_chunk)
         self._uids = count()
         self._waiting: deque[Request] = deque()  # for blocks
@@ -109,6 +111,7 @@ class BlockPoolBatchEngine:
         max_tokens: int = 256,
         sampler: Sampler | None = None,
         stop: str | Sequence[str] = (),
+        continues: bool = False,
         on_token: TokenReceiver | None = None,
         logprobs: int = 0,
         on_prompt: PromptReceiver | None = None,
@@ -118,7 +121,8 @@ class BlockPoolBatchEngine:
         Tokens at the start of the prompt that `cache` holds are not computed again, but for the prompt's last one.
         Where layers carry a state, reuse ends where one was kept. `cache` stays the caller's and may be freed at once.
         The answer ends at the model's end of text, at `max_tokens`, at the end of the model's context, or before the
-        first of the `stop` strings. `sampler` picks each token; the default is the likeliest.
+        first of the `stop` strings. `sampler` picks each token; the default is the likeliest. The answer's text is that
+        of mlx_lm.generate, without a first space; with `continues` it is the exact continuation of the prompt's text.
 
         `on_token` is called with each token. With `logprobs`, a token has its log-probability and those of that many
         likeliest tokens. `on_prompt` is called once with the full blocks of the prompt, as soon as they are computed;
@@ -144,6 +148,7 @@ class BlockPoolBatchEngine:
         checkpoints = self._block_manager.checkpoints(reused, len(tokens))
         behind = len(shared) * self.spec.block_tokens
         carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
+        text = self._token_text.after(tokens) if continues else self._token_text.as_generated()
         request = Request(
             uid=next(self._uids),
             agent_id=agent_id,
@@ -156,7 +161,7 @@ class BlockPoolBatchEngine:
             spare_states=self._block_manager.spare_states(len(checkpoints), shared, len(carried), len(tokens)),
             states=carried,
             sampler=Guarded(sampler) if sampler else None,
-            text=AnswerText(self._tokenizer.detokenizer, stop),
+            text=AnswerText(text, stop),
             submitted=submitted,
             on_token=on_token,
             on_prompt=on_prompt,

@@ -44,6 +44,7 @@ class Prompt:
     top_p: float = 1.0
     seed: int | None = None
     stop: Sequence[str] = ()
+    continues: bool = True  # whether its answer keeps a first space
     logprobs: int = 0
 
 
@@ -224,6 +225,7 @@ def _submit(engine: AgentEngine, generation: Generation) -> None:
             max_tokens=prompt.max_tokens,
             sampler=sampler(prompt.temperature, prompt.top_p, prompt.seed),
             stop=prompt.stop,
+            continues=prompt.continues,
             logprobs=prompt.logprobs,
             keep=prompt.keep,
             on_token=generation.tell,

@@ -22,6 +22,7 @@ def ask(
     *,
     max_tokens: int,
     sampler: Sampler | None = None,
+    continues: bool = False,
     on_token: TokenReceiver | None = None,
 ) -> Answer:
     """The answer to one prompt. Raises Failure with the engine's error."""
@@ -32,6 +33,7 @@ def ask(
         tokens,
         max_tokens=max_tokens,
         sampler=sampler,
+        continues=continues,
         on_token=on_token,
         on_done=answers.append,
         on_error=errors.append,

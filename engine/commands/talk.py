@@ -65,14 +65,17 @@ def generate(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     """Answer lines of stdin until it ends. Returns 1 if the context could not be saved."""
+    from engine.generation.token_text import template_writes_space
+
     messages = _transcript(args)
     engine = open_engine(args)
     try:
         if not engine.tokenizer.has_chat_template:
             raise Failure(f"{engine.model_id} has no chat template; `kvpage-engine generate --raw` goes on with a text")
+        keeps_space = not template_writes_space(engine.tokenizer)
         while line := _line():
             messages.append({"role": "user", "content": line})
-            answer = _say(engine, args, _tokens(engine, messages))
+            answer = _say(engine, args, _tokens(engine, messages), continues=keeps_space)
             messages.append({"role": "assistant", "content": answer.text})
             print(f"  [{account(answer)}]\n", flush=True)
             if args.transcript:
@@ -82,11 +85,12 @@ def chat(args: argparse.Namespace) -> int:
     return int(unsaved > 0)
 
 
-def _say(engine: Engine, args: argparse.Namespace, tokens: list[int]) -> Answer:
+def _say(engine: Engine, args: argparse.Namespace, tokens: list[int], *, continues: bool = False) -> Answer:
     from engine.generation.sampling import sampler
 
     drawn = sampler(args.temperature, args.top_p, args.seed)
-    answer = ask(engine, args.agent, tokens, max_tokens=args.max_tokens, sampler=drawn, on_token=print_text)
+    options = {"max_tokens": args.max_tokens, "sampler": drawn, "continues": continues}
+    answer = ask(engine, args.agent, tokens, **options, on_token=print_text)
     print(flush=True)
     return answer
 

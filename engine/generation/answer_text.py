@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from engine.generation.token_text import Detokenizer
 
 
 class AnswerText:
     """Text from tokens. What has been read is never taken back: half a character, and a possible beginning of a stop
     string, are held back."""
 
-    def __init__(self, detokenizer: Any, stop: Sequence[str]) -> None:
-        """`detokenizer`: one of mlx-lm's, fresh; the text ends before the first of the `stop` strings."""
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        """`detokenizer`: fresh; the text ends before the first of the `stop` strings."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)

@@ -1,0 +1,184 @@
+"""The text of tokens: continuations of prompts, single tokens, and ids that the tokenizer does not know."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import chat_families
+import pytest
+from chat_families import BYTE_LEVEL, FAMILIES, reused
+
+# isort: split
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from engine.generation.answer_text import AnswerText
+from engine.generation.token_text import Detokenizer, TokenText, template_writes_space
+
+SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
+TEXTS = ["def f(n):\n    return n", " Paris, of course.", "a→ü🦭b  c", "  two\n\n three ", "naïve 日本語\t\x00end"]
+PADDING = 100_000  # an id past every vocabulary here
+
+
+@cache
+def byte_level() -> TokenizerWrapper:
+    return FAMILIES["Mistral Small 3"].wrapper()
+
+
+@cache
+def sentence_piece() -> TokenizerWrapper:
+    return FAMILIES["Mistral 7B v0.2"].wrapper()
+
+
+@cache
+def unknown_kind() -> TokenizerWrapper:
+    """SentencePiece, in a form that mlx-lm decodes with the tokenizer itself."""
+    return TokenizerWrapper(sentence_piece()._tokenizer, NaiveStreamingDetokenizer)
+
+
+@cache
+def smollm2() -> TokenizerWrapper:
+    return load_tokenizer(SMOLLM2)
+
+
+kinds = pytest.mark.parametrize("kind", [byte_level, sentence_piece, unknown_kind])
+all_kinds = pytest.mark.parametrize("kind", [byte_level, sentence_piece, unknown_kind, smollm2])
+Kind = Callable[[], TokenizerWrapper]
+
+
+def read(detokenizer: Detokenizer, tokens: Sequence[int]) -> str:
+    for token in tokens:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return detokenizer.text
+
+
+@all_kinds
+@pytest.mark.parametrize("text", TEXTS)
+def test_continuation_is_the_decoded_text_less_the_prompt(kind: Kind, text: str) -> None:
+    tokenizer = kind()
+    tokens = tokenizer.encode("x" + text, add_special_tokens=False)
+    token_text = TokenText(tokenizer)
+    for cut in range(1, len(tokens)):
+        prompt, whole = tokenizer.decode(tokens[:cut]), tokenizer.decode(tokens)
+        if not prompt.endswith("\ufffd"):
+            assert read(token_text.after(tokens[:cut]), tokens[cut:]) == whole[len(prompt) :]
+
+
+@all_kinds
+def test_answer_completes_the_last_character_of_its_prompt(kind: Kind) -> None:
+    tokenizer = kind()
+    tokens = tokenizer.encode("x🦭y", add_special_tokens=False)
+    token_text = TokenText(tokenizer)
+    cuts = [cut for cut in range(len(tokens)) if tokenizer.decode(tokens[:cut]).endswith("\ufffd")]
+    assert cuts
+    for cut in cuts:
+        assert read(token_text.after(tokens[:cut]), tokens[cut:]) == "🦭y"
+
+
+@all_kinds
+def test_continuation_of_random_tokens_is_decoded_text(kind: Kind) -> None:
+    tokenizer, token_text, draw = kind(), TokenText(kind()), random.Random(11)
+    whole_tokens = [t for t in range(len(tokenizer)) if b"".join([token_text.bytes_of(t) or b"\xff"]).isascii()]
+    for _ in range(200):
+        tokens = draw.choices(whole_tokens, k=12)
+        cut = draw.randrange(1, 12)
+        expected = tokenizer.decode(tokens)[len(tokenizer.decode(tokens[:cut])) :]
+        assert read(token_text.after(tokens[:cut]), tokens[cut:]) == expected
+
+
+@all_kinds
+def test_text_of_generate_is_that_of_mlx_lm(kind: Kind) -> None:
+    tokenizer, draw = kind(), random.Random(12)
+    for _ in range(200):
+        tokens = draw.choices(range(len(tokenizer)), k=12)
+        assert read(TokenText(tokenizer).as_generated(), tokens) == read(tokenizer.detokenizer, tokens)
+
+
+@kinds
+def test_tokens_past_the_vocabulary_have_no_text(kind: Kind) -> None:
+    tokenizer = kind()
+    token_text = TokenText(tokenizer)
+    tokens = tokenizer.encode("of the keeper", add_special_tokens=False)
+    padded = [x for token in tokens for x in (PADDING, token, len(tokenizer))]
+    assert token_text.bytes_of(PADDING) == b""
+    assert read(token_text.as_generated(), padded) == read(tokenizer.detokenizer, tokens)
+    assert read(token_text.after([PADDING]), padded) == read(token_text.after([]), tokens)
+    assert read(token_text.after(tokens), padded) == read(token_text.after(tokens), tokens)
+
+
+@kinds
+def test_bytes_of_an_answers_tokens_are_its_text(kind: Kind) -> None:
+    tokenizer = kind()
+    token_text = TokenText(tokenizer)
+    for text in TEXTS:
+        tokens = chat_families.tokens_of(tokenizer, text)
+        spelled = [token_text.bytes_of(token) for token in tokens]
+        if kind is unknown_kind:
+            assert all(part is None or part.decode() in text for part in spelled)
+        else:
+            assert b"".join(part or b"" for part in spelled) == text.encode()
+
+
+def test_an_unreadable_character_delays_no_text_for_long() -> None:
+    """A tokenizer of an unknown kind is not decoded over and over for tokens that never make a character."""
+    tokenizer = unknown_kind()
+    halves = [token for token in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(token) == "<0xE2>"] * 50
+    text = AnswerText(TokenText(tokenizer).after([]), ())
+    found = []
+    for token in halves:
+        text.add(token)
+        found.append(text.read())
+    assert sum(map(bool, found)) >= 4
+    text.finish()
+    assert "".join([*found, text.read()]) == text.text == "\ufffd" * 50
+
+
+def best(tokenizer: TokenizerWrapper, said: str) -> tuple[int, int, int]:
+    """The tokens of an answer that the next turn reuses: with its first space, without it, and by the engine's rule."""
+    dropped = said.removeprefix(" ")
+    kept = dropped if template_writes_space(tokenizer) else said
+    first, second, ruled = (reused(tokenizer, said, text)[0] for text in (said, dropped, kept))
+    return first, second, ruled
+
+
+# Of an answer of some words, and of one of indented code, that begin with a space: tokens that the next turn reuses if
+# the space is kept, and if it is dropped. docs/decisions/0070 has the table.
+REUSED: dict[str, Any] = {
+    "Qwen2.5, SmolLM2, Yi, Hermes (ChatML)": [(10, 0), (8, 2)],
+    "Qwen3": [(10, 0), (8, 2)],
+    "Llama 3": [(0, 0), (0, 0)],
+    "Llama 2": [(8, 8), (0, 0)],
+    "Mistral 7B v0.2": [(9, 0), (8, 2)],
+    "Mistral 7B v0.3": [(9, 9), (0, 0)],
+    "Mixtral 8x7B": [(0, 9), (3, 8)],
+    "Mistral Small 3": [(10, 0), (8, 2)],
+    "Gemma 2, Gemma 3": [(0, 0), (0, 0)],
+    "DeepSeek LLM, DeepSeek V2": [(0, 10), (3, 8)],
+    "DeepSeek V3": [(10, 0), (8, 2)],
+    "GLM 4": [(0, 0), (0, 0)],
+    "gpt-oss": [(10, 0), (8, 2)],
+    "Phi 3": [(9, 0), (8, 2)],
+    "Kimi K2": [(10, 0), (8, 2)],
+    "Command R": [(0, 0), (0, 0)],
+    "Vicuna": [(0, 9), (3, 8)],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_next_turn_reuses_most_with_the_templates_space(name: str) -> None:
+    tokenizer = FAMILIES[name].wrapper()
+    for said, (kept, dropped) in zip((" Paris is the city.", "    return n"), REUSED[name], strict=True):
+        assert best(tokenizer, said) == (kept, dropped, max(kept, dropped))
+    assert template_writes_space(tokenizer) == (name in ("Mixtral 8x7B", "DeepSeek LLM, DeepSeek V2", "Vicuna"))
+
+
+def test_a_template_that_raises_keeps_the_first_space() -> None:
+    tokenizer = FAMILIES["DeepSeek V3"].wrapper()
+    tokenizer._tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert not template_writes_space(tokenizer)
+    assert FAMILIES["DeepSeek V3"].tokenizer == BYTE_LEVEL
