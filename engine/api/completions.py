@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from engine.api.answering import answer, unless_gone
 from engine.api.auth import Tenant
+from engine.api.openai.likelihoods import ChatLikelihoods, TextLikelihoods
 from engine.api.openai.reading import Reader
 from engine.api.openai.schema import Asked, ChatBody, CompletionBody
 from engine.api.openai.shapes import ChatShape, Envelope, TextShape
@@ -25,9 +26,11 @@ async def chat(request: Request) -> Response:
     prompts = service.prompts
     logprobs = body.top_logprobs if body.logprobs else None
     tokens = await unless_gone(request, prompts.of_chat(body))
-    prompt, given = _prompt(service, request, tenant, body, tokens, body.limit, logprobs)
-    reader = Reader(prompts, tokens, [tool.model_dump(exclude_none=True) for tool in body.tools])
-    shape = ChatShape(_envelope(service, body, given), reader, prompts, logprobs)
+    prompt, given = _prompt(service, request, tenant, body, tokens, body.limit, logprobs, continues=prompts.keeps_space)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
+    reader = Reader(prompts.markup, tokens, tools, several=body.parallel_tool_calls)
+    likelihoods = None if logprobs is None else ChatLikelihoods(prompts.token_text, logprobs)
+    shape = ChatShape(_envelope(service, body, given), reader, likelihoods)
     return await answer(service, request, service.ask(prompt), shape, body)
 
 
@@ -37,9 +40,11 @@ async def complete(request: Request) -> Response:
     tenant = service.tokens.tenant(request)
     body = await service.parsed(CompletionBody, request)
     service.check_model(body.model)
-    tokens = await unless_gone(request, service.prompts.of_text(body.prompt))
+    prompts = service.prompts
+    tokens = await unless_gone(request, prompts.of_text(body.prompt))
     prompt, given = _prompt(service, request, tenant, body, tokens, body.max_tokens, body.logprobs)
-    shape = TextShape(_envelope(service, body, given), service.prompts, body.logprobs)
+    likelihoods = None if body.logprobs is None else TextLikelihoods(prompts.token_text, tokens, body.logprobs)
+    shape = TextShape(_envelope(service, body, given), likelihoods)
     return await answer(service, request, service.ask(prompt), shape, body)
 
 
@@ -51,6 +56,8 @@ def _prompt(
     tokens: Sequence[int],
     max_tokens: int | None,
     logprobs: int | None,
+    *,
+    continues: bool = True,
 ) -> tuple[Prompt, str | None]:
     """The prompt for the engine, and the client's name for the agent."""
     agent_id, given = service.agent(request, tenant, body)
@@ -63,6 +70,7 @@ def _prompt(
         top_p=body.top_p,
         seed=body.seed,
         stop=body.stop,
+        continues=continues,
         logprobs=0 if logprobs is None else max(1, logprobs),  # a token's own logprob comes with those of others
     )
     return prompt, given

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,23 +43,34 @@ def write_tiny(directory: Path, **changes: object) -> Path:
     return _write(directory, model, letter_tokenizer(), TEMPLATE)
 
 
-def write_caller(directory: Path) -> Path:
-    """A Llama that calls a tool, whatever it is told: its layers add nothing, and each token has one that follows."""
+def write_caller(directory: Path, said: str = CALL) -> Path:
+    """A Llama that calls a tool, whatever it is asked; `said` is the text between the marks."""
     tokenizer = letter_tokenizer()
-    steps = [":", "<tool_call>", CALL, "</tool_call>", END]
+    steps = [":", "<tool_call>", said, "</tool_call>", END]
     tokenizer.add_tokens([AddedToken(step, normalized=False) for step in steps[1:4]])
-    size = len(tokenizer)
+    return write_speaker(directory, tokenizer, tokenizer.convert_tokens_to_ids(steps), template=TOOL_TEMPLATE)
+
+
+def write_speaker(
+    directory: Path, tokenizer: Any, tokens: Sequence[int], rows: int = 0, template: str = TEMPLATE
+) -> Path:
+    """A Llama that says `tokens`, after the first of them. Its layers add nothing, and each token has one that follows.
+
+    It has `rows` tokens if that is more than the tokenizer has.
+    """
+    assert len({*tokens}) == len(tokens) <= 128
+    size = max(len(tokenizer), rows)
     model = tiny_llama(vocab_size=size, hidden_size=128, num_hidden_layers=1)
     layer = model.model.layers[0]
     layer.self_attn.o_proj.weight *= 0
     layer.mlp.down_proj.weight *= 0
-    model.model.embed_tokens.weight = mx.eye(size, 128)
-    follows = mx.zeros((size, 128))
-    ids = tokenizer.convert_tokens_to_ids(steps)
-    for token, next_token in pairwise(ids):
-        follows[next_token, token] = 10.0
+    known, follows = mx.zeros((size, 128)), mx.zeros((size, 128))
+    for i, (token, next_token) in enumerate(pairwise(tokens)):
+        known[token, i] = 1.0
+        follows[next_token, i] = 10.0
+    model.model.embed_tokens.weight = known
     model.lm_head.weight = follows
-    return _write(directory, model, tokenizer, TOOL_TEMPLATE)
+    return _write(directory, model, tokenizer, template)
 
 
 def _write(directory: Path, model: Any, tokenizer: Any, template: str) -> Path:

@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
-from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.api.openai.errors import invalid
+from engine.api.openai.markup import Markup
 from engine.api.openai.schema import ChatBody, Message, Tool
+from engine.generation.token_text import TokenText, template_writes_space
 from engine.generation.tokens import encode
 from engine.spec import ModelCacheSpec
 
@@ -37,11 +38,13 @@ class Prompts:
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, "prompts")
         self._long: set[Future[Any]] = set()  # long prompts; while there are any, only the thread uses the tokenizer
-        self._marked = make_text_state_machine(self._tokenizer)
+        self.token_text = TokenText(self._tokenizer)
+        self.markup = Markup(self._tokenizer)
+        self._keeps_space: bool | None = None  # unknown before the first conversation
 
     async def of_chat(self, body: ChatBody) -> list[int]:
         """The tokens of a conversation, up to the answer, as mlx-lm makes them. Raises ApiError."""
-        tools = body.tools if body.tool_choice == "auto" else []
+        tools = body.offered
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
@@ -51,28 +54,14 @@ class Prompts:
         short = not calls and len(texts) <= FEW and sum(map(len, texts)) <= SHORT
         return await self._made("messages", short, lambda: self._of_messages(body.messages, tools, texts))
 
+    @property
+    def keeps_space(self) -> bool:
+        """Whether an answer in a conversation keeps its first space: see `template_writes_space`."""
+        return self._keeps_space is not False
+
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a text, as mlx-lm's own generate makes them. Raises ApiError."""
         return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
-
-    def shown(self, token: int) -> str:
-        """The text of a token."""
-        text: str = self._tokenizer.decode([token])
-        return text
-
-    @property
-    def tool_parser(self) -> Callable[[str, Any], Any]:
-        """The parser for the text between a tool call's marks."""
-        parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
-        return parser
-
-    def reading(self, prompt: Sequence[int]) -> Any:
-        """The state in which an answer to `prompt` begins, for TextStateMachine.split: in a thought, or not."""
-        state = "normal"
-        if self._tokenizer.has_thinking:
-            opened, closed = self._tokenizer.rfind_think_start(prompt), self._tokenizer.rfind_think_end(prompt)
-            state = "reasoning" if opened > closed else "normal"
-        return self._marked.make_state(self._tokenizer.response_initial_state or state)
 
     async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
         try:
@@ -90,6 +79,8 @@ class Prompts:
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
         tokens = self._tokenizer.apply_chat_template(plain, tools=offered, add_generation_prompt=True)
+        if self._keeps_space is None:
+            self._keeps_space = not template_writes_space(self._tokenizer)
         return self._fitting(list(tokens), "messages")
 
     def _of_text(self, prompt: str | Sequence[int]) -> list[int]:

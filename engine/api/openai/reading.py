@@ -1,4 +1,4 @@
-"""Splits what a model says into text, thoughts and tool calls."""
+"""Splits an answer into text, thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine
-
-from engine.api.openai.prompts import Prompts
+from engine.api.openai.markup import NORMAL, REASONING, TOOL, Markup
 from engine.scheduling.request import Token
 
 
@@ -35,60 +33,153 @@ class Said:
 
 
 class Reader:
-    """Reads one answer. The marks are those that mlx-lm knows for the tokenizer."""
+    """Reads one answer.
 
-    def __init__(self, prompts: Prompts, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> None:
-        """`tools` are those that the request offers, in OpenAI's format."""
+    Calls are read if the request offers tools. A call names one of these, its arguments are an object, and it is whole:
+    its end mark was said, or the model ended its answer with the last character of the call's JSON. Everything else
+    between a call's marks is text, and so are the marks.
+    """
+
+    def __init__(
+        self, markup: Markup, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, several: bool = True
+    ) -> None:
+        """`tools`: the offered ones, in OpenAI's format. Without `several`, the answer ends after its
+        first call."""
         self.said = Said()  # all of it
-        self._prompts = prompts
-        self._state = prompts.reading(prompt)
-        self._tools = list(tools)
-        self._call: str | None = None  # the beginning of a tool call
+        self.cut = False  # whether the rest is left out, after the only call
+        self._markup = markup
+        self._tools = [_with_parameters(tool) for tool in tools]
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._several = several
+        self._state = markup.start(prompt)
+        self._held = ""  # the end of the text, if a mark may begin there
+        self._header = ""
+        self._before = NORMAL  # the state before the call
+        self._opened = ""  # the call's first mark
+        self._call: list[str] = []  # the text after it
 
     def read(self, token: Token) -> Said:
-        """What the next token adds; empty while a mark may be incomplete."""
-        self._state, segments = TextStateMachine.split(self._state, token.text)
-        return self._take(segments, [] if token.ends_text else [token])
-
-    def finish(self) -> Said:
-        """The rest, including an incomplete tool call."""
-        self._state, rest, state = TextStateMachine.flush(self._state)
-        return self._take([(state, rest), ("", "")])
-
-    def _take(self, segments: Sequence[tuple[str, str]], tokens: Sequence[Token] = ()) -> Said:
-        said = Said(tokens=list(tokens))
-        for state, text in segments:
-            if state == "tool":
-                self._call = (self._call or "") + text
-                continue
-            if self._call is not None:
-                said += self._called(self._call)
-                self._call = None
-            if state == "reasoning":
-                said.reasoning += text
-            else:
-                said.text += text
+        """Read a token. Returns the part that is complete, empty while a mark or a call may be incomplete."""
+        said = Said(tokens=[] if token.ends_text else [token])
+        self._split(token.text, said, calls=bool(self._names))
         self.said += said
         return said
 
-    def _called(self, text: str) -> Said:
-        """The calls in a text. What can't be parsed stays text."""
-        if not text.strip():
-            return Said()
+    def finish(self, reason: str) -> Said:
+        """The rest. `reason` is the answer's finish_reason: a call that "length" cut is text."""
+        said = Said()
+        self._put_held(said)
+        if self._state == TOOL:
+            self._close("", said, whole=reason == "stop", ended=False)
+        if not self.cut:
+            said.text += self._header
+        self.said += said
+        return said
+
+    def _split(self, text: str, said: Said, *, calls: bool) -> None:
+        """Read a text up to where a mark may begin."""
+        text, self._held = self._held + text, ""
+        at = 0
+        marks = self._markup.marks(self._state, calls=calls)
+        while found := marks.pattern.search(text, at):
+            self._put(text[at : found.start()], said)
+            at = found.end()
+            self._cross(found[0], marks.following[found[0]], said)
+            marks = self._markup.marks(self._state, calls=calls)
+        begun = marks.begun(text[at:])
+        self._put(text[at : len(text) - begun], said)
+        self._held = text[len(text) - begun :]
+
+    def _cross(self, mark: str, next_state: str, said: Said) -> None:
+        """Go on to the state after a mark."""
+        self._header = ""
+        if self._state == TOOL:
+            self._close("" if next_state == TOOL else mark, said)
+            if next_state != TOOL:
+                return
+        if next_state == TOOL:
+            self._before, self._opened = self._state, mark
+        self._state = next_state
+
+    def _put_held(self, said: Said) -> None:
+        held, self._held = self._held, ""
+        self._put(held, said)
+
+    def _put(self, text: str, said: Said) -> None:
+        """Add a text to the part of the answer that its state says."""
+        if self.cut:
+            return
+        if self._state == TOOL:
+            self._call.append(text)
+        elif self._state == REASONING:
+            said.reasoning += text
+        elif self._state == NORMAL:
+            said.text += text
+        else:
+            self._header += text
+
+    def _close(self, mark: str, said: Said, *, whole: bool = True, ended: bool = True) -> None:
+        """End a call, or text between the marks of one. `mark` is its end mark; without one it may be `ended`, too."""
+        text, self._call = "".join(self._call), []
+        self._state = self._before if self._before == REASONING else NORMAL
+        plain, inner, last = text.rpartition(self._opened)
+        calls = self._calls(last, ended=ended) if whole else []
+        if calls and inner:  # the first mark was plain text
+            plain = self._opened + plain
+        elif inner and whole:  # the inner mark may be a part of an argument
+            calls, plain = self._calls(text, ended=ended), ""
+        self._split(plain if calls else self._opened + text + mark, said, calls=False)
+        self._put_held(said)
+        if not calls or self.cut:
+            return
+        self._state = NORMAL
+        for call in calls if self._several else calls[:1]:
+            said.calls.append({"index": len(self.said.calls) + len(said.calls), **call})
+        self.cut = not self._several
+
+    def _calls(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
+        """The calls in a text; none if it is something else, or is not whole."""
+        if not ended and (self._parsed(text.rstrip()[:-1]) or not (self._markup.endless or _is_json(text))):
+            return []  # some of mlx-lm's parsers accept calls that are cut
+        calls = self._parsed(text)
+        return calls if all(call["function"]["name"] in self._names for call in calls) else []
+
+    def _parsed(self, text: str) -> list[dict[str, Any]]:
         try:
-            parsed = self._prompts.tool_parser(text, self._tools or None)
-            calls = parsed if isinstance(parsed, list) else [parsed]
-            start = len(self.said.calls)
-            return Said(calls=[_call(call, i) for i, call in enumerate(calls, start=start)])
-        except (ValueError, KeyError, TypeError, AttributeError):  # of the tokenizer's parser, for what models invent
-            return Said(text=text)
+            return [_call(parsed) for parsed in self._markup.parse(text, self._tools)]
+        except Exception:  # noqa: BLE001 - mlx-lm's parsers raise all kinds of errors
+            return []
 
 
-def _call(parsed: dict[str, Any], index: int) -> dict[str, Any]:
-    arguments = json.dumps(parsed["arguments"], ensure_ascii=False)
+def _call(parsed: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's form of a call. Raises ValueError and others for one that cannot be made."""
+    given = parsed.get("id")
     return {
-        "index": index,
-        "id": parsed.get("id") or f"call_{uuid.uuid4().hex[:24]}",
+        "id": given if given and isinstance(given, str) else f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": parsed["name"], "arguments": arguments},
+        "function": {"name": parsed["name"], "arguments": _arguments(parsed.get("arguments"))},
     }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _arguments(given: Any) -> str:
+    """The arguments of a call as JSON. A model may write them as a text that is JSON, or leave them out."""
+    arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are an object")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # half of a surrogate pair cannot be sent
+    return text
+
+
+def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool for mlx-lm's parsers, some of which need its parameters."""
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": function.get("parameters") or {}}}

@@ -195,10 +195,16 @@ class ChatBody(Asked):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
+    parallel_tool_calls: bool = True
     functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
     function_call: Annotated[Any, _only("auto", "none")] = "auto"
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[str], Field(fail_fast=True), _only(["text"])] = Field(default_factory=lambda: ["text"])
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return self.tools if self.tool_choice == "auto" else []
 
     @property
     def limit(self) -> int | None:

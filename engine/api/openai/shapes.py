@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.agent_job import Answer
-from engine.api.openai.prompts import Prompts
+from engine.api.openai.likelihoods import ChatLikelihoods, TextLikelihoods
 from engine.api.openai.reading import Reader, Said
 from engine.scheduling.request import Token
 
@@ -50,11 +50,9 @@ class Envelope:
 class ChatShape:
     """The form of /v1/chat/completions."""
 
-    def __init__(self, envelope: Envelope, reader: Reader, prompts: Prompts, logprobs: int | None) -> None:
-        """`logprobs` is the number of likeliest tokens; None for no logprobs."""
+    def __init__(self, envelope: Envelope, reader: Reader, logprobs: ChatLikelihoods | None) -> None:
         self._envelope = envelope
         self._reader = reader
-        self._prompts = prompts
         self._logprobs = logprobs
         self._unsaid: list[Token] = []  # tokens whose text is held back
 
@@ -65,7 +63,7 @@ class ChatShape:
         yield from self._told(self._reader.read(token))
 
     def closing(self, answer: Answer) -> Iterable[Reply]:
-        yield from self._told(self._reader.finish(), last=True)
+        yield from self._told(self._reader.finish(answer.finish_reason), last=True)
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": self._reason(answer)}
         yield self._chunk([choice], kvpage=self._envelope.kvpage(answer))
 
@@ -76,7 +74,7 @@ class ChatShape:
         self._reader.read(token)
 
     def whole(self, answer: Answer) -> Reply:
-        self._reader.finish()
+        self._reader.finish(answer.finish_reason)
         said = self._reader.said
         message: Reply = {"role": "assistant", "content": said.text, "refusal": None}
         if said.reasoning:
@@ -106,37 +104,20 @@ class ChatShape:
         return self._envelope.chunk("chatcmpl", "chat.completion.chunk", choices, **more)
 
     def _reason(self, answer: Answer) -> str:
-        called = self._reader.said.calls and answer.finish_reason == "stop"
+        called = self._reader.said.calls and (answer.finish_reason == "stop" or self._reader.cut)
         return "tool_calls" if called else answer.finish_reason
 
     def _of(self, tokens: Sequence[Token]) -> Reply | None:
-        if self._logprobs is None:
-            return None
-        content = [
-            {
-                **self._likelihood(token.token, token.logprob),
-                "top_logprobs": [self._likelihood(*likely) for likely in token.top[: self._logprobs]],
-            }
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _likelihood(self, token: int, logprob: float | None) -> Reply:
-        text = self._prompts.shown(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # half a character has no text
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+        return self._logprobs.of(tokens) if self._logprobs else None
 
 
 class TextShape:
     """The form of /v1/completions."""
 
-    def __init__(self, envelope: Envelope, prompts: Prompts, logprobs: int | None) -> None:
-        """`logprobs` is the number of likeliest tokens; None for no logprobs."""
+    def __init__(self, envelope: Envelope, logprobs: TextLikelihoods | None) -> None:
         self._envelope = envelope
-        self._prompts = prompts
         self._logprobs = logprobs
         self._tokens: list[Token] = []
-        self._offset = 0
 
     def opening(self) -> Iterable[Reply]:
         return ()
@@ -164,28 +145,12 @@ class TextShape:
         return self._envelope.chunk("cmpl", "text_completion", choices, **more)
 
     def _choice(self, text: str, tokens: Sequence[Token], reason: str | None) -> Reply:
-        return {"index": 0, "text": text, "logprobs": self._of(tokens), "finish_reason": reason}
+        logprobs = self._logprobs.of(tokens) if self._logprobs else None
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _taken(self) -> list[Token]:
         tokens, self._tokens = self._tokens, []
         return tokens
-
-    def _of(self, tokens: Sequence[Token]) -> Reply | None:
-        if self._logprobs is None:
-            return None
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token.text)
-        return {
-            "tokens": [self._prompts.shown(token.token) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [
-                {self._prompts.shown(likely): logprob for likely, logprob in token.top[: self._logprobs]}
-                for token in tokens
-            ],
-            "text_offset": offsets,
-        }
 
 
 # `opening`, `chunks` and `closing` make a stream, which may end with `usage`; `add` and `whole` make a reply.

@@ -1,0 +1,275 @@
+"""Marks of tool calls in answers, in every format that mlx-lm knows: whole, cut anywhere, and in plain text."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import random
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import mlx_lm.tool_parsers
+import pytest
+from api_engines import CALL, RunningEngine, start_engine, write_caller
+from engine_models import letter_tokenizer
+
+# isort: split
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+
+from engine.api.openai.markup import Markup
+from engine.api.openai.reading import Reader, Said
+from engine.scheduling.request import Token
+
+CALLS = {  # weather(city="Oslo"), without the marks around it
+    "function_gemma": "call:weather{city:<escape>Oslo<escape>}",
+    "gemma4": 'call:weather{city:<|"|>Oslo<|"|>}',
+    "glm47": "weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>",
+    "json_tools": '{"name": "weather", "arguments": {"city": "Oslo"}}',
+    "kimi_k2": '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>',
+    "kimi_k3": '<|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Oslo'
+    "<|close|>argument<|sep|><|close|>call<|sep|>",
+    "laguna": "weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>",
+    "longcat": "weather<longcat_arg_key>city</longcat_arg_key><longcat_arg_value>Oslo</longcat_arg_value>",
+    "minicpm5": '"weather"><param name="city">Oslo</param>',
+    "minimax_m2": '<invoke name="weather"><parameter name="city">Oslo</parameter></invoke>',
+    "mistral": 'weather[ARGS]{"city": "Oslo"}',
+    "muse_spark": '<atem:invoke name="weather"><atem:parameter name="city">Oslo</atem:parameter></atem:invoke>',
+    "pythonic": '[weather(city="Oslo")]',
+    "qwen3_coder": "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>",
+}
+EXPECTED = ("weather", {"city": "Oslo"})
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+BEFORE, AFTER = "Let me <see>. ", "\nDone."
+
+
+def markup(kind: str, *, thinks: bool = False) -> Markup:
+    parser = import_module(f"mlx_lm.tool_parsers.{kind}")
+    letters = letter_tokenizer()
+    if thinks:
+        letters.add_tokens(["<think>", "</think>"])
+    marks = {"tool_call_start": parser.tool_call_start, "tool_call_end": parser.tool_call_end}
+    wrapper = TokenizerWrapper(letters._tokenizer, BPEStreamingDetokenizer, **marks, tool_parser=parser.parse_tool_call)
+    assert wrapper.has_thinking == thinks
+    return Markup(wrapper)
+
+
+def marks(kind: str) -> tuple[str, str]:
+    parser = import_module(f"mlx_lm.tool_parsers.{kind}")
+    return parser.tool_call_start, parser.tool_call_end
+
+
+def said(
+    of: Markup, pieces: Sequence[str], reason: str = "stop", *, tools: Any = TOOLS, several: bool = True
+) -> tuple[Said, Said]:
+    """Read an answer. Returns the whole, and the sum of the parts for its pieces."""
+    reader = Reader(of, [1, 2], tools, several=several)
+    streamed = Said()
+    for piece in pieces:
+        streamed += reader.read(Token(0, 5, piece, False))
+    streamed += reader.finish(reason)
+    return reader.said, streamed
+
+
+def read(of: Markup, text: str, reason: str = "stop", **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Content, thoughts and calls of an answer: the same whole, in single characters and in pieces of random length."""
+    draw = random.Random(text)
+    cuts = sorted(draw.choices(range(len(text) + 1), k=5))
+    random_pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    found = []
+    for pieces in ([text], list(text), random_pieces):
+        for part in said(of, pieces, reason, **options):
+            calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in part.calls]
+            assert [call["index"] for call in part.calls] == list(range(len(calls)))
+            found.append((part.text, part.reasoning, calls))
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+kinds = pytest.mark.parametrize("kind", CALLS)
+
+
+def test_every_format_of_mlx_lm_is_tested() -> None:
+    assert {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)} == CALLS.keys()
+
+
+@kinds
+def test_a_call_is_read(kind: str) -> None:
+    start, end = marks(kind)
+    after = AFTER if end else ""
+    assert read(markup(kind), BEFORE + start + CALLS[kind] + end + after) == (BEFORE + after, "", [EXPECTED])
+
+
+@kinds
+def test_an_answer_cut_anywhere_loses_no_text(kind: str) -> None:
+    """A call that max_tokens cut is text, with its marks."""
+    start, end = marks(kind)
+    call = start + CALLS[kind] + end
+    text, complete = BEFORE + call + AFTER, len(BEFORE + call)
+    of = markup(kind)
+    for cut in range(len(text) + 1):
+        whole = end and cut >= complete
+        expected = (BEFORE + text[complete:cut], "", [EXPECTED]) if whole else (text[:cut], "", [])
+        assert read(of, text[:cut], "length") == expected
+
+
+@kinds
+def test_an_answer_that_ends_anywhere_loses_no_text(kind: str) -> None:
+    """Where a model leaves out the end mark, its call counts if it is JSON."""
+    start, end = marks(kind)
+    text = BEFORE + start + CALLS[kind] + end
+    last = len(BEFORE + start + CALLS[kind])
+    of = markup(kind)
+    for cut in range(len(text) + 1):
+        content, _, calls = read(of, text[:cut], "stop")
+        if calls:
+            assert (content, calls) == (BEFORE, [EXPECTED])
+            assert cut in (last, len(text))
+        else:
+            assert content == text[:cut]
+            assert cut < len(text)
+
+
+@kinds
+def test_without_tools_marks_are_text(kind: str) -> None:
+    start, end = marks(kind)
+    text = BEFORE + start + CALLS[kind] + end + AFTER
+    assert read(markup(kind), text, tools=[]) == (text, "", [])
+
+
+@kinds
+def test_marks_around_other_text_stay(kind: str) -> None:
+    start, end = marks(kind)
+    of = markup(kind)
+    for inner in ("", " ", "to call", "{}", "[[", '{"name": "weather"', f"{start}{start}"):
+        text = BEFORE + start + inner + end + AFTER
+        assert read(of, text) == (text, "", [])
+        assert read(of, BEFORE + start + inner) == (BEFORE + start + inner, "", [])
+
+
+@kinds
+def test_a_call_of_a_tool_that_is_not_offered_is_text(kind: str) -> None:
+    start, end = marks(kind)
+    text = BEFORE + start + CALLS[kind].replace("weather", "launch") + end
+    assert read(markup(kind), text) == (text, "", [])
+
+
+@kinds
+def test_a_call_after_a_mark_in_plain_text_is_read(kind: str) -> None:
+    start, end = marks(kind)
+    mention = f"I use {start} now: "
+    assert read(markup(kind), mention + start + CALLS[kind] + end) == (mention, "", [EXPECTED])
+
+
+@kinds
+def test_a_mark_within_a_thought_does_not_hide_the_answer(kind: str) -> None:
+    start, end = marks(kind)
+    of = markup(kind, thinks=True)
+    thought = f"I might use {start} here."
+    assert read(of, f"<think>{thought}</think>The answer.") == ("The answer.", thought, [])
+    call = f"{start}{CALLS[kind]}{end}"
+    expected = ("", thought, [EXPECTED]) if end else (call, thought, [])
+    assert read(of, f"<think>{thought}</think>{call}", "length") == expected
+    assert read(of, f"<think>Hm.{call}") == ("", "Hm.", [EXPECTED])
+
+
+@kinds
+def test_several_calls_or_the_first_alone(kind: str) -> None:
+    start, end = marks(kind)
+    call = start + CALLS[kind] + end
+    second = call.replace("Oslo", "Rome") if end else CALLS[kind].replace("Oslo", "Rome")
+    text = BEFORE + call + "\n" + second
+    both = [EXPECTED, ("weather", {"city": "Rome"})]
+    assert read(markup(kind), text) == (BEFORE + ("\n" if end else ""), "", both)
+    assert read(markup(kind), call + call.replace("Oslo", "Rome")) == ("", "", both)
+    assert read(markup(kind), text, several=False) == (BEFORE, "", [EXPECTED])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('"{\\"city\\": \\"Oslo\\"}"', {"city": "Oslo"}),
+        ('""', {}),
+        ("null", {}),
+        ("{}", {}),
+        ('"Oslo"', None),
+        ("[1]", None),
+        ("7", None),
+        ('{"city": NaN}', None),
+        ('{"city": "\\ud800"}', None),
+        ('"' + "[" * 5000 + '"', None),
+        ('{"city": ' + "[" * 5000 + "]" * 5000 + "}", None),
+    ],
+)
+def test_arguments_are_an_object_encoded_once(arguments: str, expected: Any) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    found = ("", "", [("weather", expected)]) if expected is not None else (text, "", [])
+    reader = said(markup("json_tools"), [text])[0]
+    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in reader.calls]
+    assert (reader.text, reader.reasoning, calls) == found
+
+
+def test_a_number_that_no_parser_takes_is_text() -> None:
+    """mlx-lm's parser for Qwen's format raises OverflowError."""
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "int"}}}}}]
+    text = "<tool_call><function=f><parameter=n>1e999</parameter></function></tool_call>"
+    assert read(markup("qwen3_coder"), text, tools=tools) == (text, "", [])
+
+
+def test_an_answer_full_of_marks_is_read_in_linear_time() -> None:
+    """Every mark might begin a call: none is parsed more than a few times."""
+    of = markup("json_tools")
+    parsed = []
+    parse = of.parse
+    of.parse = lambda text, tools: parsed.append(len(text)) or parse(text, tools)  # type: ignore[method-assign]
+    text = "<tool_call>" * 4000
+    assert said(of, [text])[0].text == text
+    assert sum(parsed) < 6 * len(text)
+
+
+@pytest.fixture(scope="module", params=[CALL, '{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}'])
+def caller(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    model = write_caller(tmp_path_factory.mktemp("models") / "caller", request.param)
+    with start_engine(model) as engine:
+        yield engine, request.param
+
+
+QUESTION: list[Any] = [{"role": "user", "content": "How is it in Oslo?"}]
+
+
+def ask(engine: RunningEngine, **options: Any) -> Any:
+    options = {"model": "caller", "messages": QUESTION, "temperature": 0, **options}
+    with engine.client() as client:
+        whole = client.chat.completions.create(**options).choices[0]
+        *chunks, last = client.chat.completions.create(**options, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == (whole.message.content or "")
+    calls = [call.function.model_dump() for delta in deltas for call in delta.tool_calls or ()]
+    assert calls == [call.function.model_dump() for call in whole.message.tool_calls or ()]
+    assert last.choices[0].finish_reason == whole.finish_reason
+    return whole
+
+
+def test_offered_tools_are_called_over_http(caller: tuple[RunningEngine, str]) -> None:
+    engine, _ = caller
+    for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "auto"}):
+        choice = ask(engine, tools=TOOLS, **more)
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("more", [{"tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "none"}, {}])
+def test_without_offered_tools_the_call_is_content(caller: tuple[RunningEngine, str], more: dict[str, Any]) -> None:
+    engine, said_between = caller
+    choice = ask(engine, **more)
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert choice.message.content == f"<tool_call>{said_between}</tool_call>"
+
+
+def test_a_call_cut_by_max_tokens_is_content(caller: tuple[RunningEngine, str]) -> None:
+    engine, said_between = caller
+    choice = ask(engine, tools=TOOLS, max_tokens=2)
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content == f"<tool_call>{said_between}"
