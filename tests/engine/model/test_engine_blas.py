@@ -11,9 +11,9 @@ import pytest
 
 PRODUCT = """
 import engine, mlx.core as mx, numpy as np
-a, b = (np.random.default_rng(i).standard_normal((300, 300)).astype(np.float32) for i in range(2))
+a, b = (np.random.default_rng(1).standard_normal(shape).astype(np.float32) for shape in ((64, 4000), (4000, 64)))
 product = np.array(mx.array(a) @ mx.array(b))
-print(np.abs(product - a.astype(np.float64) @ b.astype(np.float64)).max() < 1e-4, product.tobytes().hex())
+print(np.abs(product - a.astype(np.float64) @ b.astype(np.float64)).max() < 1e-3, product.tobytes().hex())
 """
 
 
@@ -41,7 +41,7 @@ def test_the_wheel_that_the_engine_depends_on_is_enough() -> None:
 
 @needs_openblas
 def test_mlx_multiplies_with_it_once_the_engine_is_imported() -> None:
-    """The same product in another rounding: it is another library that adds, and each adds the same way again."""
+    """Each library rounds in its own way: OpenBLAS adds 4,000 terms in parts of some hundred, with every kernel."""
     (right, product), (stock_right, stock_product) = run(PRODUCT).split(), run(PRODUCT, KVPAGE_BLAS="stock").split()
     assert (right, stock_right) == ("True", "True")
     assert product != stock_product
