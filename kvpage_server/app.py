@@ -35,6 +35,7 @@ from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
+from kvpage_server.system.streams import fit_streams
 
 if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as all the rest
     from kvpage_server.gateway.upstream import Upstream
@@ -61,6 +62,7 @@ logger = logging.getLogger("kvpage")
 def main(arguments: list[str] | None = None) -> None:
     """The process. Exits with 1 when the configuration or an address is refused."""
     words = sys.argv[1:] if arguments is None else arguments
+    fit_streams()
     if words[:1] in (["--help"], ["-h"]):
         print(_usage(), end="")
         return

@@ -126,6 +126,14 @@ def port(text: str) -> int:
     return int(text)
 
 
+def utf8(text: str) -> str:
+    """A text of the command line, which Python decodes as ASCII in such a locale."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected a text in UTF-8: {error}") from None
+
+
 def agent(text: str) -> str:
     if not is_agent_id(text):
         raise argparse.ArgumentTypeError(f"{RULE}, got {text!r:.200}")

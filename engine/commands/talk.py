@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.commands import Failure
 from engine.commands.asking import account, ask, print_text
-from engine.commands.options import add_engine, agent, count, number, open_engine
+from engine.commands.options import add_engine, agent, count, number, open_engine, utf8
 from kvpage_server.system.durable import replacing
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ Messages = list[dict[str, str]]
 
 def add_to(commands: Any) -> None:
     generate_ = commands.add_parser("generate", help="answer one prompt")
-    generate_.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from stdin")
+    generate_.add_argument("prompt", type=utf8, metavar="PROMPT", help="the prompt; - reads it from stdin")
     generate_.add_argument("--raw", action="store_true", help="do not apply the chat template")
     chat_ = commands.add_parser("chat", help="chat in the terminal; each turn reports what was reused")
     chat_.add_argument(
         "--transcript", type=Path, metavar="FILE", help="JSON file of the conversation, continued if it exists"
     )
-    chat_.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat_.add_argument("--system", type=utf8, metavar="TEXT", help="system prompt")
     for parser, run in ((generate_, generate), (chat_, chat)):
         add_engine(parser)
         add = parser.add_argument
@@ -49,7 +50,7 @@ def add_to(commands: Any) -> None:
 
 def generate(args: argparse.Namespace) -> int:
     """Print the answer on stdout, and the reuse on stderr. Returns 1 if its context could not be saved."""
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read(sys.stdin.read) if args.prompt == "-" else args.prompt
     if not prompt:
         raise Failure("the prompt is empty")
     engine = open_engine(args)
@@ -99,11 +100,19 @@ def _tokens(engine: Engine, messages: Messages) -> list[int]:
     return list(engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
+def _read(read: Callable[[], str]) -> str:
+    """What `read` reads from standard input. Raises Failure if it cannot be decoded."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise Failure(f"the input is not {sys.stdin.encoding}: {error}") from error
+
+
 def _line() -> str:
     """The next line that is not blank; "" at the end of the input."""
     try:
         while True:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = _read(lambda: input("> " if sys.stdin.isatty() else ""))
             if line.strip():
                 return line
     except EOFError:

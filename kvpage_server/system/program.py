@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvpage_server.system.printable import printable
+from kvpage_server.system.streams import fit_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 PIPE_CLOSED = 141  # 128 + SIGPIPE
@@ -15,7 +16,9 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 @contextmanager
 def ends_quietly(program: str) -> Iterator[None]:
-    """Wraps a program. Ctrl-C ends it with one line, and a closed pipe on its output with none."""
+    """Wraps a program. Ctrl-C ends it with one line, and a closed pipe on its output with none. Characters that the
+    terminal's encoding lacks are replaced."""
+    fit_streams()
     try:
         try:
             yield

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.system.printable import printable
+from kvpage_server.system.streams import prints_every_character
 
 _NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
 
@@ -38,7 +39,8 @@ def table_of(*columns: str, numbers_from: int) -> Table:
 
 def print_json(found: Any) -> None:
     """For programs: an object on one line. Bytes that are no text are shown as `\\xNN`."""
-    said = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=False)
+    escapes = not prints_every_character()
+    said = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=escapes)
     if not said.isprintable():  # it may be read in a terminal, too
         said = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in said)
     print(said, flush=True)
