@@ -6,8 +6,6 @@ import gc
 import importlib
 import os
 import re
-import signal
-import sys
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 import redis
+import surroundings
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from xdist.scheduler import LoadFileScheduling
 
@@ -23,14 +22,7 @@ from benchmarks.valkey_cluster import Cluster
 from kvpage_server import core
 from kvpage_server.core.choice import STALE
 
-# Two threads of OpenBLAS wait for each other at every step of a decode while anything else runs.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Each of the servers that are started would compile all modules anew, which takes longer than to run them.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-# Under nohup: what the tests start would ignore it, too, if it were not handled here.
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, lambda number, frame: None)
+surroundings.make_usual()
 _DATA = TemporaryDirectory()  # a server that is told nothing keeps nothing in the home of who runs the tests
 os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX

@@ -22,8 +22,6 @@ from engine.demo.processes import ProcessError, listens, running_engine, running
 from engine.demo.turn import Turn
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
-CTRL_C_WORKS = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # where the tests run in the background
-PROGRAM = f"import signal, sys; {CTRL_C_WORKS}; from engine.cli import main; sys.exit(main())"
 
 
 def test_a_conversation_moves_between_engines(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ def test_a_model_that_cannot_be_loaded_is_said_and_nothing_is_left_running(tmp_p
     ("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
 def test_however_it_ends_it_leaves_no_process_behind(how: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-u", "-c", PROGRAM, "demo", "--model", str(SMOLLM2)]
+    command = [sys.executable, "-u", "-m", "engine.cli", "demo", "--model", str(SMOLLM2)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as demo:
         try:
             said = [demo.stdout.readline(), demo.stdout.readline()]

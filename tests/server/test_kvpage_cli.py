@@ -18,7 +18,7 @@ from pathlib import Path
 import pexpect
 import pytest
 import redis
-from servers import RunningServer, can_be_interrupted, free_port, start_server
+from servers import RunningServer, free_port, start_server
 from waiting import eventually, until
 
 from kvpage_server import __version__, core
@@ -361,9 +361,7 @@ def test_a_reader_that_goes_ends_it_without_a_word(server: RunningServer, client
 def test_ctrl_c_ends_it_with_one_line(server: RunningServer, client: redis.Redis) -> None:
     command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "60"]
     before = len(client.client_list())
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=can_be_interrupted
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         until(lambda: len(client.client_list()) > before, "its connection")
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=100)

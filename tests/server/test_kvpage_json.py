@@ -14,7 +14,7 @@ from typing import Any
 import pexpect
 import pytest
 import redis
-from servers import RunningServer, can_be_interrupted, free_port, start_server
+from servers import RunningServer, free_port, start_server
 from test_kvpage_cli import kvpage, set_block
 
 from kvpage_server.client.cluster.side_by_side import Rendezvous, servers_of
@@ -170,10 +170,7 @@ def test_bytes_that_are_no_text_are_shown(server: RunningServer, client: redis.R
 @pytest.mark.parametrize("words", [["status", "--watch", "0.2"], ["top", "--watch", "0.2"]])
 def test_a_watch_goes_on_line_by_line_until_it_is_interrupted(server: RunningServer, words: list[str]) -> None:
     process = subprocess.Popen(
-        [PROGRAM, *words, "--json", "--url", server.url],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=can_be_interrupted,
+        [PROGRAM, *words, "--json", "--url", server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout
     try:
@@ -195,12 +192,7 @@ def test_top_fills_a_terminal_and_no_more(server: RunningServer, client: redis.R
         "TERM": "xterm"
     }
     with pexpect.spawn(
-        PROGRAM,
-        ["top", "--url", server.url],
-        dimensions=(30, columns),
-        timeout=60,
-        env=environment,
-        preexec_fn=can_be_interrupted,
+        PROGRAM, ["top", "--url", server.url], dimensions=(30, columns), timeout=60, env=environment
     ) as shown:
         shown.expect("a-request-with")
         shown.expect("a second")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import redis
 from documents import ROOT
-from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, can_be_interrupted, free_port, start_server
+from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, free_port, start_server
 from terminals import Terminal, terminal
 from waiting import until
 
@@ -220,10 +220,7 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
     users = tmp_path / "users.acl"
     os.mkfifo(users)  # so that the start takes as long as we like
     with subprocess.Popen(
-        command(tmp_path, free_port(), "--aclfile", str(users)),
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=can_be_interrupted,
+        command(tmp_path, free_port(), "--aclfile", str(users)), stderr=subprocess.PIPE, start_new_session=True
     ) as process:
         writing = os.open(users, os.O_WRONLY)  # it reads
         process.send_signal(signal.SIGINT)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import engine  # noqa: F401  # it chooses the BLAS, before MLX is imported
 
@@ -33,14 +30,14 @@ def report(step: int, word: mx.array, logits: mx.array) -> str:
 
 
 def main() -> None:
-    """Go on with an instance for ever, saving every step, and say of each what it gave."""
+    """Run a step of an instance for each line of the input, save it, and print what it gave."""
     url, instance = sys.argv[1:]
     simulator = Simulator(decoder(), attention(), store=PersistentStore(url))
     try:
         run = simulator.resume(instance, autosave=1)
     except NoInstanceError:
         run = simulator.make_executor(instance, autosave=1)
-    while True:
+    for _ in sys.stdin:
         run.step()
         print(report(run.steps, run.fetch("word"), run.fetch("logits")), flush=True)
 

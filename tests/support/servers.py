@@ -74,11 +74,6 @@ class RunningServer:
             raise
 
 
-def can_be_interrupted() -> None:
-    """In a process that is to begin: who runs the tests may have had Ctrl-C ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def resident(pid: int) -> int:
     """Bytes of a process that lie in memory."""
     statm = Path(f"/proc/{pid}/statm")

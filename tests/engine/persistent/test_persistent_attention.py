@@ -49,6 +49,8 @@ def test_killed_every_few_tokens_it_goes_on_as_if_nothing_had_happened(
         assert process.stdin
         assert process.stdout
         try:
+            process.stdin.write(2 * life * "\n")  # no more steps than these, however fast it is
+            process.stdin.flush()
             lines = [process.stdout.readline().rstrip() for _ in range(life)]
         finally:
             process.kill()  # wherever it is: in a step, in a save, between the pages and the manifest

@@ -74,7 +74,7 @@ def test_what_is_leased_on_disk_is_at_most_half_of_it_and_the_rest_is_said(tmp_p
     with tiered(tmp_path, *FULL) as (_, client):
         names: list[Any] = [word for page in range(20) for word in ("b", page)]
         assert client.execute_command("KVPAGEPREFIX", 4, 0, 20, *names) == 20
-        assert client.execute_command("KVPAGEPREFIX", 4, 10_000, 20, *names) == 11  # of 12 MiB and their pieces
+        assert client.execute_command("KVPAGEPREFIX", 4, 600_000, 20, *names) == 11  # of 12 MiB and their pieces
         with pytest.raises(redis.ResponseError, match="6291456 bytes together, half of what maxdisk has for values"):
             client.execute_command("KVPAGEPIN", "b")
 
