@@ -15,7 +15,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import agents, page
-from engine.api.auth import AGENT_HEADER
 from engine.api.completions import chat, complete
 from engine.api.openai.errors import ApiError
 from engine.api.service import Service
@@ -24,7 +23,7 @@ from kvpage_server.tracing import continued
 
 HEALTH = ("/health", "/health/live", "/health/ready")
 METHODS = ["GET", "POST", "DELETE"]
-ASKED = ["Authorization", "Content-Type", AGENT_HEADER, "traceparent", "tracestate"]  # headers, by pages of other sites
+READABLE = ["Retry-After"]  # headers that pages of other sites may read
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -67,7 +66,13 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
         middleware=[
             Middleware(_Counting, service=service),
             Middleware(Guards, names=names, origins=origins),
-            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=METHODS, allow_headers=ASKED),
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=METHODS,
+                allow_headers=["*"],  # OpenAI's JavaScript client sends a dozen of its own
+                expose_headers=READABLE,
+            ),
             Middleware(_Traced),
         ],
         exception_handlers={

@@ -16,6 +16,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from engine.api.openai.errors import ApiError, invalid
+from engine.memory.agent_id import is_agent_id
 from engine.memory.blocks import BlockError, check_agent_id
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
@@ -47,6 +48,13 @@ class Tenant:
                 param,
                 "invalid_agent_id",
             ) from None
+
+    def agent_of_user(self, user: str) -> str:
+        """The tenant's name for the agent of OpenAI's `user`, which may be any text. A text that cannot name an agent,
+        such as an e-mail address, is hashed."""
+        if "@" not in user and is_agent_id(f"{user}@{self.name}" if self.name else user):
+            return user
+        return f"user-{hashlib.blake2b(user.encode(), digest_size=16).hexdigest()}"
 
     def given(self, agent_id: str) -> str | None:
         """The tenant's name for an agent; None for another tenant's agent."""

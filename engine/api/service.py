@@ -138,11 +138,12 @@ class Service:
     def agent(self, request: Request, tenant: Tenant, asked: Asked) -> tuple[str, str | None]:
         """The engine's id for a prompt's agent, and the client's name for it.
 
-        The name is the first one given of `agent_id`, the header and `user`. A prompt without a name gets a new agent,
-        whose context is not kept.
+        The name is the first one given of `agent_id`, the header and `user`, which may be any text. A prompt without a
+        name gets a new agent, whose context is not kept.
         """
         header = request.headers.get(AGENT_HEADER)
-        for param, given in (("agent_id", asked.agent_id), (AGENT_HEADER, header), ("user", asked.user)):
+        user = tenant.agent_of_user(asked.user) if asked.user else None
+        for param, given in (("agent_id", asked.agent_id), (AGENT_HEADER, header), ("user", user)):
             if given is not None:
                 return tenant.agent(given, param), given
         return tenant.agent(f"anon-{uuid.uuid4().hex}", "agent_id"), None

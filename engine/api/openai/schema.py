@@ -1,13 +1,13 @@
 """The bodies of requests.
 
 Unknown fields are ignored, as OpenAI-compatible servers do, since clients send many that change nothing. A field that
-would change the answer but is not supported is refused by its name. ``null`` is the same as no field.
+would change the answer but is not supported is refused by its name. ``null`` is the same as no field, at any depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from engine.api.openai.errors import ApiError, invalid, shortened
+from engine.api.openai.unsupported import IN_CHATS, IN_MESSAGES, IN_TEXTS, Values
 from kvpage_server.bounded import json_bounds
 
 MAX_CONTAINERS = 8_192  # lists and objects
@@ -46,17 +47,19 @@ def _only(*allowed: object) -> AfterValidator:
 
 
 def _text(content: Any) -> Any:
-    """The text of a content in parts. Other kinds of parts are refused."""
+    """The text of a content in parts. Kinds of parts other than texts and refusals are refused."""
     if not isinstance(content, list):
         return content
+    texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        if kind not in ("text", "refusal"):
             shown = {"i": i, "kind": shortened(kind)}
             raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes only text", shown)
-        if not isinstance(part.get("text"), str):
+        if not isinstance(text := part.get(kind), str):
             raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
-    return "".join(part["text"] for part in content)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _listed(value: Any) -> Any:
@@ -64,24 +67,30 @@ def _listed(value: Any) -> Any:
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """A text, a list with one text, or token ids, which are checked in Python so that other threads run meanwhile."""
+    """A text, token ids, or a list with one of these. Ids are checked in Python so that other threads run meanwhile."""
+    name = "prompt"
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        name, prompt = "prompt[0]", prompt[0]
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
         raise PydanticCustomError("string_type", "Input should be a valid string, or a list of token ids")
-    if any(isinstance(part, str) for part in prompt):
+    if any(isinstance(part, str | list) for part in prompt):
         if len(prompt) > 1:
             raise PydanticCustomError("unsupported_value", "this engine takes one prompt at a time")
-        return str(prompt[0])
+        if isinstance(prompt[0], str):
+            return prompt[0]
     for i, token in enumerate(prompt):
         if type(token) is not int or token < 0:
-            name = f"prompt[{i}]"
-            raise invalid(f"{name}: a token id is a number, 0 or more, got {shortened(token)}", name)
+            param = f"{name}[{i}]"
+            raise invalid(f"{param}: a token id is a number, 0 or more, got {shortened(token)}", param)
     return prompt
 
 
 class RequestBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    unsupported: ClassVar[Mapping[str, Values]] = {}  # fields that change the answer, except with these values
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -98,9 +107,21 @@ class RequestBody(BaseModel):
         if not isinstance(body, dict):
             raise invalid("the body must be a JSON object", code="invalid_json")
         try:
-            return cls.model_validate({name: value for name, value in body.items() if value is not None})
+            return cls.model_validate(body)
         except ValidationError as error:
             raise _refusal(error.errors(include_url=False)) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        """Refuse unsupported fields, and drop nulls."""
+        if not isinstance(body, dict):
+            return body
+        for name, allowed in cls.unsupported.items():
+            if (value := body.get(name)) is not None and value not in allowed:
+                only = f"supports only {' or '.join(map(repr, allowed))}" if allowed else "does not support it"
+                raise PydanticCustomError("unsupported_value", "this engine {only}", {"only": only, "field": name})
+        return {name: value for name, value in body.items() if value is not None}
 
 
 class Function(RequestBody):
@@ -121,11 +142,21 @@ class ToolCall(RequestBody):
 class Message(RequestBody):
     """A message of the conversation."""
 
+    unsupported = IN_MESSAGES
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text)] = None
+    refusal: Annotated[str | None, Field(exclude=True)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _refused(self) -> Self:
+        """Count a refusal as text of the assistant."""
+        if self.refusal:
+            self.content = (self.content or "") + self.refusal
+        return self
 
 
 class FunctionTool(RequestBody):
@@ -175,19 +206,12 @@ class Asked(RequestBody):
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = Field(default_factory=list)
-    n: Annotated[int, _only(1)] = 1
-    frequency_penalty: Annotated[float, _only(0)] = 0.0
-    presence_penalty: Annotated[float, _only(0)] = 0.0
-    logit_bias: Annotated[dict[str, Any], _only({})] = Field(default_factory=dict)
-
-    # Not in OpenAI's API, but other engines have them.
-    top_k: Annotated[int, _only(0, -1)] = 0
-    min_p: Annotated[float, _only(0)] = 0.0
-    repetition_penalty: Annotated[float, _only(1, 0)] = 1.0
 
 
 class ChatBody(Asked):
     """Of POST /v1/chat/completions."""
+
+    unsupported = IN_CHATS
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -196,10 +220,7 @@ class ChatBody(Asked):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
     parallel_tool_calls: bool = True
-    functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
-    function_call: Annotated[Any, _only("auto", "none")] = "auto"
     response_format: ResponseFormat | None = None
-    modalities: Annotated[list[str], Field(fail_fast=True), _only(["text"])] = Field(default_factory=lambda: ["text"])
 
     @property
     def offered(self) -> list[Tool]:
@@ -221,11 +242,10 @@ class ChatBody(Asked):
 class CompletionBody(Asked):
     """Of POST /v1/completions."""
 
+    unsupported = IN_TEXTS
+
     prompt: Annotated[str | list[int], PlainValidator(_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: Annotated[bool, _only(False)] = False
-    best_of: Annotated[int, _only(1)] = 1
-    suffix: Annotated[str, _only("")] = ""
 
 
 class ForkBody(RequestBody):
@@ -241,7 +261,8 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
     """The error for the first wrong field, with the nearest of the alternatives."""
     alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
-    param = _param(closest["loc"])
+    field = closest.get("ctx", {}).get("field")
+    param = _param((*closest["loc"], *([field] if field else [])))
     kind = closest["type"]
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
     return invalid(f"{param}: {closest['msg']}", param, code)

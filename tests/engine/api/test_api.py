@@ -285,7 +285,6 @@ BAD = {
     "an agent of another tenant": (asked(agent_id="alice@umbrella"), "agent_id", 400),
     "an agent without a name": (asked(agent_id=""), "agent_id", 400),
     "an agent of 10 KB": (asked(agent_id="a" * 10_240), "agent_id", 400),
-    "a user with a newline": (asked(user="alice\n"), "user", 400),
     "a prompt beyond the context": (asked(messages=[{"role": "user", "content": "a" * 5000}]), "messages", 400),
 }
 
@@ -309,6 +308,10 @@ def test_what_is_wrong_is_named(engine: RunningEngine, name: str) -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": [97]}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [[5, -1]]}, "prompt[0][1]"),
+        ({"prompt": [[5], [6]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[[5]]]}, "prompt[0][0]"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a" * 4096}, "prompt"),
         ({"prompt": "a", "echo": True}, "echo"),
