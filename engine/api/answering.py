@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -13,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from engine.agent_job import Answer
 from engine.api.openai.errors import ApiError, invalid
 from engine.api.openai.schema import Asked
 from engine.api.openai.shapes import Shape
@@ -42,7 +44,7 @@ async def answer(service: Service, request: Request, generation: Generation, sha
                 first = await anext(generation, None)
             else:
                 async for token in generation:
-                    shape.add(token)
+                    await _made(shape, partial(shape.add, token))
         except ClientDisconnect:
             service.metrics.cancelled.inc()
             raise
@@ -54,7 +56,7 @@ async def answer(service: Service, request: Request, generation: Generation, sha
             return _Stream(events, service, generation, deadline, ends.pop_all())
     assert generation.answer
     service.answered(generation)
-    return JSONResponse(shape.whole(generation.answer))
+    return JSONResponse(await _made(shape, partial(shape.whole, generation.answer)))
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -139,16 +141,28 @@ async def _events(
         if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
             yield events
         async for token in generation:
-            if events := _encoded(shape.chunks(token)):
+            if events := await _made(shape, partial(_next, shape, token)):
                 yield events
         assert generation.answer
         service.answered(generation)
-        ending = [*shape.closing(generation.answer), *([shape.usage(generation.answer)] if usage else [])]
-        yield _encoded(ending) + b"data: [DONE]\n\n"
+        yield await _made(shape, partial(_ending, shape, generation.answer, usage=usage))
     except ClientDisconnect:
         raise
     except Exception as error:  # noqa: BLE001 - the status is sent: an event tells it
         yield _encoded([refusal(error, service).body])
+
+
+async def _made(shape: Shape, make: Callable[[], _Result]) -> _Result:
+    """Call `make`, which uses `shape`: on a thread if that may take long."""
+    return await asyncio.to_thread(make) if shape.may_take_long else make()
+
+
+def _next(shape: Shape, token: Token) -> bytes:
+    return _encoded(shape.chunks(token))
+
+
+def _ending(shape: Shape, whole: Answer, *, usage: bool) -> bytes:
+    return _encoded([*shape.closing(whole), *([shape.usage(whole)] if usage else [])]) + b"data: [DONE]\n\n"
 
 
 def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:

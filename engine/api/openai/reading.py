@@ -11,6 +11,8 @@ from typing import Any
 from engine.api.openai.markup import NORMAL, REASONING, TOOL, Markup
 from engine.scheduling.request import Token
 
+SHORT_CALL = 1000  # characters, parsed in some milliseconds; mlx-lm's parsers may take the square of a text's length
+
 
 @dataclass(slots=True)
 class Said:
@@ -57,6 +59,12 @@ class Reader:
         self._before = NORMAL  # the state before the call
         self._opened = ""  # the call's first mark
         self._call: list[str] = []  # the text after it
+        self._call_length = 0
+
+    @property
+    def may_take_long(self) -> bool:
+        """Whether the next token, or the end, may have a long call parsed."""
+        return self._state == TOOL and self._call_length > SHORT_CALL
 
     def read(self, token: Token) -> Said:
         """Read a token. Returns the part that is complete, empty while a mark or a call may be incomplete."""
@@ -111,6 +119,7 @@ class Reader:
             return
         if self._state == TOOL:
             self._call.append(text)
+            self._call_length += len(text)
         elif self._state == REASONING:
             said.reasoning += text
         elif self._state == NORMAL:
@@ -120,7 +129,7 @@ class Reader:
 
     def _close(self, mark: str, said: Said, *, whole: bool = True, ended: bool = True) -> None:
         """End a call, or text between the marks of one. `mark` is its end mark; without one it may be `ended`, too."""
-        text, self._call = "".join(self._call), []
+        text, self._call, self._call_length = "".join(self._call), [], 0
         self._state = self._before if self._before == REASONING else NORMAL
         plain, inner, last = text.rpartition(self._opened)
         calls = self._calls(last, ended=ended) if whole else []
@@ -180,6 +189,10 @@ def _arguments(given: Any) -> str:
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool for mlx-lm's parsers, some of which need its parameters."""
+    """A tool for mlx-lm's parsers. They need an object for each parameter, although a schema may be `true`."""
     function = tool["function"]
-    return {**tool, "function": {**function, "parameters": function.get("parameters") or {}}}
+    parameters = function.get("parameters") or {}
+    properties = parameters.get("properties")
+    schemas = properties.items() if isinstance(properties, dict) else ()
+    known = {name: schema if isinstance(schema, dict) else {} for name, schema in schemas}
+    return {**tool, "function": {**function, "parameters": {**parameters, "properties": known}}}

@@ -56,6 +56,11 @@ class ChatShape:
         self._logprobs = logprobs
         self._unsaid: list[Token] = []  # tokens whose text is held back
 
+    @property
+    def may_take_long(self) -> bool:
+        """Whether the next call of a method may take more than some milliseconds."""
+        return self._reader.may_take_long
+
     def opening(self) -> Iterable[Reply]:
         yield self._delta({"role": "assistant", "content": ""})
 
@@ -113,6 +118,8 @@ class ChatShape:
 
 class TextShape:
     """The form of /v1/completions."""
+
+    may_take_long = False
 
     def __init__(self, envelope: Envelope, logprobs: TextLikelihoods | None) -> None:
         self._envelope = envelope
