@@ -12,13 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import redis
+from archives import unpack
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from test_differential import table_under
 
@@ -62,8 +62,7 @@ def sources() -> Path:
             if got.returncode:
                 pytest.skip(f"pip gets no source of redis-py: {got.stderr.strip().splitlines()[-1:]}")
             [archive] = Path(place).glob("*.tar.gz")
-            with tarfile.open(archive) as packed:
-                packed.extractall(place, filter="data")
+            unpack(archive, Path(place))
             shutil.copytree(Path(place, folder.name), folder)
     return folder
 

@@ -83,12 +83,12 @@ def test_no_pattern_adds_a_user_to_a_file(tmp_path: Path, sign: bytes) -> None:
 @pytest.mark.parametrize("sign", ["~", "&", "%R~", "%W~", "%RW~"])
 def test_a_space_in_a_pattern_of_a_file_is_refused(tmp_path: Path, sign: str) -> None:
     conf = tmp_path / "kvpage.conf"
-    conf.write_text(f'user new on "{sign}a b"\n')
+    conf.write_text(f'user new on "{sign}a b"\n', encoding="utf-8")
     aclfile = tmp_path / "users.acl"
     aclfile.write_bytes(b"user new on " + sign.encode() + b"a\0b\n")
     for options in ([str(conf)], ["--user", "new", "on", f"{sign}a\nb"], ["--aclfile", str(aclfile)]):
         command = [sys.executable, "-m", "kvpage_server.app", "--check-config", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=False, cwd=tmp_path)
         assert done.returncode == 1
         assert "Error in ACL SETUSER modifier" in done.stderr
         assert "Syntax error" in done.stderr

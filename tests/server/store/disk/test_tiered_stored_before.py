@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import random
 import shutil
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from archives import unpack
 from servers import start_server
 
 STORED = next(parent for parent in Path(__file__).parents if parent.name == "tests") / "stored_before"
@@ -20,8 +20,7 @@ STORED = next(parent for parent in Path(__file__).parents if parent.name == "tes
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    with tarfile.open(STORED / "kvpage.lmdb.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(STORED / "kvpage.lmdb.tar.xz", tmp_path)
     return tmp_path
 
 
