@@ -256,10 +256,10 @@ def _link(source: str, target: str) -> None:
 
 
 def _moved(text: bytes, directory: Path) -> bytes:
-    first, rest = text.split(b"\n", 1)
+    first, newline, rest = text.partition(b"\n")
     if first.startswith(b"#!"):  # which cannot have a space; pip writes the same two lines
         first = b"#!/bin/sh\n'''exec' \"%b\" \"$0\" \"$@\"\n' '''" % str(directory / ".venv/bin/python").encode()
-    return first + b"\n" + rest.replace(str(ROOT).encode(), str(directory).encode())
+    return (first + newline + rest).replace(str(ROOT).encode(), str(directory).encode())
 
 
 def _add_what_older_pythons_need(python: str, packages: Path) -> None:

@@ -137,7 +137,7 @@ def test_its_service_starts_the_server(tmp_path: Path) -> None:
     assert run([*command, "--dir", str(tmp_path)]) == "the configuration is valid"
     if analyze := shutil.which("systemd-analyze"):
         file = tmp_path / "kvpage.service"
-        file.write_text(text.replace(program, entry_point("kvpage-server")[0]), encoding="utf-8")
+        file.write_text(text.replace(program, f'"{entry_point("kvpage-server")[0]}"'), encoding="utf-8")
         said = subprocess.run([analyze, "verify", str(file)], capture_output=True, encoding="utf-8", timeout=60).stderr
         assert "kvpage.service" not in said
 

@@ -94,7 +94,7 @@ class TestTerminal:
         words = shlex.join(command(tmp_path, port, "--pidfile", str(pidfile)))
         (tmp_path / "Makefile").write_text(f"run:\n\t{words}\n", encoding="utf-8")
         with terminal() as place:
-            shell = place.start(["sh", "-c", f"make -f {tmp_path / 'Makefile'}; echo never"])
+            shell = place.start(["sh", "-c", f"make -f '{tmp_path / 'Makefile'}'; echo never"])
             wait_for(port, shell)
             with RunningServer(shell, port, tmp_path / "log").client() as client:
                 client.set("x", BODY)
