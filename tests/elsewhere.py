@@ -236,9 +236,11 @@ def _copy(directory: Path, python: str) -> None:
     for name in ("python", "python3", f"python3.{sys.version_info.minor}"):
         (environment / "bin" / name).unlink(missing_ok=True)
         (environment / "bin" / name).symlink_to(python)
+    (environment / "pyvenv.cfg").unlink()
+    (environment / "pyvenv.cfg").write_text(f"home = {os.path.dirname(python)}\n", encoding="utf-8")
     packages = next(environment.glob("lib/python3*/site-packages"))
     named = [*environment.glob("bin/*"), *packages.glob("__editable__*"), *packages.glob("kvpage-*/direct_url.json")]
-    for path in [environment / "pyvenv.cfg", *(path for path in named if path.is_file() and not path.is_symlink())]:
+    for path in (path for path in named if path.is_file() and not path.is_symlink()):
         text = path.read_bytes()
         if str(ROOT).encode() in text:
             mode = path.stat().st_mode
@@ -287,7 +289,7 @@ Way = Callable[[Run], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is different, and which tests may notice."""
+    """The differences from this machine, and the tests that could fail there."""
 
     ways: Sequence[Way]
     tests: Sequence[str]
