@@ -49,11 +49,14 @@ async def save(request: Request) -> Response:
 
 
 async def fork(request: Request) -> Response:
-    """Let another agent continue from this agent's context."""
+    """Let another agent continue from this agent's context. One that exists is replaced only if the body says so."""
     service, tenant = _asked(request)
     body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]
     agent_id, new_id = tenant.agent(given, "agent_id"), tenant.agent(body.to, "to")
+    known = None if body.replace else await asyncio.to_thread(service.engine.store.agent, new_id)
+    if known:
+        raise ApiError(409, f"to: there is an agent {body.to!r}; replace: true replaces it", "to", "agent_exists")
     if not await asyncio.to_thread(service.engine.store.fork, agent_id, new_id):
         raise _unknown(given)
     return JSONResponse(await _info(service, tenant, body.to), 201)

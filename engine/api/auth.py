@@ -100,6 +100,11 @@ class Tokens:
             raise TokenFileError(f"{path} has no tokens")
         return cls(tenants)
 
+    def share(self, places: int) -> int:
+        """How many of so many places each tenant has for certain, at least one."""
+        names = {tenant.name for tenant in self._tenants.values()} - {WATCHER}
+        return max(1, places // max(1, len(names)))
+
     def tenant(self, request: Request) -> Tenant:
         """The tenant who asks for agents. Raises ApiError if there is none."""
         tenant = self.who(request)

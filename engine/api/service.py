@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from engine.api.auth import AGENT_HEADER, Tenant, Tokens
+from engine.api.auth import AGENT_HEADER, Tenant, Tokens, tenant_of
 from engine.api.metrics import Metrics
-from engine.api.openai.errors import ApiError, shortened
+from engine.api.openai.errors import ApiError, invalid, shortened
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import Asked, RequestBody
 from engine.api.watching import Watching
@@ -31,7 +31,7 @@ class Limits:
     """Limits of what a client may ask for."""
 
     body: int = 1 << 20  # bytes; parsing a megabyte may delay others by 10 milliseconds
-    queue: int = 64  # unfinished answers, including those that wait
+    queue: int = 64  # unfinished answers, waiting ones included; a tenant below its share may exceed it
     seconds: float = 600.0  # from a request to the end of its answer
     max_tokens: int = 512  # of an answer, if the request sets no limit
     connections: int = 1024
@@ -139,9 +139,12 @@ class Service:
         """The engine's id for a prompt's agent, and the client's name for it.
 
         The name is the first one given of `agent_id`, the header and `user`, which may be any text. A prompt without a
-        name gets a new agent, whose context is not kept.
+        name gets a new agent, whose context is not kept. Raises ApiError for a header and an `agent_id` that differ.
         """
         header = request.headers.get(AGENT_HEADER)
+        if None not in (header, asked.agent_id) and header != asked.agent_id:
+            names = f"{shortened(asked.agent_id)} and {shortened(header)}"
+            raise invalid(f"agent_id and the header {AGENT_HEADER} name different agents: {names}", "agent_id")
         user = tenant.agent_of_user(asked.user) if asked.user else None
         for param, given in (("agent_id", asked.agent_id), (AGENT_HEADER, header), ("user", user)):
             if given is not None:
@@ -155,10 +158,11 @@ class Service:
         self.watching.answered(generation.answer, kept=generation.prompt.keep)
 
     def ask(self, prompt: Prompt) -> Generation:
-        """Queue a prompt. Raises ApiError if too many wait already."""
+        """Queue a prompt. Raises ApiError if the queue is full and the tenant has its share of it already."""
         assert self.engine
-        if self.worker.pending >= self.limits.queue:
-            raise ApiError(
-                429, f"{self.limits.queue} prompts wait already, as many as may", code="queue_full", retry_after=1
-            )
-        return self.worker.generate(prompt)
+        tenant, queue = tenant_of(prompt.agent_id), self.limits.queue
+        has, share = self.worker.pending_of(tenant), self.tokens.share(queue)
+        if self.worker.pending >= queue and has >= share:
+            yours = f", {has} of them yours" if tenant else ""
+            raise ApiError(429, f"{queue} prompts wait already{yours}: the queue is full", None, "queue_full", 1)
+        return self.worker.generate(prompt, tenant)

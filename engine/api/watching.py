@@ -72,7 +72,7 @@ class Watching:
     """Of one engine."""
 
     def __init__(self, worker: EngineThread) -> None:
-        self.watchers = 0
+        self.watchers: Counter[str] = Counter()  # pages that are shown, by tenant
         self._worker = worker
         self._tenants: dict[str, _Tenancy] = {}
         self._running: list[JobProgress] = []
@@ -109,7 +109,7 @@ class Watching:
         self, engine: Engine, tenant: Tenant, store_health: Callable[[], dict[str, object]]
     ) -> AsyncIterator[bytes]:
         """A tenant's view as server-sent events, for as long as the engine runs."""
-        self.watchers += 1
+        self.watchers[tenant.name] += 1
         told, agents = 0, None
         try:
             while self._worker.running:
@@ -127,7 +127,7 @@ class Watching:
                     yield _event("agents", _shown(agents, tenant))
                 await asyncio.sleep(EVERY_SECONDS)
         finally:
-            self.watchers -= 1
+            self.watchers -= Counter({tenant.name: 1})
 
     def _state(self, engine: Engine, tenant: Tenant, totals: Totals, store_health: dict[str, object]) -> dict[str, Any]:
         pool = engine.pool

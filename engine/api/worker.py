@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,6 +27,7 @@ from engine.startup import Engine
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0  # for which an idle engine waits before it checks whether to end
+AT_ONCE = 40  # prompts given to the engine: the 32 that its batch runs, and 8 whose contexts it loads ahead
 
 Event = Token | Answer | Exception  # the next token, the complete answer, or an error
 _Result = TypeVar("_Result")
@@ -53,11 +54,13 @@ class Generation:
     """An answer under way, for the event loop: iterate over its tokens, then read `answer`."""
 
     prompt: Prompt
+    tenant: str
     _ended: Callable[[Generation], bool]  # removes it; returns whether it was still there
     _drop: Callable[[Generation], None]
     uid: int | None = None  # the engine's, set and read in its thread
     cancelled: bool = False
     answer: Answer | None = None
+    asked_in: contextvars.Context = field(default_factory=contextvars.copy_context)  # with its trace
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
@@ -97,13 +100,19 @@ class Generation:
 
 
 class EngineThread:
-    """Runs the engine that `make` makes, until `stop`."""
+    """Runs the engine that `make` makes, until `stop`.
+
+    The engine answers prompts in their order. So it is given a few at a time, one of each tenant in turn.
+    """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self._make = make
         self._made: Future[Engine] = Future()
         self._calls: deque[Callable[[Engine], None]] = deque()
-        self._generations: set[Generation] = set()  # the event loop's
+        self._generations: set[Generation] = set()  # the event loop's, as the next three
+        self._pending: Counter[str] = Counter()  # by tenant
+        self._given: set[Generation] = set()  # to the engine
+        self._turns: dict[str, deque[Generation]] = {}  # waiting ones by tenant; the next in turn first
         self._idle = asyncio.Event()  # set if there are none
         self._idle.set()
         self._stop = threading.Event()
@@ -114,6 +123,10 @@ class EngineThread:
     def pending(self) -> int:
         """Unfinished answers, including those that wait."""
         return len(self._generations)
+
+    def pending_of(self, tenant: str) -> int:
+        """Unfinished answers of a tenant."""
+        return self._pending[tenant]
 
     @property
     def running(self) -> bool:
@@ -132,14 +145,15 @@ class EngineThread:
         """Wait for the engine, and return it. Raises what making it raised. Cancelling the wait does not stop it."""
         return await asyncio.shield(asyncio.wrap_future(self._made))
 
-    def generate(self, prompt: Prompt) -> Generation:
-        """Queue a prompt. The iteration raises the engine's errors."""
-        generation = Generation(prompt, self._forget, self._drop)
+    def generate(self, prompt: Prompt, tenant: str = "") -> Generation:
+        """Queue a prompt of a tenant. The iteration raises the engine's errors."""
+        generation = Generation(prompt, tenant, self._forget, self._drop)
         self._generations.add(generation)
+        self._pending[tenant] += 1
         self._idle.clear()
         if self._thread.is_alive():
-            asked_in = contextvars.copy_context()  # with its trace
-            self._call(lambda engine: asked_in.run(_submit, engine.agents, generation))
+            self._turns.setdefault(tenant, deque()).append(generation)
+            self._give()
         else:
             generation.tell(EngineClosedError("the engine has ended"))
         return generation
@@ -168,11 +182,27 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
 
     def _forget(self, generation: Generation) -> bool:
-        known = generation in self._generations
-        self._generations.discard(generation)
+        if generation not in self._generations:
+            return False
+        self._generations.remove(generation)
+        self._pending -= Counter({generation.tenant: 1})  # tenants without any are left out
+        self._given.discard(generation)
+        self._give()
         if not self._generations:
             self._idle.set()
-        return known
+        return True
+
+    def _give(self) -> None:
+        """Give waiting prompts to the engine, one of each tenant in turn."""
+        while self._turns and len(self._given) < AT_ONCE:
+            tenant, waiting = next(iter(self._turns.items()))
+            del self._turns[tenant]
+            generation = waiting.popleft()
+            if waiting:
+                self._turns[tenant] = waiting
+            if generation in self._generations:  # or it was cancelled
+                self._given.add(generation)
+                self._call(partial(_submit, generation))
 
     def _drop(self, generation: Generation) -> None:
         self._call(lambda engine: _cancel(engine.agents, generation))
@@ -214,9 +244,12 @@ def _do(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine
         del done  # the error has this frame
 
 
-def _submit(engine: AgentEngine, generation: Generation) -> None:
-    if generation.cancelled:
-        return
+def _submit(generation: Generation, engine: Engine) -> None:
+    if not generation.cancelled:
+        generation.asked_in.run(_submit_to, engine.agents, generation)
+
+
+def _submit_to(engine: AgentEngine, generation: Generation) -> None:
     prompt = generation.prompt
     try:
         generation.uid = engine.submit(

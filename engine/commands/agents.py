@@ -37,13 +37,16 @@ def add_to(commands: Any) -> None:
         action = actions.add_parser(name, help=help)
         for argument in arguments:
             action.add_argument(argument, metavar=argument.upper())
+        if name == "fork":
+            action.add_argument("--replace", action="store_true", help="if there is an agent NEW already")
         action.set_defaults(run=run, method=method, path=path)
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask the engine, and print the agents that it answers with."""
     named = quote(args.name, safe="") if "name" in args else ""
-    answer = _ask(args, args.path.format(name=named), {"to": args.new} if "new" in args else None)
+    body = {"to": args.new, "replace": args.replace} if "new" in args else None
+    answer = _ask(args, args.path.format(name=named), body)
     if args.method == "DELETE":
         print(f"{answer['id']} is forgotten")
     else:

@@ -252,6 +252,7 @@ class ForkBody(RequestBody):
     """Of POST /v1/agents/{id}/fork."""
 
     to: str
+    replace: bool = False  # an agent of this name
 
 
 _CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsupported_value"}
