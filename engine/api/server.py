@@ -48,6 +48,7 @@ def run(
     name: str | None,
     origins: Sequence[str],
     grace: float,
+    sanitize: bool,
     tell: Callable[[str], object],
 ) -> int:
     """Serve until a signal. Returns 0, or 1 if a context could not be saved or the engine failed.
@@ -60,7 +61,7 @@ def run(
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     worker = EngineThread(lambda: Engine.open(options, tell))
-    service = Service(worker, name or model_name(options.model), tokens, limits)
+    service = Service(worker, name or model_name(options.model), tokens, limits, sanitize=sanitize)
     door = Door(
         limits.connections,
         limits.for_each,

@@ -16,6 +16,7 @@ from engine.api.metrics import Metrics
 from engine.api.openai.errors import ApiError, invalid, shortened
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import Asked, RequestBody
+from engine.api.templates.renderer import Renderer
 from engine.api.watching import Watching
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.startup import Engine
@@ -41,7 +42,10 @@ class Limits:
 class Service:
     """One model, served."""
 
-    def __init__(self, worker: EngineThread, model_id: str, tokens: Tokens, limits: Limits) -> None:
+    def __init__(
+        self, worker: EngineThread, model_id: str, tokens: Tokens, limits: Limits, *, sanitize: bool = False
+    ) -> None:
+        """With `sanitize`, control tokens in the content of users and tools are encoded as text."""
         self.worker = worker
         self.model_id = model_id
         self.tokens = tokens
@@ -49,14 +53,16 @@ class Service:
         self.metrics = Metrics(lambda: worker.pending)
         self.watching = Watching(worker)
         self.closing = False
+        self._sanitize = sanitize
         self._parser = ThreadPoolExecutor(1, "bodies")
         self._engine: Engine | None = None
         self._prompts: Prompts | None = None
 
     async def load(self) -> None:
         """Return when the engine accepts prompts. Raises what loading raises."""
+        renderer = Renderer()  # it is ready before the model is
         engine = await self.worker.loaded()
-        self._prompts = Prompts(engine.tokenizer, engine.spec)
+        self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)
         self.metrics.watch(engine)
         self._engine = engine
         gc.collect()

@@ -34,6 +34,11 @@ def add_to(commands: Any) -> None:
         metavar="ORIGIN",
         help="site such as https://chat.example whose pages may send requests (CORS); can be given several times",
     )
+    add(
+        "--sanitize-control-tokens",
+        action="store_true",
+        help="take texts such as <|im_end|> in the content of users and tools as text, not as the model's tokens",
+    )
     add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")
     add("--max-queue", type=count, default=64, metavar="N", help="requests running or waiting (default: %(default)s)")
@@ -65,6 +70,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
             args.max_from_address,
         )
         asked = {"host": args.host, "name": args.name, "origins": args.allow_origin, "grace": args.grace, "tell": tell}
+        asked["sanitize"] = args.sanitize_control_tokens
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
             code = run(options(args), listener, tokens, limits, **asked)

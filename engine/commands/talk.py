@@ -66,14 +66,14 @@ def generate(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     """Answer lines of stdin until it ends. Returns 1 if the context could not be saved."""
-    from engine.generation.token_text import template_writes_space
+    from engine.generation.token_text import rendering, template_writes_space
 
     messages = _transcript(args)
     engine = open_engine(args)
     try:
         if not engine.tokenizer.has_chat_template:
             raise Failure(f"{engine.model_id} has no chat template; `kvpage-engine generate --raw` goes on with a text")
-        keeps_space = not template_writes_space(engine.tokenizer)
+        keeps_space = not template_writes_space(rendering(engine.tokenizer))
         while line := _line():
             messages.append({"role": "user", "content": line})
             answer = _say(engine, args, _tokens(engine, messages), continues=keeps_space)

@@ -80,13 +80,22 @@ class TokenText:
         return text
 
 
-def template_writes_space(tokenizer: TokenizerWrapper) -> bool:
+def rendering(tokenizer: TokenizerWrapper) -> Callable[[list[dict[str, Any]], bool], str]:
+    """A function that renders messages with the tokenizer's chat template, in this process."""
+    return lambda messages, asks: str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    )
+
+
+def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
     """Whether the chat template puts a space before an answer, in addition to the answer's own. Then an answer whose
-    first token begins with a space is given back without it, so that the next prompt has the same tokens."""
+    first token begins with a space is given back without it, so that the next prompt has the same tokens.
+
+    `render` renders messages, with a beginning of the next answer if its second argument is true.
+    """
     asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": " b"}
     try:
-        prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template([asked, answered], tokenize=False)
+        prompt, whole = render([asked], True), render([asked, answered], False)
     except Exception:  # noqa: BLE001 - templates raise all kinds of errors
         return False
     return bool(whole.startswith(prompt + "  b"))

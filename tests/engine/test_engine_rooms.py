@@ -33,6 +33,7 @@ ROOMS = [
     "engine.agent_job",
     "engine.agent_engine",
     "engine.startup",
+    "engine.api.templates",
     "engine.api.openai",
     "engine.api",
     "engine.demo",

@@ -1,7 +1,7 @@
 """Makes tokens of messages, and text of tokens.
 
-It has its own tokenizer, since the engine's belongs to the engine's thread. Long prompts are made on a thread of their
-own, so that they delay no stream. Short ones are made at once, which is as fast as handing them over.
+It has its own tokenizer, since the engine's belongs to the engine's thread. Conversations and long prompts are made on
+a thread of their own, so that they delay no stream. Short ones are made at once, which is as fast as handing them over.
 """
 
 from __future__ import annotations
@@ -13,29 +13,39 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
 
 from engine.api.openai.errors import invalid
 from engine.api.openai.markup import Markup
 from engine.api.openai.schema import ChatBody, Message, Tool
+from engine.api.templates.control_tokens import ControlTokens
+from engine.api.templates.renderer import Renderer, TemplateFailedError
+from engine.api.templates.tool_arguments import takes_text
 from engine.generation.token_text import TokenText, template_writes_space
-from engine.generation.tokens import encode
+from engine.generation.tokens import PromptError, encode
 from engine.spec import ModelCacheSpec
 
 SHORT = 1000  # characters, made in half a millisecond
-FEW = 16  # messages
 LETTERS_A_TOKEN = 16  # nearly always more than a token has
 
+Offered = list[dict[str, Any]] | None  # the tools of a request
 _Made = TypeVar("_Made")
 
 
 class Prompts:
     """Makes prompts for one model."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, spec: ModelCacheSpec) -> None:
+    def __init__(
+        self, tokenizer: TokenizerWrapper, spec: ModelCacheSpec, renderer: Renderer, *, sanitize: bool = False
+    ) -> None:
+        """With `sanitize`, control tokens in the content of users and tools are encoded as text."""
         self._tokenizer = copy.deepcopy(tokenizer)
         self._spec = spec
+        self._renderer = renderer
+        self._sanitize = sanitize
+        self._controls: dict[str | None, ControlTokens] = {}  # by template
+        self._text_arguments: dict[str | None, bool] = {}  # by template: whether it takes a call's arguments as text
         self._thread = ThreadPoolExecutor(1, "prompts")
         self._long: set[Future[Any]] = set()  # long prompts; while there are any, only the thread uses the tokenizer
         self.token_text = TokenText(self._tokenizer)
@@ -49,10 +59,7 @@ class Prompts:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
             raise invalid("messages: this model has no chat template; use /v1/completions", "messages")
-        texts = [message.content or "" for message in body.messages]
-        calls = tools or any(message.tool_calls for message in body.messages)
-        short = not calls and len(texts) <= FEW and sum(map(len, texts)) <= SHORT
-        return await self._made("messages", short, lambda: self._of_messages(body.messages, tools, texts))
+        return await self._made("messages", False, lambda: self._of_messages(body.messages, tools))
 
     @property
     def keeps_space(self) -> bool:
@@ -71,17 +78,78 @@ class Prompts:
             self._long.add(made)
             made.add_done_callback(self._long.discard)
             return await asyncio.wrap_future(made)
-        except TemplateError as error:
+        except TemplateFailedError as error:
             raise invalid(f"{param}: the model's chat template refuses this: {error}", param) from error
+        except PromptError as error:
+            raise invalid(f"{param}: {error}", param) from error
 
-    def _of_messages(self, messages: Sequence[Message], tools: Sequence[Tool], texts: Sequence[str]) -> list[int]:
-        self._check_length(texts, "messages")
-        plain = [_plain(message, i) for i, message in enumerate(messages)]
+    def _of_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        self._check_length([message.content or "" for message in messages], "messages")
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        tokens = self._tokenizer.apply_chat_template(plain, tools=offered, add_generation_prompt=True)
+        template = self._template(offered)
+        plain = [self._plain(message, i, template, offered) for i, message in enumerate(messages)]
+        controls = self._control_tokens(template) if self._sanitize else None
+        if controls:
+            plain = [controls.marked(message) for message in plain]
+        text = self._rendered(plain, template, offered)
+        _check_utf8(text)
+        self._check_length([text], "messages")
+        tokens = controls.encode(text) if controls else self._tokenizer.encode(text, add_special_tokens=False)
         if self._keeps_space is None:
-            self._keeps_space = not template_writes_space(self._tokenizer)
+            self._keeps_space = not template_writes_space(
+                lambda messages, asks: self._rendered(messages, template, offered, asks=asks)
+            )
         return self._fitting(list(tokens), "messages")
+
+    def _template(self, tools: Offered) -> str | None:
+        """The template for a conversation with these tools; None for one that is written in Python."""
+        own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
+        if self._tokenizer._chat_template or own is not PreTrainedTokenizerBase.apply_chat_template:
+            return None
+        template: str = self._tokenizer.get_chat_template(None, tools)
+        return template
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], template: str | None, tools: Offered, *, asks: bool = True
+    ) -> str:
+        """The text of a conversation, as mlx-lm makes it; with `asks`, up to the next answer. Raises
+        TemplateFailedError."""
+        asked = {"tools": tools, "add_generation_prompt": asks}
+        if template is not None:
+            asked |= {**self._tokenizer.special_tokens_map, "enable_thinking": self._tokenizer.has_thinking}
+            return self._renderer.render(messages, template, asked)
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **asked)
+        except Exception as error:
+            raise TemplateFailedError(f"{type(error).__name__}: {error!s:.500}") from error
+        return text
+
+    def _control_tokens(self, template: str | None) -> ControlTokens:
+        if template not in self._controls:
+            self._controls[template] = ControlTokens(self._tokenizer, template)
+        return self._controls[template]
+
+    def _plain(self, message: Message, i: int, template: str | None, tools: Offered) -> dict[str, Any]:
+        """A message for the template: its content as text, the arguments of calls as the template takes them."""
+        plain = message.model_dump(exclude_none=True)
+        plain.setdefault("content", "")
+        if plain["role"] == "developer":
+            plain["role"] = "system"
+        for j, call in enumerate(plain.get("tool_calls", ())):
+            function, param = call["function"], f"messages[{i}].tool_calls[{j}].function.arguments"
+            function["arguments"] = function["arguments"].strip() or "{}"
+            arguments = _parsed(function["arguments"], param)
+            if not self._takes_text(template, tools):
+                function["arguments"] = arguments
+        return plain
+
+    def _takes_text(self, template: str | None, tools: Offered) -> bool:
+        """Whether the template takes the arguments of calls as text."""
+        if template not in self._text_arguments:
+            self._text_arguments[template] = takes_text(
+                lambda messages: self._rendered(messages, template, tools), TemplateFailedError
+            )
+        return self._text_arguments[template]
 
     def _of_text(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -113,18 +181,20 @@ class Prompts:
         return tokens
 
 
-def _plain(message: Message, i: int) -> dict[str, Any]:
-    """A message for chat templates: its content as text, the arguments of calls as objects."""
-    plain = message.model_dump(exclude_none=True)
-    plain.setdefault("content", "")
-    if plain["role"] == "developer":
-        plain["role"] = "system"
-    for j, call in enumerate(plain.get("tool_calls", ())):
-        param = f"messages[{i}].tool_calls[{j}].function.arguments"
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError:
-            raise invalid(f"{param}: is not JSON", param) from None
-        except RecursionError:
-            raise invalid(f"{param}: is nested too deeply", param) from None
-    return plain
+def _parsed(arguments: str, param: str) -> Any:
+    """The arguments of a tool call. Raises ApiError."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        raise invalid(f"{param}: is not JSON", param) from None
+    except RecursionError:
+        raise invalid(f"{param}: is nested too deeply", param) from None
+
+
+def _check_utf8(text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise invalid(f"messages: {half!a} is half of a surrogate pair, which is no text", "messages") from None

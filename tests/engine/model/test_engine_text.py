@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from engine.generation.answer_text import AnswerText
-from engine.generation.token_text import Detokenizer, TokenText, template_writes_space
+from engine.generation.token_text import Detokenizer, TokenText, rendering, template_writes_space
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
 TEXTS = ["def f(n):\n    return n", " Paris, of course.", "a→ü🦭b  c", "  two\n\n three ", "naïve 日本語\t\x00end"]
@@ -141,7 +141,7 @@ def test_an_unreadable_character_delays_no_text_for_long() -> None:
 def best(tokenizer: TokenizerWrapper, said: str) -> tuple[int, int, int]:
     """The tokens of an answer that the next turn reuses: with its first space, without it, and by the engine's rule."""
     dropped = said.removeprefix(" ")
-    kept = dropped if template_writes_space(tokenizer) else said
+    kept = dropped if template_writes_space(rendering(tokenizer)) else said
     first, second, ruled = (reused(tokenizer, said, text)[0] for text in (said, dropped, kept))
     return first, second, ruled
 
@@ -174,11 +174,13 @@ def test_next_turn_reuses_most_with_the_templates_space(name: str) -> None:
     tokenizer = FAMILIES[name].wrapper()
     for said, (kept, dropped) in zip((" Paris is the city.", "    return n"), REUSED[name], strict=True):
         assert best(tokenizer, said) == (kept, dropped, max(kept, dropped))
-    assert template_writes_space(tokenizer) == (name in ("Mixtral 8x7B", "DeepSeek LLM, DeepSeek V2", "Vicuna"))
+    assert template_writes_space(rendering(tokenizer)) == (
+        name in ("Mixtral 8x7B", "DeepSeek LLM, DeepSeek V2", "Vicuna")
+    )
 
 
 def test_a_template_that_raises_keeps_the_first_space() -> None:
     tokenizer = FAMILIES["DeepSeek V3"].wrapper()
     tokenizer._tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert not template_writes_space(tokenizer)
+    assert not template_writes_space(rendering(tokenizer))
     assert FAMILIES["DeepSeek V3"].tokenizer == BYTE_LEVEL

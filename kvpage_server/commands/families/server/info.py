@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -17,7 +16,6 @@ from kvpage_server.commands.measure import CallCounts
 from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.system.clock import monotonic_ms
 from kvpage_server.system.durations import within
 from kvpage_server.system.printable import printable
 
@@ -45,7 +43,7 @@ def human(size: float) -> str:
 
 
 def _server(server: Server) -> Fields:
-    uptime = int(time.monotonic() - server.started)
+    uptime = (unix_ms() - server.started_ms) // 1000
     return {
         "redis_version": REDIS_VERSION,
         "redis_git_sha1": "00000000",
@@ -280,7 +278,7 @@ def _keyspace(server: Server) -> Fields:
 
 def _kvpage(server: Server) -> Fields:
     index, guards, ghosts = server.keyspace.index, server.keyspace.leases, server.keyspace.ghosts
-    guards.settle(monotonic_ms())
+    guards.settle(unix_ms())
     misses = {f"page_misses_{reason.replace(' ', '_')}": server.stats.page_misses[reason] for reason in REASONS}
     return {
         "requests": len(index),
