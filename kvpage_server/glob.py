@@ -53,6 +53,12 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
     return re.compile(first + middle + last, re.DOTALL).fullmatch
 
 
+def literal(pattern: bytes) -> bytes | None:
+    """The only name that a pattern matches, if it has no wildcards; a backslash takes the next byte as it is."""
+    plain = re.sub(rb"\\(.)", b"", pattern, flags=re.DOTALL)
+    return None if _SPECIAL.search(plain) else re.sub(rb"\\(.)", rb"\1", pattern, flags=re.DOTALL)
+
+
 def opening_of(pattern: bytes) -> bytes | None:
     """The prefix that a matching name must have, if the pattern is a prefix and a star."""
     opening = pattern[:-1]

@@ -61,7 +61,6 @@ class Stats:
     def __init__(self) -> None:
         self.calls: defaultdict[str, CallCounts] = defaultdict(CallCounts)  # by command name
         self.error_codes: Counter[str] = Counter()
-        self.page_misses: Counter[str] = Counter()  # by reason
 
     @property
     def commands(self) -> int:

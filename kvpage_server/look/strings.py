@@ -27,6 +27,7 @@ from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.several import AsOne, Pipeline
 from kvpage_server.observe.asking import Command
+from kvpage_server.observe.whose import literally
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
 Answers: TypeAlias = list[Any]
@@ -75,7 +76,7 @@ class AsStrings:
         cursor = b"0"
         for _ in range(_SCANS):
             (answer,) = self.answers(
-                [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % _literal(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
+                [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % literally(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
             )
             if isinstance(answer, redis.ResponseError):
                 raise answer
@@ -252,8 +253,3 @@ def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str,
         whole = len(pages) == layers * heads * len(planes)
         found.append(told | {"complete": int(whole), "bytes": size - HEADER_SIZE * len(pages), "memory": size})
     return found
-
-
-def _literal(raw: bytes) -> bytes:
-    """A pattern that matches these bytes alone."""
-    return b"".join(b"\\%c" % byte if byte in b"*?[]^-\\" else b"%c" % byte for byte in raw)

@@ -1,60 +1,151 @@
-"""`kvpage why`: why reading a page or a request, or loading an agent, would miss."""
+"""`kvpage why`: why reading a page, a request or a string, or loading an agent, would miss."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
+
+import redis
 
 from kvpage_server.address import shown
 from kvpage_server.look.hints import typed
 from kvpage_server.look.output import LookError
 from kvpage_server.look.page import context_as_json
-from kvpage_server.look.strings import ABSENT
-from kvpage_server.observe.asking import AskedStore, ask, named, text
+from kvpage_server.look.several import AsOne
+from kvpage_server.look.strings import ABSENT, AsStrings
+from kvpage_server.observe.asking import AskedStore, Reading, ask, named, refused, text
 from kvpage_server.observe.context import BlockPlace, context_of
-from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
+from kvpage_server.observe.manifests import PREFIX
+from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent, literally
+from kvpage_server.page import PageError, PageKey, check_req_id
 from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, when
 
 _MOST_MISSING = 20  # blocks that are named
+_MOST_RUNS = 5  # runs of page ids that are named
+_UNKNOWN = "never stored", "gone", ABSENT  # the reasons of a name that no request has
 Answer = dict[str, Any]  # KVPAGEWHY's
 
 
 def why(store: AskedStore, args: argparse.Namespace) -> bool:
-    """Why reading a request, or its page with this layer, head, page id and type, would miss."""
+    """Print why reading a request, its page with this layer, head, page id and type, or a string, or loading an agent,
+    would miss. Returns whether it would not."""
     if args.name and len(args.name) != 4:
         raise LookError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
-    req = os.fsencode(args.req)
-    found = store.execute_command("KVPAGEWHY", req, *args.name)
-    answer = {name: text(value) if isinstance(value, bytes) else value for name, value in named(found).items()}
-    if not args.name and answer["reason"] in ("never stored", "gone", ABSENT):  # an agent is no request
-        holdings = ask(store, holdings_of_agent(req))
-        if holdings.agents or holdings.unreadable:
-            _show_agent(store, args, holdings)
-            return True
+    name = os.fsencode(args.req)
+    if not args.name and (key := _page_key(name)) is not None:
+        name, args.name = key.req_id, [key.layer, key.head, key.page, key.kv_type]
+    answer = _of_pages(store, name, args.name)
+    if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
+        holdings = ask(store, holdings_of_agent(name))
+        losses, since = _lost(store, b"%b%b:*" % (PREFIX, literally(name)))
+        if holdings.agents or holdings.unreadable or losses:
+            return _show_agent(store, args, holdings, losses)
+        if (of_string := _of_string(store, name)) is not None:
+            return _show(args, {"url": args.home(name), "string": text(name)} | of_string, of_string)
+        answer |= {"since": max(answer.get("since", 0), since)} if since else {}
     if answer["reason"] == "hole":
-        blocks = [named(block) for block in store.execute_command("KVPAGEINDEX", req)]
+        blocks = [named(block) for block in store.execute_command("KVPAGEINDEX", name)]
         whole = sum(block["complete"] for block in blocks)
         answer |= {"pages": sum(block["pages"] for block in blocks), "whole_blocks": whole}
+        answer |= {"page_ids": [block["page"] for block in blocks]}
+    return _show(args, {"url": args.home(name), "request": name, "page": args.name} | answer, answer)
+
+
+def _show(args: argparse.Namespace, found: Answer, answer: Answer) -> bool:
+    """Print an answer. Returns whether a read would not miss."""
     if args.json:
-        print_json({"url": args.home(req), "request": req, "page": args.name} | answer)
-        return True
-    for line in _said(args.req, answer):
-        out.print(readable(line))
-    return True
+        print_json({key: value for key, value in found.items() if key != "page_ids"})
+    else:
+        for line in _said(args.req, answer):
+            out.print(readable(line))
+    return bool(answer["reason"] == "stored")
+
+
+def _page_key(name: bytes) -> PageKey | None:
+    try:
+        return PageKey.parse(name)
+    except PageError:
+        return None
+
+
+def _of_pages(store: AskedStore, name: bytes, page: Sequence[int]) -> Answer:
+    """KVPAGEWHY's answer; for what cannot be the name of a request, that none of its pages was ever stored."""
+    if not page:
+        try:
+            check_req_id(name)
+        except PageError:
+            return {"reason": "never stored"}
+    return _texts(named(store.execute_command("KVPAGEWHY", name, *page)))
+
+
+def _texts(answer: Answer) -> Answer:
+    return {name: text(value) if isinstance(value, bytes) else value for name, value in answer.items()}
+
+
+# -- strings -----------------------------------------------------------------------------------------------------------
+
+
+def _of_string(store: AskedStore, key: bytes) -> Answer | None:
+    """Whether there is a string under a key, or why it is gone. None if nothing is known of one."""
+    if isinstance(store, AsStrings):
+        return None
+    (idle,) = ask(store, _idle(key))
+    if isinstance(idle, int):
+        return {"reason": "stored"}
+    losses, _ = _lost(store, literally(key))
+    return next(({k: v for k, v in loss.items() if k != "key"} for loss in losses), None)
+
+
+def _idle(key: bytes) -> Reading[list[Any]]:
+    """Asks how long a key was not used, which does not count as a read."""
+    return (yield [[b"OBJECT", b"IDLETIME", key]])
+
+
+def _lost(store: AskedStore, pattern: bytes) -> tuple[list[Answer], int]:
+    """The strings that are gone and match, the latest first, and since when the store remembers; 0 if it does not."""
+    if isinstance(store, AsStrings):
+        return [], 0
+    try:
+        answers = (
+            [*store.of_each(b"KVLOST", pattern).values()]
+            if isinstance(store, AsOne)
+            else [store.execute_command(b"KVLOST", pattern)]
+        )
+    except redis.ResponseError:  # a gateway, a server of an earlier version, or a pattern that is too long
+        return [], 0
+    told = [named(answer) for answer in answers if not refused(answer)]
+    losses = [_texts(named(loss)) for answer in told for loss in answer["strings"]]
+    return sorted(losses, key=lambda loss: -loss["at"]), max((answer["since"] for answer in told), default=0)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def _said(req: str, answer: Answer) -> Iterator[str]:
     if answer["reason"] != "hole":
         yield _explained(answer["reason"], answer)
         return
+    pages, block = answer["page_ids"], answer["block"]
+    yield f"{how_many(answer['pages'], 'page')} stored, in {_blocks(pages)}"
     if not answer["whole_blocks"]:  # somebody reads it page by page
-        pages = how_many(answer["pages"], "page")
         how = f": kvpage why {word} LAYER HEAD PAGE TYPE tells of a page" if (word := typed(req)) else ""
-        yield f"{pages} stored, and no block whole{how}"
-    yield f"block {answer['block']} is not there whole: {_explained(answer['cause'], answer)}"
+        yield f"no block is complete{how}"
+    first = "nothing" if block == 0 else "block 0" if block == 1 else f"blocks 0 to {block - 1:,}"
+    state = "is not complete" if block in pages else "is not there"
+    yield f"a read from the start finds {first}; block {block:,} {state}: {_explained(answer['cause'], answer)}"
+
+
+def _blocks(pages: Sequence[int]) -> str:
+    """Blocks by their page ids, with runs of them as one."""
+    starts = [pages[0], *(after for before, after in pairwise(pages) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(pages) if after != before + 1), pages[-1]]
+    runs = [f"{start:,}" if start == end else f"{start:,} to {end:,}" for start, end in zip(starts, ends, strict=True)]
+    more = f" and {how_many(len(runs) - _MOST_RUNS, 'more run')}" if len(runs) > _MOST_RUNS else ""
+    return f"block{'' if len(pages) == 1 else 's'} {', '.join(runs[:_MOST_RUNS])}{more}"
 
 
 def _explained(reason: str, answer: Answer) -> str:
@@ -72,19 +163,25 @@ def _explained(reason: str, answer: Answer) -> str:
 # -- agents ------------------------------------------------------------------------------------------------------------
 
 
-def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings) -> None:
+def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings, losses: list[Answer]) -> bool:
+    """Print an agent's contexts, and those that are gone. Returns whether a load would find all of one."""
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
+    whole = any(not agent.missing for agent in holdings.agents)
     if args.json:
         found = [context_as_json(agent, places, args) for agent, places in contexts]
         of_agent = {"agent": text(os.fsencode(args.req)), "contexts": found, "unreadable": holdings.unreadable}
-        print_json({"url": shown(args.url), "unreachable": args.unreachable()} | of_agent)
-        return
+        print_json({"url": shown(args.url), "unreachable": args.unreachable()} | of_agent | {"lost": losses})
+        return whole
     for agent, places in contexts:
         for line in _lines(agent, places):
             out.print(readable(line))
     for key in holdings.unreadable:
         model = _of_model(text(key).split(":")[2:])
         out.print(readable(f"an agent's context{model}: its manifest cannot be read"))
+    for loss in losses:
+        model = _of_model(loss["key"].split(":")[2:])
+        out.print(readable(f"an agent's context{model} is gone: its manifest was {_explained(loss['reason'], loss)}"))
+    return whole
 
 
 def _of_model(model: list[str]) -> str:

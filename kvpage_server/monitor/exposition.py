@@ -97,7 +97,9 @@ def _traffic(overview: Overview) -> Iterator[Metric]:
     yield _counter("received_bytes", "Bytes from clients", "", {"": traffic.bytes_in})
     yield _counter("sent_bytes", "Bytes to clients", "", {"": traffic.bytes_out})
     yield _counter("reads", "Reads of keys", "result", {"hit": traffic.hits, "miss": traffic.misses})
-    yield _counter("misses", "Reads of pages and blocks that found nothing, by reason", "reason", overview.misses)
+    yield _counter(
+        "misses", "Reads of pages, blocks and strings that found nothing, by reason", "reason", overview.misses
+    )
     yield _counter("expired_keys", "Keys whose time had come", "", {"": traffic.expired})
     evicted = CounterMetricFamily(
         "kvpage_evicted_keys",

@@ -193,7 +193,7 @@ class Overview:
     contents: ContentFigures
     traffic: TrafficFigures
     connections: ConnectionFigures
-    misses: Mapping[str, int]  # missed reads of pages and blocks, by reason: "never stored", "evicted" ...
+    misses: Mapping[str, int]  # missed reads of pages, blocks and strings, by reason: "never stored", "evicted" ...
     evictions: tuple[EvictionFigures, ...]
     families: Mapping[str, CallFigures]  # by group of commands: "page", "string" ...; with histograms
     commands: Mapping[str, CallFigures]  # by command, without histograms
@@ -243,7 +243,7 @@ def parse(info: str) -> Overview:
             closed={reason: number(name) for reason, name in _CLOSED.items()},
             denied=numbers("acl_access_denied_"),
         ),
-        misses={reason.replace("_", " "): count for reason, count in numbers("page_misses_").items()},
+        misses=_misses(numbers("page_misses_"), numbers("string_misses_")),
         evictions=tuple(
             EvictionFigures(*name.rpartition("_")[::2], count) for name, count in numbers("evictions_").items()
         ),
@@ -263,6 +263,12 @@ def parse(info: str) -> Overview:
         if "disk_values" in told
         else None,
     )
+
+
+def _misses(*counts: Mapping[str, int]) -> dict[str, int]:
+    """The sums of counts by reason."""
+    reasons = dict.fromkeys(reason for some in counts for reason in some)
+    return {reason.replace("_", " "): sum(some.get(reason, 0) for some in counts) for reason in reasons}
 
 
 _CLOSED = {

@@ -194,11 +194,16 @@ def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[byt
 def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
     """The contexts of one agent, for every model. Other agents that share its blocks are not looked for."""
     looked, key, limits = _Looked(), manifests.PREFIX + agent_id, LookLimits(requests=0)
-    pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", key) + b":*"
+    pattern = literally(key) + b":*"
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
     (older,) = yield [[b"EXISTS", key]]
     keys = [key, *found] if older == 1 else found
     return (yield from _holdings(keys, limits, Known(), looked))
+
+
+def literally(name: bytes) -> bytes:
+    """A pattern that matches this name alone."""
+    return re.sub(rb"([*?\[\]\\])", rb"\\\1", name)
 
 
 def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _Looked) -> Reading[Holdings]:

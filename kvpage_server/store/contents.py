@@ -6,6 +6,7 @@ policy, quotas, leases, the expirer, ghosts, listeners, and the tier below memor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -19,11 +20,13 @@ from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import Quota
+from kvpage_server.store.lost_strings import LostStrings
 from kvpage_server.store.memory.catalogue import Catalogue
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, is_page
 from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
 
+NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
 BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # keys that changed, and their events
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
@@ -67,10 +70,14 @@ class Counters:
     evicted: int = 0
     writes: int = 0
     evictions: dict[tuple[str, str], int] = field(default_factory=dict)  # keys by policy, and by what was full
+    page_misses: Counter[str] = field(default_factory=Counter)  # by reason
+    string_misses: Counter[str] = field(default_factory=Counter)  # by reason
 
     def reset(self) -> None:
         self.hits = self.misses = self.expired = self.evicted = self.writes = 0
         self.evictions.clear()
+        self.page_misses.clear()
+        self.string_misses.clear()
 
 
 class Contents:
@@ -84,6 +91,7 @@ class Contents:
         self.expirer = Expirer(self.expires_of)
         self.leases = Leases(self.evictor.limit_of)
         self.ghosts = Ghosts()
+        self.lost = LostStrings()
         self.counters = Counters()
         self.tier: Tier | None = None
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
@@ -205,9 +213,9 @@ class Contents:
         block = cast(Block, page.unit) if page is not None else None
         return block if block is not None and block.pages == 1 else None
 
-    def remove(self, key: bytes, event: str) -> None:
-        """Remove an existing key."""
-        self._take(key, event)
+    def remove(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
+        """Remove an existing key. The record of a string gets `reason`, or that of `event`, and `by`, a policy or quota."""
+        self._take(key, event, reason, by)
         self.tell(event, key)
 
     def remove_corrupt(self, key: bytes) -> None:
@@ -215,9 +223,11 @@ class Contents:
         self._take(key, "corrupt")
         self.tell("del", key)
 
-    def _take(self, key: bytes, event: str) -> None:
+    def _take(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
         entry = self.catalogue.entries.pop(key)
         self.forget(key, entry, None, event)
+        if not is_page(entry):
+            self.lost.remember(key, reason or _REASONS.get(event, event), by)
         if self.tier is not None:
             self.tier.removed(key)
 
@@ -235,6 +245,8 @@ class Contents:
             self.leases.removed(key)  # the new value was just used, so it needs no promise
         if new is None or is_page(new):
             self._unit_removed(key)
+        if new is not None and is_page(new):
+            self.lost.remember(key, _REASONS["set"])
 
     def _forget_page(self, key: bytes, old: Page, new: Entry | None, event: str) -> None:
         block = cast(Block, old.unit)
@@ -272,9 +284,9 @@ class Contents:
             self.on_block(keys, ((event, key) for key in keys))
         return block.pages
 
-    def _who(self, block: Block, event: str, reason: str) -> str:
-        """What evicted a block: the policy, or the pattern of a quota."""
-        quota = self.evictor.quota_of(block) if reason == OVER_QUOTA else None
+    def _who(self, unit: Unit, event: str, reason: str) -> str:
+        """Returns the policy, or the pattern of the quota, that evicted a unit."""
+        quota = self.evictor.quota_of(unit) if reason == OVER_QUOTA else None
         if quota is not None:
             return quota.pattern.decode("utf-8", "surrogateescape")
         return self.evictor.policy if event == "evicted" else ""
@@ -296,11 +308,11 @@ class Contents:
             quota = self.evictor.quota_of(unit)
             quota = quota if quota is not None and quota.is_over else None
         self.evictor.units.evicted(unit)
-        keys = 1
+        keys, reason = 1, OVER_QUOTA if quota is not None else ""
         if isinstance(unit, Block):
-            keys = self.remove_block(unit, "evicted", OVER_QUOTA if quota is not None else "")
+            keys = self.remove_block(unit, "evicted", reason)
         else:
-            self.remove(unit, "evicted")
+            self.remove(unit, "evicted", reason, self._who(unit, "evicted", reason))
         self.counters.evicted += keys
         cause = self.evictor.policy, room if quota is None else "quota"
         self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + keys

@@ -7,7 +7,8 @@ It is put together of parts:
       evictor       which unit goes next: the policy, and one for each quota
       expirer       when a key is due
       leases        what eviction spares
-      ghosts        what is gone, and why
+      ghosts        records of removed pages, with reasons
+      lost          records of removed strings, with reasons
     memory          what happens when memory is full
     quotas          what happens when a quota is used up
     protection      what may be leased and pinned
@@ -85,6 +86,7 @@ class Keyspace:
 
         self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
         self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
+        self.lost = contents.lost
         self.find, self.expires_of, self.set_expiry = contents.find, contents.expires_of, contents.set_expiry
         self.delete, self.delete_all = contents.delete, contents.delete_all
         self.remove_block, self.evict = contents.remove_block, contents.evict
@@ -346,6 +348,7 @@ class Keyspace:
         self.contents.expirer.clear()
         self.leases.clear()
         self.ghosts.clear()
+        self.contents.lost.clear()
         self.contents.texts = 0
         return flushed
 

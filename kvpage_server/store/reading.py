@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol, cast
 
 from kvpage_server.core import PageNames, look_up
 from kvpage_server.page import unix_ms
-from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.contents import NEVER_STORED, Contents, unit_of
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import Entry, Page, cold_body
+from kvpage_server.store.memory.entry import Entry, Page, cold_body, page_named
 from kvpage_server.store.memory.index import Block
 
 ANY = sys.maxsize  # bytes
@@ -84,7 +84,18 @@ class Reader:
 
     def _missed(self, key: bytes) -> None:
         self._counters.misses += 1
+        self._count_reason(key)
         self._contents.tell("keymiss", key)
+
+    def _count_reason(self, key: bytes) -> None:
+        """Count why a key has no value: as a page's if it is the key of one, or as a string's."""
+        page = page_named(key) if key[:3] == b"kv:" else None
+        if page is None:
+            loss = self._contents.lost.of(key)
+            self._counters.string_misses[loss.reason if loss is not None else NEVER_STORED] += 1
+        else:
+            ghost = self._contents.ghosts.of_page(page.req_id, page.layer, page.head, page.page, page.kv_type)
+            self._counters.page_misses[ghost.reason if ghost is not None else NEVER_STORED] += 1
 
     @contextmanager
     def untouched(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from contexts import SPEC, made, some_tokens
 from servers import RunningServer
 from test_kvpage_cli import kvpage
@@ -41,10 +43,14 @@ def test_why_says_what_is_missing_of_an_agent(server: RunningServer, client: red
     names = [name for name in client.get(manifest).decode().split('"') if len(name) == 32]
     client.execute_command("KVPAGEDEL", names[2])
     code, shown, _ = kvpage("why", "bob", url=server.url)
-    assert code == 0
+    assert code == 1
     assert "44 tokens, but of 6 blocks only the first 2 are there; then: deleted, " in shown
     client.set(manifest, "{")
     _, shown, _ = kvpage("why", "bob", url=server.url)
     assert "its manifest cannot be read" in shown
+    client.delete(manifest)
+    code, shown, _ = kvpage("why", "bob", url=server.url)
+    assert code == 1
+    assert re.fullmatch(r"an agent's context of model \w{16} is gone: its manifest was deleted, just now\n", shown)
     _, shown, _ = kvpage("why", "bo", url=server.url)
     assert shown.startswith("never stored")

@@ -79,10 +79,11 @@ def test_the_page_goes_on(seen: SeenServer) -> None:
     assert any("\\xff\\xfe" in client["user"] for client in more["connected"]["clients"])
 
 
-def printed(*words: str, url: str) -> str:
-    """What a terminal gets. All of it can be printed."""
-    code, told, said = kvpage(*words, url=url)
-    assert (code, said) == (0, "")
+def printed(*words: str, url: str, code: int = 0) -> str:
+    """The text of a terminal, all of which can be printed. `code` is the expected exit code."""
+    *found, said = kvpage(*words, url=url)
+    told = str(found[1])
+    assert (found[0], said) == (code, "")
     assert told.replace("\n", "").isprintable(), told
     return told
 
@@ -95,8 +96,9 @@ def test_no_name_is_a_command_to_a_terminal(server: RunningServer, client: redis
     set_block(client, "r")
     client.execute_command("KVPAGESET", b"\xc2\x9b31mreq", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
     for words in (["ls"], ["why", "alice"], ["stat", "alice"], ["ls", "\x9b31mreq"]):
-        printed(*words, url=server.url)
-        assert json.loads(printed(*words, "--json", url=server.url))
+        code = 1 if words[0] == "why" else 0  # a block is missing
+        printed(*words, url=server.url, code=code)
+        assert json.loads(printed(*words, "--json", url=server.url, code=code))
     agents = json.loads(printed("ls", "--json", url=server.url))["agents"]
     assert {agent["agent"] for agent in agents} == {name, "alice"}, "programs get the names as they are"
     assert kvpage("ls", f"nobody{name}", url=server.url)[2].strip().isprintable()
@@ -140,7 +142,7 @@ def test_a_manifest_that_makes_no_sense_is_unreadable_and_hides_no_other(
     assert [agent["agent"] for agent in found["agents"]] == ["alice"]
     assert found["unreadable"] == ["manifest:mallory:00aa"]
     assert "1 manifest cannot be read" in printed("ls", url=server.url)
-    assert "its manifest cannot be read" in printed("why", "mallory", url=server.url)
+    assert "its manifest cannot be read" in printed("why", "mallory", url=server.url, code=1)
     printed("stat", "alice", url=server.url)
 
 

@@ -222,7 +222,7 @@ def test_a_cluster_is_shown_node_by_node_and_together(masters: Cluster, capsys: 
     requests = looked("ls")["requests"]
     assert {each["request"] for each in requests} == {*names}
     assert {each["url"] for each in requests} <= urls
-    assert run("why", "{chat-3}", "0", "0", "9", "0", "--url", masters.url) == 0
+    assert run("why", "{chat-3}", "0", "0", "9", "0", "--url", masters.url) == 1
     assert "absent" in capsys.readouterr().out
     where = looked("verify", "{chat-3}")["url"]
     assert looked("stat", "kv:{chat-3}:0:0:0:0")["url"] == where in {each["url"] for each in requests}

@@ -28,6 +28,7 @@ HANGS = 900  # seconds; so many seeds take some, and on a machine that is busy t
 NOT_BY_PROGRAMS = {
     "auth": "every tenant says it when it comes",
     "config|resetstat": "the judge looks at what is counted",
+    "kvlost": "tests/server/commands/test_lost_strings.py and the model of test_cold_commands.py have its replies",
 }
 DIGEST = re.compile(r"^seed (\d+): .* digest (\w+)", re.MULTILINE)
 AGAIN = re.compile(r"again: \.venv/bin/python -m tests\.simulation --seed (\d+)")

@@ -230,6 +230,9 @@ class Model:
     def do_keys(self, _: bytes) -> Any:
         return _in_any_order(self.keys)
 
+    def do_kvlost(self, key: bytes) -> Any:
+        return _map(strings=[]) if key in self.keys else ANYTHING
+
     def do_scan(self, *_: bytes) -> Any:
         keys = set(self.keys)
         return Open(lambda reply: reply[0] == b"0" and set(reply[1]) == keys)

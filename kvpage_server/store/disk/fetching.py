@@ -28,7 +28,7 @@ from kvpage_server.store.disk.file.readers import DiskReader
 from kvpage_server.store.disk.holds import Hold, Holds, TooMuch
 from kvpage_server.store.disk.loan import Copies, Loan
 from kvpage_server.store.disk.mapped import Mapped, MappedLoans
-from kvpage_server.store.disk.naming import name_of_unit, unit_of_cold
+from kvpage_server.store.disk.naming import described, name_of_unit, unit_of_cold
 from kvpage_server.store.disk.needed import Needed
 from kvpage_server.store.disk.stored import Stored
 from kvpage_server.store.eviction.policy import Unit
@@ -304,13 +304,14 @@ class Fetching:
         if place is None:
             return
         self._stored.counts.corrupt += 1
-        log.error("%r could not be read from disk and is gone: %s", value.name, outcome or "it was not there")
+        why = outcome or "it was not there"
+        log.error("%s could not be read from disk and is gone: %s", described(value.name), why)
         if isinstance(place, Extent):
             self._contents.remove_block(cast(Block, value.unit), "del", "corrupt")
         elif value.header:
             self._contents.remove_corrupt(place)
         else:
-            self._contents.remove(place, "del")
+            self._contents.remove(place, "del", "corrupt")
         self._stored.behind.note(value.name, Corrupt(), 0)
 
 

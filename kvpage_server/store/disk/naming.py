@@ -11,6 +11,9 @@ from kvpage_server.store.memory.entry import Entry, is_page, page_named
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records.record import name_of_block, name_of_key
+from kvpage_server.system.printable import printable
+
+_MOST_SHOWN = 256  # bytes of a key
 
 
 def name_of_unit(unit: Unit) -> bytes:
@@ -42,6 +45,15 @@ def parse_block(name: bytes) -> tuple[bytes, int]:
     """The request and page id in a block's name."""
     req_id, _, page = name[1:].rpartition(b":")
     return req_id, int(page)
+
+
+def described(name: bytes) -> str:
+    """A value of that name as a log shows it: a block by its request and page id, anything else by its key."""
+    if name[:1] == b"b":
+        req_id, page = parse_block(name)
+        return f"block {page} of request {printable(req_id.decode('utf-8', 'surrogateescape'))}"
+    key = name[1 : _MOST_SHOWN + 1].decode("utf-8", "surrogateescape")
+    return f"key {printable(key)}{'...' if len(name) > _MOST_SHOWN + 1 else ''}"
 
 
 def block_name_of(name: bytes) -> bytes | None:

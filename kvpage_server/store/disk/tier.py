@@ -31,6 +31,7 @@ from kvpage_server.store.disk.file.write_behind import WriteBehind
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.loading import Loader
 from kvpage_server.store.disk.naming import (
+    described,
     each_name_in,
     is_cold_named,
     is_gone,
@@ -344,5 +345,5 @@ class DiskTier:
             self.fetching.lose(cold, Damaged("the scrubber found it damaged"))
             return
         self.stored.counts.repaired += 1
-        log.warning("%r is damaged on disk, and written again from memory", name)
+        log.warning("%s is damaged on disk, and written again from memory", described(name))
         self.stored.store(name, value)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from kvpage_server.commands.context import Client
 from kvpage_server.core import PageNames
 from kvpage_server.core.arguments import PageName
-from kvpage_server.store.contents import OVER_QUOTA
+from kvpage_server.store.contents import NEVER_STORED, OVER_QUOTA
 from kvpage_server.store.eviction.ghosts import Ghost
 
-NEVER_STORED = "never stored"
 INCOMPLETE = "incomplete"  # the block has some of its pages
 HOLE = "hole"  # the block is there, but one before it is not
-REASONS = (NEVER_STORED, INCOMPLETE, HOLE, "expired", "evicted", OVER_QUOTA, "deleted", "overwritten", "corrupt")
+OF_STRINGS = (NEVER_STORED, "expired", "evicted", OVER_QUOTA, "deleted", "overwritten", "corrupt")
+REASONS = (NEVER_STORED, INCOMPLETE, HOLE, *OF_STRINGS[1:])
 
 
 def count_miss(client: Client, reason: str, times: int = 1) -> None:
     """Count missed reads."""
-    client.server.stats.page_misses[reason] += times
+    client.keyspace.counters.page_misses[reason] += times
 
 
-def page_missed(client: Client, name: PageName) -> None:
+def _page_missed(client: Client, name: PageName) -> None:
     """Count a missed page."""
     ghost = client.keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
     count_miss(client, reason_of(ghost, NEVER_STORED))
@@ -30,7 +30,7 @@ def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
     for block, some in names.runs(places):
         if client.keyspace.ghosts.has_block(*block):
             for i in some:
-                page_missed(client, names.name(i))
+                _page_missed(client, names.name(i))
         else:
             count_miss(client, NEVER_STORED, len(some))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import ReadAhead, caught_up, fetched
-from kvpage_server.commands.families.pages.misses import page_missed, pages_missed
+from kvpage_server.commands.families.pages.misses import pages_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table.keys import pages
@@ -83,7 +83,7 @@ def new_pages(client: Client, args: Sequence[Argument], first: int, most: int, n
 def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
     """A page's reply: its body; null when it is not there. Raises ReplyError for a bad name or a plain string."""
     if entry is None:
-        page_missed(client, page_name(args))
+        page_name(args)  # raises ReplyError for a bad name
         return None
     if not is_page(entry):
         raise ReplyError(WRONG_TYPE)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvpage_server import __version__, core
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.families.pages.misses import REASONS
+from kvpage_server.commands.families.pages.misses import OF_STRINGS, REASONS
 from kvpage_server.commands.measure import CallCounts
 from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.page import unix_ms
@@ -279,17 +279,25 @@ def _keyspace(server: Server) -> Fields:
 def _kvpage(server: Server) -> Fields:
     index, guards, ghosts = server.keyspace.index, server.keyspace.leases, server.keyspace.ghosts
     guards.settle(unix_ms())
-    misses = {f"page_misses_{reason.replace(' ', '_')}": server.stats.page_misses[reason] for reason in REASONS}
+    counters = server.keyspace.counters
+    misses = {f"page_misses_{_field(reason)}": counters.page_misses[reason] for reason in REASONS}
+    misses |= {f"string_misses_{_field(reason)}": counters.string_misses[reason] for reason in OF_STRINGS}
     return {
         "requests": len(index),
         "blocks": index.blocks,
         "leased_or_pinned": len(guards),
         "leased_or_pinned_bytes": guards.bytes,
         "blocks_remembered": len(ghosts),
+        "strings_remembered": len(server.keyspace.lost),
+        "strings_remembered_bytes": server.keyspace.lost.bytes,
         **misses,
-        **{f"evictions_{policy}_{room}": keys for (policy, room), keys in server.keyspace.counters.evictions.items()},
+        **{f"evictions_{policy}_{room}": keys for (policy, room), keys in counters.evictions.items()},
         **(_disk(server.tiered) if server.tiered is not None else {}),
     }
+
+
+def _field(reason: str) -> str:
+    return reason.replace(" ", "_")
 
 
 def _quotas(server: Server) -> Fields:

@@ -97,6 +97,7 @@ ARGUMENTS: dict[str, st.SearchStrategy[Words]] = {
     **dict.fromkeys(("expire", "pexpire"), words(keys, st.sampled_from([b"1000000", b"-1"]))),
     **dict.fromkeys(("expireat", "pexpireat"), words(keys, st.sampled_from([b"4000000000000"]))),
     "keys": words(b"*"),
+    "kvlost": words(keys),
     "scan": words(b"0", b"COUNT", b"1000"),
     **dict.fromkeys(("randomkey", "dbsize", "flushall", "flushdb"), words()),
     **dict.fromkeys(("smembers", "scard"), words(indices)),

@@ -465,6 +465,10 @@ def test_a_page_that_is_damaged_on_disk_is_a_miss_that_is_counted(tmp_path: Path
         assert "3 values found damaged" in kvpage("status", url=server.url)[1]
         assert b"corrupt" in str(client.execute_command("KVPAGEWHY", *page_args(3))).encode()
         assert len(re.findall("could not be read from disk", server.log)) == 3
+        for name in ("key kv:r:0:3:0:0", "block 50 of request b", "key long"):
+            assert f"{name} could not be read from disk and is gone: " in server.log
+        (long,) = client.execute_command("KVLOST", "long")[b"strings"]
+        assert long[b"reason"] == b"corrupt"
     with tiered(tmp_path) as (_, client):
         assert client.dbsize() == 7
 
