@@ -85,6 +85,9 @@ class AsStrings:
                 return
 
     def _asked(self, command: Command) -> Asked:
+        if command[0] == b"SCAN" and b"MAXLEN" in command:  # which Valkey does not know
+            at = command.index(b"MAXLEN")
+            command = [*command[:at], *command[at + 2 :]]
         name, req_id, *more = command
         assert isinstance(req_id, bytes)
         if name == b"SCAN" and more[-1] == b"set":
@@ -93,7 +96,8 @@ class AsStrings:
                 self._pages.clear()
             return [[*command[:-1], b"string"]], self._requests
         if name == b"KVPAGEINDEX":
-            return self._parts(req_id)
+            asked, read = self._parts(req_id)
+            return asked, (lambda told: _total(read(told))) if more == [b"TOTAL"] else read
         if name == b"KVPAGESTAT":
             return [[b"EXISTS", block_key((req_id, int(more[2])))]], lambda told: _THERE if told == [1] else None
         if name == b"KVPAGEWHY" and more:
@@ -236,6 +240,16 @@ def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None
     told = {"page": number, "pages": shape.pages, "layers": shape.layers, "heads": shape.heads, "planes": planes}
     complete = length == head_size(shape) + shape.nbytes
     return told | {"complete": int(complete), "bytes": shape.nbytes, "memory": length}
+
+
+def _total(parts: Any) -> Any:
+    """The sum of all blocks, as KVPAGEINDEX tells it with TOTAL."""
+    if isinstance(parts, redis.ResponseError) or not parts:
+        return parts
+    sums = {name: sum(part[name] for part in parts) for name in ("pages", "bytes", "memory")}
+    complete = min(part["complete"] for part in parts)
+    first = {name: parts[0][name] for name in ("page", "planes")}
+    return [sums | first | {"blocks": len(parts), "complete": complete}]
 
 
 def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
 """Questions to a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
 
 A `Reading` is a generator. It yields lists of commands and is sent their answers: bytes, integers, lists and maps as
-RESP3 has them, or the `ResponseError` of a refused command. It returns what it has found out.
+RESP3 has them, or the `ResponseError` of a refused command. It returns its result. Under an event loop, it runs in
+a thread, so a reading may take long, as long as no single call that holds the interpreter's lock does.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -17,6 +19,7 @@ Command: TypeAlias = Sequence[bytes | int]  # redis-py does not parse the answer
 Reading: TypeAlias = Generator[list[Command], list[Any], T]
 
 AT_ONCE = 256  # commands a pipeline: the server runs that many before other clients have their turn
+AT_ONCE_ASYNC = 32  # in an event loop, which other tasks share
 
 
 class AskedStore(Protocol):
@@ -35,7 +38,7 @@ def ask(store: AskedStore, reading: Reading[T]) -> T:
         commands = next(reading)
         while True:
             answers: list[Any] = []
-            for pipeline in _pipelines(store, commands):
+            for pipeline in _pipelines(store, commands, AT_ONCE):
                 answers += pipeline.execute(raise_on_error=False)
             commands = reading.send(answers)
     except StopIteration as end:
@@ -44,21 +47,28 @@ def ask(store: AskedStore, reading: Reading[T]) -> T:
 
 async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
     """The same, in an event loop."""
+    answers: list[Any] | None = None
+    while True:
+        commands, ended, result = await asyncio.to_thread(_step, reading, answers)
+        if ended:
+            return result  # type: ignore[no-any-return]
+        answers = []
+        for pipeline in _pipelines(store, commands, AT_ONCE_ASYNC):
+            answers += await pipeline.execute(raise_on_error=False)
+
+
+def _step(reading: Reading[Any], answers: list[Any] | None) -> tuple[list[Command], bool, Any]:
+    """The next commands of a reading, whether it has ended, and its result. A thread cannot raise StopIteration."""
     try:
-        commands = next(reading)
-        while True:
-            answers: list[Any] = []
-            for pipeline in _pipelines(store, commands):
-                answers += await pipeline.execute(raise_on_error=False)
-            commands = reading.send(answers)
+        return reading.send(answers), False, None  # type: ignore[arg-type]  # None begins it
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+        return [], True, end.value
 
 
-def _pipelines(store: Any, commands: list[Command]) -> Iterator[Any]:
-    for start in range(0, len(commands), AT_ONCE):
+def _pipelines(store: Any, commands: list[Command], at_once: int) -> Iterator[Any]:
+    for start in range(0, len(commands), at_once):
         pipeline = store.pipeline(transaction=False)
-        for command in commands[start : start + AT_ONCE]:
+        for command in commands[start : start + at_once]:
             pipeline.execute_command(*command)
         yield pipeline
 
@@ -74,7 +84,7 @@ def named(answer: dict[Any, Any]) -> dict[str, Any]:
 
 
 def parts_of(answer: Any) -> list[dict[str, Any]]:
-    """KVPAGEINDEX's maps, one a block of the request; none if the command was refused."""
+    """KVPAGEINDEX's maps, one a block of the request, or one with TOTAL; none if the command was refused."""
     return [] if refused(answer) else [named(part) for part in answer]
 
 

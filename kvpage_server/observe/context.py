@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,9 @@ from kvpage_server.page import DType
 
 MOST_BLOCKS = 2000
 MOST_BYTES = 64 << 20  # a larger block's norms are not computed
+MOST_PAGES = 20_000  # of a block whose norms are computed
+PIECE_BYTES = 1 << 20  # of pages that are read at a time
+_MOST_PARTS = 64  # blocks of the same request
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,15 @@ class Pages:
     sizes: tuple[int, ...]  # bytes of a page of each plane
     layers: int
     heads: int
-    norms: np.ndarray[Any, np.dtype[np.float32]] | None  # root of the mean square; NaN for planes that are not numbers
+    norms: np.ndarray[Any, np.dtype[np.float32]]  # root of the mean square; NaN for planes that are no numbers, and for
+    # pages of more than PIECE_BYTES
 
 
 def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
     """Where the blocks of an agent's context are stored, in order, for the first MOST_BLOCKS of them."""
     blocks = agent.blocks[:MOST_BLOCKS]
     reasons = yield [[b"KVPAGEWHY", block.name] for block in blocks]
-    indexes = yield [[b"KVPAGEINDEX", block.name] for block in blocks]
+    indexes = yield [[b"KVPAGEINDEX", block.name, b"TOTAL"] for block in blocks]
     stats = yield [_stat(block.name, index) for block, index in zip(blocks, indexes, strict=True)]
     return [
         _place(block, holdings.owners.get(block.name, ()), reason, stat)
@@ -79,52 +85,52 @@ def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any)
 
 
 def pages_of(name: bytes) -> Reading[Pages | None]:
-    """A block's pages with their norms; None if the block is not complete, or too large."""
+    """A block's pages with their norms; None if the block is not complete, or too large. The pages are read in pieces
+    of PIECE_BYTES, so a large block holds up nothing else."""
+    (index,) = yield [[b"KVPAGEINDEX", name, b"TOTAL"]]
+    if not all(total["blocks"] <= _MOST_PARTS and total["bytes"] <= MOST_BYTES for total in parts_of(index)):
+        return None
     (index,) = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"]]
     part = next((part for part in parts_of(index) if part["page"] == 0 and part["complete"]), None)
-    if part is None or part["bytes"] > MOST_BYTES:
+    if part is None or part["pages"] > MOST_PAGES:
         return None
     planes = [int(plane) for plane in part["planes"]]
     stats = yield [[b"KVPAGESTAT", name, 0, 0, 0, plane] for plane in planes]
-    (body,) = yield [[b"KVBLOCKGET", name, 0]]
-    if not isinstance(body, bytes) or any(refused(stat) or stat is None for stat in stats):
+    if any(refused(stat) or stat is None for stat in stats):
         return None
     told = [named(stat) for stat in stats]
-    dtypes = [DType(stat["dtype"]) for stat in told]
+    dtypes, sizes = [DType(stat["dtype"]) for stat in told], [int(stat["bytes"]) for stat in told]
     layers, heads = part["layers"], part["heads"]
-    sizes = tuple(stat["bytes"] for stat in told)
-    return Pages(
-        name,
-        told[0]["page_size"],
-        tuple(planes),
-        tuple(dtype.name.lower() for dtype in dtypes),
-        sizes,
-        layers,
-        heads,
-        _norms(body, dtypes, sizes, layers, heads),
-    )
-
-
-_NUMPY = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32, DType.FLOAT64: np.float64, DType.INT8: np.int8}
-
-
-def _norms(
-    body: bytes, dtypes: list[DType], sizes: tuple[int, ...], layers: int, heads: int
-) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """The root of the mean square of each page's values. The order of `body` is layer, plane, head."""
-    if len(body) != layers * heads * sum(sizes):
-        return None
-    rows = np.frombuffer(body, np.uint8).reshape(layers, -1)
-    found = np.full((layers, len(sizes), heads), np.nan, np.float32)
-    start = 0
-    for i, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True)):
-        raw = np.ascontiguousarray(rows[:, start : start + size * heads])
-        start += size * heads
-        if dtype is DType.BFLOAT16:
-            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif dtype in _NUMPY:
-            values = raw.view(_NUMPY[dtype]).astype(np.float32)
-        else:
+    norms = np.full((layers, len(planes), heads), np.nan, np.float32)
+    for at, dtype, size in zip(range(len(planes)), dtypes, sizes, strict=True):
+        if dtype not in _NUMPY or size > PIECE_BYTES:
             continue
-        found[:, i] = np.sqrt(np.mean(np.square(values.reshape(layers, heads, -1)), axis=2))
-    return found
+        places, some = [*product(range(layers), range(heads))], max(PIECE_BYTES // size, 1)
+        for start in range(0, len(places), some):
+            asked: list[bytes | int] = [b"KVPAGEMGET", len(places[start : start + some])]
+            for layer, head in places[start : start + some]:
+                asked += [name, layer, head, 0, planes[at]]
+            (bodies,) = yield [asked]
+            if refused(bodies) or any(body is None or len(body) != size for body in bodies):
+                return None
+            for (layer, head), body in zip(places[start : start + some], bodies, strict=True):
+                norms[layer, at, head] = _norm(body, dtype)
+    names = tuple(dtype.name.lower() for dtype in dtypes)
+    return Pages(name, told[0]["page_size"], tuple(planes), names, tuple(sizes), layers, heads, norms)
+
+
+_NUMPY = {
+    DType.FLOAT16: np.float16,
+    DType.FLOAT32: np.float32,
+    DType.FLOAT64: np.float64,
+    DType.INT8: np.int8,
+    DType.BFLOAT16: np.uint16,
+}
+
+
+def _norm(body: bytes, dtype: DType) -> float:
+    """The root of the mean square of a page's values; NaN without values."""
+    raw = np.frombuffer(body, _NUMPY[dtype])
+    bfloat16 = dtype is DType.BFLOAT16
+    values = (raw.astype(np.uint32) << 16).view(np.float32) if bfloat16 else raw.astype(np.float32)
+    return float(np.sqrt(np.mean(np.square(values)))) if len(values) else math.nan

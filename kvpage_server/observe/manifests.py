@@ -14,6 +14,10 @@ from kvpage_server.segments import tag_of
 
 PREFIX = b"manifest:"
 HEAD_BYTES = 1 << 16  # enough for everything but the tokens, in a context of 450,000 tokens
+MOST_BYTES = 1 << 19  # that are read of a manifest; enough in a context of 3.6 million tokens
+MOST_KEY = 512  # bytes of a manifest's key; a longer one is no engine's, whose agents have names of 128 letters
+MOST_LETTERS = 128  # of a model's name, and of the process that saved the agent
+_MOST_NAME = 256  # bytes of a block's name
 DIGEST_BYTES = 16
 _TOKENS = b', "tokens": ['  # the last field
 _USUAL_BLOCK = 256  # tokens
@@ -41,13 +45,15 @@ class Manifest:
 
 
 def parse(key: bytes, raw: bytes) -> Manifest | None:
-    """The manifest at a key, from its whole value or from the first HEAD_BYTES. None if it is damaged, or if more of it
-    is needed."""
+    """The manifest at a key, from its whole value or from the first HEAD_BYTES or MOST_BYTES. None if it is damaged, or
+    if more of it is needed. Long names of the model and of the process that saved it are cut."""
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
         told = _told(raw)
         names, together = [_text(name) for name in _list(told["chain"])], _count(told.get("together", 0))
         blocks = tuple((tag_of(names, i, together) + name).encode() for i, name in enumerate(names))
+        if any(len(name) > _MOST_NAME for name in blocks):
+            raise ValueError("a block's name is too long")
         tokens = _count(told["count"]) if "count" in told else len(_list(told["tokens"]))
         block_tokens = _count(told.get("block_tokens", 0)) or _block_tokens(tokens, len(blocks))
         if not (len(blocks) - 1) * block_tokens < tokens <= len(blocks) * block_tokens and (tokens or blocks):
@@ -56,13 +62,13 @@ def parse(key: bytes, raw: bytes) -> Manifest | None:
             key,
             agent,
             fingerprint,
-            _text(told.get("model", "")),
+            _text(told.get("model", ""))[:MOST_LETTERS],
             tokens,
             block_tokens,
             blocks,
             _moment(told.get("created", 0)),
             _moment(told.get("saved", 0)),
-            _text(told.get("by", "")),
+            _text(told.get("by", ""))[:MOST_LETTERS],
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

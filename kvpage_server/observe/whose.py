@@ -19,14 +19,16 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from kvpage_server.observe import manifests
-from kvpage_server.observe.asking import AT_ONCE, Reading, parts_of, refused
+from kvpage_server.observe.asking import Command, Reading, parts_of, refused
 from kvpage_server.observe.manifests import Manifest
 
 SCAN_COUNT = 250  # the COUNT of a SCAN, during which nobody else has a turn
 MOST_SCANS = 8000
 TURNS = 8  # SCANs for the newest keys, and for those that are next, in a look that is not the first
 REFRESHED = 100  # known requests that are asked for again in a look
-MOST_READ = 64 << 20  # bytes of manifests that are read as a whole
+MOST_READ = 16 << 20  # bytes of manifests of which HEAD_BYTES are too few, in a look
+MOST_NAMED = 500_000  # blocks that manifests name, in all
+_SOME = 64  # manifests that are read at a time, HEAD_BYTES of each
 MOST_PREFIXES = 100
 MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
 
@@ -240,7 +242,8 @@ def _scan(
     who may not scan, and the keys."""
     found = set[bytes]()
     for _ in range(turns):
-        (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT, b"TYPE", kind]]
+        bounds: Command = [b"COUNT", SCAN_COUNT, b"MAXLEN", manifests.MOST_KEY]
+        (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, *bounds, b"TYPE", kind]]
         if refused(answer):
             looked.refused = str(answer)
             return b"", found
@@ -260,12 +263,12 @@ def _manifests(
         del known[key]
     found: list[Manifest] = []
     idle: dict[bytes, int] = {}
-    left = MOST_READ
-    for start in range(0, len(keys), AT_ONCE):
-        if len(found) >= most:
+    left, names = MOST_READ, 0
+    for start in range(0, len(keys), _SOME):
+        if len(found) >= most or names >= MOST_NAMED:
             looked.cut.add("agents")
             break
-        some = keys[start : start + AT_ONCE]
+        some = keys[start : start + _SOME]
         unused, left = yield from _update(known, some, left, looked)
         idle |= unused
         for key in some:
@@ -273,6 +276,7 @@ def _manifests(
                 continue
             if one.manifest is not None:
                 found.append(one.manifest)
+                names += len(one.manifest.blocks)
             else:
                 looked.unreadable.append(key)
     if len(found) > most:
@@ -283,8 +287,8 @@ def _manifests(
 def _update(
     known: dict[bytes, KnownManifest], keys: Sequence[bytes], left: int, looked: _Looked
 ) -> Reading[tuple[dict[bytes, int], int]]:
-    """Updates `known` for these keys. At most `left` bytes of manifests are read as a whole. Returns the keys' idle
-    seconds, and how many of these bytes are left."""
+    """Updates `known` for these keys. At most `left` bytes are read of manifests whose heads are too short. Returns the
+    keys' idle seconds, and how many of these bytes are left."""
     answers = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
     idle = dict(zip(keys, answers, strict=True))
     used = [key for key in keys if key not in known or not known[key].is_as_it_was(idle[key])]
@@ -302,13 +306,12 @@ def _update(
     for (key, digest), head in zip(changed, heads, strict=True):
         manifest = manifests.parse(key, head) if isinstance(head, bytes) else None
         if manifest is None and isinstance(head, bytes) and len(head) == manifests.HEAD_BYTES:
-            (size,) = yield [[b"STRLEN", key]]
-            if not isinstance(size, int) or size > left:
+            if left < manifests.MOST_BYTES:
                 looked.cut.add("agents")
                 continue
-            left -= size
-            (whole,) = yield [[b"GET", key]]
-            manifest = manifests.parse(key, whole) if isinstance(whole, bytes) else None
+            (more,) = yield [[b"GETRANGE", key, 0, manifests.MOST_BYTES - 1]]
+            manifest = manifests.parse(key, more) if isinstance(more, bytes) else None
+            left -= len(more) if isinstance(more, bytes) else 0
         known[key] = KnownManifest(digest, manifest, now)
     return {key: seconds for key, seconds in idle.items() if isinstance(seconds, int)}, left
 
@@ -319,15 +322,15 @@ def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[di
     if len(sizes) > most:
         looked.cut.add("blocks")
     names = list(sizes)[:most]
-    answers = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"] for name in names]
+    answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in names]
     return {name: _block(name, sizes[name], answer) for name, answer in zip(names, answers, strict=True)}
 
 
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
     """The block from KVPAGEINDEX's answer: page 0 has the tokens, page 1 the state after them."""
-    parts = parts_of(answer)
-    size, memory, pages = (sum(part[what] for part in parts) for what in ("bytes", "memory", "pages"))
-    return ContextBlock(name, tokens, size, memory, pages, bool(parts) and all(part["complete"] for part in parts))
+    for total in parts_of(answer):
+        return ContextBlock(name, tokens, total["bytes"], total["memory"], total["pages"], bool(total["complete"]))
+    return ContextBlock(name, tokens)
 
 
 def _requests(
@@ -341,12 +344,11 @@ def _requests(
     for name in known.keys() - set(names[:most]):
         del known[name]
     asked = [*islice(known, REFRESHED), *(name for name in names[:most] if name not in known)]
-    answers = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"] for name in asked]
+    answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in asked]
     for name, answer in zip(asked, answers, strict=True):
         known.pop(name, None)
-        if parts := parts_of(answer):
-            pages, size, memory = (sum(part[what] for part in parts) for what in ("pages", "bytes", "memory"))
-            known[name] = OtherRequest(name, len(parts), pages, size, memory)
+        for total in parts_of(answer):
+            known[name] = OtherRequest(name, *(total[what] for what in ("blocks", "pages", "bytes", "memory")))
     return [*known.values()]
 
 

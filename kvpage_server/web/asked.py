@@ -39,13 +39,12 @@ def clients() -> Reading[Shown | None]:
     (answer,) = yield [[b"CLIENT", b"LIST"]]
     if refused(answer):
         return None
-    lines = [
-        dict(word.partition("=")[::2] for word in line.split(" ")) for line in text(answer).rstrip("\n").split("\n")
-    ]
+    rows = answer.rstrip(b"\n").split(b"\n", MOST_CLIENTS)[:MOST_CLIENTS]
+    lines = [dict(word.partition("=")[::2] for word in text(row).split(" ")) for row in rows]
     wanted = ("id", "addr", "name", "user", "age", "idle", "cmd", "lib-name", "flags")
     return {
-        "count": len(lines),
-        "clients": [{name: line.get(name, "") for name in wanted} for line in lines[:MOST_CLIENTS]],
+        "count": answer.rstrip(b"\n").count(b"\n") + 1,
+        "clients": [{name: line.get(name, "")[:SHOWN_LETTERS] for name in wanted} for line in lines],
     }
 
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import redis
 
 from kvpage_server.observe.observer import Observer
+from kvpage_server.observe.whose import Holdings
 from kvpage_server.web import asked, shown
 
 EVERY_SECONDS = 1.0
@@ -24,8 +25,8 @@ class Feed:
         self._slowly = b""  # the last events of that kind
         self._looking: asyncio.Task[None] | None = None
 
-    async def events(self, user: str, *, logged_in: bool) -> AsyncIterator[bytes]:
-        """Events, until the store does not answer any more. Who is `logged_in` can log out."""
+    async def events(self, user: str) -> AsyncIterator[bytes]:
+        """Events, until the store does not answer any more."""
         self.watchers += 1
         last, slowly = 0.0, b""
         try:
@@ -34,7 +35,7 @@ class Feed:
                 moments = [moment for moment in self._observer.history.moments if moment.at > last]
                 last = moments[-1].at if moments else last
                 engines = await self._observer.engines()
-                told = shown.event("overview", shown.overview(now, user, engines) | {"logged_in": logged_in})
+                told = shown.event("overview", shown.overview(now, user, engines))
                 if moments:
                     told += shown.event("moments", [shown.moment(moment) for moment in moments])
                 if slowly is not self._slowly:
@@ -60,9 +61,14 @@ class Feed:
         clients = await self._observer.read(asked.clients())
         more = {"losses": losses, "slow": slow, "connected": clients}
         store = (await self._observer.overview()).server.store
-        told = shown.event("holdings", shown.holdings(holdings, store)) + shown.event("more", more)
+        told = await asyncio.to_thread(_told_slowly, holdings, store, more)
         self._slowly = told if told != self._slowly else self._slowly
         await asyncio.sleep(SLOWLY_SECONDS)
+
+
+def _told_slowly(holdings: Holdings, store: str, more: shown.Shown) -> bytes:
+    """The events, in a thread: there may be thousands of agents and blocks."""
+    return shown.event("holdings", shown.holdings(holdings, store)) + shown.event("more", more)
 
 
 _FEEDS: WeakKeyDictionary[Observer, Feed] = WeakKeyDictionary()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,7 @@ MOST_AGENTS = 500
 MOST_REQUESTS = 100
 MOST_PREFIXES = 30
 MOST_NAMES = 12  # of agents that share something
+MOST_LETTERS = 128  # of such a name
 
 Shown = dict[str, Any]
 
@@ -83,7 +85,7 @@ def holdings(found: Holdings, store: str) -> Shown:
                 "bytes": prefix.bytes,
                 "saved": prefix.saved,
                 "count": len(prefix.agents),
-                "agents": prefix.agents[:MOST_NAMES],
+                "agents": _names(prefix.agents),
             }
             for prefix in found.prefixes[:MOST_PREFIXES]
         ],
@@ -94,6 +96,11 @@ def holdings(found: Holdings, store: str) -> Shown:
         "cut": found.cut,
         "unseen": f"This is {KEEPS_NOTHING}." if store == "cluster" else found.refused,
     }
+
+
+def _names(agents: Sequence[str]) -> list[str]:
+    """The first names, each cut to MOST_LETTERS."""
+    return [name[:MOST_LETTERS] for name in agents[:MOST_NAMES]]
 
 
 def _agent(agent: Agent) -> Shown:
@@ -134,7 +141,7 @@ def _shared(found: Holdings) -> list[Shown]:
             group[i] += value
     largest = sorted(groups.items(), key=lambda item: -item[1][0])[:MOST_AGENTS]
     return [
-        {"agents": names[:MOST_NAMES], "count": len(names), "bytes": size, "tokens": tokens, "blocks": count}
+        {"agents": _names(names), "count": len(names), "bytes": size, "tokens": tokens, "blocks": count}
         for names, (size, tokens, count) in largest
     ]
 
@@ -148,7 +155,7 @@ def context(agent: Agent, places: list[BlockPlace]) -> Shown:
                 "bytes": place.block.bytes,
                 "pages": place.block.pages,
                 "there": place.block.complete,
-                "with": [name for name in place.agents if name != agent.agent_id][:MOST_NAMES],
+                "with": _names([name for name in place.agents if name != agent.agent_id]),
                 "shared": len(place.agents),
                 "tier": place.tier,
                 "pinned": place.pinned,
@@ -172,7 +179,7 @@ def pages(found: Pages) -> Shown:
         "sizes": found.sizes,
         "layers": found.layers,
         "heads": found.heads,
-        "norms": None if found.norms is None else _finite(found.norms.tolist()),
+        "norms": _finite(found.norms.tolist()),
     }
 
 

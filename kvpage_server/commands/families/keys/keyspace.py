@@ -128,7 +128,7 @@ def _visible_keys(client: Client) -> Iterator[list[bytes]]:
 
 
 @_generic(
-    "scan cursor [MATCH pattern] [COUNT count] [TYPE type]",
+    "scan cursor [MATCH pattern] [COUNT count] [TYPE type] [MAXLEN bytes]",
     flags="readonly filtered",
     since="2.8.0",
     complexity="O(1) a call with a COUNT of 1, O(N) for all N keys",
@@ -138,12 +138,14 @@ def _visible_keys(client: Client) -> Iterator[list[bytes]]:
 def scan(client: Client, args: list[Argument]) -> Reply:
     """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned.
 
+    MAXLEN, which Redis does not have, leaves out keys of more bytes.
+
     Index keys are sets, and the only ones: they are listed by TYPE set alone. Who may not read every key is returned
     all of theirs at once: a cursor would tell how many others there are.
     """
     keyspace = client.server.keyspace
     cursor = scan_cursor(plain(args[0]))
-    matches, count, wanted_type = scan_options(plain_all(args[1:]))
+    matches, count, wanted_type = scan_options(plain_all(args[1:]), has_maxlen=True)
     if not client.sees_all:
         return _scan_all(client, matches, wanted_type)
     found: list[bytes] = []
@@ -202,9 +204,9 @@ def scan_cursor(word: bytes) -> int:
     return value & _U64_MAX
 
 
-def scan_options(words: list[bytes]) -> tuple[Matches | None, int, bytes]:
-    """MATCH (None: every key), COUNT and TYPE, or their defaults. Raises ReplyError."""
-    matches, count, wanted_type = None, 10, b"string"
+def scan_options(words: list[bytes], *, has_maxlen: bool = False) -> tuple[Matches | None, int, bytes]:
+    """A test of MATCH and MAXLEN (None: every key), COUNT and TYPE, or their defaults. Raises ReplyError."""
+    matches, count, wanted_type, longest = None, 10, b"string", None
     for option, value in zip_longest(words[::2], words[1::2]):
         if value is None:
             raise ReplyError(SYNTAX_ERROR)
@@ -214,9 +216,15 @@ def scan_options(words: list[bytes]) -> tuple[Matches | None, int, bytes]:
             matches = matcher(value)
         elif option.upper() == b"TYPE":
             wanted_type = value.lower()
+        elif option.upper() == b"MAXLEN" and has_maxlen:
+            longest = _scan_count(value)
         else:
             raise ReplyError(SYNTAX_ERROR)
-    return matches, count, wanted_type
+    return matches if longest is None else _no_longer(longest, matches), count, wanted_type
+
+
+def _no_longer(longest: int, matches: Matches | None) -> Matches:
+    return lambda key: len(key) <= longest and (matches is None or matches(key))
 
 
 def _scan_count(word: bytes) -> int:

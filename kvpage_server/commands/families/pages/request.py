@@ -147,7 +147,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
 
 
 @_request(
-    "kvpageindex req [WITHSIZES]",
+    "kvpageindex req [WITHSIZES | TOTAL]",
     flags="readonly",
     needs=nothing,
     complexity="O(N) with N pages",
@@ -160,23 +160,49 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     `complete` is 1 if KVBLOCKGET would return the block, else 0: with all its pages it may still lack a common shape.
     `layers` and `heads` are the highest numbers plus one. `bytes` is the size of the bodies, `memory` is what the block
     occupies in memory.
+
+    With TOTAL, one map for all blocks: blocks, pages, bytes, memory, complete, which is 1 if all of them are, and page
+    and planes of the first; none if the request has no page.
     """
     keyspace, req_id = client.keyspace, request_name(args[0])
     with_sizes = [plain(arg).upper() for arg in args[1:]]
-    if with_sizes not in ([], [b"WITHSIZES"]):
+    if with_sizes not in ([], [b"WITHSIZES"], [b"TOTAL"]):
         raise ReplyError(SYNTAX_ERROR)
+    total = _Total() if with_sizes == [b"TOTAL"] else None
 
     def steps() -> Iterator[Reply]:
         blocks, found = (yield from blocks_of(client, req_id)), []
         for block in _still_there(keyspace, blocks):
             described = yield from _describe(keyspace, block, bool(with_sizes))
-            if keyspace.index.still_has(block):  # or it went while its pages were looked at
+            if not keyspace.index.still_has(block):  # it went while its pages were looked at
+                pass
+            elif total is not None:
+                total.add(described)
+            else:
                 found.append(described)
             yield ()
+        found = found if total is None else total.maps
         yield Raw(b"*%d\r\n" % len(found))
         yield from found
 
     return Stream(None, steps())
+
+
+class _Total:
+    """The sum of blocks as KVPAGEINDEX describes them."""
+
+    def __init__(self) -> None:
+        self.maps: list[dict[str, Reply]] = []  # one, or none without a block
+
+    def add(self, block: dict[str, Reply]) -> None:
+        if not self.maps:
+            first = {name: block[name] for name in ("page", "planes")}
+            self.maps = [{"blocks": 0, "pages": 0, "bytes": 0, "memory": 0, "complete": 1} | first]
+        (total,) = self.maps
+        for name in ("pages", "bytes", "memory"):
+            total[name] += block[name]
+        total["blocks"] += 1
+        total["complete"] = min(total["complete"], block["complete"])
 
 
 def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[str, Reply]]:
