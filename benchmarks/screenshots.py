@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from benchmarks.watchers import TOKEN
 from engine.demo.processes import EngineProcess, _running, running_engine
 from engine.demo.turn import Messages
 
@@ -60,10 +61,11 @@ def main(target: Path) -> None:
     with ExitStack() as stack:
         directory = stack.enter_context(TemporaryDirectory())
         options = ["--store", "memory", "--port", "9721", "--metrics-port", "9722", "--maxmemory", "92mb"]
+        options += ["--web-token", TOKEN]
         stack.enter_context(_running("the store", "-m", "kvpage_server.app", *options, "--dir", directory))
         store = "redis://127.0.0.1:9721"
         engines = [stack.enter_context(running_engine(name, MODEL, store)) for name in ("engine A", "engine B")]
-        urls = {"engine": engines[0].url, "store": "http://127.0.0.1:9722"}
+        urls = {"engine": engines[0].url, "store": f"http://127.0.0.1:9722/?token={TOKEN}"}
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         opened(browser, urls["store"])

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 DASHBOARDS = 3
+TOKEN = "token-of-the-benchmarks"  # the web-token of the server
 EVERY_SECONDS = 1.0
 
 
@@ -57,7 +58,8 @@ async def _watch(port: int, dashboards: int) -> Counter[str]:
 async def _asked(port: int, path: str) -> AsyncIterator[asyncio.StreamReader]:
     """The answer, from the line after its status on."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+    head = f"Host: 127.0.0.1\r\nConnection: close\r\nAuthorization: Bearer {TOKEN}"
+    writer.write(f"GET {path} HTTP/1.1\r\n{head}\r\n\r\n".encode())
     try:
         status = await reader.readline()
         if b" 200 " not in status:

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import resource
+import secrets
 import signal
 import sys
 import time
@@ -196,12 +197,13 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     addresses = listener.start()
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     _calm_the_collector()
-    greet(server, addresses, list(map(name_of, http)))
+    token = config.web_token or secrets.token_urlsafe(24)
+    greet(server, addresses, list(map(name_of, http)), token)
     told = [*regular_work(server), renew_when(renewing, server)]
     if upstream is not None:
         told.append(upstream.begin())
     tasks = [asyncio.create_task(one) for one in told]
-    companion = asyncio.create_task(Companion(listener, http).run()) if http else None
+    companion = asyncio.create_task(Companion(listener, http, token).run()) if http else None
     pidfile = Path(server.config.pidfile) if server.config.pidfile else None
     if pidfile:
         _write_pid(pidfile)
@@ -212,12 +214,12 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
             task.cancel()
         try:
             await _end_service(server, listener)
-            if companion is not None:
-                await asyncio.wait([companion])
         finally:  # whatever else fails, the store is saved
             lost = await tiered.close() if tiered is not None else ""
             if lost:
                 logger.error(lost)
+            if companion is not None:  # after the store is saved: a process that hangs takes seconds to end
+                await asyncio.wait([companion])
             if upstream is not None:
                 await upstream.client.close()
             if pidfile:

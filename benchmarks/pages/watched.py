@@ -25,7 +25,7 @@ from benchmarks.pages.rounds import OPS, Contestant, Pass, Passes, Plan, Target,
 from benchmarks.pages.work import KIB, pages
 from benchmarks.ports import free_port
 from benchmarks.servers import Server, cpu_seconds, start_kvpage
-from benchmarks.watchers import DASHBOARDS, watching
+from benchmarks.watchers import DASHBOARDS, TOKEN, watching
 
 ALONE, SCRAPED, WATCHED = "nobody", "a scrape a second", f"a scrape a second, {DASHBOARDS} dashboards"
 DASHBOARDS_OF = {SCRAPED: 0, WATCHED: DASHBOARDS}
@@ -91,7 +91,11 @@ def _working() -> Iterator[Work]:
     def watched(who: str) -> AbstractContextManager[None]:
         return nullcontext() if who == ALONE else watching(port, DASHBOARDS_OF[who])
 
-    with start_kvpage("--metrics-port", str(port)) as server, server.connect() as sock, server.connect() as single:
+    with (
+        start_kvpage("--metrics-port", str(port), "--web-token", TOKEN) as server,
+        server.connect() as sock,
+        server.connect() as single,
+    ):
         work, body = pages(256, 16 * KIB, "an engine's order"), Random(0).randbytes(16 * KIB)
         server.admin.execute_command(*STORED, body)
         contestant = Contestant(server, ordinary.kvpage_pages(sock, work))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -90,16 +91,24 @@ def running_store() -> Iterator[Store]:
     with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
         port, http = (sock.getsockname()[1] for sock in (free, other))
     options = ["--bind", "127.0.0.1", "--port", str(port), "--store", "memory", "--metrics-port", str(http)]
+    token = secrets.token_urlsafe(24)
     with (
         TemporaryDirectory() as directory,
-        _running("the store", "-P", TETHERED, "kvpage_server.app", *options, "--dir", directory) as process,
+        _running("the store", "-P", TETHERED, "kvpage_server.app", _with(token, directory), *options) as process,
     ):
         deadline = time.monotonic() + START_SECONDS
         while not listens(port):
             if process.ended or time.monotonic() > deadline:
                 raise process.failure()
             time.sleep(0.05)
-        yield Store(f"redis://127.0.0.1:{port}", f"http://127.0.0.1:{http}/")
+        yield Store(f"redis://127.0.0.1:{port}", f"http://127.0.0.1:{http}/?token={token}")
+
+
+def _with(token: str, directory: str) -> str:
+    """A configuration file in a private directory: every user of the machine can read a process's arguments."""
+    file = Path(directory, "store.conf")
+    file.write_text(f"web-token {token}\ndir {directory}\n", encoding="utf-8")
+    return str(file)
 
 
 def listens(port: int) -> bool:

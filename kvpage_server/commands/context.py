@@ -224,6 +224,7 @@ class Client:
     unanswered: bool = field(default=False, init=False)  # the reply to the current command will not be sent
     spared: bool = field(default=False, init=False)  # CLIENT NO-EVICT
     touches: bool = field(default=True, init=False)  # reading a key is a use of it
+    needs_password: bool = field(default=False, init=False)  # it may not log in as a user without a password
     closing: bool = field(default=False, init=False)
     gone: bool = field(default=False, init=False)  # its connection is over, and it is about to be forgotten
     transaction: Transaction | None = field(default=None, init=False)  # what was queued since MULTI

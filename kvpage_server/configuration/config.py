@@ -26,6 +26,7 @@ from kvpage_server.configuration.kinds import (
     path,
     quotas,
     text,
+    token,
     words,
     yes_no,
 )
@@ -71,8 +72,9 @@ class Config:
         choice("yes", "no", "optional"), "yes", "whether a client must show a certificate", mutable=True
     )
     metrics_port: int = option(integer(0, 65535), 0, "HTTP port for /metrics and the web page; 0 is none")
-    metrics_bind: list[str] = option(
-        words, ["127.0.0.1", "-::1"], "addresses of metrics-port; other machines need a user and a password"
+    metrics_bind: list[str] = option(words, ["127.0.0.1", "-::1"], "addresses of metrics-port")
+    web_token: str = option(
+        token, "", "token of /metrics and of the web page where no password is set; empty: a new one at each start"
     )
     protected_mode: bool = option(
         yes_no, True, "without a password, accept connections from this machine only", mutable=True

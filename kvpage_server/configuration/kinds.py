@@ -83,6 +83,16 @@ def choice(*allowed: str) -> Kind:
     return Kind(read)
 
 
+_SHORTEST_TOKEN = 16
+
+
+def _read_token(words: list[str]) -> str:
+    word = _one(words)
+    if not re.fullmatch(rf"([A-Za-z0-9._~+/=-]{{{_SHORTEST_TOKEN},512}})?", word):
+        raise ValueError(f"must be empty, or {_SHORTEST_TOKEN} to 512 of A-Z a-z 0-9 . _ ~ + / = -")
+    return word
+
+
 def letters(allowed: str) -> Kind:
     """Any of some letters, together."""
 
@@ -161,6 +171,7 @@ def _write_quotas(quotas: dict[str, int]) -> list[str]:
 
 yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
 text = Kind(_one)
+token = Kind(_read_token)
 path = Kind(_one)
 words = Kind(lambda found: found, lambda value: value)
 octal = Kind(_read_octal, lambda value: [f"{value:o}"])

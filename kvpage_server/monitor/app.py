@@ -19,21 +19,25 @@ from starlette.routing import BaseRoute, Route
 from kvpage_server.http.guards import Guards, own_names
 from kvpage_server.monitor.exposition import exposition
 from kvpage_server.monitor.logins import (
-    COOKIE,
     DEFAULT,
     IDLE_SECONDS,
     Login,
     Logins,
     Malformed,
     address_of,
+    cookie_name,
     credentials,
-    is_from_here,
 )
+from kvpage_server.observe.observer import Observer
 
 HEALTH = "/health"
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 MOST_BODY = 4096  # bytes of a login form
 BODY_SECONDS = 10.0
+NO_CREDENTIALS = (
+    "log in: Authorization: Bearer and the token (web-token, or the one that kvpage-server prints when it starts), or "
+    "Basic and a user of the store\n"
+)
 NO_ANSWER = "the store does not answer; without a password it accepts connections from its own machine only\n"
 ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
 
@@ -71,28 +75,39 @@ def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -
 
 
 async def login_of(request: Request) -> Login:
-    """The login of a request. Raises NotLoggedIn, or RedisError if the store does not answer."""
+    """The login of a request, by its cookie or by the token in its Authorization header. Raises NotLoggedIn, or
+    RedisError if the store refuses or does not answer. A user and a password in that header may be meant for a proxy,
+    so they are not tried."""
     logins: Logins = request.app.state.logins
-    login = await logins.of_request(request)
-    if login is None:
+    login = logins.of_cookie(request.cookies.get(cookie_name(request), ""))
+    if login is not None:
+        return login
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not logins.is_token(token.strip()):
         raise NotLoggedIn
-    return login
+    return await logins.of_password(DEFAULT, token.strip(), address_of(request))
 
 
 async def _metrics(request: Request) -> Response:
-    """All figures for requests from this machine; for others, what their user may see."""
+    """All figures for the token; for a user and a password, or a browser that is logged in, what the user may see."""
     logins: Logins = request.app.state.logins
     who = credentials(request)
-    if who is not None:
-        try:
+    observer: Observer | None
+    try:
+        if who is None:
+            observer = (await login_of(request)).observer
+        elif not who[0]:
+            observer = logins.figures if logins.is_token(who[1]) else None
+        else:
             observer = (await logins.of_password(*who, address_of(request))).observer
-        except redis.AuthenticationError:
-            return PlainTextResponse("the store does not take this password\n", 401, ASK)
-    elif is_from_here(request):
-        observer = logins.figures
-    else:
-        return PlainTextResponse("from another machine, log in as a user of the store\n", 401, ASK)
-    told = exposition(await observer.overview(), request.app.state.closed, await observer.engines())
+    except NotLoggedIn:
+        return PlainTextResponse(NO_CREDENTIALS, 401, ASK)
+    except redis.AuthenticationError:
+        observer = None
+    if observer is None:
+        return PlainTextResponse("the store does not take this password or token\n", 401, ASK)
+    closed, overview, engines = dict(request.app.state.closed), await observer.overview(), await observer.engines()
+    told = await asyncio.to_thread(exposition, overview, closed, engines)
     return Response(told, media_type=EXPOSITION)
 
 
@@ -107,13 +122,18 @@ async def _log_in(request: Request) -> Response:
     except ValueError as error:
         raise HTTPException(400, "a form of user and password has no more than 8 fields") from error
     user, password = (told.get(name, [""])[0] for name in ("user", "password"))
+    return await log_in(request, user or DEFAULT, password)
+
+
+async def log_in(request: Request, user: str, password: str) -> Response:
+    """Log a browser in, and send it to the first page, or to the form if the store refuses."""
     logins: Logins = request.app.state.logins
     try:
-        cookie = await logins.log_in(user or DEFAULT, password, address_of(request))
+        cookie = await logins.log_in(user, password, address_of(request))
     except redis.AuthenticationError:
         return RedirectResponse("/login?wrong", 303)
     answer = RedirectResponse("/", 303)
-    answer.set_cookie(COOKIE, cookie, max_age=int(IDLE_SECONDS), httponly=True, samesite="strict")
+    answer.set_cookie(cookie_name(request), cookie, max_age=int(IDLE_SECONDS), httponly=True, samesite="strict")
     return answer
 
 
@@ -134,9 +154,9 @@ async def _body(request: Request) -> str:
 
 async def _log_out(request: Request) -> Response:
     logins: Logins = request.app.state.logins
-    logins.log_out(request.cookies.get(COOKIE, ""))
+    logins.log_out(request.cookies.get(cookie_name(request), ""))
     answer = RedirectResponse("/login", 303)
-    answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict")
     return answer
 
 
@@ -147,7 +167,8 @@ async def _to_login(request: Request, error: Exception) -> Response:
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
-    return PlainTextResponse("expected Authorization: Basic, then USER:PASSWORD in base64\n", 401, ASK)
+    expected = "expected Authorization: Basic, then USER:PASSWORD in base64, or Bearer, then the token\n"
+    return PlainTextResponse(expected, 401, ASK)
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:

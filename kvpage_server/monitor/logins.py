@@ -1,13 +1,17 @@
 """Logins of viewers. They are users of the store's ACL. Each has its own connection, and so sees only what it may.
 
-All viewers with the same name and password share one connection, which asks once a second. If the server needs no
-password from this machine, viewers need none either.
+All viewers with the same name and password share one connection, which asks once a second.
+
+A user without a password needs the token that the server prints when it starts, or `web-token`. A connection from this
+machine is no substitute: behind a reverse proxy, requests of strangers come from this machine, too, and nothing in them
+has to say so (nginx adds no header by itself).
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
 import secrets
 import time
 from collections import OrderedDict
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 import redis
 from starlette.requests import Request
 
-from kvpage_server.monitor.entrance import MONITOR, Entrance
+from kvpage_server.monitor.entrance import MONITOR, WITH_TOKEN, Entrance
 from kvpage_server.observe.engines import Engines
 from kvpage_server.observe.observer import Observer
 
@@ -24,12 +28,11 @@ MOST_USERS = 64  # connections to the store
 MOST_SESSIONS = 1024  # browsers that are logged in
 IDLE_SECONDS = 12 * 3600.0  # after which a browser has to log in again
 CHECKED_SECONDS = 10.0  # after which a password is checked again
-COOKIE = "kvpage"
 DEFAULT = "default"
 
 
 class Malformed(ValueError):
-    """The Authorization header is not a user and password in HTTP's basic authentication."""
+    """The Authorization header is neither `Basic` with a user and a password nor `Bearer` with a token."""
 
 
 @dataclass(slots=True)
@@ -50,7 +53,8 @@ class _Session:
 class Logins:
     """Users by name and password, and browsers by cookie. Above the limits, the least recently used are removed."""
 
-    def __init__(self, entrance: Entrance) -> None:
+    def __init__(self, entrance: Entrance, token: str) -> None:
+        self._token = token.encode()
         self.engines = Engines()
         self.figures = Observer(entrance.store(MONITOR), MONITOR, self.engines)
         self._entrance = entrance
@@ -58,7 +62,8 @@ class Logins:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     async def log_in(self, user: str, password: str, address: str) -> str:
-        """A new cookie. Raises AuthenticationError for a wrong password, RedisError if the store does not answer."""
+        """A new cookie. `password` may be the token, for a user without a password. Raises AuthenticationError for a
+        wrong password, RedisError if the store does not answer."""
         key = await self._enter(user, password, address)
         cookie = secrets.token_urlsafe(32)
         self._sessions[_digest(cookie)] = _Session(key, time.monotonic())
@@ -73,17 +78,12 @@ class Logins:
         """The login for a password that is sent with each request. Raises as `log_in`."""
         return self._logins[await self._enter(user, password, address)]
 
-    async def of_request(self, request: Request) -> Login | None:
-        """The login of a browser, or None if it has to log in first. Raises RedisError if the store does not answer."""
-        known = self._by_cookie(request.cookies.get(COOKIE, ""))
-        if known is not None:
-            return known
-        try:
-            return await self.of_password(DEFAULT, "", address_of(request))
-        except redis.AuthenticationError:
-            return None
+    def is_token(self, word: str) -> bool:
+        """Whether this is the token, found out in a time that says nothing about it."""
+        return hmac.compare_digest(self._token, word.encode("utf-8", "surrogateescape"))
 
-    def _by_cookie(self, cookie: str) -> Login | None:
+    def of_cookie(self, cookie: str) -> Login | None:
+        """The login of a browser, or None if it has to log in first."""
         digest, now = _digest(cookie), time.monotonic()
         session = self._sessions.get(digest)
         if session is None:
@@ -109,7 +109,8 @@ class Logins:
         if known is not None and time.monotonic() - known.checked < CHECKED_SECONDS:
             self._logins.move_to_end(key)
             return key
-        store = self._entrance.store(address, *((user, password) if password else ("", "")))
+        words = WITH_TOKEN + address if self.is_token(password) else address
+        store = self._entrance.store(words, user, password)
         try:
             await store.connection_pool.release(await store.connection_pool.get_connection())  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
@@ -134,19 +135,20 @@ def address_of(request: Request) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_from_here(request: Request) -> bool:
-    """Whether the request comes from this machine, and not through a proxy."""
-    host = request.client.host if request.client else ""
-    forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
-    return (host == "::1" or host.startswith("127.")) and not forwarded
+def cookie_name(request: Request) -> str:
+    """The name of the cookie. It has the port, since a browser sends cookies to all ports of a machine."""
+    return f"kvpage-{(request.scope.get('server') or ('', 0))[1]}"
 
 
 def credentials(request: Request) -> tuple[str, str] | None:
-    """User and password of HTTP's basic authentication; None without the header. Raises Malformed."""
+    """User and password of HTTP's basic authentication, or "" and a bearer token; None without the header. Raises
+    Malformed."""
     told = request.headers.getlist("authorization")
     if not told:
         return None
     scheme, _, encoded = told[0].partition(" ")
+    if len(told) == 1 and scheme.lower() == "bearer" and encoded.strip():
+        return "", encoded.strip()
     try:
         raw = base64.b64decode(encoded.strip().encode("latin-1"), validate=True)
         user, colon, password = raw.decode().partition(":")

@@ -23,10 +23,11 @@ from kvpage_server.system.handing import take_over
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
 MONITOR = "monitor"  # what is said of a socket whose session is for figures
+WITH_TOKEN = "token "  # what is said before the address of a viewer who has sent the token
 ENGINES = b"kvpage:engines*"  # the channels on which engines tell what they do
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before it is begun anew
 _STEADY = 60.0  # seconds after which it is not one that ends again and again
-_LAST_SECONDS = 5.0  # that it has to end
+_LAST_SECONDS = 3.0  # that it has to end
 
 log = logging.getLogger("kvpage")
 
@@ -40,9 +41,10 @@ def missing() -> str:
 class Companion:
     """One process after the other."""
 
-    def __init__(self, listener: Listener, sockets: Sequence[socket.socket]) -> None:
-        """`sockets` listen, and are its own from now on."""
+    def __init__(self, listener: Listener, sockets: Sequence[socket.socket], token: str) -> None:
+        """`sockets` listen, and are its own from now on. `token` lets viewers in where the store needs no password."""
         self._listener = listener
+        self._token = token
         self._sockets = sockets
         commands = [b"+info", b"+ping", b"+hello", b"+client|setinfo", b"+client|setname", b"+psubscribe"]
         self._user = User(MONITOR.encode()).changed(
@@ -86,6 +88,7 @@ class Companion:
                 start_new_session=True,
             )
             theirs.close()
+            ours.send(self._token.encode())  # not an argument, which every user of the machine can read
             loop.add_reader(ours, self._take, ours)
             try:
                 await _tell(process)
@@ -110,7 +113,11 @@ class Companion:
             asyncio.get_running_loop().remove_reader(channel)
             return
         sock, words = taken
-        self._listener.take(sock, words, self._user if words == MONITOR else None)
+        if words == MONITOR:
+            self._listener.take(sock, words, self._user, needs_password=False)
+        else:
+            address = words.removeprefix(WITH_TOKEN)
+            self._listener.take(sock, address, None, needs_password=address == words)
 
 
 async def _tell(process: Process) -> None:

@@ -123,13 +123,15 @@ class Listener:
                     self._tune(sock)
                     self._sockets[listening](sock)
 
-    def take(self, sock: socket.socket, address: str, user: User | None) -> None:
-        """Begin a session over a socket that nobody has connected to, for `user`, or for who is at that address."""
+    def take(self, sock: socket.socket, address: str, user: User | None, *, needs_password: bool) -> None:
+        """Begin a session over a socket that nobody has connected to, for `user`, or for a viewer at that address. A
+        viewer who `needs_password` cannot log in as a user without one."""
         with _closed_if_gone(sock):
             if not self._turn_away(sock, user is not None or _is_loopback(address)):
                 session = self._converse(sock, address, lambda session: SocketTransport(self._loop, sock, session))
                 session.client.touches = False  # to look at something is no use of it
-                session.client.become(user or session.client.user)
+                session.client.needs_password = needs_password
+                session.client.become(user or (None if needs_password else session.client.user))
 
     def _turn_away(self, sock: socket.socket, local: bool) -> bool:
         """Whether the connection was refused, and told why."""

@@ -14,8 +14,9 @@ from kvpage_server.system.plurals import how_many
 logger = logging.getLogger("kvpage")
 
 
-def greet(server: Server, addresses: list[str], http: list[str]) -> None:
-    """Log what it keeps where, who may use it, and where it listens: `addresses` for clients, `http` for the page."""
+def greet(server: Server, addresses: list[str], http: list[str], token: str) -> None:
+    """Log the limits, the access rules and the addresses: `addresses` for clients, `http` for the page, which needs the
+    `token` where no password is set."""
     config, users = server.config, server.users
     limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
     if "maxmemory" in config.chosen:
@@ -46,7 +47,12 @@ def greet(server: Server, addresses: list[str], http: list[str]) -> None:
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
     logger.info("  access  %s", _access(server))
     if http:
-        logger.info("  page    http://%s/, figures for Prometheus at /metrics", http[0])
+        if not users.default.no_password:
+            logger.info("  page    http://%s/, for users of the store", http[0])
+        elif config.web_token:
+            logger.info("  page    http://%s/, log in with web-token", http[0])
+        else:
+            logger.info("  page    http://%s/?token=%s", http[0], token)
     logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
     if users.default.no_password and not config.protected_mode and not _only_local(addresses):
         logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")

@@ -214,7 +214,7 @@ class Contents:
         return block if block is not None and block.pages == 1 else None
 
     def remove(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
-        """Remove an existing key. The record of a string gets `reason`, or that of `event`, and `by`, a policy or quota."""
+        """Remove an existing key. A string's record gets `reason`, or that of `event`, and `by`, a policy or quota."""
         self._take(key, event, reason, by)
         self.tell(event, key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -10,8 +11,8 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from kvpage_server.monitor.app import login_of
-from kvpage_server.monitor.logins import COOKIE
+from kvpage_server.monitor.app import log_in, login_of
+from kvpage_server.monitor.logins import DEFAULT
 from kvpage_server.observe.context import pages_of
 from kvpage_server.web import shown
 from kvpage_server.web.feed import feed_of
@@ -21,7 +22,9 @@ MOST_WATCHERS = 64  # of one user
 
 
 async def index(request: Request) -> Response:
-    """The page itself has no data. A browser that is not logged in is sent to /login."""
+    """The page itself has no data. A browser that is not logged in is sent to /login, unless it has the token."""
+    if token := request.query_params.get("token"):
+        return await log_in(request, DEFAULT, token)
     await login_of(request)
     return FileResponse(PAGE / "index.html")
 
@@ -38,7 +41,7 @@ async def events(request: Request) -> Response:
     feed = feed_of(login.observer)
     if feed.watchers >= MOST_WATCHERS:
         raise HTTPException(503, f"this user has {MOST_WATCHERS} open pages, the most allowed", {"Retry-After": "10"})
-    events = feed.events(login.user, logged_in=COOKIE in request.cookies)
+    events = feed.events(login.user)
     return StreamingResponse(events, media_type="text/event-stream")
 
 
@@ -46,7 +49,7 @@ async def agent(request: Request) -> Response:
     """The contexts of an agent, one for each model, block by block."""
     login = await login_of(request)
     found = await login.observer.agent(request.query_params.get("id", ""))
-    return JSONResponse([shown.context(agent, places) for agent, places in found])
+    return await asyncio.to_thread(lambda: JSONResponse([shown.context(agent, places) for agent, places in found]))
 
 
 async def block(request: Request) -> Response:
@@ -57,7 +60,7 @@ async def block(request: Request) -> Response:
     except ValueError:
         raise HTTPException(400, "a block's name is given in hexadecimal digits") from None
     found = await login.observer.read(pages_of(name))
-    return JSONResponse(shown.pages(found) if found else None)
+    return await asyncio.to_thread(lambda: JSONResponse(shown.pages(found) if found else None))
 
 
 ROUTES: list[BaseRoute] = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from browsing import SeenServer, start_seen_server
+from browsing import TOKEN, SeenServer, start_seen_server
 from servers import free_port
 from waiting import until
 
@@ -223,6 +223,7 @@ def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
 def prometheus(seen: SeenServer, directory: Path) -> Iterator[httpx.Client]:
     """A real one, with the alerts of docs/monitoring/, that asks the server every second."""
     asks = {"job_name": "kvpage", "static_configs": [{"targets": [f"127.0.0.1:{seen.http}"]}]}
+    asks["authorization"] = {"credentials": TOKEN}
     often = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config, port = directory / "prometheus.yml", free_port()
     config.write_text(

@@ -18,7 +18,10 @@ DOCUMENT = "docs/monitoring/pages.md"
 
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
 def test_every_command_does_as_shown(tmp_path: Path) -> None:
-    with start_seen_server() as seen, start_engine(write_tiny(tmp_path / "tiny"), "--store", seen.server.url) as engine:
+    with (
+        start_seen_server("--web-token", "9jV2xQm4TzK7sWc1") as seen,
+        start_engine(write_tiny(tmp_path / "tiny"), "--store", seen.server.url) as engine,
+    ):
         where = {"localhost:9223": seen.url, "localhost:8000": engine.url}
         for typed, shown in commands(DOCUMENT):
             program, *words = shlex.split(typed)

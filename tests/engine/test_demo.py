@@ -101,7 +101,7 @@ def test_without_a_model_it_says_how_to_get_one(tmp_path: Path, capsys: pytest.C
 def test_a_model_that_cannot_be_loaded_is_said_and_nothing_is_left_running(tmp_path: Path) -> None:
     with running_store() as store, running_engine("engine A", str(tmp_path), store.url) as engine:
         assert listens(port_of(store.url))
-        assert "kvpage store" in httpx.get(store.page, timeout=60).text
+        assert "kvpage store" in httpx.get(store.page, timeout=60, follow_redirects=True).text
         with pytest.raises(ProcessError, match=r"^engine A: .* is no model directory: it has no config\.json$"):
             engine.answer([{"role": "user", "content": "Are you there?"}])
     assert gone(port_of(store.url), engine.pid)

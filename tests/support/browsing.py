@@ -15,6 +15,7 @@ from servers import RunningServer, free_port, start_server
 from waiting import until
 
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+TOKEN = "the-token-of-the-tests"
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -29,8 +30,18 @@ class SeenServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http}"
 
-    def browser(self, **options: Any) -> httpx.Client:
-        """It keeps cookies, and follows no redirections."""
+    @property
+    def page(self) -> str:
+        """The URL that logs a browser in, where the store needs no password."""
+        return f"{self.url}/?token={TOKEN}"
+
+    def browser(self, *, headers: Any = (), **options: Any) -> httpx.Client:
+        """A client that sends the token, keeps cookies, and follows no redirections."""
+        headers = {"Authorization": f"Bearer {TOKEN}"} | dict(headers)
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers, **options)
+
+    def stranger(self, **options: Any) -> httpx.Client:
+        """A client without the token."""
         return httpx.Client(base_url=self.url, timeout=60, **options)
 
     def metrics(self, **options: Any) -> dict[tuple[str, ...], float]:
@@ -72,7 +83,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 def start_seen_server(*options: str, **how: Any) -> Iterator[SeenServer]:
     """As `start_server`, with its process for HTTP."""
     http = free_port()
-    with start_server("--metrics-port", str(http), *options, **how) as server:
+    with start_server("--metrics-port", str(http), "--web-token", TOKEN, *options, **how) as server:
         seen = SeenServer(server, http)
         until(seen.answers, "an answer over HTTP")
         yield seen

@@ -45,7 +45,6 @@ function showFigures() {
   const { memory, disk, traffic, server, connections } = now;
   const last = moments.at(-1);
   say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, seen as ${now.user}`);
-  at("leave").hidden = !now.logged_in;
   const unseen = holdings?.unseen;
   say(at("used"), unseen && !now.everything ? "–" : bytes(now.everything ? memory.used : storedBytes()));
   const onDisk = disk ? `, ${bytes(disk.bytes)} on disk` : "";

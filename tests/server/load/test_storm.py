@@ -21,7 +21,7 @@ from storm import PAGE
 from waiting import until
 from wire import spell
 
-from benchmarks.watchers import watching
+from benchmarks.watchers import TOKEN, watching
 
 pytestmark = pytest.mark.alone
 
@@ -68,7 +68,7 @@ def test_a_scrape_and_three_dashboards_slow_no_honest_client_of_a_storm() -> Non
     """In short storms by turns, whose requests are put together: what is slow in one of them is slow by chance."""
     http = free_port()
     waited: dict[bool, list[float]] = {True: [], False: []}
-    with start_server("--maxmemory", "1gb", "--metrics-port", str(http)) as server:
+    with start_server("--maxmemory", "1gb", "--metrics-port", str(http), "--web-token", TOKEN) as server:
         _fill(server)
         for turn in range(TURNS):
             watched = turn % 4 in (1, 2)

@@ -82,7 +82,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_the_page_says_what_info_says(seen: SeenServer, browser: Any) -> None:
-    with seen.server.client() as client, shown(browser, seen.url) as page:
+    with seen.server.client() as client, shown(browser, seen.page) as page:
         info = client.info("everything")
         says(
             page,
@@ -96,7 +96,7 @@ def test_the_page_says_what_info_says(seen: SeenServer, browser: Any) -> None:
 
 
 def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: SeenServer, browser: Any) -> None:
-    with shown(browser, seen.url) as page:
+    with shown(browser, seen.page) as page:
         says(page, "#lede", "alice uses most memory")
         says(page, "#lede", f"3 agents share their first {2 * TOKENS} tokens")
         says(page, "#lede", "they were never stored")
@@ -151,13 +151,13 @@ SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
 
 def test_the_first_sentence_says_no_more_than_the_figures(seen: SeenServer, browser: Any) -> None:
     usual = {"misses": {}, "ratio": None, "agents": [["ann", 2048, 2100], ["bob", 1024, 1100]]}
-    with shown(browser, seen.url) as page:
+    with shown(browser, seen.page) as page:
         for made, said in LEDES:
             assert said in page.evaluate(SAY_LEDE, usual | made)
 
 
 def test_a_context_is_a_strip_of_blocks_and_a_block_is_layers_by_heads(seen: SeenServer, browser: Any) -> None:
-    with shown(browser, seen.url) as page:
+    with shown(browser, seen.page) as page:
         page.locator("#agents button", has_text="bob").click()
         page.locator("#contexts .block").first.wait_for()
         assert page.locator("#contexts .block").count() == 4
@@ -177,7 +177,7 @@ def test_contexts_of_an_agent_for_two_models_of_one_name_are_two_rows(browser: A
     with start_seen_server() as seen, seen.server.client() as client:
         for model in ("aa", "bb"):
             remember(client, "ann", [f"{model}-0"], model)
-        with shown(browser, seen.url) as page:
+        with shown(browser, seen.page) as page:
             page.locator("#agents tr").nth(1).wait_for()
             remember(client, "ann", ["aa-0", "aa-1"])
             says(page, "#agents", f"{2 * TOKENS}")
@@ -188,7 +188,7 @@ def test_contexts_of_an_agent_for_two_models_of_one_name_are_two_rows(browser: A
 
 
 def test_engines_tell_how_many_tokens_were_not_computed(seen: SeenServer, browser: Any) -> None:
-    with seen.server.client() as client, shown(browser, seen.url) as page:
+    with seen.server.client() as client, shown(browser, seen.page) as page:
         until(lambda: tell(client, f"host:1{SCRIPT}"), "somebody who listens")
         says(page, "#engines", f"host:1{SCRIPT}")
         says(page, "#engines", "75 % of 400 tokens")
@@ -199,7 +199,7 @@ def test_engines_tell_how_many_tokens_were_not_computed(seen: SeenServer, browse
 
 
 def test_a_server_that_is_gone_is_tried_again_without_long_pauses(browser: Any) -> None:
-    with start_seen_server() as seen, shown(browser, seen.url) as page:
+    with start_seen_server() as seen, shown(browser, seen.page) as page:
         tries: list[float] = []
         page.on("request", lambda _: tries.append(time.monotonic()))
         seen.server.stop()
@@ -210,7 +210,7 @@ def test_a_server_that_is_gone_is_tried_again_without_long_pauses(browser: Any) 
 
 
 def test_nothing_is_wider_than_a_phone(seen: SeenServer, browser: Any) -> None:
-    with seen.server.client() as client, shown(browser, seen.url) as page:
+    with seen.server.client() as client, shown(browser, seen.page) as page:
         until(lambda: tell(client, "a-machine-with-a-long-name.example:1"), "somebody who listens")
         says(page, "#engines", "a-machine")
         page.locator("#agents button", has_text="alice").click()
@@ -220,7 +220,7 @@ def test_nothing_is_wider_than_a_phone(seen: SeenServer, browser: Any) -> None:
 
 
 def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
-    with seen.server.client() as client, shown(browser, seen.url) as page:
+    with seen.server.client() as client, shown(browser, seen.page) as page:
         client.client_setname(f"<script>alert(2)</script>{'x' * 3000}")
         says(page, "#agents", SCRIPT)
         says(page, "#requests", SCRIPT)
@@ -238,7 +238,7 @@ def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any)
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious(seen: SeenServer, browser: Any, theme: str) -> None:
-    with shown(browser, seen.url, color_scheme=theme) as page:
+    with shown(browser, seen.page, color_scheme=theme) as page:
         page.locator("#agents button", has_text="alice").click()
         page.locator("#contexts .block").first.click()
         page.locator("#block figure").first.wait_for()
@@ -287,7 +287,7 @@ def test_what_was_not_looked_at_is_said_and_junk_hides_no_agent(browser: Any) ->
                 pipeline.execute_command("KVPAGESET", f"request-{number}", 0, 0, 0, 0, 1, 8, 8, 0, bytes(128))
             pipeline.execute()
         remember(client, "zoe", ["zoe-0"])
-        with shown(browser, seen.url) as page:
+        with shown(browser, seen.page) as page:
             says(page, "#agents", "zoe")
             says(page, "#agents-count", "1")
             says(page, "#whose-note", "2,100 manifests cannot be read; more requests were not looked at")
@@ -314,6 +314,6 @@ def test_ten_thousand_requests_and_five_hundred_agents_stay_fluid(browser: Any) 
             page.locator("#contexts .block").nth(599).wait_for()
             page.wait_for_timeout(6000)  # the time in which all of it is told again
 
-        with shown(browser, seen.url) as page:
+        with shown(browser, seen.page) as page:
             assert stays_fluid(page, look)
             assert page.locator("*").count() < 2500

@@ -100,7 +100,8 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     client.silence = max(client.silence, 0)  # SKIP still holds for this reply
     client.spared, client.touches = False, True
     default = client.server.users.default
-    client.become(default if default.no_password and default.enabled else None)
+    is_open = default.no_password and default.enabled and not client.needs_password
+    client.become(default if is_open else None)
     return simple("RESET")
 
 
@@ -128,7 +129,7 @@ def auth(client: Client, args: list[Argument]) -> Reply:
 def _authenticate(client: Client, name: bytes, password: bytes) -> None:
     _wait_for_its_turn(client)
     user = client.server.users.authenticate(name, password)
-    if user is None:
+    if user is None or (client.needs_password and user.no_password):
         client.server.guesses.note(client.address)
         client.server.refuse(client, "auth", b"AUTH", name)
         raise ReplyError("WRONGPASS invalid username-password pair or user is disabled.")
