@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import index
 
 import xxhash
 from typing_extensions import Buffer
@@ -137,14 +138,22 @@ class KVType(IntEnum):
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:
-    """`value` when ``low <= value <= high``; PageError naming the field and the range otherwise."""
-    if not low <= value <= high:
+    """`value` when ``low <= value <= high``; PageError naming the field and the range otherwise. Raises TypeError for
+    what is no integer: a float would be narrowed."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+    if not low <= number <= high:
         raise PageError(f"{name} must be between {low} and {high}, got {value}")
     return value
 
 
 def check_req_id(req_id: bytes) -> bytes:
-    """`req_id` when it is 1 to 256 bytes without ':', spaces or control characters; PageError otherwise."""
+    """`req_id` when it is 1 to 256 bytes without ':', spaces or control characters; PageError otherwise. Raises
+    TypeError for what is not bytes."""
+    if not isinstance(req_id, bytes):
+        raise TypeError(f"req_id must be bytes, got {type(req_id).__name__}")
     if not _REQ_ID.match(req_id):
         raise PageError(f"req_id must be 1 to {MAX_REQ_ID} bytes without ':', spaces or control characters")
     return req_id
@@ -382,6 +391,9 @@ class BlockShape:
         check_range("layers", self.layers, 1, MAX_LAYER + 1)
         check_range("heads", self.heads, 1, MAX_HEAD + 1)
         check_range("page_size", self.page_size, 1, MAX_U32)
+        for plane in self.planes:
+            if not isinstance(plane, Plane):
+                raise TypeError(f"planes must be Planes, got {type(plane).__name__}")
         types = [int(plane.kv_type) for plane in self.planes]
         if not types or types != sorted(set(types)):
             raise PageError(f"planes must be given once each, in the order of their kv_type, got {types}")

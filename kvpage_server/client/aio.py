@@ -24,7 +24,7 @@ from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.driving import converse
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
-from kvpage_server.client.page import BlockBody, BlockName, Page
+from kvpage_server.client.page import BlockBody, BlockName, Page, check_keys
 from kvpage_server.client.questions import BlockWords, Question, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.deadline import Deadline
@@ -99,7 +99,7 @@ class AsyncPageClient:
         return (await self.mget([key], deadline=deadline))[0]
 
     async def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
-        return await self._do(self._calls.mget(keys), deadline)
+        return await self._do(self._calls.mget(check_keys(keys)), deadline)
 
     async def get_page_into(self, key: PageKey, buffer: Buffer, *, deadline: float | None = None) -> bool:
         return (await self.mget_into([key], [buffer], deadline=deadline))[0]
@@ -107,16 +107,16 @@ class AsyncPageClient:
     async def mget_into(
         self, keys: Sequence[PageKey], buffers: Sequence[Buffer], *, deadline: float | None = None
     ) -> list[bool]:
-        return await self._do(self._calls.mget_into(keys, buffers), deadline)
+        return await self._do(self._calls.mget_into(check_keys(keys), buffers), deadline)
 
     async def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
         return (await self.mexists([key], deadline=deadline))[0]
 
     async def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
-        return await self._do(self._calls.mexists(keys), deadline)
+        return await self._do(self._calls.mexists(check_keys(keys)), deadline)
 
     async def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
-        return await self._do(self._calls.delete(keys), deadline)
+        return await self._do(self._calls.delete(check_keys(keys)), deadline)
 
     async def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
         return await self._do(self._calls.delete_request(req_id, pages), deadline)

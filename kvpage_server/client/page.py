@@ -51,10 +51,23 @@ def sized(pages: Sequence[Page], ttl: int) -> SentPages:
         found = SentPages(pages)
     except Unusable as error:
         raise BadBuffer(f"page {error.index}: {error.why}") from None
+    except (AttributeError, TypeError, ValueError):
+        for i, page in enumerate(pages):
+            _check_types(i, page)
+        raise
     misfit = found.misfit()
     if misfit >= 0:
         raise _misfit(misfit, pages[misfit])
     return found
+
+
+def _check_types(index: int, page: Any) -> None:
+    """Raises TypeError for what is no page, PageError for a dtype that is not known."""
+    if not isinstance(page, tuple) or len(page) != len(Page._fields) or not isinstance(page[0], PageKey):
+        raise TypeError(f"page {index} must be a Page whose key is a PageKey, got {page!r:.60}")
+    check_dtype(page[2])
+    check_range("page_size", page[3], 1, MAX_U32)
+    check_range("head_dim", page[4], 1, MAX_U32)
 
 
 def _misfit(index: int, page: Page) -> Exception:
@@ -86,9 +99,20 @@ def amiss(header: PageHeader | None, body: memoryview, *, verify: bool) -> str |
     return "checksum" if verify and header.checksum and checksum(body) != header.checksum else None
 
 
+def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
+    """The keys. Raises TypeError for what is no PageKey."""
+    for kind in {*map(type, keys)}:
+        if not issubclass(kind, PageKey):
+            raise TypeError(f"a page's key must be a PageKey, got {kind.__name__}")
+    return keys
+
+
 def check_names(names: Sequence[BlockName]) -> None:
-    """Raises PageError for a name that is not allowed."""
-    for req_id, page in names:
+    """Raises PageError for a name that is not allowed, TypeError for what is no name."""
+    for name in names:
+        if not isinstance(name, tuple | list) or len(name) != 2:
+            raise TypeError(f"a block's name is a tuple (req_id, page_id), got {name!r:.60}")
+        req_id, page = name
         check_req_id(req_id)
         check_range("page_id", page, 0, MAX_PAGE)
 
@@ -96,7 +120,8 @@ def check_names(names: Sequence[BlockName]) -> None:
 def sized_blocks(
     names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
 ) -> list[list[memoryview]]:
-    """The pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range."""
+    """The pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range, TypeError for
+    what is no name or shape."""
     check_names(names)
     check_range("ttl", ttl, 0, MAX_TTL)
     if len(bodies) != len(names):
@@ -107,7 +132,9 @@ def sized_blocks(
 
 
 def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
-    """Raises BadBuffer, which names the first that is not as long as the block."""
+    """Raises BadBuffer, which names the first that is not as long as the block, TypeError for what is no shape."""
+    if not isinstance(shape, BlockShape):
+        raise TypeError(f"a block's shape must be a BlockShape, got {type(shape).__name__}")
     for i, size in enumerate(sizes):
         if size != shape.nbytes:
             raise BadBuffer(f"block {i}: a block of this shape has {shape.nbytes} bytes, its memory has {size}")

@@ -16,7 +16,7 @@ from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected
-from kvpage_server.client.page import BlockBody, BlockName, Page
+from kvpage_server.client.page import BlockBody, BlockName, Page, check_keys
 from kvpage_server.client.questions import Question, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.deadline import Deadline
@@ -104,7 +104,7 @@ class PageClient:
 
     def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
         """Pages in their own memory, with None for misses."""
-        return self._do(self._calls.mget(keys), deadline)
+        return self._do(self._calls.mget(check_keys(keys)), deadline)
 
     def get_page_into(self, key: PageKey, buffer: Buffer, *, deadline: float | None = None) -> bool:
         """Receive a page into a buffer of its size. Returns whether it was found."""
@@ -117,7 +117,7 @@ class PageClient:
 
         Raises BadBuffer if a buffer is read-only or not contiguous.
         """
-        return self._do(self._calls.mget_into(keys, buffers), deadline)
+        return self._do(self._calls.mget_into(check_keys(keys), buffers), deadline)
 
     def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
         """Whether a page is there."""
@@ -125,11 +125,11 @@ class PageClient:
 
     def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
         """Which pages are there."""
-        return self._do(self._calls.mexists(keys), deadline)
+        return self._do(self._calls.mexists(check_keys(keys)), deadline)
 
     def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
         """Delete pages. Returns how many existed."""
-        return self._do(self._calls.delete(keys), deadline)
+        return self._do(self._calls.delete(check_keys(keys)), deadline)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
         """Delete a request, or its blocks with these page ids. Returns the number of deleted pages.
