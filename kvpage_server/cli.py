@@ -22,7 +22,7 @@ from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credent
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.kinds import integer, memory
-from kvpage_server.look.ls import ls
+from kvpage_server.look.ls import ROWS, ls
 from kvpage_server.look.nodes import cluster_as_one, is_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
@@ -205,17 +205,18 @@ def _parser() -> argparse.ArgumentParser:
     status_.add_argument("--watch", nargs="?", const=1.0, help="repeat every SECONDS (default: 1)", **watch)
     top_ = shows("top", top, "show rates and who uses the memory, until interrupted")
     top_.add_argument("--watch", default=1.0, help="seconds between updates (default: 1)", **watch)
-    shows("ls", ls, "list agents, what they share, and other requests; or the blocks of one request").add_argument(
-        "req", metavar="REQ", nargs="?"
-    )
+    ls_ = shows("ls", ls, "list agents, what they share, and other requests; or the blocks of one request")
+    ls_.add_argument("req", metavar="REQ", nargs="?")
+    help = f"rows of each table, 0 for all (default: {ROWS}); --json prints all"
+    ls_.add_argument("--limit", metavar="N", type=_rows, default=ROWS, help=help)
     shows("stat", stat, "show what the store knows about a page or an agent").add_argument(
         "key", metavar="KEY|AGENT", help="the key of a page is kv:REQ:LAYER:HEAD:PAGE:TYPE"
     )
-    verify_ = shows("verify", verify, "hash a request's pages again and remove corrupt ones")
-    verify_.add_argument("req", metavar="REQ")
+    verify_ = shows("verify", verify, "hash the pages of a request, or of an agent, and remove corrupt ones")
+    verify_.add_argument("req", metavar="REQ|AGENT")
     verify_.add_argument("pages", metavar="PAGE", nargs="*", type=int)
-    why_ = shows("why", why, "say why reading a request or a page, or loading an agent, would miss")
-    why_.add_argument("req", metavar="REQ|AGENT")
+    why_ = shows("why", why, "say why reading a request, a page or a string, or loading an agent, would miss")
+    why_.add_argument("req", metavar="REQ|AGENT|KEY")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
     _add_snapshots(shows)
     _add_replay(add)
@@ -237,6 +238,12 @@ def _seconds(word: str) -> float:
     if not 0.1 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"must be 0.1 to 86400 seconds, got {word}")
     return seconds
+
+
+def _rows(word: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", word):
+        raise argparse.ArgumentTypeError(f"must be a number of rows, 0 for all, got {word}")
+    return int(word)
 
 
 def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -12,6 +12,7 @@ from kvpage_server.observe.engines import ALL_CHANNELS, CHANNEL, TIERS, EngineFi
 from kvpage_server.system.plurals import as_size
 from kvpage_server.system.terminal import readable, table_of
 
+_DROP = "memory", "files", "shared", "own memory", "this store", "model"  # columns, in a narrow terminal
 _MOST_MESSAGES = 1000  # that are read in one go
 
 
@@ -48,7 +49,7 @@ class HeardEngines:
 def engines_table(engines: Sequence[EngineFigures]) -> Table:
     """What of their prompts each engine did not compute, and where it was found."""
     places = "own memory", "shared", "this store", "files"
-    table = table_of("engine", "model", "prompts", "not computed", *places, "memory", numbers_from=2)
+    table = table_of("engine", "model", "prompts", "not computed", *places, "memory", numbers_from=2, drop=_DROP)
     for engine in engines:
         tokens = engine.tokens
         every, found = sum(tokens.values()), sum(tokens[tier] for tier in TIERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.look.hints import may_say_why
+from kvpage_server.look.hints import is_an_agent, may_say_why
 from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import AskedStore, ask, named
 from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
@@ -22,6 +22,7 @@ from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
+ROWS = 50  # of a table
 _MOST_NAMED = 3  # agents of a shared prefix
 _MOST_LETTERS = 128  # of a name: as many as an agent's has in an engine
 
@@ -35,14 +36,26 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
     if args.json:
         print_json(as_json(holdings, args))
         return True
-    tables = [*tables_of(holdings)]
+    tables = [*tables_of(holdings, args.limit or None)]
     for i, table in enumerate(tables):
         out.print(*([Text()] if i else []), table, soft_wrap=False, sep="\n")
     if not tables:
         out.print("no request has a page")
+    counts = {"agent": holdings.agents, "shared prefix": holdings.prefixes, "request": holdings.requests}
+    _say_more(args, {noun: len(rows) for noun, rows in counts.items()})
     for line in remarks(holdings):
         out.print(line)
     return True
+
+
+def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
+    """Print how many of each are not in the tables."""
+    more = {noun: count - args.limit for noun, count in counts.items() if 0 < args.limit < count}
+    if more:
+        said = " and ".join(
+            how_many(count, f"more {noun}").replace("prefixs", "prefixes") for noun, count in more.items()
+        )
+        out.print(f"and {said}; --limit 0 shows all")
 
 
 def raise_if_blind(store: AskedStore, holdings: Holdings) -> None:
@@ -70,7 +83,9 @@ def remarks(holdings: Holdings) -> Iterator[str]:
 
 
 def _agents(agents: tuple[Agent, ...]) -> Table:
-    table = table_of("agent", "model", "tokens", "blocks", "size", "its own", "saved", "used", numbers_from=2)
+    drop = "saved", "its own", "model", "blocks", "tokens"
+    columns = "agent", "model", "tokens", "blocks", "size", "its own", "saved", "used"
+    table = table_of(*columns, numbers_from=2, drop=drop)
     for agent in agents:
         missing = f"{len(agent.blocks) - agent.missing:,} of " if agent.missing else ""
         table.add_row(
@@ -92,7 +107,8 @@ def ago(seconds: float | None) -> str:
 
 
 def _prefixes(prefixes: tuple[SharedPrefix, ...]) -> Table:
-    table = table_of("shared by", "agents", "tokens", "blocks", "size", "saves", numbers_from=1)
+    columns = "shared by", "agents", "tokens", "blocks", "size", "saves"
+    table = table_of(*columns, numbers_from=1, drop=("blocks", "tokens", "size"))
     for prefix in prefixes:
         others = len(prefix.agents) - _MOST_NAMED
         names = [readable(agent, _MOST_LETTERS) for agent in prefix.agents[:_MOST_NAMED]]
@@ -103,7 +119,7 @@ def _prefixes(prefixes: tuple[SharedPrefix, ...]) -> Table:
 
 
 def _requests(requests: tuple[OtherRequest, ...]) -> Table:
-    table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1)
+    table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1, drop=("in memory", "blocks"))
     for request in requests:
         sizes = as_size(request.bytes), as_size(request.memory)
         table.add_row(readable(request.req_id), f"{request.blocks:,}", f"{request.pages:,}", *sizes)
@@ -168,17 +184,19 @@ def _ls_blocks(store: AskedStore, args: argparse.Namespace) -> bool:
     answer = store.execute_command("KVPAGEINDEX", req, "WITHSIZES")
     blocks = [named(block) for block in answer]
     if not blocks:
-        raise LookError(f"request {args.req} has no page{may_say_why(store, args.req)}")
+        raise LookError(is_an_agent(store, req) or f"request {args.req} has no page{may_say_why(store, args.req)}")
     if args.json:
         rows = [block | {"memory_bytes": block["memory"], "complete": bool(block["complete"])} for block in blocks]
         told = [{k: row[k] for k in row if k != "memory"} for row in rows]
         print_json({"url": args.home(req), "request": req, "blocks": told})
         return True
-    table = table_of("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
-    for block in blocks:
+    columns = "page", "complete", "planes", "layers", "heads", "pages", "size", "in memory"
+    table = table_of(*columns, numbers_from=3, drop=("heads", "layers", "in memory", "planes"))
+    for block in blocks[: args.limit or None]:
         planes = " ".join(KVType(plane).name for plane in block["planes"])
         counts = [f"{block[name]:,}" for name in ("layers", "heads", "pages")]
         sizes = [as_size(block[name]) for name in ("bytes", "memory")]
         table.add_row(str(block["page"]), "yes" if block["complete"] else "no", planes, *counts, *sizes)
     out.print(table, soft_wrap=False)
+    _say_more(args, {"block": len(blocks)})
     return True

@@ -38,7 +38,7 @@ def watch(
             elif shown is not None:
                 shown.update(frame(), refresh=True)
             else:
-                out.print(frame())
+                out.print(frame(), soft_wrap=False)
             if args.watch is None:
                 return True
             time.sleep(args.watch)

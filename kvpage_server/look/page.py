@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -15,7 +16,7 @@ from kvpage_server.look.ls import agent_as_json, ago, raise_if_blind
 from kvpage_server.look.output import LookError, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
-from kvpage_server.observe.whose import Agent, holdings_of_store
+from kvpage_server.observe.whose import Agent, holdings_of_agent, holdings_of_store
 from kvpage_server.page import DType, KVType, PageError, PageKey
 from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
@@ -101,7 +102,8 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     ]
     out.print(titled(rows))
     protected = ["protected"] if all(place.pinned is not None for place in places) else []
-    table = table_of("block", "tokens", "size", "lies in", "shared by", *protected, numbers_from=0)
+    columns = "block", "tokens", "size", "lies in", "shared by", *protected
+    table = table_of(*columns, numbers_from=0, drop=("shared by", "tokens"))
     for i, place in enumerate(places):
         lies = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
         how = "pinned" if place.pinned else "leased" if place.lease else ""
@@ -133,24 +135,38 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
 
 
 def verify(store: AskedStore, args: argparse.Namespace) -> bool:
-    """Check a request's pages."""
-    req = os.fsencode(args.req)
+    """Check the pages of a request, or of an agent's contexts. Returns whether all are there and intact."""
+    name = os.fsencode(args.req)
     with out.status("hashing"):
-        answer = store.execute_command("KVPAGEVERIFY", req, *args.pages)
-    found = named(answer)
-    checked, corrupt, unchecked = found["checked"], found["corrupt"], found["unchecked"]
-    if not (checked or corrupt or unchecked):
+        found = _verified(store, name, args.pages)
+        agents = () if any(found.values()) or args.pages else ask(store, holdings_of_agent(name)).agents
+        blocks = dict.fromkeys(block.name for agent in agents for block in agent.blocks)
+        missing = sum(not block.complete for agent in agents for block in agent.blocks)
+        for block in blocks:
+            found = {count: found[count] + more for count, more in _verified(store, block, ()).items()}
+    checked, unchecked, corrupt = found["checked"], found["unchecked"], found["corrupt"]
+    if not (checked or corrupt or unchecked or agents):
         raise LookError(f"request {args.req} has no such page{may_say_why(store, args.req)}")
     if args.json:
-        counts = {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
-        print_json({"url": args.home(req), "request": req} | counts)
-        return not corrupt
+        of_agent = {"url": shown(args.url), "agent": text(name), "missing_blocks": missing}
+        print_json((of_agent if agents else {"url": args.home(name), "request": name}) | found)
+        return not corrupt and not missing
     if unchecked:
         out.print(f"{how_many(unchecked, 'page')} written without a checksum")
+    if missing:
+        why = f": kvpage why {word} says why" if (word := typed(args.req)) else ""
+        out.print(f"{how_many(missing, 'block')} missing{why}")
     if not corrupt:
-        out.print(f"{how_many(checked, 'page')} checked, all intact")
-        return True
+        of_blocks = f" in {how_many(len(blocks), 'block')}" if agents else ""
+        out.print(f"{how_many(checked, 'page')}{of_blocks} checked, all intact")
+        return not missing
     out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {how_many(checked, 'page')}[/]")
     for key in corrupt:
         out.print(Text("  ") + readable(key))
     return False
+
+
+def _verified(store: AskedStore, req: bytes, pages: Sequence[int]) -> dict[str, Any]:
+    """KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of the `corrupt` pages."""
+    found = named(store.execute_command("KVPAGEVERIFY", req, *pages))
+    return {count: found[count] for count in ("checked", "unchecked", "corrupt")}

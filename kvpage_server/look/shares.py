@@ -110,7 +110,8 @@ def status_of_several(several: AsOne, args: argparse.Namespace) -> bool:
 
 
 def _status_table(shares: list[Share]) -> RenderableType:
-    table = table_of("node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients", numbers_from=2)
+    columns = "node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients"
+    table = table_of(*columns, numbers_from=2, drop=("clients", "server", "limit", "evicted", "reads"))
     for share in shares:
         told = [share["server"], *_status_cells(share)] if share in _telling(shares) else [_silent(share)]
         table.add_row(share["url"], *told)
@@ -214,7 +215,8 @@ def _total_rates(shares: list[Share]) -> dict[str, float] | None:
 
 def _top_table(shares: list[Share]) -> RenderableType:
     a_second = "commands/s", "received/s", "sent/s", "reads/s", "hits", "evicted/s"
-    table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1)
+    drop = "clients", "limit", "evicted/s", "received/s", "sent/s"
+    table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1, drop=drop)
     for share in shares:
         told = _top_cells(share, share["per_second"]) if share in _telling(shares) else [_silent(share)]
         table.add_row(share["url"], *told)

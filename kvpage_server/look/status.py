@@ -95,7 +95,10 @@ def _told(now: Overview) -> Iterator[tuple[str, Any]]:
 
 def _told_of_memory(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
     if memory.limit and out.is_terminal:
-        yield "", ProgressBar(total=memory.limit, completed=min(memory.used, memory.limit), width=40)
+        yield (
+            "",
+            ProgressBar(total=memory.limit, completed=min(memory.used, memory.limit), width=min(40, out.width - 12)),
+        )
     yield "memory", f"{as_size(memory.used)}{of_limit(memory.used, memory.limit)}, {memory.policy}"
     parts = f"{as_size(memory.spare)} spare, {as_size(memory.fragmentation)} between values"
     yield "", f"the process has {as_size(memory.resident)}: {as_size(memory.live)} in values, {parts}"

@@ -27,6 +27,7 @@ from kvpage_server.system.terminal import out, table_of
 
 _OTHER_LINES = 22  # lines of the terminal that are not for agents, what they share, and requests
 _ROWS = 10  # of a table, where there is no terminal
+_SHORTEST_LINE = 8  # characters of a row of blocks
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
@@ -109,7 +110,12 @@ def tables(engines: list[EngineFigures], holdings: Holdings, rows: int) -> Itera
 
 
 def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:
-    yield titled((name, said, Text(_line(values), "dim")) for name, said, values in _rows(now, moments))
+    rows = [*_rows(now, moments)]
+    room = out.width - max(len(name) + len(said) for name, said, _ in rows) - 4 if rows and out.is_terminal else 60
+    if room < _SHORTEST_LINE:
+        yield titled((name, said) for name, said, _ in rows)
+    else:
+        yield titled((name, said, Text(_line(values, room), "dim")) for name, said, values in rows)
     if moments and moments[-1].p99:
         families = table_of("commands", "99 of 100 within", "so far", numbers_from=1)
         for name, seconds in sorted(moments[-1].p99.items()):
@@ -138,8 +144,8 @@ def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list
         yield "evicted", how_many(round(last.evicted), "key") + " a second", [moment.evicted for moment in moments]
 
 
-def _line(values: list[float]) -> str:
-    """The last minute as a row of blocks."""
-    some = values[-60:]
+def _line(values: list[float], room: int) -> str:
+    """The last minute, or as much of it as there is room for, as a row of blocks."""
+    some = values[-min(room, 60) :]
     most = max(some, default=0)
     return "".join(_LEVELS[round(8 * value / most)] if most else " " for value in some)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvpage_server.system.printable import printable
@@ -29,9 +33,59 @@ class Terminal(Console):
 out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _NO_TERMINAL)
 
 
-def table_of(*columns: str, numbers_from: int) -> Table:
-    """A table. The columns from `numbers_from` on are numbers."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
+class FittingTable(Table):
+    """A table that fits into a terminal: columns are dropped, then text is cut. Elsewhere, long text is folded."""
+
+    def __init__(self, drop: Sequence[str]) -> None:
+        """`drop` has the headers of the columns that go, the first one first; then the last column goes first."""
+        super().__init__(box=None, header_style="bold", pad_edge=False)
+        self._drop = drop
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = copy(self)
+        if console.is_terminal:
+            shown.columns = self._fitting(options.max_width)
+        return Table.__rich_console__(shown, console, options)
+
+    def _fitting(self, room: int) -> list[Column]:
+        """Copies of the columns that fit into so many characters, each with its width."""
+        columns = [*self.columns]
+        rest = [column for column in reversed(columns[1:]) if column.header not in self._drop]
+        dropped = iter([*(column for name in self._drop for column in columns if column.header == name), *rest])
+        while sum(map(_least_width, columns)) + _GAP * (len(columns) - 1) > room and len(columns) > 1:
+            columns.remove(next(dropped))
+        widths = [_width(column) for column in columns]
+        while (excess := sum(widths) + _GAP * (len(columns) - 1) - room) > 0:
+            most = max(range(len(widths)), key=lambda i: (columns[i].justify == "left", widths[i]))
+            if widths[most] <= 1:
+                break
+            widths[most] = max(widths[most] - excess, min(_least_width(columns[most]), widths[most] - 1))
+        fitted = [
+            replace(column, no_wrap=True, overflow="ellipsis", _index=index) for index, column in enumerate(columns)
+        ]
+        for column, width in zip(fitted, widths, strict=True):
+            column.width = width
+        return fitted
+
+
+_GAP = 2  # characters between two columns
+_LEAST_NAME = 12  # characters of text to which a column may be cut before one is dropped
+
+
+def _width(column: Column) -> int:
+    cells = [column.header, *column.cells]
+    return max(cell_len(cell.plain if isinstance(cell, Text) else str(cell)) for cell in cells)
+
+
+def _least_width(column: Column) -> int:
+    """Numbers are never cut."""
+    return min(_width(column), _LEAST_NAME) if column.justify == "left" else _width(column)
+
+
+def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Table:
+    """A table. The columns from `numbers_from` on are numbers. In a narrow terminal, those of `drop` are dropped, the
+    first one first, and then the last ones."""
+    made = FittingTable(drop)
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i >= numbers_from else "left", overflow="fold")
     return made

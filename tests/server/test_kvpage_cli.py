@@ -100,7 +100,7 @@ def test_ls_of_an_empty_store_and_of_nothing(server: RunningServer, client: redi
 def test_ls_asks_for_many_requests_in_parts(server: RunningServer, client: redis.Redis) -> None:
     for number in range(250):
         set_block(client, f"r{number:03}")
-    _, shown, _ = kvpage("ls", url=server.url)
+    _, shown, _ = kvpage("ls", "--limit", "0", url=server.url)
     assert [row[0] for row in rows(shown)[1:]] == [f"r{number:03}" for number in range(250)]
 
 

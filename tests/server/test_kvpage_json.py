@@ -53,10 +53,12 @@ def told(*words: str, url: str = "") -> dict[str, Any]:
         ("ls", ["ls"]),
         ("ls REQ", ["ls", "chat-7"]),
         ("stat KEY", ["stat", "kv:chat-7:0:0:0:0"]),
-        ("verify", ["verify", "chat-7"]),
+        ("verify REQ", ["verify", "chat-7"]),
+        ("verify AGENT", ["verify", "alice"]),
         ("why REQ", ["why", "chat-7"]),
         ("stat AGENT", ["stat", "alice"]),
         ("why AGENT", ["why", "alice"]),
+        ("why KEY of a string", ["why", "manifest:alice:00000000000000aa"]),
     ],
 )
 def test_its_keys_are_those_of_the_page(

@@ -542,7 +542,7 @@ def test_kvpage_verifies_pages_and_tells_of_one(
     assert len(found["corrupt"]) == SHAPE.pages
     assert "kv:{prompt-3}:1:0:3:1" in found["corrupt"]
     assert told("verify", "alone", code=1)["corrupt"] == [bytes(alone[1]).decode()]
-    assert told("why", "{prompt-3}")["reason"] == "absent"
+    assert told("why", "{prompt-3}", code=1)["reason"] == "absent"
     assert pages.mexists(alone) == [True, False, True]
 
 
