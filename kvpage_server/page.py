@@ -138,8 +138,8 @@ class KVType(IntEnum):
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:
-    """`value` when ``low <= value <= high``; PageError naming the field and the range otherwise. Raises TypeError for
-    what is no integer: a float would be narrowed."""
+    """`value` when ``low <= value <= high``; PageError naming the field and the range otherwise. Raises TypeError
+    for another type than int: a float would be narrowed."""
     try:
         number = index(value)
     except TypeError:
@@ -151,7 +151,7 @@ def check_range(name: str, value: int, low: int, high: int) -> int:
 
 def check_req_id(req_id: bytes) -> bytes:
     """`req_id` when it is 1 to 256 bytes without ':', spaces or control characters; PageError otherwise. Raises
-    TypeError for what is not bytes."""
+    TypeError for another type than bytes."""
     if not isinstance(req_id, bytes):
         raise TypeError(f"req_id must be bytes, got {type(req_id).__name__}")
     if not _REQ_ID.match(req_id):

@@ -62,7 +62,7 @@ def sized(pages: Sequence[Page], ttl: int) -> SentPages:
 
 
 def _check_types(index: int, page: Any) -> None:
-    """Raises TypeError for what is no page, PageError for a dtype that is not known."""
+    """Raises TypeError for another type than Page, PageError for an unknown dtype."""
     if not isinstance(page, tuple) or len(page) != len(Page._fields) or not isinstance(page[0], PageKey):
         raise TypeError(f"page {index} must be a Page whose key is a PageKey, got {page!r:.60}")
     check_dtype(page[2])
@@ -100,7 +100,7 @@ def amiss(header: PageHeader | None, body: memoryview, *, verify: bool) -> str |
 
 
 def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
-    """The keys. Raises TypeError for what is no PageKey."""
+    """Returns the keys. Raises TypeError for another type than PageKey."""
     for kind in {*map(type, keys)}:
         if not issubclass(kind, PageKey):
             raise TypeError(f"a page's key must be a PageKey, got {kind.__name__}")
@@ -108,7 +108,7 @@ def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
 
 
 def check_names(names: Sequence[BlockName]) -> None:
-    """Raises PageError for a name that is not allowed, TypeError for what is no name."""
+    """Raises PageError for a name that is not allowed, TypeError for another type."""
     for name in names:
         if not isinstance(name, tuple | list) or len(name) != 2:
             raise TypeError(f"a block's name is a tuple (req_id, page_id), got {name!r:.60}")
@@ -120,8 +120,8 @@ def check_names(names: Sequence[BlockName]) -> None:
 def sized_blocks(
     names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
 ) -> list[list[memoryview]]:
-    """The pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range, TypeError for
-    what is no name or shape."""
+    """The pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range, TypeError
+    for a name or shape of another type."""
     check_names(names)
     check_range("ttl", ttl, 0, MAX_TTL)
     if len(bodies) != len(names):
@@ -132,7 +132,7 @@ def sized_blocks(
 
 
 def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
-    """Raises BadBuffer, which names the first that is not as long as the block, TypeError for what is no shape."""
+    """Raises BadBuffer, which names the first that is not as long as the block, TypeError for another type of shape."""
     if not isinstance(shape, BlockShape):
         raise TypeError(f"a block's shape must be a BlockShape, got {type(shape).__name__}")
     for i, size in enumerate(sizes):

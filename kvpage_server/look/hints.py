@@ -16,7 +16,7 @@ def typed(name: str) -> str:
 
 
 def is_an_agent(store: AskedStore, name: bytes) -> str:
-    """A message that says what shows an agent; empty if no agent has this name."""
+    """Returns a message with the commands that show an agent; empty if no agent has this name."""
     holdings = ask(store, holdings_of_agent(name))
     if not holdings.agents and not holdings.unreadable:
         return ""

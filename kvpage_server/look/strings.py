@@ -243,7 +243,7 @@ def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None
 
 
 def _total(parts: Any) -> Any:
-    """The sum of all blocks, as KVPAGEINDEX tells it with TOTAL."""
+    """Returns the reply of KVPAGEINDEX with TOTAL."""
     if isinstance(parts, redis.ResponseError) or not parts:
         return parts
     sums = {name: sum(part[name] for part in parts) for name in ("pages", "bytes", "memory")}

@@ -73,7 +73,7 @@ def _page_key(name: bytes) -> PageKey | None:
 
 
 def _of_pages(store: AskedStore, name: bytes, page: Sequence[int]) -> Answer:
-    """KVPAGEWHY's answer; for what cannot be the name of a request, that none of its pages was ever stored."""
+    """Returns KVPAGEWHY's reply, or "never stored" for an invalid name of a request."""
     if not page:
         try:
             check_req_id(name)
@@ -90,7 +90,7 @@ def _texts(answer: Answer) -> Answer:
 
 
 def _of_string(store: AskedStore, key: bytes) -> Answer | None:
-    """Whether there is a string under a key, or why it is gone. None if nothing is known of one."""
+    """Returns that a string is stored, or the reason of its removal; None if the store knows nothing of the key."""
     if isinstance(store, AsStrings):
         return None
     (idle,) = ask(store, _idle(key))
@@ -106,7 +106,7 @@ def _idle(key: bytes) -> Reading[list[Any]]:
 
 
 def _lost(store: AskedStore, pattern: bytes) -> tuple[list[Answer], int]:
-    """The strings that are gone and match, the latest first, and since when the store remembers; 0 if it does not."""
+    """Returns removed strings that match, the latest first, and the start of the records in unix ms; 0 without them."""
     if isinstance(store, AsStrings):
         return [], 0
     try:
@@ -164,7 +164,7 @@ def _explained(reason: str, answer: Answer) -> str:
 
 
 def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings, losses: list[Answer]) -> bool:
-    """Print an agent's contexts, and those that are gone. Returns whether a load would find all of one."""
+    """Print an agent's contexts, also the removed ones. Returns whether a load would find all of one."""
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     whole = any(not agent.missing for agent in holdings.agents)
     if args.json:
@@ -180,7 +180,9 @@ def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings,
         out.print(readable(f"an agent's context{model}: its manifest cannot be read"))
     for loss in losses:
         model = _of_model(loss["key"].split(":")[2:])
-        out.print(readable(f"an agent's context{model} is gone: its manifest was {_explained(loss['reason'], loss)}"))
+        out.print(
+            readable(f"an agent's context{model} is missing: its manifest was {_explained(loss['reason'], loss)}")
+        )
     return whole
 
 

@@ -89,7 +89,7 @@ async def login_of(request: Request) -> Login:
 
 
 async def _metrics(request: Request) -> Response:
-    """All figures for the token; for a user and a password, or a browser that is logged in, what the user may see."""
+    """All figures for the token. A user and a password, or the cookie of a login, give the figures of that user."""
     logins: Logins = request.app.state.logins
     who = credentials(request)
     observer: Observer | None

@@ -21,7 +21,7 @@ from kvpage_server.system.handing import hand_over
 
 CLIENT_NAME = "kvpage-monitor"
 MONITOR = "monitor"  # the words for a connection for figures
-WITH_TOKEN = "token "  # comes before the address of a viewer who may log in as a user without a password
+WITH_TOKEN = "token "  # the prefix of the address of a viewer with the token
 ANSWER_SECONDS = 10.0  # for an answer of the store
 
 
@@ -45,8 +45,8 @@ class Entrance:
         return ours
 
     def store(self, words: str, user: str = "", password: str = "") -> redis.asyncio.Redis:
-        """A client of the store, with one connection. `words` is MONITOR, or the address of the viewer, perhaps after
-        WITH_TOKEN."""
+        """A client of the store, with one connection. `words` is MONITOR, the address of the viewer, or
+        WITH_TOKEN and the address."""
         options: dict[str, Any] = {"username": user, "password": password} if user or password else {}
         pool = redis.asyncio.BlockingConnectionPool(
             connection_class=HandedConnection,

@@ -23,7 +23,7 @@ from kvpage_server.system.handing import take_over
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
 MONITOR = "monitor"  # what is said of a socket whose session is for figures
-WITH_TOKEN = "token "  # what is said before the address of a viewer who has sent the token
+WITH_TOKEN = "token "  # the prefix of the address of a viewer with the token
 ENGINES = b"kvpage:engines*"  # the channels on which engines tell what they do
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before it is begun anew
 _STEADY = 60.0  # seconds after which it is not one that ends again and again

@@ -1,4 +1,4 @@
-"""Records of strings that are gone: why, when, and by which policy or quota.
+"""Records of removed strings: why, when, and by which policy or quota.
 
 There is one record for each key, that of its last removal. All records together take `most_bytes`; the oldest are
 dropped first, and then `since` moves on. A record costs O(1) to make, to find and to drop.
@@ -15,7 +15,7 @@ from kvpage_server.page import unix_ms
 
 MOST_BYTES = 16 << 20
 LONGEST_KEY = 512  # bytes; of a longer key only a digest is kept, so it is found by its name and not by a pattern
-_RECORD = 320  # bytes that a record takes besides its key
+_RECORD = 320  # bytes of a record without its key
 
 
 class Loss(NamedTuple):
@@ -27,7 +27,7 @@ class Loss(NamedTuple):
 
 
 class LostStrings:
-    """The strings that are gone. `since`: unix milliseconds from which on every removal is recorded."""
+    """The removed strings. `since`: unix milliseconds from which on every removal is recorded."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.since = unix_ms()
@@ -39,7 +39,7 @@ class LostStrings:
         return len(self._losses)
 
     def remember(self, key: bytes, reason: str, by: str = "") -> None:
-        """Record that a string is gone."""
+        """Record the removal of a string."""
         name = _name(key)
         if self._losses.pop(name, None) is None:
             self.bytes += _RECORD + len(name)
@@ -54,7 +54,7 @@ class LostStrings:
         return self._losses.get(_name(key))
 
     def latest(self) -> Iterator[bytes]:
-        """The keys, the latest loss first, without those that are too long. Records may be made meanwhile."""
+        """Returns the keys of at most LONGEST_KEY bytes, the latest loss first. Records may be added meanwhile."""
         return iter([name for name in reversed(self._losses) if isinstance(name, bytes)])
 
     def clear(self) -> None:

@@ -37,7 +37,7 @@ class FittingTable(Table):
     """A table that fits into a terminal: columns are dropped, then text is cut. Elsewhere, long text is folded."""
 
     def __init__(self, drop: Sequence[str]) -> None:
-        """`drop` has the headers of the columns that go, the first one first; then the last column goes first."""
+        """`drop` has headers of columns in the order in which they are dropped; the others follow, the last first."""
         super().__init__(box=None, header_style="bold", pad_edge=False)
         self._drop = drop
 

@@ -51,6 +51,6 @@ def test_why_says_what_is_missing_of_an_agent(server: RunningServer, client: red
     client.delete(manifest)
     code, shown, _ = kvpage("why", "bob", url=server.url)
     assert code == 1
-    assert re.fullmatch(r"an agent's context of model \w{16} is gone: its manifest was deleted, just now\n", shown)
+    assert re.fullmatch(r"an agent's context of model \w{16} is missing: its manifest was deleted, just now\n", shown)
     _, shown, _ = kvpage("why", "bo", url=server.url)
     assert shown.startswith("never stored")

@@ -255,7 +255,7 @@ def test_why_says_what_became_of_an_agent(server: RunningServer, client: redis.R
     assert kvpage("why", "alice@acme", url=server.url)[0] == 0
     client.delete("manifest:alice@acme:f2", "manifest:alicexacme:f1")
     code, shown, _ = kvpage("why", "alice@acme", url=server.url)
-    gone = "an agent's context of model f2 is gone: its manifest was deleted, just now"
+    gone = "an agent's context of model f2 is missing: its manifest was deleted, just now"
     assert (code, shown.splitlines()[-1]) == (0, gone)
     client.delete("manifest:alice@acme:f1")
     code, shown, _ = kvpage("why", "alice@acme", url=server.url)
@@ -393,7 +393,7 @@ def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tupl
 def test_a_reader_that_goes_ends_it_without_a_word(server: RunningServer, client: redis.Redis) -> None:
     for number in range(3000):
         client.execute_command("KVPAGESET", f"a-request-with-a-long-name-{number}", 0, 0, 0, 0, 3, 1, 1, 0, b"x")
-    command = [str(Path(sys.executable).with_name("kvpage")), "ls", "--url", server.url]
+    command = [str(Path(sys.executable).with_name("kvpage")), "ls", "--limit", "0", "--url", server.url]
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else the interpreter drops what a pipe does not take at once
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None

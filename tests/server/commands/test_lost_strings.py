@@ -1,4 +1,4 @@
-"""Why a string is gone: KVLOST, misses of strings by reason, and the records behind both."""
+"""Reasons of removed strings: KVLOST, misses of strings by reason, and the records behind both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpage_server.store.lost_strings import LONGEST_KEY, LostStrings
 
 
 def lost(client: redis.Redis, pattern: str | bytes, *words: object) -> dict[str, str]:
-    """The reasons of strings that are gone, by key, the latest first."""
+    """The reasons of removed strings, by key, the latest first."""
     strings = ask(client, "KVLOST", pattern, *words)["strings"]
     return {text(one[b"key"]): text(one[b"reason"]) for one in strings}
 

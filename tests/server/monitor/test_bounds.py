@@ -31,7 +31,7 @@ def manifest(**told: Any) -> bytes:
 
 
 class Weighed:
-    """A store that adds up what it answers."""
+    """A store that adds up the sizes of its replies."""
 
     def __init__(self, store: redis.Redis) -> None:
         self._store = store

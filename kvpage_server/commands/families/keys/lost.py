@@ -1,4 +1,4 @@
-"""KVLOST: which strings are gone, and why."""
+"""KVLOST: lists removed strings, with the reasons."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STEP = 1000  # keys that are compared before others have their turn
     flags="readonly filtered",
     complexity="O(1) for a key without wildcards, O(N) with N removals that are remembered",
     reply="map",
-    summary="Says which strings are gone, and why.",
+    summary="Lists removed strings, with the reasons.",
     group="string",
 )
 def kvlost(client: Client, args: list[Argument]) -> Reply:
-    """A map. `strings` has a map for each string that is gone and whose key matches, the latest first, COUNT (1 to
-    1000, by default 100) at most: its `key`, the `reason` (expired, evicted, over quota, deleted, overwritten or
+    """A map. `strings` has a map for each removed string whose key matches, the latest first, at most COUNT (1 to
+    1000, by default 100): its `key`, the `reason` (expired, evicted, over quota, deleted, overwritten or
     corrupt), `at`, when it was removed (unix milliseconds), and the `policy` or the pattern of the `quota` that evicted
     it. A pattern does not find keys of more than 512 bytes; such a key is found by its whole name.
 
@@ -39,7 +39,7 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
     keyspace, key = client.keyspace, literal(pattern)
     matches = matcher(pattern) if key is None else None
 
-    def gone(some: Iterable[bytes]) -> Iterator[dict[str, Reply]]:
+    def removed(some: Iterable[bytes]) -> Iterator[dict[str, Reply]]:
         for name in client.visible(some if matches is None else filter(matches, some)):
             loss = keyspace.lost.of(name)
             if loss is not None and keyspace.find(name) is None:
@@ -49,7 +49,7 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
         names = [key] if key is not None else [*keyspace.lost.latest()]
         step, found = max(_STEP // client.cost_of_a_key, 1), list[dict[str, Reply]]()
         for start in range(0, len(names), step):
-            found += gone(names[start : start + step])
+            found += removed(names[start : start + step])
             if len(found) >= count:
                 break
             yield ()

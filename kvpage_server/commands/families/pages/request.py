@@ -174,7 +174,7 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
         blocks, found = (yield from blocks_of(client, req_id)), []
         for block in _still_there(keyspace, blocks):
             described = yield from _describe(keyspace, block, bool(with_sizes))
-            if not keyspace.index.still_has(block):  # it went while its pages were looked at
+            if not keyspace.index.still_has(block):  # it was removed in between
                 pass
             elif total is not None:
                 total.add(described)
