@@ -1,0 +1,36 @@
+"""docs/client.md: its program runs against a server and prints what its comments say; its tables are complete."""
+
+from __future__ import annotations
+
+import re
+
+from documents import ROOT, blocks, check_program
+from servers import RunningServer
+
+from kvpage_server import client, layouts
+from kvpage_server.page import MAX_BLOCK_PAGES, MAX_HEAD, MAX_LAYER, MAX_PAGE, MAX_REQ_ID
+
+DOCUMENT = "docs/client.md"
+
+
+def test_its_program_prints_what_its_comments_say(server: RunningServer) -> None:
+    check_program("\n".join(blocks(DOCUMENT, "python")).replace("9221", str(server.port)))
+
+
+def test_its_tables_have_every_error_and_every_layout() -> None:
+    text = (ROOT / DOCUMENT).read_text(encoding="utf-8")
+    kinds = {name: kind for name in client.__all__ if isinstance(kind := getattr(client, name), type)}
+    errors = {name for name, kind in kinds.items() if issubclass(kind, Exception)}
+    assert len(errors) == 8
+    assert {name for name in errors if f"`{name}`" not in text} == set()
+    functions = {name for name in vars(layouts) if re.search(r"(to|from)_(mlx|vllm)$", name)}
+    assert len(functions) == 6
+    assert {name for name in functions if f"`{name}`" not in text} == set()
+
+
+def test_its_limits_are_those_of_the_contract() -> None:
+    text = (ROOT / DOCUMENT).read_text(encoding="utf-8")
+    assert f"`req_id` is 1 to {MAX_REQ_ID} bytes" in text
+    assert f"1 to {MAX_HEAD + 1:,}; `heads`" in text
+    assert f"At most {MAX_BLOCK_PAGES:,}" in text
+    assert (MAX_LAYER, MAX_PAGE) == (MAX_HEAD, 2**32 - 1)
