@@ -1,11 +1,12 @@
 """Very many glob patterns, and which of them match a name. Used for rights to keys and channels, and for listeners.
 
 Most patterns are a prefix and a star. These are looked up by the prefixes of a name. All other patterns are tried one
-by one. Cost for a name: O(different lengths of prefixes + other patterns).
+by one. Cost for a name: O(different lengths of prefixes that are not longer than the name + other patterns).
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -22,6 +23,7 @@ class Patterns(Generic[T]):
         self._all: dict[bytes, T] = {}
         self._openings: dict[bytes, T] = {}  # by what a name has to begin with
         self._lengths: Counter[int] = Counter()  # of these
+        self._in_order: list[int] = []  # the lengths, each once
         self._others: dict[bytes, tuple[Matches, T]] = {}
 
     def __len__(self) -> int:
@@ -47,6 +49,8 @@ class Patterns(Generic[T]):
         else:
             self._openings[opening] = value
             self._lengths[len(opening)] += 1
+            if self._lengths[len(opening)] == 1:
+                insort(self._in_order, len(opening))
         self._all[pattern] = value
 
     def remove(self, pattern: bytes) -> None:
@@ -60,12 +64,15 @@ class Patterns(Generic[T]):
             self._lengths[len(opening)] -= 1
             if not self._lengths[len(opening)]:
                 del self._lengths[len(opening)]
+                self._in_order.remove(len(opening))
 
     def matching(self, name: bytes) -> Iterator[T]:
         """The values of the patterns that match a name."""
-        for length in self._lengths:
+        for length in self._in_order:
+            if length > len(name):
+                break
             found = self._openings.get(name[:length])
-            if found is not None and length <= len(name):
+            if found is not None:
                 yield found
         for matches, value in self._others.values():
             if matches(name):
@@ -79,5 +86,5 @@ class Patterns(Generic[T]):
     def copy(self) -> Patterns[T]:
         new = Patterns[T]()
         new._all, new._openings = self._all.copy(), self._openings.copy()
-        new._lengths, new._others = self._lengths.copy(), self._others.copy()
+        new._lengths, new._in_order, new._others = self._lengths.copy(), self._in_order.copy(), self._others.copy()
         return new

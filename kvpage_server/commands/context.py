@@ -30,6 +30,7 @@ from kvpage_server.store.keyspace import Keyspace
 NEVER = 1 << 62  # nanoseconds: longer than any call
 MANY_BYTES = 16 << 20  # of values, that are found before they are sent
 _FEW_BYTES = 1 << 20  # where there is little room
+_NOTED = 4  # CLIENT TRACKING notes what was read in at most this part of maxmemory-clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Server:
     pause: Pause | None = None
     rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory = 0
-    in_flight = 0  # bytes that clients hold: commands half received, replies not yet sent
+    in_flight = 0  # bytes that clients hold: see `Client.held`
 
     def __init__(
         self,
@@ -111,7 +112,9 @@ class Server:
         self.clients: dict[int, Client] = {}
         self.client_ids = count(1)
         self.channels = Channels()
-        tracking = Tracking(self.clients, lambda: self.config.tracking_table_max_keys)
+        tracking = Tracking(
+            self.clients, lambda: self.config.tracking_table_max_keys, lambda: self.config.client_memory // _NOTED
+        )
         self.events = KeyEvents(keyspace, self.channels, tracking)
         self.monitors: dict[Client, None] = {}
         self.totals = Totals()  # of the connections, when they were counted last
@@ -193,8 +196,12 @@ class Connection(Protocol):
         """Bytes of incomplete commands."""
 
     @property
+    def running(self) -> int:
+        """Bytes of the command that waits, or whose reply is under way."""
+
+    @property
     def outgoing(self) -> int:
-        """Bytes of replies that wait to be sent."""
+        """Bytes of replies and messages that wait to be sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +217,7 @@ class Client:
     descriptor: int = -1  # of its socket
     user: User | None = field(default=None, init=False)  # None until it has authenticated
     free: bool = field(default=False, init=False)  # its commands run without further questions; `settle` decides
+    kept: int = field(default=0, init=False)  # bytes that the server keeps until the client ends
     waited_to_authenticate: bool = field(default=False, init=False)  # it has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
     name: bytes = field(default=b"", init=False)
@@ -277,7 +285,7 @@ class Client:
             "obl": 0,
             "oll": 0,
             "omem": outgoing,
-            "tot-mem": incoming + outgoing,
+            "tot-mem": self.held,
             "events": "rw" if outgoing else "r",
             "cmd": self.last_command or "NULL",
             "user": self.user.name.decode("utf-8", "surrogateescape") if self.user else "(none)",
@@ -317,10 +325,24 @@ class Client:
         return bool(self.channels or self.patterns or self in self.server.monitors)
 
     @property
-    def held(self) -> int:
-        """Bytes of memory that it holds: incomplete commands, queued commands, unread replies."""
+    def passing(self) -> int:
+        """Bytes of commands that are incomplete, queued or under way, and of unread replies and messages."""
         queued = self.transaction.size if self.transaction is not None else 0
-        return self.connection.incoming + self.connection.outgoing + queued
+        return self.connection.incoming + self.connection.running + self.connection.outgoing + queued
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that it holds: what passes, and what is kept until it ends."""
+        return self.passing + self.kept
+
+    def keep(self, nbytes: int) -> None:
+        """Count names that the server keeps until the client ends; negative for those that it no longer keeps.
+
+        They are the names of channels, of patterns, and of keys that it watches or tracks.
+        """
+        if not self.gone:
+            self.kept += nbytes
+            self.server.in_flight += nbytes
 
     # -- who it is, and what it may see ------------------------------------------------------------------------------
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
+from kvpage_server.core.protocol import WORD
 from kvpage_server.resp.reply import QUEUED, Reply, ReplyError
 
 MOST_QUEUED = 65_536  # words: EXEC runs them without a pause
+_COMMAND = 192  # bytes of memory of a queued command beside its words
 
 
 def too_much_queued() -> ReplyError:
@@ -22,7 +24,7 @@ class Transaction:
     def __init__(self) -> None:
         self.commands: list[tuple[Spec, Command]] = []
         self.refused = False  # a command could not be queued: EXEC will run none
-        self.size = 0  # bytes of all arguments
+        self.size = 0  # bytes of memory
         self.words = 0  # how many these are, with the commands' names
 
     def queue(self, spec: Spec, words: Command) -> Reply:
@@ -31,5 +33,6 @@ class Transaction:
             self.refused = True
             return too_much_queued()
         self.commands.append((spec, words))
-        self.size += sum(len(word) if isinstance(word, bytes) else word.size for word in words)
+        sizes = (len(word) if isinstance(word, bytes) else word.size for word in words)
+        self.size += sum(sizes) + WORD * len(words) + _COMMAND
         return QUEUED

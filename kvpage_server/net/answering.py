@@ -30,6 +30,11 @@ class Answering:
         self._hold: object = None  # what it needs stays in memory while somebody has this, until it has run
         self.is_busy = False  # a command is being run
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a command waits until it can run."""
+        return self._postponed is not None
+
     def some(self, left: int, deadline: int) -> int | None:
         """Answer up to `left` commands, until a moment: how many more there is time for, None if no command is left.
 

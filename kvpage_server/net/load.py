@@ -1,4 +1,4 @@
-"""What a connection holds of the server's memory: what it sends, what it queued, and what it does not read."""
+"""Memory that a connection holds: what it sends, what it queued, what it does not read, and names that are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpage_server.net import limits
 class Load:
     """Of one connection. What it is still sending counts against the connection, and evicts nothing."""
 
-    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "postponed")
+    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "kept", "postponed")
 
     def __init__(self, client: Client, parser: Parser) -> None:
         self._client = client
@@ -19,7 +19,8 @@ class Load:
         self.postponed = 0  # bytes in the arena of a command that has to wait before it runs
         self._receiving = 0  # of that and of what is being received, as last told to the keyspace
         self._queued = 0  # of commands that wait for EXEC, as last told to the keyspace
-        self._held = 0  # bytes that it holds, as last told to the server
+        self._held = 0  # bytes that pass through it, as last told to the server
+        self.kept = 0  # bytes that are kept for it, as they were when the limits were last looked at
         self.is_nothing = True  # it holds nothing, as far as the server knows
 
     def settle(self) -> None:
@@ -48,10 +49,10 @@ class Load:
         if client.gone:
             return
         self.settle()
-        held = client.held
-        if held != self._held:
+        held = client.passing
+        if held != self._held or client.kept != self.kept:
             client.server.in_flight += held - self._held
-            self._held = held
+            self._held, self.kept = held, client.kept
             self._look()
             limits.keep(client)
 
@@ -63,6 +64,6 @@ class Load:
         self.postponed = 0
         self.settle()
         self.unqueue()
-        self._client.server.in_flight -= self._held
-        self._held = 0
+        self._client.server.in_flight -= self._held + self._client.kept
+        self._held = self._client.kept = 0
         self._look()

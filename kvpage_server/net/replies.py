@@ -13,6 +13,7 @@ from kvpage_server.core.piece import Piece, lent
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp.reply import Raw, Reply, Stream, Wait, encode
 
+_SHORT = 64  # bytes of a message that is not spelt yet
 _FEW = 4  # pieces: a reply of no more waits for the next, to be sent together
 _STEPS = 16  # of a reply, after which it is sent as far as it is made
 _END = object()
@@ -31,6 +32,7 @@ class Replies:
         "_is_one",
         "_is_whole",
         "_steps",
+        "_waiting",
         "broken",
         "pieces",
         "pushed",
@@ -50,6 +52,7 @@ class Replies:
         self._is_one = False  # it is a single reply, not the items of an array
         self._is_whole = False  # it is completed even when the client goes
         self.pushed: list[Reply] = []  # messages that wait for its end
+        self._waiting = 0  # bytes of messages since nothing waited
 
     def add(self, reply: Reply) -> bool:
         """Add a command's reply. True when so much waits that it should be sent now: the peer may not read."""
@@ -121,9 +124,12 @@ class Replies:
 
         Raises whatever goes wrong in them: the reply breaks off then.
         """
-        assert self._steps is not None
+        steps = self._steps
+        assert steps is not None
         for _ in range(_STEPS):
-            step = next(self._steps, _END)
+            step = next(steps, _END)
+            if self._steps is not steps:  # the connection was closed in this step
+                return False
             if step is _END:
                 self._steps, self.under_way = None, False
                 self.broken = self.broken and bool(self.pieces)
@@ -141,8 +147,16 @@ class Replies:
     def push(self, message: Reply, *, now: bool) -> None:
         """Add a message that was not asked for: now, or after the reply that is under way or about to come."""
         self.pushed.append(message)
+        self._waiting = self.waiting + _size_of(message)
         if now:
             self._spell_pushed()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of messages that wait for a reply to end, or for the disk."""
+        if not (self.pushed or self.pieces):
+            self._waiting = 0
+        return self._waiting
 
     def _spell_pushed(self) -> None:
         for message in self.pushed:
@@ -192,6 +206,13 @@ class _Aside:
             return
         self.is_over = True
         self._then()
+
+
+def _size_of(message: Reply) -> int:
+    """Bytes of a message, which is spelt already if it is long."""
+    if isinstance(message, bytes):
+        return len(message)
+    return sum(map(_size_of, message)) if isinstance(message, tuple) else _SHORT
 
 
 def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:

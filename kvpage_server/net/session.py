@@ -162,8 +162,8 @@ class Session:
         self._replies.push(message, now=now)
         if now:
             self._flush()
-            if self._transport.queued or not self._load.is_nothing:
-                self._load.account()
+        if self._events.acting is not self.client and (self.outgoing or not self._load.is_nothing):
+            self._load.account()
 
     def close(self) -> None:
         if not self._ending:
@@ -206,8 +206,12 @@ class Session:
         return self._parser.held
 
     @property
+    def running(self) -> int:
+        return self._parser.taken_bytes if self._replies.under_way or self._answering.is_waiting else 0
+
+    @property
     def outgoing(self) -> int:
-        return self._transport.queued
+        return self._transport.queued + self._replies.waiting
 
     # -- commands --------------------------------------------------------------------------------------------------
 
@@ -234,10 +238,16 @@ class Session:
                     break
                 left = more
             self._flush()
-            if not (load.is_nothing and self._parser.is_idle and not transport.queued and client.transaction is None):
-                self._load.account()
+            if (
+                not (load.is_nothing and self._parser.is_idle and client.transaction is None)
+                or transport.queued
+                or replies.under_way
+                or client.kept != load.kept
+            ):
+                load.account()
         except (ProtocolError, Paused, Postponed, MemoryError) as error:
             self._stumble(error)
+            load.account()
             return
         except Exception:
             log.exception("the connection of %s cannot go on", self.client.address)

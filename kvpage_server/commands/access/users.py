@@ -19,6 +19,7 @@ from kvpage_server.commands.access.user import Change, RuleError, User, digest, 
 from kvpage_server.page import unix_ms
 from kvpage_server.system.durable import replacing
 
+_LONGEST = 128  # bytes of a name in the log
 _SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
 DEFAULT = b"default"
 
@@ -172,7 +173,7 @@ class Refusals:
     def note(self, reason: str, context: str, what: bytes, user: bytes, client: str) -> None:
         """Count a refusal, and add it to ACL LOG."""
         self.total["cmd" if reason == "command" else reason] += 1
-        now = time.monotonic()
+        what, user, now = what[:_LONGEST], user[:_LONGEST], time.monotonic()
         for entry in self.entries:
             same = (entry.reason, entry.context, entry.what, entry.user) == (reason, context, what, user)
             if same and now - entry.updated < _SAME_WITHIN:
@@ -181,6 +182,6 @@ class Refusals:
                 self.entries.remove(entry)
                 self.entries.appendleft(entry)
                 return
-        self.entries.appendleft(Refusal(reason, context, what[:128], user, client, next(self._ids)))
+        self.entries.appendleft(Refusal(reason, context, what, user, client, next(self._ids)))
         while len(self.entries) > self._limit():
             self.entries.pop()

@@ -23,6 +23,8 @@ Steps = Iterator[None]
 
 _FEW = 32  # listeners that are sent a message at once
 _TURN = 1_000_000  # nanoseconds
+_CHANNEL = 512  # bytes of a channel that a client listens to, beside its name
+_COMPILED = 16  # bytes of a compiled pattern for each of its own
 
 
 class Channels:
@@ -37,12 +39,16 @@ class Channels:
         return bool(self.by_name or self.by_pattern)
 
     def subscribe(self, client: Recipient, channel: bytes) -> None:
+        if channel not in client.channels:
+            client.keep(len(channel) + _CHANNEL)
         client.channels[channel] = None
         self.by_name.setdefault(channel, {})[client] = None
         client.settle()
 
     def unsubscribe(self, client: Recipient, channel: bytes) -> None:
-        client.channels.pop(channel, None)
+        if channel in client.channels:
+            del client.channels[channel]
+            client.keep(-len(channel) - _CHANNEL)
         self._leave(channel, client)
         client.settle()
 
@@ -58,12 +64,16 @@ class Channels:
         if found is None:
             found = pattern, {}
             self.by_pattern.add(pattern, found, channel_glob(pattern))
+        if pattern not in client.patterns:
+            client.keep(_size_of(pattern))
         client.patterns[pattern] = None
         found[1][client] = None
         client.settle()
 
     def punsubscribe(self, client: Recipient, pattern: bytes) -> None:
-        client.patterns.pop(pattern, None)
+        if pattern in client.patterns:
+            del client.patterns[pattern]
+            client.keep(-_size_of(pattern))
         self._leave_pattern(pattern, client)
         client.settle()
 
@@ -78,6 +88,7 @@ class Channels:
         """Remove a client, before anybody publishes again. If it listened to many channels, this is done in steps."""
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
+        client.keep(-sum(map(len, channels)) - _CHANNEL * len(channels) - sum(map(_size_of, patterns)))
         client.settle()
 
         def steps() -> Steps:
@@ -170,6 +181,11 @@ class Channels:
         while self._under_way:
             for _ in self._under_way.popleft():
                 pass
+
+
+def _size_of(pattern: bytes) -> int:
+    """Bytes of a pattern that a client listens to."""
+    return _CHANNEL + _COMPILED * len(pattern)
 
 
 def _push(told: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:

@@ -27,6 +27,7 @@ _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", 
 
 
 _BY_ITSELF = ("expired", "evicted")
+_WATCHED = 512  # bytes of a key that a client watches, beside its own
 _NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the command that made it
 
 
@@ -56,6 +57,7 @@ class KeyEvents:
         """Make the client's next transaction fail if something happens to `key`."""
         if key not in client.watching:
             client.watching.add(key)
+            client.keep(len(key) + _WATCHED)
             self._watchers.setdefault(key, set()).add(client)
             if req_id := derived_from(key):
                 self._derived.setdefault(req_id, set()).add(key)
@@ -70,6 +72,7 @@ class KeyEvents:
                 del self._watchers[key]
                 self._forget_derived(key)
         if client.watching:
+            client.keep(-sum(map(len, client.watching)) - _WATCHED * len(client.watching))
             client.watching.clear()
             self._listen()
         client.watched_changed, client.watched_until = False, 0
@@ -95,8 +98,7 @@ class KeyEvents:
     def forget(self, client: Recipient) -> None:
         """Remove a client that is gone."""
         self.unwatch(client)
-        self.tracking.forget(client)
-        self._listen()
+        self.untrack(client)
 
     def _happened(self, event: str, key: bytes) -> None:
         if event == "flush":

@@ -40,6 +40,13 @@ class Recipient(Protocol):
     watched_until: int  # when a watched index key changes because a page expires; unix milliseconds, 0 for never
     tracking: Mode | None  # kept by Tracking
 
+    @property
+    def user(self) -> object:
+        """Who it is."""
+
+    def keep(self, nbytes: int) -> None:
+        """Count memory that the server keeps for it until it ends, or no longer keeps if negative."""
+
     def push(self, message: Reply) -> None:
         """Send a message."""
 

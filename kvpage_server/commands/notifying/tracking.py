@@ -12,19 +12,24 @@ A command that names a request but no page, such as KVBLOCKGET, reads every key 
 `kv:{req}:`, which is also what COMMAND GETKEYS returns. A request's index is noted under its own key. Both change with
 every page of the request.
 
-Costs: O(1) for a key that is read, and O(readers + lengths of prefixes) for a change. `most_keys` limits the notes:
-above it, the oldest keys are treated as changed. A client gets no message about a key that it may not read.
+Costs: O(1) for a key that is read, and O(readers + length of the key) for a change, however many prefixes there are.
+Limits: `most_keys` keys, `most_bytes` for the notes of all clients, and a quarter of these bytes for the notes of one
+client. Above its own limit, a client loses its oldest notes. Above the others, the client with the most bytes loses
+them, of the user whose clients have the most. So no user can use up the room of others. A client gets a message about a
+lost note, as if the key had changed. It gets no message about a key that it may not read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
+from kvpage_server.commands.notifying.prefixes import Prefixes
 from kvpage_server.commands.notifying.recipient import Mode, Recipient
-from kvpage_server.commands.table.keys import KeyPrefix
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Push, Raw
@@ -37,11 +42,22 @@ _OPENING = {
 _INDEX = b":index"
 _MANY = 1000  # keys of a block that get a message each
 _STEP = 1000  # notes that are freed before other clients have their turn
+_NOTE = 512  # bytes of a note beside its key
+_PREFIX = 1024  # bytes of a prefix beside its own
+_SHARE = 4  # a client has at most this part of the bytes that all have
+_IN_A_ROW = 64  # notes that a client loses before it is decided anew which client has most
 
-Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them; a dict is slow to give its first item
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """The notes of a client since it began to track: keys that it may have cached, the oldest first."""
+
+    client: Recipient | None  # None since it stopped tracking
+    keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # a dict is slow to give its first item
+    nbytes: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prefix:
     """The clients that broadcast a prefix, the keys that changed, and the client that changed each, if it was one."""
 
@@ -63,18 +79,24 @@ class _Due:
 
 
 class Tracking:
-    """The clients that track, what they read, and what they will be sent. `clients` are all connections by id."""
+    """The clients that track, what they read, and what they will be sent. `everybody` are all connections by id."""
 
-    def __init__(self, clients: Mapping[int, Recipient], most_keys: Callable[[], int]) -> None:
-        self.clients: dict[Recipient, None] = {}  # those that track
+    def __init__(
+        self, everybody: Mapping[int, Recipient], most_keys: Callable[[], int], most_bytes: Callable[[], int]
+    ) -> None:
+        """`most_keys` and `most_bytes` return the limits, 0 for none."""
+        self.clients: dict[Recipient, _Reader] = {}  # those that track
         self.items = 0  # readers of all keys
+        self.nbytes = 0  # of the notes of all clients
         self.is_due = False  # whether something is to be told
-        self._everybody = clients
+        self._everybody = everybody
         self._most_keys = most_keys
-        self._notes: Notes = OrderedDict()
+        self._most_bytes = most_bytes
+        self._notes: dict[bytes, set[_Reader]] = {}  # those who read each key
         self._of_requests: dict[bytes, set[bytes]] = {}  # notes about whole requests, by `kv:{req}:`
-        self._prefixes: dict[bytes, _Prefix] = {}
-        self._lengths: list[int] = []  # of the prefixes, each once
+        self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and how many more it does
+        self._prefixes: Prefixes[_Prefix] = Prefixes()
+        self._changed_prefixes: dict[_Prefix, None] = {}
         self._due: dict[Recipient, _Due] = {}
 
     def __bool__(self) -> bool:
@@ -94,68 +116,134 @@ class Tracking:
 
     def begin(self, client: Recipient, mode: Mode) -> None:
         """Let a client track, or change how it tracks. Its notes and prefixes stay."""
+        before = client.tracking.prefixes if client.tracking is not None else {}
+        for name in mode.prefixes.keys() - before.keys():
+            prefix = self._prefixes.get(name)
+            if prefix is None:
+                prefix = _Prefix()
+                self._prefixes.set(name, prefix)
+            prefix.clients[client] = None
+            client.keep(len(name) + _PREFIX)
+        mode.prefixes = before | mode.prefixes
         if client.tracking is not None:
-            mode.prefixes = client.tracking.prefixes | mode.prefixes
             mode.asked = client.tracking.asked
         client.tracking = mode
         client.settle()
-        self.clients[client] = None
-        for prefix in mode.prefixes:
-            self._prefixes.setdefault(prefix, _Prefix()).clients[client] = None
-        self._measure_prefixes()
+        self.clients.setdefault(client, _Reader(client))
 
     def end(self, client: Recipient) -> None:
-        """Stop tracking for a client. Its notes stay as long as it is connected."""
+        """Stop tracking for a client, and forget what it read."""
         mode, client.tracking = client.tracking, None
         if mode is None:
             return
         client.settle()
-        self.clients.pop(client, None)
         for name in mode.prefixes:
-            prefix = self._prefixes[name]
-            prefix.clients.pop(client, None)
+            prefix = self._prefixes.get(name)
+            assert prefix is not None
+            prefix.clients.pop(client)
+            client.keep(-len(name) - _PREFIX)
             if not prefix.clients:
-                del self._prefixes[name]
-        self._measure_prefixes()
+                self._prefixes.remove(name)
+        reader = self.clients.pop(client)
+        self._release(reader)
+        self._free_notes(reader)
 
-    def forget(self, client: Recipient) -> None:
-        """Remove a client that is gone. Its notes go with their keys, or with the last client that tracks."""
-        self.end(client)
-        if self._notes and not self.clients:
-            self._forget_notes()
+    def _release(self, reader: _Reader) -> None:
+        """Do not count the notes of a client any more. They are about to be freed."""
+        assert reader.client is not None
+        reader.client.keep(-reader.nbytes)
+        self.nbytes -= reader.nbytes
+        reader.client, reader.nbytes = None, 0
 
-    def _measure_prefixes(self) -> None:
-        self._lengths = sorted(set(map(len, self._prefixes)))
+    def _free_notes(self, reader: _Reader) -> None:
+        """Free the notes of a client that does not track any more, in steps, as there may be a million."""
+        for _ in range(min(_STEP, len(reader.keys))):
+            self._lose(reader, next(iter(reader.keys)))
+        if reader.keys:
+            asyncio.get_running_loop().call_soon(self._free_notes, reader)
 
     # -- what was read ---------------------------------------------------------------------------------------------
 
     def note(self, client: Recipient, spec: Spec, args: Sequence[Argument]) -> None:
         """Note what a client that tracks has read with a command."""
         if client.tracking is not None and client.tracking.notes_reads and "readonly" in spec.flags:
+            reader = self.clients[client]
             for key, _ in spec.uses_of(args):
-                self._note(client, key)
+                if key not in reader.keys:
+                    self._note(reader, client, key)
 
-    def _note(self, client: Recipient, key: bytes) -> None:
+    def _note(self, reader: _Reader, client: Recipient, key: bytes) -> None:
         readers = self._notes.get(key)
         if readers is None:
             readers = self._notes[key] = set()
             if request := _request_read(key):
                 self._of_requests.setdefault(request, set()).add(key)
-            if 0 < self._most_keys() < len(self._notes):
-                self._changed(next(iter(self._notes)), None)
-        elif len(readers) > 2 * len(self.clients):  # most of them are gone
-            self.items -= len(readers)
-            readers &= {tracking.id for tracking in self.clients}
-            self.items += len(readers)
-        self.items += client.id not in readers
-        readers.add(client.id)
+        readers.add(reader)
+        reader.keys[key] = None
+        self.items += 1
+        self._count(reader, client, len(key) + _NOTE)
+        most = self._most_bytes()
+        while 0 < most < _SHARE * reader.nbytes:
+            self._take_oldest(reader)
+        while 0 < most < self.nbytes or 0 < self._most_keys() < len(self._notes):
+            self._take_oldest(self._loser())
+
+    def _count(self, reader: _Reader, client: Recipient, nbytes: int) -> None:
+        reader.nbytes += nbytes
+        self.nbytes += nbytes
+        client.keep(nbytes)
+
+    def _loser(self) -> _Reader:
+        """The client that has the most bytes, of the user whose clients have the most."""
+        if self._losing is not None:
+            reader, left = self._losing
+            if left and reader.keys and reader.client is not None:
+                self._losing = reader, left - 1
+                return reader
+        of_users: defaultdict[object, int] = defaultdict(int)
+        for client, reader in self.clients.items():
+            of_users[client.user] += reader.nbytes
+        user = max(of_users, key=of_users.__getitem__)
+        found = max((it for client, it in self.clients.items() if client.user is user), key=lambda it: it.nbytes)
+        self._losing = found, _IN_A_ROW - 1
+        return found
+
+    def _take_oldest(self, reader: _Reader) -> None:
+        """Treat the oldest key that a client read as changed."""
+        assert reader.client is not None
+        key = next(iter(reader.keys))
+        self._lose(reader, key)
+        self._due_to(reader.client).keys[key] = None
+
+    def _lose(self, reader: _Reader, key: bytes) -> None:
+        """Remove the note that a client read a key."""
+        del reader.keys[key]
+        if reader.client is not None:
+            self._count(reader, reader.client, -len(key) - _NOTE)
+        readers = self._notes.get(key)
+        if readers is None or reader not in readers:  # all notes were forgotten meanwhile
+            return
+        readers.remove(reader)
+        self.items -= 1
+        if not readers:
+            self._remove(key)
+
+    def _remove(self, key: bytes) -> set[_Reader]:
+        """Remove a key that was noted; the clients that read it."""
+        readers = self._notes.pop(key)
+        if request := _request_read(key):
+            names = self._of_requests[request]
+            names.discard(key)
+            if not names:
+                del self._of_requests[request]
+        return readers
 
     # -- what changed ----------------------------------------------------------------------------------------------
 
     def changed(self, keys: Sequence[bytes], by: Recipient | None) -> None:
         """Take note that a key changed, or all pages of a block, by a client's command or by expiry or eviction."""
-        for length in self._lengths:
-            self._changed_prefixes(keys, length, by)
+        if self._prefixes:
+            self._change_prefixes(keys, by)
         notes = self._notes
         if notes:
             noted = [key for key in keys if key in notes]
@@ -169,31 +257,32 @@ class Tracking:
                 for name in list(self._of_requests.get(first[: first.find(b":", 3) + 1], ())):
                     self._changed(name, by)
 
-    def _changed_prefixes(self, keys: Sequence[bytes], length: int, by: Recipient | None) -> None:
-        """Note which of the prefixes of that length changed."""
-        prefixes = self._prefixes
-        first = keys[0]
-        if len(keys) > 1 and length <= first.find(b":", 3) + 1:  # the pages of a block all begin with its request
-            prefix = prefixes.get(first[:length])
-            if prefix is not None:
-                prefix.note(keys, by)
-                self._tell_soon()
-            return
+    def _change_prefixes(self, keys: Sequence[bytes], by: Recipient | None) -> None:
+        """Note which prefixes changed. The pages of a block all begin with their request."""
+        first, known = keys[0], -1
+        if len(keys) > 1:
+            request = first[: first.find(b":", 3) + 1]
+            self._change(self._prefixes.of(request), keys, by)
+            if not self._prefixes.extend(request):
+                return
+            known = len(request)
         for key in keys:
-            prefix = prefixes.get(key[:length]) if len(key) >= length else None
-            if prefix is not None:
-                prefix.note((key,), by)
-                self._tell_soon()
+            self._change(self._prefixes.of(key, longer_than=known), (key,), by)
+
+    def _change(self, prefixes: Iterator[_Prefix], keys: Sequence[bytes], by: Recipient | None) -> None:
+        for prefix in prefixes:
+            prefix.note(keys, by)
+            self._changed_prefixes[prefix] = None
+            self._tell_soon()
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
         """Send its readers a message about a noted key that changed, and delete the note."""
-        readers = self._notes.pop(name)
+        readers = self._remove(name)
         self.items -= len(readers)
-        if request := _request_read(name):
-            names = self._of_requests[request]
-            names.discard(name)
-            if not names:
-                del self._of_requests[request]
+        for reader in readers:
+            del reader.keys[name]
+            if reader.client is not None:
+                self._count(reader, reader.client, -len(name) - _NOTE)
         for client in self._to_be_told(readers, by):
             self._due_to(client).keys[name] = None
 
@@ -202,28 +291,27 @@ class Tracking:
         for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
             self._due_to(client).flushed = True
 
-    def _to_be_told(self, readers: Iterable[int], by: Recipient | None) -> Iterator[Recipient]:
-        for number in readers:
-            client = self._everybody.get(number)
+    def _to_be_told(self, readers: Iterable[_Reader], by: Recipient | None) -> Iterator[Recipient]:
+        for reader in readers:
+            client = reader.client
             mode = client.tracking if client is not None else None
             if client is not None and mode is not None and not mode.broadcast and not (mode.no_loop and client is by):
                 yield client
 
     def flushed(self) -> None:
-        """Every key is gone: tell all clients that track."""
-        for client in self.clients:
+        """Every key is gone: tell all clients that track, and forget what they read."""
+        forgotten = []
+        for client, reader in self.clients.items():
             due = self._due_to(client)
             due.flushed = True
             due.keys.clear()
-        for prefix in self._prefixes.values():
+            self._release(reader)
+            forgotten.append(reader.keys)
+            self.clients[client] = _Reader(client)
+        for prefix in self._changed_prefixes:
             prefix.changed.clear()
-        self._forget_notes()
-
-    def _forget_notes(self) -> None:
-        notes, self._notes = self._notes, OrderedDict()
-        self._of_requests = {}
-        self.items = 0
-        _free(notes)
+        notes, self._notes, self._of_requests, self.items = self._notes, {}, {}, 0
+        _free(chain([notes], forgotten))
 
     # -- telling ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +333,8 @@ class Tracking:
                 continue
             messages: list[list[bytes] | None] = [None] if due.flushed else []
             self._send(client, [*messages, *([key] for key in due.keys)])
-        for prefix in self._prefixes.values():
+        changed_prefixes, self._changed_prefixes = self._changed_prefixes, {}
+        for prefix in changed_prefixes:
             changed, prefix.changed = prefix.changed, {}
             if changed:
                 self._broadcast(prefix.clients, changed)
@@ -300,9 +389,8 @@ class Tracking:
 
 def _request_read(name: bytes) -> bytes:
     """`kv:{req}:` if a noted name changes with every page of a request, nothing otherwise."""
-    if type(name) is KeyPrefix:
-        return bytes(name)
-    return name[: -len(_INDEX) + 1] if name[:3] == b"kv:" and name.endswith(_INDEX) else b""
+    request = name.removesuffix(_INDEX[1:])
+    return request if name[:3] == b"kv:" and name.find(b":", 3) == len(request) - 1 else b""
 
 
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
@@ -317,9 +405,13 @@ def _spelt_keys(keys: list[bytes] | None, protocol: int) -> bytes:
     return b"*%d\r\n" % len(keys) + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
 
 
-def _free(notes: Notes) -> None:
-    """Free notes in steps, as there may be a million."""
-    for _ in range(min(_STEP, len(notes))):
-        notes.popitem()
-    if notes:
-        asyncio.get_running_loop().call_soon(_free, notes)
+def _free(tables: Iterator[dict[bytes, Any]]) -> None:
+    """Free tables of notes in steps, as they may have a million."""
+    left = _STEP
+    for table in tables:
+        while table and left:
+            table.popitem()
+            left -= 1
+        if table:
+            asyncio.get_running_loop().call_soon(_free, chain([table], tables))
+            return

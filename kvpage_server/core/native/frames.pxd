@@ -17,6 +17,7 @@ cdef class Parser:
     cdef readonly bint trusted
     cdef readonly Py_ssize_t receiving  # bytes of the arena's memory that the command under way has
     cdef readonly Py_ssize_t received  # and that the command has that was taken last
+    cdef readonly Py_ssize_t taken_bytes  # all bytes of memory of that command
     cdef object hashed
     cdef Arena arena
     cdef Scratch scratch

@@ -230,7 +230,11 @@ cdef class Parser:
 
     cdef object taken(self):
         """The words of the command that was under way."""
+        cdef Py_ssize_t words = len(self.args) if self.args is not None else 0
+        if self.packed is not None:
+            words = self.packed.count
         command = self.args if self.packed is None else all_of(self.packed)
+        self.taken_bytes = self.size + WORD * words
         self.args = self.packed = None
         self.received, self.receiving = self.receiving, 0
         self.missing = self.size = 0

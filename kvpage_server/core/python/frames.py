@@ -62,7 +62,7 @@ class Parser:
     """One connection's parser.
 
     `receiving` are the bytes of the arena's memory that the command under way has, `received` those of the command that
-    was taken last.
+    was taken last, and `taken_bytes` all bytes of memory that it has.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Parser:
         self.trusted = True
         self.receiving = 0
         self.received = 0
+        self.taken_bytes = 0
         self._hashed = hashed
         self._arena = arena
         self._scratch = scratch or Scratch()
@@ -200,6 +201,7 @@ class Parser:
         """The words of the command that was under way."""
         words, self._words = self._words, []
         self.received, self.receiving = self.receiving, 0
+        self.taken_bytes = self._size + WORD * len(words)
         self._missing = self._size = 0
         return cast("Command", Words(words)) if len(words) > MOST_LISTED else words  # it is read as a list is
 

@@ -397,9 +397,9 @@ MISTAKES = [
     ),
     Mistake(
         "prefix-of-another-length",
-        _COMMANDS + "notifying.tracking",
-        "            prefix = prefixes.get(key[:length]) if len(key) >= length else None\n",
-        "            prefix = prefixes.get(key[:length], next(iter(prefixes.values())))\n",
+        _COMMANDS + "notifying.prefixes",
+        "            if child is None or not name.startswith(child.label, at):\n",
+        "            if child is None:\n",
         "who broadcasts a prefix is told of keys that do not begin with it",
     ),
     Mistake(

@@ -12,6 +12,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 
+MOST_PREFIXES = 1024  # of a client, and bytes of a prefix
 _TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabling it with a different mode."
 
 
@@ -91,7 +92,13 @@ def _check(client: Client, mode: Mode, prefixes: list[bytes]) -> None:
     if before is not None and ((mode.opt_in and before.opt_out) or (mode.opt_out and before.opt_in)):
         raise ReplyError(f"ERR You can't switch OPTIN/OPTOUT mode {_TURN_OFF_FIRST}")
     if mode.broadcast:
-        _check_overlaps(prefixes, list(before.prefixes) if before is not None else [])
+        existing = list(before.prefixes) if before is not None else []
+        longest, count = max(map(len, prefixes), default=0), len({*prefixes, *existing})
+        if longest > MOST_PREFIXES:
+            raise ReplyError(f"ERR A prefix can have at most {MOST_PREFIXES} bytes, got {longest}")
+        if count > MOST_PREFIXES:
+            raise ReplyError(f"ERR A client can have at most {MOST_PREFIXES} prefixes, got {count}")
+        _check_overlaps(prefixes, existing)
 
 
 def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client, Pause
-from kvpage_server.commands.families.connections.connection import checked_name, is_printable
+from kvpage_server.commands.families.connections.connection import checked_name, printable
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
@@ -58,12 +58,11 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
     what = option.lower()
     if what not in (b"lib-name", b"lib-ver"):
         raise ReplyError(f"ERR Unrecognized option '{option.decode('ascii', 'backslashreplace')}'")
-    if not is_printable(value):
-        raise ReplyError(f"ERR {what.decode()} cannot contain spaces, newlines or special characters.")
+    checked = printable(what.decode(), value)
     if what == b"lib-name":
-        client.lib_name = value
+        client.lib_name = checked
     else:
-        client.lib_version = value
+        client.lib_version = checked
     return OK
 
 

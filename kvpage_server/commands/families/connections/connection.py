@@ -17,20 +17,23 @@ from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, PONG, Push, Reply, ReplyError, Wait, simple
 
+MOST_OF_A_NAME = 1024  # bytes: CLIENT LIST, SLOWLOG and ACL LOG have it, too
 _PRINTABLE = re.compile(rb"[!-~]*\Z")
 _AT_HAND = "noscript loading stale fast no_auth allow_busy"  # always allowed
 
 
 def checked_name(name: bytes) -> bytes:
     """A valid client name. Raises ReplyError."""
-    if not _PRINTABLE.match(name):
-        raise ReplyError("ERR Client names cannot contain spaces, newlines or special characters.")
-    return name
+    return printable("Client names", name)
 
 
-def is_printable(value: bytes) -> bool:
-    """Whether it can be in a line of CLIENT LIST."""
-    return bool(_PRINTABLE.match(value))
+def printable(what: str, value: bytes) -> bytes:
+    """A value that may be in a line of CLIENT LIST. Raises ReplyError."""
+    if not _PRINTABLE.match(value):
+        raise ReplyError(f"ERR {what} cannot contain spaces, newlines or special characters.")
+    if len(value) > MOST_OF_A_NAME:
+        raise ReplyError(f"ERR {what} can have at most {MOST_OF_A_NAME} bytes, got {len(value)}")
+    return value
 
 
 _command = partial(command, group="connection")

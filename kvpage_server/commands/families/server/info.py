@@ -194,6 +194,7 @@ def _stats(server: Server) -> Fields:
         "tracking_total_keys": tracking.keys,
         "tracking_total_items": tracking.items,
         "tracking_total_prefixes": tracking.prefixes,
+        "tracking_total_bytes": tracking.nbytes,
         "latest_fork_usec": 0,
         "total_forks": 0,
         "total_error_replies": stats.errors,
