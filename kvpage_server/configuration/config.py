@@ -146,7 +146,7 @@ class Config:
     )
     notify_keyspace_events: str = option(letters("KEg$lshzxeAtdmn"), "", "keyspace events to publish", mutable=True)
     tracking_table_max_keys: int = option(
-        integer(0, 2**31), 1_000_000, "keys that CLIENT TRACKING remembers; 0 is no limit beside that of maxmemory-clients", mutable=True
+        integer(0, 2**31), 1_000_000, "keys that CLIENT TRACKING remembers; 0 is no limit in number", mutable=True
     )
     slowlog_log_slower_than: int = option(
         integer(-1, 2**53), 10_000, "microseconds a call takes to enter SLOWLOG; -1 is never", mutable=True

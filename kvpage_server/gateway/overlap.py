@@ -72,10 +72,12 @@ class Overlap:
         if theirs.under_way < _AT_ONCE:
             self._send(theirs, theirs.take())
         self._bytes += nbytes
+        client.keep(nbytes)
         try:
             yield from waited_for(done)
         finally:
             self._bytes -= nbytes
+            client.keep(-nbytes)
             theirs.names.discard(name)
             if not theirs.names:
                 del self._of[client]

@@ -65,7 +65,7 @@ class PagesBehind:
 
     def kvpagemget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         keys = yield from _keys("KVPAGEMGET", args)
-        yield from self.upstream.fetch(keys, self.upstream.plans.pages, _spell_page)
+        yield from self.upstream.fetch(client, keys, self.upstream.plans.pages, _spell_page)
 
     def kvpageexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [there] = yield from self.upstream.do(self.upstream.plans.calls.mexists([_key(args)]))
@@ -133,7 +133,7 @@ class PagesBehind:
     def kvblockmget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         check_batch("KVBLOCKMGET", args, 2, "block")
         names = yield from each(args[1:], block_names, 2)
-        yield from self.upstream.fetch(names, self.upstream.plans.blocks, spell)
+        yield from self.upstream.fetch(client, names, self.upstream.plans.blocks, spell)
 
     def kvblockexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [opening] = yield from self.upstream.do(self.upstream.plans.ask([get_opening(block_names(args)[0])]))

@@ -63,6 +63,22 @@ class Plans:
         return found
 
     @timed
+    def of_keys(self, end: Deadline, keys: Sequence[PageKey | bytes]) -> Plan[list[Value | None]]:
+        """The values of keys, those of pages as strings or in blocks."""
+        pages = [key for key in keys if isinstance(key, PageKey)]
+        values = iter((yield from self.values(pages)(end)) if pages else ())
+        others = [simple(b"GET", key) for key in keys if not isinstance(key, PageKey)]
+        answers = iter((yield from self.calls.router.ask(others, end)) if others else ())
+        found: list[Value | None] = []
+        for key in keys:
+            if isinstance(key, PageKey):
+                found.append(next(values))
+            else:
+                answer = next(answers)
+                found.append((answer,) if isinstance(answer, memoryview) else None)
+        return found
+
+    @timed
     def pages(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Value | None]]:
         """Pages' bodies; None for those that are not there, or not what was written."""
         values = yield from self.values(keys)(end)

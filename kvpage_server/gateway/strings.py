@@ -6,7 +6,7 @@ A page may be part of a block. So commands on a page's key look for both, or are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpage_server.client.cluster.block_value import block_key
@@ -14,10 +14,10 @@ from kvpage_server.client.cluster.commands import simple
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.value import checked_page
-from kvpage_server.commands.steps import Steps
+from kvpage_server.commands.steps import each
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Argument
-from kvpage_server.gateway.plans import Plans, Value
+from kvpage_server.gateway.plans import Plans
 from kvpage_server.gateway.upstream import Upstream
 from kvpage_server.gateway.words import passed, spell, told
 from kvpage_server.page import PageError, PageKey
@@ -50,15 +50,12 @@ class StringsBehind:
         return self.upstream.plans
 
     def get(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        [value] = yield from self._values(plain_all(args))
-        yield value
+        [value] = yield from self.upstream.do(self._plans.of_keys([_named(plain(args[0]))]))
+        yield spell(value)
 
     def mget(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        keys = plain_all(args)
-        if all(map(page_of, keys)):
-            yield from self.upstream.fetch([PageKey.parse(key) for key in keys], self._plans.values, spell)
-        else:
-            yield (yield from self._values(keys))
+        keys = yield from each(args, lambda some: [*map(_named, plain_all(some))])
+        yield from self.upstream.fetch(client, keys, self._plans.of_keys, spell)
 
     def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
         """The number of keys that exist, or were deleted."""
@@ -103,15 +100,7 @@ class StringsBehind:
             [answer] = yield from self.upstream.do(self._plans.ask([passed(words, writes=spec.writes)]))
             yield told(answer)
 
-    def _values(self, keys: Sequence[bytes]) -> Steps[list[Reply]]:
-        """The values of keys, some of which may be pages."""
-        pages = {key: page for key in keys if (page := page_of(key))}
-        others = [key for key in dict.fromkeys(keys) if key not in pages]
-        found: dict[bytes, Value | None] = {}
-        values = yield from self.upstream.each([*pages.values()], self._plans.values)
-        found |= zip(pages, values, strict=True)
-        answers = yield from self.upstream.each([simple(b"GET", key) for key in others], self._plans.ask)
-        found |= {
-            key: (one,) if isinstance(one, memoryview) else None for key, one in zip(others, answers, strict=True)
-        }
-        return [spell(found[key]) for key in keys]
+
+def _named(key: bytes) -> PageKey | bytes:
+    """A key, as the page that it names if it names one."""
+    return page_of(key) or key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from kvpage_server.client import (
 from kvpage_server.client.cluster.commands import simple
 from kvpage_server.client.cluster.plan import GONE, Timed
 from kvpage_server.client.cluster.topology import SCHEMES, Address
+from kvpage_server.commands.context import Client
 from kvpage_server.commands.steps import Steps
 from kvpage_server.gateway.plans import Plans, Value
 from kvpage_server.page import PageError
@@ -34,7 +35,6 @@ logger = logging.getLogger("kvpage")
 
 _CALLS = 64  # at once; each may use a connection to every node
 FIRST, MOST = 8, 256  # items of a batch that are asked for at once: for a start, and at most
-_AHEAD = 16 * 1024**2  # about so many bytes at once
 _KEPT = 64 * 1024**2  # bytes of freed memory that glibc keeps
 _OUR_RIGHTS = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 _OF_THE_CLUSTER = frozenset({"NOAUTH", "WRONGPASS", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
@@ -53,6 +53,41 @@ def cluster_url(nodes: str) -> str:
     return url
 
 
+class _Counted:
+    """Bytes that count against a client."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.nbytes = 0
+
+    def set(self, nbytes: int) -> None:
+        self.client.keep(nbytes - self.nbytes)
+        self.nbytes = nbytes
+
+
+class _Coming(_Counted):
+    """The batch of values that was asked for. It counts with the size that is expected, later with its own."""
+
+    task: asyncio.Task[list[Value | None]] | None = None
+    count = 0  # of the values
+
+    def begin(self, task: asyncio.Task[list[Value | None]], count: int, nbytes: int) -> None:
+        self.task, self.count = task, count
+        self.set(nbytes)
+        task.add_done_callback(self._arrived)
+
+    def _arrived(self, task: asyncio.Task[list[Value | None]]) -> None:
+        if task is self.task and not task.cancelled() and not task.exception():
+            self.set(sum(map(_size, task.result())))
+
+    def end(self) -> None:
+        """The values were taken, or nobody wants them any more."""
+        if self.task is not None:
+            _cancel(self.task)
+        self.task = None
+        self.set(0)
+
+
 class Upstream:
     """To be used in one event loop."""
 
@@ -62,11 +97,12 @@ class Upstream:
         self.plans = Plans(self.client.cluster)
         self._turns = asyncio.Semaphore(_CALLS)
         self._failing = ""  # the last error, if the last call failed
+        self._usual_size = 1  # bytes of a value in the last batch
 
     async def begin(self) -> None:
         """Log whether the cluster can be used. If not, commands fail until it can."""
         try:
-            await self._done(self.client.carry_out(self.plans.ask([simple(b"EXISTS", b"kv:")])))
+            await self._done(self.plans.ask([simple(b"EXISTS", b"kv:")]))
         except ReplyError as error:
             logger.warning("the cluster can't be used yet: %s", error)
 
@@ -83,45 +119,61 @@ class Upstream:
 
     def fetch(
         self,
+        client: Client,
         items: Sequence[T],
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
         spell: Callable[[Value | None], Reply],
     ) -> Iterator[Reply]:
-        """Steps that make an array of the values of all items. The next values are fetched while these are sent.
+        """Steps that make an array of the values of all items. The next values are fetched while these are sent, as
+        long as clients do not hold much. Values count against the client until they are handed over.
 
         Raises ReplyError as long as nothing was sent. After that, values that can't be fetched are missing."""
-        some = items[:FIRST]
-        task, at = self.start(plan(some)), len(some)
+        coming, here, at = _Coming(client), _Counted(client), 0
         try:
-            while some:
+            while at < len(items):
+                if coming.task is None:
+                    self._begin(coming, items, at, plan)
+                assert coming.task is not None
                 try:
-                    found = yield from waited_for(task)
+                    found = yield from waited_for(coming.task)
                 except ReplyError:
-                    if at == len(some):
+                    if not at:
                         raise
-                    found = [None] * len(some)
-                    self.plans.calls.misses[GONE] += len(some)
-                if at == len(some):
+                    found = [None] * coming.count
+                    self.plans.calls.misses[GONE] += coming.count
+                if not at:
                     yield Raw(b"*%d\r\n" % len(items))
-                size = sum(map(_size, found)) // len(found)
-                some = items[at : at + min(max(_AHEAD // max(size, 1), 1), MOST)]
-                at += len(some)
-                if some:
-                    task = self.start(plan(some))
-                for value in found:
+                at += coming.count
+                here.set(sum(map(_size, found)))
+                self._usual_size = max(here.nbytes // len(found), 1)
+                coming.end()
+                if at < len(items) and not client.server.is_tight:
+                    self._begin(coming, items, at, plan)
+                for i, value in enumerate(found):
+                    found[i] = None
+                    here.set(here.nbytes - _size(value))
                     yield spell(value)
         finally:
-            task.cancel()
+            coming.end()
+            here.set(0)
+
+    def _begin(
+        self, coming: _Coming, items: Sequence[T], at: int, plan: Callable[[Sequence[T]], Timed[list[Value | None]]]
+    ) -> None:
+        """Ask for the next values, as many as there may be room for."""
+        room = coming.client.server.found_at_once // self._usual_size
+        some = items[at : at + min(max(room, 1), MOST if at else FIRST)]
+        coming.begin(self.start(plan(some)), len(some), self._usual_size * len(some))
 
     def start(self, plan: Timed[T]) -> asyncio.Task[T]:
         """Begin to carry out a plan. Its task raises ReplyError."""
-        return asyncio.get_running_loop().create_task(self._done(self.client.carry_out(plan)))
+        return asyncio.get_running_loop().create_task(self._done(plan))
 
-    async def _done(self, work: Awaitable[T]) -> T:
-        """Its result. Raises ReplyError."""
+    async def _done(self, plan: Timed[T]) -> T:
+        """The result of a plan. Raises ReplyError."""
         try:
             async with self._turns:
-                found = await work
+                found = await self.client.carry_out(plan)
         except (BadBuffer, PageError) as error:
             raise ReplyError(f"ERR {error}") from None
         except PageClientError as error:
@@ -176,9 +228,13 @@ def waited_for(task: asyncio.Future[T]) -> Steps[T]:
             yield Wait(partial(_when_done, task))
         return task.result()
     finally:
-        if not task.get_loop().is_closed():  # as it is when the gateway has ended
-            task.cancel()
+        _cancel(task)
         del task  # its error has this frame
+
+
+def _cancel(task: asyncio.Future[Any]) -> None:
+    if not task.get_loop().is_closed():  # as it is when the gateway has ended
+        task.cancel()
 
 
 def _when_done(task: asyncio.Future[Any], then: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.steps import STEP
 from kvpage_server.commands.totals import counted
-from kvpage_server.net.limits import output_limit, overflown
+from kvpage_server.net.limits import make_room, output_limit, overflown
 from kvpage_server.system import malloc
 
 log = logging.getLogger("kvpage")
@@ -36,6 +36,8 @@ class Watch:
         server = self._server
         if server.pause is not None and server.pause.ends <= now:
             server.end_pause()
+        if server.in_flight > server.config.client_memory > 0:
+            make_room(server)  # something has grown that belongs to clients who send nothing
         yield from counted(server)
         self._measure(now)
         self._give_back_memory()
