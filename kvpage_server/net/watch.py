@@ -37,7 +37,7 @@ class Watch:
         if server.pause is not None and server.pause.ends <= now:
             server.end_pause()
         if server.in_flight > server.config.client_memory > 0:
-            make_room(server)  # something has grown that belongs to clients who send nothing
+            make_room(server)  # memory of idle clients may have grown
         yield from counted(server)
         self._measure(now)
         self._give_back_memory()

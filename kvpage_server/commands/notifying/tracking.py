@@ -42,8 +42,8 @@ _OPENING = {
 _INDEX = b":index"
 _MANY = 1000  # keys of a block that get a message each
 _STEP = 1000  # notes that are freed before other clients have their turn
-_NOTE = 512  # bytes of a note beside its key
-_PREFIX = 1024  # bytes of a prefix beside its own
+_NOTE = 512  # bytes of a note, without the key
+_PREFIX = 1024  # bytes of a prefix, without its name
 _SHARE = 4  # a client has at most this part of the bytes that all have
 _IN_A_ROW = 64  # notes that a client loses before it is decided anew which client has most
 
@@ -79,20 +79,20 @@ class _Due:
 
 
 class Tracking:
-    """The clients that track, what they read, and what they will be sent. `everybody` are all connections by id."""
+    """The tracking clients, the keys that they have read, and their messages. `everybody` has all connections by id."""
 
     def __init__(
         self, everybody: Mapping[int, Recipient], most_keys: Callable[[], int], most_bytes: Callable[[], int]
     ) -> None:
         """`most_keys` and `most_bytes` return the limits, 0 for none."""
-        self.clients: dict[Recipient, _Reader] = {}  # those that track
+        self.clients: dict[Recipient, _Reader] = {}  # with their notes
         self.items = 0  # readers of all keys
         self.nbytes = 0  # of the notes of all clients
         self.is_due = False  # whether something is to be told
         self._everybody = everybody
         self._most_keys = most_keys
         self._most_bytes = most_bytes
-        self._notes: dict[bytes, set[_Reader]] = {}  # those who read each key
+        self._notes: dict[bytes, set[_Reader]] = {}  # the readers of each key
         self._of_requests: dict[bytes, set[bytes]] = {}  # notes about whole requests, by `kv:{req}:`
         self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and how many more it does
         self._prefixes: Prefixes[_Prefix] = Prefixes()
@@ -132,7 +132,7 @@ class Tracking:
         self.clients.setdefault(client, _Reader(client))
 
     def end(self, client: Recipient) -> None:
-        """Stop tracking for a client, and forget what it read."""
+        """Stop tracking for a client, and delete its notes."""
         mode, client.tracking = client.tracking, None
         if mode is None:
             return
@@ -299,7 +299,7 @@ class Tracking:
                 yield client
 
     def flushed(self) -> None:
-        """Every key is gone: tell all clients that track, and forget what they read."""
+        """Send all tracking clients the message that every key was deleted, and delete all notes."""
         forgotten = []
         for client, reader in self.clients.items():
             due = self._due_to(client)

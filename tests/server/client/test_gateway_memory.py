@@ -1,4 +1,4 @@
-"""Memory of a gateway: what its clients do not read is counted and bounded, and nothing is left at a stop."""
+"""Memory of a gateway: unread values are counted and bounded, and a stop leaves no coroutine behind."""
 
 from __future__ import annotations
 
