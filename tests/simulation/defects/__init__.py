@@ -1,4 +1,4 @@
-"""Mistakes that somebody could make, one at a time, in the server's source as it is imported.
+"""Mistakes that somebody could make, one at a time, in the server's source as it is imported or compiled.
 
 Each is a line or some of `mistakes.py`: a module, what stands there, and what would be wrong. Where the source does
 not say that any more, the mistake cannot be made and says so: it is to be written anew, or to go.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+from tests.simulation.defects.compiled import NATIVE, PLANTED, CannotBuild, start_again_in_copy
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +32,11 @@ class Mistake:
     about: str
     shown_by: tuple[str, ...] = ()  # of the command line: what it takes to see it
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is a mistake in the compiled core."""
+        return self.module.startswith(NATIVE)
+
 
 class DoesNotApply(Exception):
     """The source does not say that."""
@@ -36,7 +44,7 @@ class DoesNotApply(Exception):
 
 def apply(mistake: Mistake) -> str:
     """The source with the mistake in it. Raises DoesNotApply."""
-    path = ROOT.joinpath(*mistake.module.split(".")).with_suffix(".py")
+    path = ROOT.joinpath(*mistake.module.split(".")).with_suffix(".pyx" if mistake.is_compiled else ".py")
     if not path.is_file():
         raise DoesNotApply(f"{mistake.name}: there is no {mistake.module}")
     source = path.read_text(encoding="utf-8")
@@ -81,4 +89,12 @@ def plant(name: str) -> None:
     mistake = next((one for one in MISTAKES if one.name == name), None)
     if mistake is None:
         raise DoesNotApply(f"no mistake is named {name}; there are {', '.join(one.name for one in MISTAKES)}")
-    sys.meta_path.insert(0, _Finder(mistake.module, apply(mistake)))
+    if not mistake.is_compiled:
+        sys.meta_path.insert(0, _Finder(mistake.module, apply(mistake)))
+        return
+    if os.environ.get(PLANTED) == name:
+        return  # this is the copy that has it
+    try:
+        start_again_in_copy(ROOT, name, mistake.module, apply(mistake))
+    except CannotBuild as error:
+        raise DoesNotApply(f"{name}: the core cannot be compiled with it: {error}") from error

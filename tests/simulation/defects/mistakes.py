@@ -7,6 +7,7 @@ from tests.simulation.defects import Mistake
 
 _STORE = "kvpage_server.store."
 _COMMANDS = "kvpage_server.commands."
+_CORE = "kvpage_server.core.native."
 
 MISTAKES = [
     Mistake(
@@ -450,5 +451,26 @@ MISTAKES = [
         'if behind.mode == "always" and behind.durable < behind.position:',
         'if behind.mode == "always" and behind.durable < behind.position < 0:',
         "under `always`, a deletion of what was just deleted is answered before that is on disk",
+    ),
+    Mistake(
+        "core-forgets-a-row",
+        _CORE + "pages",
+        "            if old[i].heads:\n                self.row(old[i].number)[0] = old[i]",
+        "            if old[i].heads and i:\n                self.row(old[i].number)[0] = old[i]",
+        "the index of a block loses a row when its table grows",
+    ),
+    Mistake(
+        "core-counts-twice",
+        _CORE + "pages",
+        "        if not row.heads & bit:\n            row.heads |= bit\n            self.pages += 1",
+        "        row.heads |= bit\n        self.pages += 1",
+        "a page that is written again counts as another page of its block",
+    ),
+    Mistake(
+        "core-keeps-the-place",
+        _CORE + "uses",
+        "        link_last(before, after, place, queue)\n        at[place], last[place] = now, time",
+        "        link_last(after, before, place, queue)\n        at[place], last[place] = now, time",
+        "a unit that is used becomes the next to be evicted",
     ),
 ]
