@@ -7,6 +7,7 @@ any server.
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
@@ -31,6 +32,8 @@ from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 from kvpage_server.page import DType, Plane
 from tests.simulation.world import threads
+
+logging.getLogger("engine").addHandler(logging.NullHandler())  # outages are ordinary here
 
 BLOCK = 4  # tokens
 _HEADS, _DIM = 2, 16

@@ -467,10 +467,10 @@ MISTAKES = [
         "a page that is written again counts as another page of its block",
     ),
     Mistake(
-        "core-keeps-the-place",
-        _CORE + "uses",
-        "        link_last(before, after, place, queue)\n        at[place], last[place] = now, time",
-        "        link_last(after, before, place, queue)\n        at[place], last[place] = now, time",
-        "a unit that is used becomes the next to be evicted",
+        "core-counts-the-replaced",
+        _CORE + "pages",
+        "                footprint -= footprint_of(old)\n",
+        "",
+        "a page that is replaced still counts as used memory",
     ),
 ]
