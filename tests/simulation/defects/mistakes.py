@@ -473,4 +473,25 @@ MISTAKES = [
         "",
         "a page that is replaced still counts as used memory",
     ),
+    Mistake(
+        "full-memory-takes-more",
+        _COMMANDS + "dispatch.admission",
+        "    except OutOfMemory:\n        if client.server.tiered is not None:\n            wait_for_room(client.server.tiered)\n",
+        "    except OutOfMemory:\n        if client.server.tiered is None:\n            return\n        wait_for_room(client.server.tiered)\n",
+        "under noeviction, a full store takes what it has to refuse",
+    ),
+    Mistake(
+        "longer-lease-is-forgotten",
+        _STORE + "eviction.leases",
+        "            lease.until = until\n        return True",
+        "            lease.until = lease.until or until\n        return True",
+        "a lease that is lengthened ends when the first one would have ended",
+    ),
+    Mistake(
+        "unpin-ends-the-lease",
+        _STORE + "eviction.leases",
+        "        if not lease.until:\n            self.removed(unit)\n        return True",
+        "        self.removed(unit)\n        return True",
+        "a block that is unpinned is evicted, though a lease of it lasts",
+    ),
 ]

@@ -208,6 +208,8 @@ class Judge:
         asked.queued = [*talk.queued] if talk.queued and said[0].lower() == b"exec" else []
         unclear = store.doubtful() | store.fog if isinstance(reply, Stream) else set()
         refusal = self._refusals.why(str(reply) if isinstance(reply, ReplyError) else "", said)
+        if not isinstance(reply, ReplyError) and talk.queued is None and self._refusals.must_refuse(said):
+            self.fail(f"{shown(said)} was not refused: values exceed maxmemory, and noeviction evicts none of them")
         if refusal:
             asked.expected = self._refused(talk, said, refusal)
         elif talk.stranger and talk.queued is None and said[0].lower() not in _CHANGE:

@@ -1,9 +1,14 @@
-"""Why the server may refuse a command that is right: for want of memory or of a disk that works, and not otherwise."""
+"""Refusals of commands that are right: for want of memory or of a disk that works, and not otherwise.
+
+A refusal for want of memory is also demanded, where the values that the model is sure of exceed maxmemory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvpage_server.commands.table.spec import named
+from kvpage_server.store.eviction.policies import NO_EVICTION
 from tests.simulation.acting.peers import shown
 from tests.simulation.acting.process import Process
 from tests.simulation.model.model import Model, Words
@@ -18,6 +23,23 @@ class Refusals:
         self._model = model
         self._process = process
         self._fail = fail
+
+    def must_refuse(self, words: Words) -> bool:
+        """Whether a command that stores something has to be refused: `noeviction`, and values alone exceed maxmemory.
+
+        Call it before the model runs the command. It counts only keys that do not expire and of which the model is
+        sure. A server with a disk is never required to refuse: it can drop values from memory without an eviction.
+        """
+        keyspace, spec = self._process.server.keyspace, named(words[0])
+        most = keyspace.memory.maxmemory
+        if spec is None or not spec.stores or not most or self._process.server.tiered is not None:
+            return False
+        if keyspace.evictor.policy != NO_EVICTION:
+            return False
+        store = self._model.store
+        unsure = store.doubtful() | store.fog
+        sizes = (cell.size for key, cell in store.keys.items() if key not in unsure and not cell.expires)
+        return sum(sizes) > most
 
     def why(self, error: str, words: Words) -> str:
         """Why the server may refuse a command that is right, empty when it does not."""

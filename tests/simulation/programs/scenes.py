@@ -12,7 +12,7 @@ from tests.simulation.programs.step import CHANNELS, LISTENERS, MS, PEERS, Step
 
 _LONG = [b"long%d" % i for i in range(4)]
 _LONG_FAULT = 25_000 * MS  # longer than anybody may be kept waiting
-_TTL = 3  # which of KVBLOCKSET's words after the page
+TTL = 3  # which of KVBLOCKSET's words after the page
 _LONG_SIZE = 60_000  # bytes: some of these are more than a client may leave unread
 
 
@@ -103,7 +103,7 @@ def _leased_and_crowded(seed: Seed) -> list[Step]:
     rng, peer = seed.rng, seed.rng.randrange(PEERS)
     seed.peer = peer
     name, req, page, *words = commands.block_set(seed)
-    words[_TTL] = b"0"  # or nobody knows to the moment for how long it is protected
+    words[TTL] = b"0"  # or nobody knows to the moment for how long it is protected
     steps = [seed.send(peer, (name, req, page, *words))]
     pin = (b"KVPAGEPIN", req, page)
     leased = rng.choice([
