@@ -14,17 +14,17 @@ setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development to
 
 run: $(VENV)/server.stamp  ## the server with its embedded store, in data/, on port 9221
 	mkdir -p -m 700 data
-	$(BIN)/kvpage-server conf/kvpage.conf --dir data
+	"$(BIN)/kvpage-server" conf/kvpage.conf --dir data
 
 chat: $(VENV)/engine.stamp $(MODEL)  ## a conversation with the small model; a later one goes on with it
 	mkdir -p -m 700 data
-	$(BIN)/kvpage-engine chat --store $(STORE) --transcript data/chat.json
+	"$(BIN)/kvpage-engine" chat --store $(STORE) --transcript data/chat.json
 
 serve: $(VENV)/engine.stamp $(MODEL)  ## the small model on port 8000, for OpenAI's clients
-	$(BIN)/kvpage-engine serve --store $(STORE)
+	"$(BIN)/kvpage-engine" serve --store $(STORE)
 
 demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two engines
-	$(BIN)/kvpage-engine demo
+	"$(BIN)/kvpage-engine" demo
 
 # More than there are cores: tests wait for more than half of their time.
 WORKERS ?= 5
@@ -39,25 +39,25 @@ ON_BOTH_CORES := tests/server/commands/test_keyspace.py tests/server/commands/pa
 	tests/server/commands/pages/test_page_properties.py tests/server/commands/pages/test_page_protection.py \
 	tests/server/commands/pages/test_page_queries.py
 test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model; KVPAGE_CORE=python: all on that core
-	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not soak and not alone"
-	$(BIN)/python -m pytest -m "alone and not soak" $(ALONE)
-	KVPAGE_CORE=python $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not alone" $(ON_BOTH_CORES)
-	$(BIN)/python tests/elsewhere.py --short
+	"$(BIN)/python" -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not soak and not alone"
+	"$(BIN)/python" -m pytest -m "alone and not soak" $(ALONE)
+	KVPAGE_CORE=python "$(BIN)/python" -m pytest -n $(WORKERS) -m "not soak and not alone" $(ON_BOTH_CORES)
+	"$(BIN)/python" tests/elsewhere.py --short
 
 test-elsewhere: $(VENV)/dev.stamp $(MODEL)  ## sensitive tests as on other machines: kernels of OpenBLAS, umask, user, encoding; an hour
-	$(BIN)/python tests/elsewhere.py
+	"$(BIN)/python" tests/elsewhere.py
 
 check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the server's tests that are quick
-	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and not alone and not soak" tests/server
+	"$(BIN)/python" -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and not alone and not soak" tests/server
 
 FUZZ_SECONDS ?= 60
 soak: $(VENV)/dev.stamp  ## what takes long: storms, crashes, every family, inputs that nobody has tried
-	$(BIN)/python -m pytest -m soak -s
-	$(BIN)/python -m pytest -m "hypothesis and not soak and not alone" --hypothesis-profile anything
+	"$(BIN)/python" -m pytest -m soak -s
+	"$(BIN)/python" -m pytest -m "hypothesis and not soak and not alone" --hypothesis-profile anything
 
 fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by coverage, then watched for misuse of memory
-	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
-	$(BIN)/python tests/fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=20000 build/fuzz/parser
+	"$(BIN)/python" -m pip install --quiet --editable '.[fuzz]'
+	"$(BIN)/python" tests/fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=20000 build/fuzz/parser
 	tests/sanitized.sh tests/fuzz/seeded.py $(FUZZ_SECONDS)
 
 sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of memory
@@ -65,60 +65,60 @@ sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of
 		tests/server/commands/pages/test_page_properties.py
 
 lint: $(VENV)/dev.stamp  ## ruff, vulture and mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff check --preview --select PLW1514 --quiet .
-	$(BIN)/ruff format --check .
-	$(BIN)/vulture
-	$(BIN)/mypy
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" check --preview --select PLW1514 --quiet .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/vulture"
+	"$(BIN)/mypy"
 
 format: $(VENV)/dev.stamp  ## the code as ruff wants it
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
 
 docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from their declarations
-	$(BIN)/python -m kvpage_server.commands.reference > docs/commands.md
-	$(BIN)/python -m kvpage_server.configuration.reference > docs/configuration.md
+	"$(BIN)/python" -m kvpage_server.commands.reference > docs/commands.md
+	"$(BIN)/python" -m kvpage_server.configuration.reference > docs/configuration.md
 
 bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
-	$(BIN)/python -m benchmarks
+	"$(BIN)/python" -m benchmarks
 
 demo-cluster: $(VENV)/dev.stamp $(MODEL)  ## a conversation on a Valkey Cluster whose masters die
-	$(BIN)/python -m benchmarks.demo_cluster
+	"$(BIN)/python" -m benchmarks.demo_cluster
 
 cluster: $(VENV)/dev.stamp  ## a Valkey Cluster on ports 7000 to 7005: three masters, three replicas
-	$(BIN)/python -m benchmarks.valkey_cluster start
+	"$(BIN)/python" -m benchmarks.valkey_cluster start
 
 cluster-stop: $(VENV)/dev.stamp  ## ends it
-	$(BIN)/python -m benchmarks.valkey_cluster stop
+	"$(BIN)/python" -m benchmarks.valkey_cluster stop
 
 core: $(VENV)/server.stamp  ## compiles the page core again, and shows what the compiler says
-	$(BIN)/python -m pip install --verbose --no-deps --editable .
-	$(BIN)/kvpage-server --version
+	"$(BIN)/python" -m pip install --verbose --no-deps --editable .
+	"$(BIN)/kvpage-server" --version
 
 wheels: $(VENV)/dev.stamp  ## wheels in dist/, by cibuildwheel where docker runs, else for every Python that is found
-	conf/wheels.sh $(BIN)/python dist
+	conf/wheels.sh "$(BIN)/python" dist
 
 clean:  ## removes the environment and what tools keep; not the model, the compiled core or data
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf "$(VENV)" build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1	/p' $(MAKEFILE_LIST) | expand -t 15
 
 $(VENV)/bin/python:
-	PYTHON=$(PYTHON) conf/venv.sh $(VENV)
+	PYTHON="$(PYTHON)" conf/venv.sh "$(VENV)"
 
 $(VENV)/server.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
-	conf/install.sh $(VENV) '[web]'
+	conf/install.sh "$(VENV)" '[web]'
 	touch $@
 
 $(VENV)/engine.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
-	conf/install.sh $(VENV) '[engine]'
+	conf/install.sh "$(VENV)" '[engine]'
 	touch $@ $(VENV)/server.stamp
 
 $(VENV)/dev.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
 	tests/install-tools.sh
-	conf/install.sh $(VENV) '[dev]'
+	conf/install.sh "$(VENV)" '[dev]'
 	touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp
 
 $(MODEL): | $(VENV)/engine.stamp
-	$(BIN)/kvpage-engine fetch-model smollm2 --to models/smollm2
+	"$(BIN)/kvpage-engine" fetch-model smollm2 --to models/smollm2

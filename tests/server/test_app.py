@@ -177,7 +177,7 @@ def failing_once(what: str) -> tuple[str, str]:
     return "-c", (
         "from kvpage_server import app\n"
         f"call = app.{what}\n"
-        "def fail(*_):\n"
+        "def fail(*_, **__):\n"
         f"    app.{what} = call\n"
         "    raise OSError(5, 'broken')\n"
         f"app.{what} = fail\n"

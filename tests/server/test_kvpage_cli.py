@@ -429,8 +429,10 @@ def test_a_server_that_goes_away_is_one_line() -> None:
     "missing", ["mlx", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mlx_lm", "pydantic")), "uvicorn"]
 )
 def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
-    program = f"import sys; sys.modules['{missing}'] = None; from engine.cli import main; sys.exit(main(['serve']))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
+    program = f"import sys; sys.modules['{missing}'] = None; from engine.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "serve", "--port", "0"], capture_output=True, encoding="utf-8", timeout=100
+    )
     assert done.returncode == 1
     assert done.stderr.endswith(
         f"kvpage-engine: {missing} is not installed: pip install '.[engine]' in a checkout of kvpage\n"

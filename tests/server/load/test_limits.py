@@ -75,8 +75,8 @@ class TestConnections:
         """With 64 descriptors: fewer clients, a line in the log, and no busy loop when even they run out."""
         port = free_port()
         command = (
-            f"ulimit -n 64; exec {sys.executable} -m kvpage_server.app --port {port} --dir {tmp_path} --logfile log "
-            "--store memory"
+            f"ulimit -n 64; exec '{sys.executable}' -m kvpage_server.app --port {port} --dir '{tmp_path}' "
+            "--logfile log --store memory"
         )
         with subprocess.Popen(["/bin/sh", "-c", command]) as process, ExitStack() as stack:
             until(lambda: _listens(port))
