@@ -103,6 +103,7 @@ class Server:
         self.stop = stop
         self.run_id = os.urandom(20).hex()
         self.started_ms = unix_ms()
+        self.started = time.monotonic()
         self.users = Users()
         self.refusals = Refusals(lambda: self.config.acllog_max_len)
         self.guesses = Guesses()

@@ -15,7 +15,7 @@ MINUTES = 10
 class Moment:
     """What happened between two overviews, as rates a second, and the state at the end."""
 
-    at: float  # unix seconds
+    at: float  # unix seconds of the first overview, and the seconds since then, whatever is done to the wall clock
     seconds: float  # between the two
     commands: float
     bytes_in: float
@@ -43,21 +43,27 @@ class History:
     def __init__(self) -> None:
         self.moments: deque[Moment] = deque(maxlen=60 * MINUTES)
         self._last: Overview | None = None
+        self._at = 0.0  # of the last overview, as `Moment.at` counts
 
     def add(self, now: Overview) -> Moment | None:
         """Adds an overview, and returns the moment that it ends. None for the first one, and after a restart."""
         before, self._last = self._last, now
-        if before is None or now.at <= before.at:
+        if before is None:
+            self._at = now.at
+            return None
+        seconds = now.read - before.read
+        self._at += seconds
+        if seconds <= 0:
             return None
         if before.server.pid != now.server.pid or now.traffic.commands < before.traffic.commands:
             return None
-        moment = _between(before, now)
+        moment = _between(before, now, self._at)
         self.moments.append(moment)
         return moment
 
 
-def _between(before: Overview, now: Overview) -> Moment:
-    seconds = now.at - before.at
+def _between(before: Overview, now: Overview, at: float) -> Moment:
+    seconds = now.read - before.read
     old, new = before.traffic, now.traffic
 
     def rate(was: int, count: int) -> float:
@@ -65,7 +71,7 @@ def _between(before: Overview, now: Overview) -> Moment:
 
     missed = {reason: rate(before.misses.get(reason, 0), count) for reason, count in now.misses.items()}
     return Moment(
-        at=now.at,
+        at=at,
         seconds=seconds,
         commands=rate(old.commands, new.commands),
         bytes_in=rate(old.bytes_in, new.bytes_in),

@@ -9,6 +9,7 @@ Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO tells litt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
@@ -200,6 +201,7 @@ class Overview:
     errors: Mapping[str, int]  # error replies by code
     quotas: tuple[QuotaFigures, ...]
     disk: DiskFigures | None  # None for a store in memory alone
+    read: float = field(default_factory=time.monotonic, compare=False)  # when the reply was read, in monotonic seconds
 
 
 def overview_of_store() -> Reading[Overview]:

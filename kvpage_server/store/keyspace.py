@@ -46,6 +46,7 @@ from kvpage_server.store.promise import Promise, Takings
 from kvpage_server.store.protection import Protection
 from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
 from kvpage_server.store.reading import Reader
+from kvpage_server.system.durations import monotonic_ms
 
 __all__ = ["Flushed", "Keyspace", "OutOfMemory"]
 
@@ -353,13 +354,14 @@ class Keyspace:
         return flushed
 
     def sweep(self, now: int, most: int, *, expires: bool = True) -> int:
-        """Remove up to `most` overdue keys if `expires`, and go on with other work that is done in steps. Returns
-        `most` if there is more."""
+        """Remove up to `most` keys that are overdue at `now` (unix milliseconds) if `expires`, and go on with other
+        work that is done in steps. Returns `most` if there is more."""
         if self.tier is not None:
             self.tier.fetching.sweep()
-        self.evictor.units.now = now // 1000
-        self.leases.settle(now)
-        self._catalogue.rest(now)
+        elapsed = monotonic_ms()
+        self.evictor.units.now = elapsed // 1000
+        self.leases.settle(elapsed)
+        self._catalogue.rest(elapsed)
         self.arena.rest()
         removed = 0
         for key in self.contents.expirer.due(now) if expires else ():

@@ -8,6 +8,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.memory.catalogue import Place
 from kvpage_server.store.memory.index import Block
+from kvpage_server.system.durations import monotonic_ms
 
 
 class Listing:
@@ -61,7 +62,7 @@ class Listing:
 
     def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
-        cursor, req_ids = self._contents.index.scan(cursor, count, unix_ms())
+        cursor, req_ids = self._contents.index.scan(cursor, count, monotonic_ms())
         return cursor, list(filter(self.has_pages, req_ids))
 
     def has_pages(self, req_id: bytes) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol, cast
 
-from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
+from kvpage_server.system.durations import monotonic_ms
 
 MOST_LEAVE = 250  # keys that leave memory before others have their turn
 _MOST_PASSED = 1024  # units that can't leave, before the search ends
@@ -103,7 +103,7 @@ class MemoryLimit:
 
         None if those that may leave are not enough.
         """
-        now, passed, left, tier = unix_ms(), 0, MOST_LEAVE, self.tier
+        now, passed, left, tier = monotonic_ms(), 0, MOST_LEAVE, self.tier
         leases = self._contents.leases
         leases.settle(now)
         for unit in units:
@@ -126,4 +126,4 @@ class MemoryLimit:
 
     def soonest(self) -> Iterator[Unit]:
         get = self._contents.catalogue.get
-        return (unit_of(key, cast(Entry, get(key))) for key in self._contents.expirer.nearest(unix_ms()))
+        return (unit_of(key, cast(Entry, get(key))) for key in self._contents.expirer.nearest(monotonic_ms()))

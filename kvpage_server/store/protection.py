@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from typing import cast
 
-from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.eviction.leases import Bytes
@@ -19,6 +18,7 @@ from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.entry import Entry, Page, Text
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
+from kvpage_server.system.durations import monotonic_ms
 
 SHARE = 0.5
 PROMISE = 10_000  # milliseconds
@@ -38,10 +38,11 @@ class Protection:
         A client of LMCache that is told so by EXISTS, and then misses with GET, waits for ever.
         """
         if (self._memory.maxmemory or self._of_disk) and not isinstance(entry, Text):
-            self.lease(unit_of(key, entry), unix_ms() + PROMISE)
+            self.lease(unit_of(key, entry), PROMISE)
 
-    def lease(self, unit: Unit, until: int) -> bool:
-        """Protect a unit until then. False if that would be too much."""
+    def lease(self, unit: Unit, milliseconds: int) -> bool:
+        """Protect a unit for that long. False if that would be too much."""
+        until = monotonic_ms() + milliseconds
         return self._contents.leases.lease(unit, self.size_of(unit), until, self.most(unit))
 
     def pin(self, unit: Unit) -> bool:

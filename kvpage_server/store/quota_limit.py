@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, cast
 
-from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
+from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
@@ -17,6 +17,7 @@ from kvpage_server.store.eviction.quotas import OverQuota, Quota, Rule, block_na
 from kvpage_server.store.memory.entry import Entry, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.promise import Takings
+from kvpage_server.system.durations import monotonic_ms
 
 _AT_ONCE = 20_000  # patterns that names are held against before others have their turn; a value costs as much as some
 _OF_A_VALUE = 16
@@ -91,7 +92,7 @@ class QuotaLimit:
         policy = self._contents.evictor.policy
         if policy == NO_EVICTION:
             raise OverQuota(quota)
-        now = unix_ms()
+        now = monotonic_ms()
         for unit in quota.units.victims():
             name = (unit.req_id, unit.page) if isinstance(unit, Block) else unit
             if name in stay or self._contents.leases.spares(unit, now) or not self._may_go(unit):

@@ -1,12 +1,23 @@
-"""Counts durations by powers of two of nanoseconds. Counting one costs no more than an addition."""
+"""The clock for durations, and counts of durations by powers of two of nanoseconds.
+
+Nobody can set this clock. Leases, idle times and pauses last as long as they should when the wall clock is set. Times
+to live, time stamps and all that is written to disk use the wall clock, `page.unix_ms`. To count a duration costs no
+more than an addition.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 
 BUCKETS = 64
 FIRST, LAST = 12, 34  # the powers that are told: 4 microseconds to 17 seconds
+
+
+def monotonic_ms() -> int:
+    """Milliseconds since some moment in the past. Another process may count from another moment."""
+    return time.monotonic_ns() // 1_000_000
 
 
 class Durations:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import filterfalse
 from typing import cast
 
-from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
+from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.holds import Holds
@@ -48,6 +48,7 @@ from kvpage_server.store.promise import Account, Takings
 from kvpage_server.store.quota_limit import Coming
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import footprint, name_of_block, name_of_key
+from kvpage_server.system.durations import monotonic_ms
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for what it replaces
 _SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
@@ -236,7 +237,7 @@ class DiskLimit:
 
     def _going(self, *, alone: bool) -> Iterator[Unit]:
         """The units on disk in the order in which they go. With `alone`, only those that memory does not have."""
-        now, leases = unix_ms(), self._contents.leases
+        now, leases = monotonic_ms(), self._contents.leases
         leases.settle(now)
         units = self._soonest(alone=alone) if self._policy == VOLATILE_TTL else self._oldest(alone=alone)
         for unit in units:

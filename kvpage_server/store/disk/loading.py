@@ -22,6 +22,7 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import Damaged, Record, footprint, name_of_key
+from kvpage_server.system.durations import monotonic_ms
 
 
 class Loader:
@@ -33,7 +34,7 @@ class Loader:
         self._catalogue = contents.catalogue
         self._expirer = contents.expirer
         self._stored = stored
-        self._now = 0  # when the server started, in seconds
+        self._began = (0, 0)  # when the server started, in unix and in monotonic seconds
         contents.index.on_waking = self._wake
 
     def load(self) -> bool:
@@ -41,13 +42,14 @@ class Loader:
         usual."""
         units: list[bytes] = []  # the units and when each was used last
         used: list[int] = []
-        self._now = unix_ms() // 1000
+        now = monotonic_ms() // 1000
+        self._began = unix_ms() // 1000, now
         collecting = gc.isenabled()
         gc.disable()  # there is no garbage, and there may be millions of objects
         try:
             size = self._load_sheets(units, used) + self._load_records(units, used)
         finally:
-            self._contents.evictor.units.now = self._now  # strings were entered with the times of their own use
+            self._contents.evictor.units.now = now  # strings were entered with the times of their own use
             if collecting:
                 gc.enable()
         latest = np.argsort(np.array(used, np.uint64), kind="stable")[::-1]
@@ -102,7 +104,7 @@ class Loader:
         name, expires = record.name, record.expires
         if name[:1] == b"b":
             block = self._contents.index.open(*parse_block(name))
-            self._catalogue.fill(block, extent_of(record, block))
+            self._catalogue.fill(block, extent_of(record, block, self._seconds(record.used)))
             key, keys = next(block.page_keys()), block.pages
         else:
             key, keys = name[1:], 1
@@ -114,14 +116,23 @@ class Loader:
     def _string_of(self, key: bytes, record: Record) -> Entry:
         self._catalogue.note_stray(key)
         if record.body.first:
-            return Cold(record.name, record.body.size, expires=record.expires, used=record.used // 1000)
+            return Cold(record.name, record.body.size, expires=record.expires, used=self._seconds(record.used))
         text = Text(record.body.inline)
         text.expires = record.expires
         self._contents.texts += len(key) + record.body.size + TEXT_OVERHEAD
         units = self._contents.evictor.units
-        units.now = min(record.used // 1000, self._now)
+        units.now = self._seconds(record.used)
         units.used(key)
         return text
+
+    def _seconds(self, used: int) -> int:
+        """The monotonic seconds of a use, which is at `used` unix milliseconds.
+
+        Negative for a use before the machine started. If the clock was set back since, the use may lie in the future:
+        then it counts as one at the start.
+        """
+        unix, monotonic = self._began
+        return monotonic - max(unix - used // 1000, 0)
 
     def _wake(self, block: Block, rows: bytes) -> None:
         """Give a block the pages in these rows, all of them cold."""
@@ -129,7 +140,8 @@ class Loader:
         pages, unit = sheet.pages(block.req_id, block.page, rows), name_of_unit(block)
         for header, (key, (kv_type, layer, head), expires, used) in zip(sheet.headers(rows), pages, strict=True):
             name = name_of_key(key)
-            cold = Cold(name, sheet.size_of(header), expires=expires, header=header, unit=block, used=used // 1000)
+            size, last = sheet.size_of(header), self._seconds(used)
+            cold = Cold(name, size, expires=expires, header=header, unit=block, used=last)
             entries[key] = cold
             block.add(layer, head, kv_type)
             know(name, unit, sheet.footprint_of(len(block.req_id), cold.size))

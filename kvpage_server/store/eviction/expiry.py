@@ -28,7 +28,7 @@ class Expirer:
         self._buckets: dict[int, list[bytes]] = {}
         self._seconds: list[int] = []  # heap of the seconds that have a bucket
         self._spared: dict[int, list[bytes]] = {}  # keys that are in no bucket, by the second of their expiry
-        self._again = 0  # when they are put back, in unix milliseconds
+        self._again = 0  # when they are put back, in monotonic milliseconds
         self._notes = 0
         self.keys = 0  # keys that have an expiry; kept by the owner
 
@@ -49,21 +49,24 @@ class Expirer:
     def due(self, now: int) -> Iterator[bytes]:
         """The keys whose second of expiry has passed at `now` (unix milliseconds). Each is returned once."""
         if self._spared and (min(self._spared) + 1) * 1000 <= now:
-            self._put_back(now)
+            self._put_back()
         while (second := self._first_second()) is not None and (second + 1) * 1000 <= now:
             key = self._take(second)
             if 0 < self._expires_of(key) <= now:
                 yield key
 
-    def nearest(self, now: int) -> Iterator[bytes]:
-        """The keys that expire, by second. A key that still exists afterwards was spared."""
-        if now >= self._again:
-            self._put_back(now)
+    def nearest(self, elapsed: int) -> Iterator[bytes]:
+        """The keys that expire, by second. A key that still exists afterwards was spared. `elapsed`: monotonic
+        milliseconds."""
+        if elapsed >= self._again:
+            self._put_back()
+            self._again = elapsed + _SPARED_FOR
         given = []
         try:
             while (second := self._first_second()) is not None or self._spared:
                 if second is None:
-                    self._put_back(now)
+                    self._put_back()
+                    self._again = elapsed + _SPARED_FOR
                     continue
                 key = self._take(second)
                 if self._expires_of(key) // 1000 == second:
@@ -86,7 +89,7 @@ class Expirer:
         self._notes -= 1
         return self._buckets[second].pop()
 
-    def _put_back(self, now: int) -> None:
+    def _put_back(self) -> None:
         for second, keys in self._spared.items():
             if second in self._buckets:
                 self._buckets[second] += keys
@@ -94,10 +97,9 @@ class Expirer:
                 self._buckets[second] = keys
                 heapq.heappush(self._seconds, second)
         self._spared.clear()
-        self._again = now + _SPARED_FOR
 
     def _drop_stale(self) -> None:
-        self._put_back(0)
+        self._put_back()
         self._notes = 0
         for second in list(self._buckets):
             bucket = [k for k in dict.fromkeys(self._buckets[second]) if self._expires_of(k) // 1000 == second]

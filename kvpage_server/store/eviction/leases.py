@@ -28,7 +28,7 @@ class Bytes(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """What protects a unit: a lease `until` a time in unix milliseconds (0: none), or a pin.
+    """Protection of a unit: a lease `until` a time in monotonic milliseconds (0: none), or a pin.
 
     `size` is what it takes of memory now, `on_disk` what it took of the disk when it was first protected.
     """

@@ -32,7 +32,7 @@ class Queues(ABC):
     """Units at their places. A policy chooses a unit's queue, and the order in which they go."""
 
     def __init__(self) -> None:
-        self.now = 0  # unix seconds, kept by the owner, since reading the clock would cost more than noting a use
+        self.now = 0  # monotonic seconds, kept by the owner, since reading the clock would cost more than noting a use
         self.reset()
 
     def reset(self) -> None:
@@ -78,7 +78,7 @@ class Queues(ABC):
         """The units in the order they should go. One that still exists when the next is asked for is spared."""
 
     def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use; 0 if the clock was set back to before it."""
+        """Seconds since a unit's last use; 0 if `now` is older than that."""
         return max(self.now - self._at[self._places[unit]], 0)
 
     def used_all(self, units: list[Unit]) -> None:

@@ -12,12 +12,12 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvpage_server.page import unix_ms
 from kvpage_server.store.memory.entry import Entry, page_named
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block, PageIndex
 from kvpage_server.store.memory.scan import ScanOrder
 from kvpage_server.store.records import sheet
+from kvpage_server.system.durations import monotonic_ms
 
 Place = bytes | Block | tuple[bytes, int]  # in the order of scans; a block that was resting is known by its name
 
@@ -100,16 +100,16 @@ class Catalogue:
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
         """The next cursor, 0 at the end, and the next `count` places, including dead ones."""
-        return self._scans.visit(cursor, count, unix_ms())
+        return self._scans.visit(cursor, count, monotonic_ms())
 
     def draw(self) -> bytes | None:
         """A random name, about half of which exist. None if nothing exists where it was drawn."""
-        place = self._scans.draw(unix_ms())
+        place = self._scans.draw(monotonic_ms())
         names = [*self.names_at(place), *self.strays_at(place)] if place is not None else []
         return random.choice(names) if names else None
 
     def rest(self, now: int) -> None:
-        """Drop the order of scans if nobody has scanned for a while; `now` is in unix milliseconds."""
+        """Drop the order of scans if nobody has scanned for a while; `now` is in monotonic milliseconds."""
         self._scans.rest(now)
         self.index.rest(now)
 

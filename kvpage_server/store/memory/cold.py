@@ -16,10 +16,10 @@ class Cold:
     """Stands in place of a slot: for a page, a long string, or the body of a block.
 
     `name` is the value's name on disk. `header` is a page's, empty for other values. `unit` is the block that it
-    belongs to. `expires` is in unix milliseconds, 0 for never, and `used`, the last use, in unix seconds. `lent` is the
-    number of bytes that had been lent before it was lent last; -1 if it was not lent since it is cold. `failing` is why
-    the disk could not be read for it; empty if it could. `shown` has the bytes for a client that must not change
-    anything, as long as it holds them.
+    belongs to. `expires` is in unix milliseconds, 0 for never, and `used`, the last use, in monotonic seconds.
+    `lent` is the number of bytes that had been lent before it was lent last; -1 if it was not lent since it is
+    cold. `failing` is why the disk could not be read for it; empty if it could. `shown` has the bytes for a client
+    that must not change anything, as long as it holds them.
     """
 
     __slots__ = ("expires", "failing", "header", "lent", "name", "shown", "size", "unit", "used")

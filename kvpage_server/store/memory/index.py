@@ -185,7 +185,7 @@ class PageIndex:
         return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
     def rest(self, now: int) -> None:
-        """Drop the order of scans if nobody has scanned for a while; `now` is in unix milliseconds."""
+        """Drop the order of scans if nobody has scanned for a while; `now` is in monotonic milliseconds."""
         self._scans.rest(now)
 
     def page_ids(self, req_id: bytes) -> list[int]:

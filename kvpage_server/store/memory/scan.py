@@ -39,7 +39,7 @@ class ScanOrder(Generic[T]):
         self._lists: dict[int, list[T]] = {}
         self._generation = random.randrange(1, 1 << 22)  # so that cursors of an earlier process do not fit
         self.current: list[T] | None = None  # the owner adds what is new with `add`
-        self._last_used = 0  # unix milliseconds
+        self._last_used = 0  # monotonic milliseconds
 
     def add(self, name: T) -> None:
         assert self.current is not None

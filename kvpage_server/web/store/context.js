@@ -30,13 +30,13 @@ export function openAgent(id) {
 
 /** Keep what is open as it is now. */
 export function showContext() {
-  if (agent !== null && Date.now() - opened > AGAIN_MS) load();
+  if (agent !== null && performance.now() - opened > AGAIN_MS) load();
 }
 
 async function load() {
   if (asking) return;
   asking = true;
-  opened = Date.now();
+  opened = performance.now();
   const wanted = agent;
   try {
     const reply = await fetch(`/page/agent?id=${encodeURIComponent(wanted)}`);

@@ -180,7 +180,6 @@ class Deeds:
     def do_clock(self, step: Step) -> None:
         if step.extra["milliseconds"] < 0:
             doubt_overdue(self._run)
-            self._run.judge.model.end_leases(self._run.machine.clock.unix_ms)
         self._run.machine.clock.set_wall(step.extra["milliseconds"] * MS)
 
     def do_settle(self, step: Step) -> bool:

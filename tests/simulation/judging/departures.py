@@ -41,7 +41,7 @@ class Departures:
             self._fail(f"{key!r} was evicted, and nothing is limited")
         known = model.store.keys.get(key)
         is_text = known is not None and known.page is None
-        is_protected = model.is_protected(block_of(key), self._process.machine.clock.unix_ms)
+        is_protected = model.is_protected(block_of(key))
         if not is_text and is_protected and not self._may_be_unpinned(block_of(key)[0]):
             self._fail(f"{key!r} was evicted though its block is pinned or leased")
         is_known = known is not None and key not in model.store.doubtful() | model.store.fog

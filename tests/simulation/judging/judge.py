@@ -32,6 +32,7 @@ _CHANGE = frozenset(
 )
 _NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _ANY_SIZE = 1 << 40  # bytes
+_SLACK = 100  # milliseconds that looks at the clock may cost between a lease and the end of its command
 
 
 class Violation(BaseException):
@@ -322,14 +323,14 @@ class Judge:
         if name == b"kvpageprefix" and type(reply) is int and len(model.store.log) == asked.at:
             names = zip(asked.words[4::2], map(int, asked.words[5::2]), strict=True)
             for block, _ in zip(names, range(reply), strict=False):
-                model.protect(*block, asked.ran + int(asked.words[2]))
+                model.protect(*block, asked.elapsed - _SLACK + int(asked.words[2]))
         if name not in (b"kvpagepin", b"kvpagelease") or type(reply) is not int:
             return
         pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
         blocks = {(asked.words[1], page) for page in model._blocks(asked.words[1], *pages)}
         if reply == len(blocks) and len(model.store.log) == asked.at:
             for block in blocks:
-                model.protect(*block, asked.ran + int(asked.words[2]) if name == b"kvpagelease" else 0)
+                model.protect(*block, asked.elapsed - _SLACK + int(asked.words[2]) if name == b"kvpagelease" else 0)
 
     def lost(self, peer: Peer) -> None:
         """A connection is over. What it had begun in steps may go on."""

@@ -131,7 +131,7 @@ class Pages:
         told = dict(zip(_TOLD, value.page, strict=True)) | {b"bytes": len(value.data)}
         if b"kv:" + b":".join(words) not in self.store.doubtful():
             told[b"ttl_left_ms"] = value.expires - self.store.now if value.expires else -1
-        block, now = (words[0], int(words[3])), self.store.now
+        block, now = (words[0], int(words[3])), self.store.elapsed()
         if block in self.pinned:
             told[b"pinned"] = 1
         if (until := self.leased.get(block, 0)) > now:
@@ -236,14 +236,9 @@ class Pages:
         else:
             self.pinned.add((req, page))
 
-    def end_leases(self, now: int) -> None:
-        """Forget the leases that are over. They stay so, even if the clock goes back."""
-        for block in [block for block, until in self.leased.items() if until <= now]:
-            del self.leased[block]
-
-    def is_protected(self, block: tuple[bytes, int], now: int) -> bool:
+    def is_protected(self, block: tuple[bytes, int]) -> bool:
         """Whether eviction has to leave a block alone."""
-        return block in self.pinned or self.leased.get(block, 0) > now
+        return block in self.pinned or self.leased.get(block, 0) > self.store.elapsed()
 
     def _note_change(self, key: bytes) -> None:
         """What protects a block goes with it. It also may, once a page of it expires."""

@@ -19,11 +19,12 @@ from kvpage_server.commands.table.keys import requests
 from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import AT_ONCE, Parts
 from kvpage_server.core import Argument
-from kvpage_server.page import MAX_U32, unix_ms
+from kvpage_server.page import MAX_U32
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.eviction.leases import LONGEST_LEASE, Bytes
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
+from kvpage_server.system.durations import monotonic_ms
 
 
 def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:
@@ -65,14 +66,14 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Steps[int]:
         names = yield from each(args[3:], block_names, 2)
-        keyspace.leases.settle(unix_ms())
+        keyspace.leases.settle(monotonic_ms())
         found: list[Block] = []
         for at, (req_id, page) in enumerate(names):
             block = keyspace.block(req_id, page)
             if block is None or block.pages != pages_per_block:
                 yield from _count_misses(client, names[at:], pages_per_block)
                 break
-            if milliseconds and not keyspace.protection.lease(block, unix_ms() + milliseconds):
+            if milliseconds and not keyspace.protection.lease(block, milliseconds):
                 break
             found.append(block)
             if at % STEP == 0:
@@ -113,12 +114,12 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[2:])
-        keyspace.leases.settle(unix_ms())
+        keyspace.leases.settle(monotonic_ms())
         gone = 0
         for at, block in enumerate(blocks):
             if not (few or keyspace.index.still_has(block)):
                 gone += 1
-            elif not keyspace.protection.lease(block, unix_ms() + milliseconds):
+            elif not keyspace.protection.lease(block, milliseconds):
                 return at - gone
             if at % STEP == STEP - 1:
                 yield ()
@@ -138,7 +139,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[1:])
-        leases.settle(unix_ms())
+        leases.settle(monotonic_ms())
         sizes = yield from each(blocks, lambda some: [protection.size_of(one) for one in some if one not in leases])
         wanted = Bytes(sum(size.memory for size in sizes), sum(size.disk for size in sizes))
         if blocks and not leases.have_room(blocks[0], wanted, protection.most(blocks[0])):

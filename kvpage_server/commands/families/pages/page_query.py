@@ -18,6 +18,7 @@ from kvpage_server.page import PageHeader, unix_ms
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.memory.entry import Page, header_of, is_cold, is_page
 from kvpage_server.store.memory.extent import ExtentPage
+from kvpage_server.system.durations import monotonic_ms
 
 _query = partial(command, flags="readonly", needs=nothing, group="page")
 
@@ -66,7 +67,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     return told_of(header) | {
         "checksum": checksum,
         "ttl_left_ms": page.expires - now if page.expires else -1,
-        "lease_left_ms": max(guard.until - now, 0),
+        "lease_left_ms": max(guard.until - monotonic_ms(), 0),
         "pinned": int(guard.pinned),
         "tier": "disk" if is_cold(page) else "memory",
     }

@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from kvpage_server.commands.measure import CallCounts
 from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.system.durations import within
+from kvpage_server.system.durations import monotonic_ms, within
 from kvpage_server.system.printable import printable
 
 REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
@@ -43,7 +44,7 @@ def human(size: float) -> str:
 
 
 def _server(server: Server) -> Fields:
-    uptime = (unix_ms() - server.started_ms) // 1000
+    uptime = int(time.monotonic() - server.started)
     return {
         "redis_version": REDIS_VERSION,
         "redis_git_sha1": "00000000",
@@ -279,7 +280,7 @@ def _keyspace(server: Server) -> Fields:
 
 def _kvpage(server: Server) -> Fields:
     index, guards, ghosts = server.keyspace.index, server.keyspace.leases, server.keyspace.ghosts
-    guards.settle(unix_ms())
+    guards.settle(monotonic_ms())
     counters = server.keyspace.counters
     misses = {f"page_misses_{_field(reason)}": counters.page_misses[reason] for reason in REASONS}
     misses |= {f"string_misses_{_field(reason)}": counters.string_misses[reason] for reason in OF_STRINGS}

@@ -55,8 +55,8 @@ def _spell_shape(extent: Extent) -> bytes:
     return head + b"".join(_PLANE.pack(plane.kv_type, plane.dtype, plane.head_dim) for plane in shape.planes)
 
 
-def extent_of(record: Record, block: Block) -> Extent:
-    """A block stored whole, whose body stays on disk. Raises Damaged."""
+def extent_of(record: Record, block: Block, used: int) -> Extent:
+    """A block stored whole, whose body stays on disk. It was `used` at these monotonic seconds. Raises Damaged."""
     try:
         layers, heads, page_size, created, ttl = _SHAPE.unpack_from(record.meta)
         planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(record.meta[28:])]
@@ -65,7 +65,7 @@ def extent_of(record: Record, block: Block) -> Extent:
         raise Damaged(f"its shape cannot be read: {error}") from None
     if shape.nbytes != record.body.size:
         raise Damaged("its body has another length than its shape")
-    body = Cold(record.name, record.body.size, unit=block, used=record.used // 1000)
+    body = Cold(record.name, record.body.size, unit=block, used=used)
     extent = Extent(shape, body, record.body.digest, created, ttl)
     extent.expires = record.expires
     return extent

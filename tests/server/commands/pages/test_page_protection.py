@@ -15,6 +15,7 @@ from kvpage_server.page import PageKey, unix_ms
 from kvpage_server.store.eviction.leases import Bytes, Leases
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
+from kvpage_server.system.durations import monotonic_ms
 
 
 def test_a_prefix_ends_at_the_first_block_that_is_not_complete(client: redis.Redis) -> None:
@@ -185,7 +186,7 @@ def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
             case 7:
                 if block := keyspace.block(req, page):
                     if chance.random() < 0.5:
-                        keyspace.protection.lease(block, unix_ms() + 5)
+                        keyspace.protection.lease(block, 5)
                     else:
                         keyspace.protection.pin(block)
             case _:
@@ -208,7 +209,7 @@ def check(keyspace: Keyspace) -> None:
     blocks = [block for req in (b"a", b"b") for block in keyspace.listing.blocks_of(req)]
     assert {(block.req_id, block.page): set(block.page_keys()) for block in blocks} == pages
     assert keyspace.index.blocks == len(blocks)
-    keyspace.leases.settle(unix_ms())
+    keyspace.leases.settle(monotonic_ms())
     for block in blocks:
         assert block.pages == len(pages[block.req_id, block.page])
         assert block.footprint == sum(page.footprint for page in keyspace.pages_at(block.page_keys()))
