@@ -152,5 +152,6 @@ def test_scan_leaves_out_keys_that_are_too_long(seen: SeenServer) -> None:
             client.execute_command("AUTH", "some", "")
         with pytest.raises(redis.ResponseError, match="syntax error"):
             client.execute_command("SCAN", 0, "MAXLEN", 0)
+        client.execute_command("AUTH", "default", "")
         with pytest.raises(redis.ResponseError, match="syntax error"):
             client.execute_command("SSCAN", "kv:r:index", 0, "MAXLEN", 5)
