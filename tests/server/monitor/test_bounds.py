@@ -153,5 +153,6 @@ def test_scan_leaves_out_keys_that_are_too_long(seen: SeenServer) -> None:
         with pytest.raises(redis.ResponseError, match="syntax error"):
             client.execute_command("SCAN", 0, "MAXLEN", 0)
         client.execute_command("AUTH", "default", "")
+        client.execute_command("KVPAGESET", "r", 0, 0, 0, 0, 1, 8, 8, 0, bytes(128))
         with pytest.raises(redis.ResponseError, match="syntax error"):
             client.execute_command("SSCAN", "kv:r:index", 0, "MAXLEN", 5)
