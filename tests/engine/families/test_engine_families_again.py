@@ -23,12 +23,15 @@ import pytest
 import redis
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from engine.agent_engine import AgentEngine
+from engine.agent_job import Answer
 from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore
 
 BLOCK = 64
 TOKENIZER = letter_tokenizer()
@@ -262,3 +265,20 @@ def test_blocks_with_a_state_of_another_place_are_refused(bench: Bench) -> None:
         with pytest.raises(ValueError, match="state after"):
             bench.batch.submit("agent", PROMPT, context)
     bench.free(done)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_agents_are_answered_from_memory_when_they_ask_again(kind: str) -> None:
+    bench = Bench(kind)
+    store = AgentCacheStore(bench.of.spec, bench.pool)
+    agents = AgentEngine(bench.batch, store)
+    answers: list[Answer] = []
+    for prompt in (PROMPT, PROMPT, [*PROMPT, *OTHER]):
+        agents.submit("alice", prompt, max_tokens=6, on_done=answers.append, on_error=pytest.fail)
+        while agents.step(timeout=1.0):
+            pass
+    assert [(answer.reuse.tier, answer.reuse.tokens) for answer in answers] == [("none", 0), ("hot", 131), ("hot", 132)]
+    assert [answer.reuse.why for answer in answers[1:]] == [None, None]
+    agents.shutdown()
+    store.close()
+    bench.pool.check_empty()
