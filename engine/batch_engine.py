@@ -38,6 +38,7 @@ from engine.spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
 
+THOUGHT_TOKENS = 16  # at the end of a prompt, in which a template opens a thought
 CHANGED = "the model is not the one that was probed"
 
 
@@ -51,8 +52,9 @@ class BlockPoolBatchEngine:
     each prefill, so a long prompt delays the next tokens of the others by no more than a chunk.
 
     Where layers carry a state (windows, recurrences), a context can be resumed where a state was kept: at the end of an
-    answer, before the last token of its prompt, and, as many as fit in `state_budget` bytes, at checkpoints (ends of
-    blocks, spread evenly over the prompt), at the prompt's end, and where the contexts before it could be resumed.
+    answer, before the last token of its prompt, before a thought that the prompt opens, and, as many as fit in
+    `state_budget` bytes, at checkpoints (ends of blocks, spread evenly over the prompt), at the prompt's end, and where
+    the contexts before it could be resumed.
 
     A model that mlx-lm does not batch, or batches wrongly, runs its prompts one by one. So does a model with an unknown
     kind of cache, or one that has changed since it was probed; their contexts are not kept, and `not_kept` says why.
@@ -145,7 +147,8 @@ class BlockPoolBatchEngine:
             cache.validate(self.spec)
         reused = cache.reusable_for(self.spec, tokens) if cache else 0
         shared = cache.blocks[: reused // self.spec.block_tokens] if cache else ()
-        checkpoints = self._block_manager.checkpoints(reused, len(tokens))
+        thought = None if self._runner.takes_one_pass(reused, len(tokens)) else self._thought(tokens)
+        checkpoints = self._block_manager.checkpoints(reused, len(tokens), thought)
         behind = len(shared) * self.spec.block_tokens
         carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
         text = self._token_text.after(tokens) if continues else self._token_text.as_generated()
@@ -188,7 +191,8 @@ class BlockPoolBatchEngine:
         check_agent_id(agent_id)
         check_prompt(tokens, self.spec.vocab_size, self.spec.context)
         check_answer(max_tokens, stop, logprobs, self.spec.vocab_size)
-        self._block_manager.check_fits(len(tokens), len(tokens) + self.spec.answer_tokens(len(tokens), max_tokens))
+        capacity = len(tokens) + self.spec.answer_tokens(len(tokens), max_tokens)
+        self._block_manager.check_fits(len(tokens), capacity, self._thought(tokens))
 
     def cancel(self, uid: int) -> None:
         """Drop a prompt or an unfinished answer, and free its blocks.
@@ -320,6 +324,14 @@ class BlockPoolBatchEngine:
         on_prompt, request.on_prompt = request.on_prompt, None
         on_prompt(request.full_blocks(self.spec))
         return None
+
+    def _thought(self, tokens: Sequence[int]) -> int | None:
+        """The position before the mark that opens a thought at the end of a prompt. Without the thought, the prompt of
+        the next turn departs there. None if there is no mark."""
+        if not self._tokenizer.has_thinking:
+            return None
+        found: int = self._tokenizer.rfind_think_start(tokens, start=len(tokens) - THOUGHT_TOKENS)
+        return found if found > 0 else None
 
     def _keep_state(self, request: Request, cache: Cache, tokens: Sequence[int]) -> None:
         """Keep the present state, after `tokens`. Without memory for it, there is one place less to resume from."""

@@ -21,10 +21,17 @@ class BlockManager:
         self.pool = pool
         self._state_budget = state_budget
 
-    def checkpoints(self, start: int, tokens: int) -> list[int]:
-        """The positions in a prompt, from `start`, at which to keep the state."""
+    def checkpoints(self, start: int, tokens: int, thought: int | None) -> list[int]:
+        """The positions in a prompt, from `start`, at which to keep the state: ends of blocks, and the position before
+        the `thought` that the prompt opens, if it opens one."""
         if not self.spec.has_state:
             return []
+        ends = self._checkpoints(start, tokens)
+        opened = thought is not None and start < thought < tokens - 1 and thought not in ends
+        return sorted([*ends, thought]) if thought is not None and opened else ends
+
+    def _checkpoints(self, start: int, tokens: int) -> list[int]:
+        """Ends of blocks within the budget, evenly in the prompt."""
         size = self.spec.block_tokens
         ends = range((start // size + 1) * size, tokens, size)
         count = min(len(ends), self._budgeted(tokens))
@@ -42,10 +49,10 @@ class BlockManager:
         """The blocks that its context may need besides the shared ones, and their bytes."""
         return self._needed(request.capacity, len(request.shared), len(request.checkpoints) + request.spare_states)
 
-    def check_fits(self, tokens: int, capacity: int) -> None:
+    def check_fits(self, tokens: int, capacity: int, thought: int | None) -> None:
         """Raise PoolExhaustedError when a prompt of `tokens` tokens and its answer, `capacity` together, may need more
         than the whole pool."""
-        checkpoints = len(self.checkpoints(0, tokens))
+        checkpoints = len(self.checkpoints(0, tokens, thought))
         states = checkpoints + self.spare_states(checkpoints, (), 0, tokens)
         blocks, nbytes = self._needed(capacity, 0, states)
         for needed, total, what in (

@@ -42,6 +42,10 @@ class ModelRunner:
         )
         return int(uid)
 
+    def takes_one_pass(self, reused: int, tokens: int) -> bool:
+        """Whether a prompt of so many tokens, of which some are reused, may be computed in one pass."""
+        return self._spec.resumes and reused > 0 and tokens - reused <= SHORT_TOKENS
+
     def step(self) -> tuple[list[Any], list[Any]]:
         """Advance every prompt by a chunk and every answer by a token; mlx-lm's responses for both."""
         prompts, tokens = self._generator.next()

@@ -65,7 +65,7 @@ class Request:
     max_tokens: int
     cache: Cache  # with the tokens that are reused
     shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result shares
-    checkpoints: Sequence[int]  # ends of blocks in the prompt at which to keep the state
+    checkpoints: Sequence[int]  # positions in the prompt at which to keep the state
     spare_states: int  # more states that may be kept, without the last one before the prompt's end
     sampler: Sampler | None
     text: AnswerText

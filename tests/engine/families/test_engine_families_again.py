@@ -134,6 +134,21 @@ def test_a_dropped_answer_leaves_its_prompt_reused(bench: Bench) -> None:
     bench.free(first, second, third)
 
 
+@of_kinds(*WITH_STATE)
+def test_a_prompt_is_reused_up_to_the_thought_it_opens(bench: Bench) -> None:
+    """Some templates open a thought for the answer, and leave it out in later turns."""
+    opens = TOKENS[800:803]
+    bench.batch._tokenizer = letter_tokenizer()
+    bench.batch._tokenizer._think_start = "<think>"
+    bench.batch._tokenizer._think_start_tokens = tuple(opens)
+    (first,) = bench.ask(([*PROMPT, *opens, 1], None))
+    (second,) = bench.ask(([*PROMPT, *OTHER, *LONG[200:280], *opens, 1], first.blocks))
+    (third,) = bench.ask(([*PROMPT, *OTHER, *LONG[200:280], *QUESTION], second.blocks))
+    assert second.tokens_reused == len(PROMPT)
+    assert third.tokens_reused == len(PROMPT) + len(OTHER) + 80
+    bench.free(first, second, third)
+
+
 @of_kinds("gemma3_text", "qwen3_next", "jamba")
 def test_an_answer_of_one_token_keeps_its_states(bench: Bench) -> None:
     (first,) = bench.ask((PROMPT, None), count=1)
