@@ -139,8 +139,7 @@ def test_a_prompt_is_reused_up_to_the_thought_it_opens(bench: Bench) -> None:
     """Some templates open a thought for the answer, and leave it out in later turns."""
     opens = TOKENS[800:803]
     bench.batch._tokenizer = letter_tokenizer()
-    bench.batch._tokenizer._think_start = "<think>"
-    bench.batch._tokenizer._think_start_tokens = tuple(opens)
+    vars(bench.batch._tokenizer).update(_think_start="<think>", _think_start_tokens=tuple(opens))
     (first,) = bench.ask(([*PROMPT, *opens, 1], None))
     (second,) = bench.ask(([*PROMPT, *OTHER, *LONG[200:280], *opens, 1], first.blocks))
     (third,) = bench.ask(([*PROMPT, *OTHER, *LONG[200:280], *QUESTION], second.blocks))
