@@ -54,7 +54,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 SLOW = re.compile(  # modules that start servers by the dozen, compile, or wait for a clock
     r"test_(access|app|async_several|bench|clients|cluster_client|cluster_faults|cold|cold_commands|core_choice|crash|"
-    r"defaults|differential|disk|disk_full|disk_policies|full_disk_after_restart|gateway|guesses|kvpage_cli|"
+    r"defaults|differential|disk|disk_full|disk_policies|full_disk_after_restart|gateway|guesses|hostile_dumps|kvpage_cli|"
     r"kvpage_cli_several|limits|many_names|mapped|monitor|private_files|quotas|redis_py_suite|redis_tools|renewal|"
     r"replay|shares|signals|snapshot|stalls|storm|stress|tiered|tls)"
 )

@@ -14,8 +14,10 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import add, gt
 from pathlib import Path
 
+from kvpage_server.client.errors import Refused
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot.ahead import ahead
 from kvpage_server.snapshot.amount import Amount
@@ -31,7 +33,7 @@ from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import private_directory, remove_unfinished
 
 FILE_BYTES = 128 << 20  # a file's tensors: twice as much is in memory
-_FILE_TENSORS = 20_000  # the header of a file is to stay readable
+_MOST_OF_FILE = 20_000, 200_000, 8 << 20  # tensors, pages, bytes of names: a reader takes five times as many
 
 Done = Callable[[int], None]  # told how many keys more are done
 
@@ -85,6 +87,20 @@ def dump(
         return _Dump(store, path, selection, file_bytes, done).run(update)
 
 
+def _size(group: list[Tensor]) -> tuple[int, ...]:
+    """The bytes of some tensors, their number, their pages, and the bytes of their names."""
+    entries = [tensor.entry for tensor in group]
+    pages, names = sum(len(entry.checksums) for entry in entries), sum(len(entry.name) for entry in entries)
+    return sum(tensor.nbytes for tensor in group), len(group), pages, names
+
+
+def _divided(group: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors of a block together, or one by one if they are too many for a header."""
+    if any(map(gt, _size(group)[1:], _MOST_OF_FILE)):
+        return ([tensor] for tensor in group)
+    return iter([group])
+
+
 class _Dump:
     def __init__(self, store: RunningStore, path: Path, selection: Selection, file_bytes: int, done: Done) -> None:
         self._store = store
@@ -133,11 +149,17 @@ class _Dump:
             if isinstance(contents, BadFile) or contents.bad:
                 continue
             self._check_selection(contents.of.selection)
-            if is_unchanged(self._store, contents):
+            if self._is_unchanged(contents):
                 self._dumped.count(contents)
                 for entry, _, _ in contents.spans:
                     self._kept[entry.name] = entry.grid if isinstance(entry, PageTensor) else (0, 0)
                 yield file.name, contents.digest
+
+    def _is_unchanged(self, contents: FileContents) -> bool:
+        try:
+            return is_unchanged(self._store, contents)
+        except Refused:  # such as for a string with the key of an index
+            return False
 
     def _is_kept(self, key: PageKey) -> bool:
         layers, heads = self._kept.get(plane_name(key.req_id, key.page, key.kv_type), (0, 0))
@@ -146,16 +168,16 @@ class _Dump:
     # -- what is to be written -----------------------------------------------------------------------------------------
 
     def _full(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
-        """The tensors of each file. Those of a block stay together."""
+        """The tensors of each file. Those of a block stay together, unless they are too many for a header."""
         tensors: dict[str, Tensor] = {}  # by name: a scan may show a key twice
-        nbytes = 0
-        for group in groups:
-            more = sum(tensor.nbytes for tensor in group)
-            if tensors and (nbytes + more > self._file_bytes or len(tensors) + len(group) > _FILE_TENSORS):
+        used, most = _size([]), (self._file_bytes, *_MOST_OF_FILE)
+        for group in chain.from_iterable(map(_divided, groups)):
+            more = _size(group)
+            if tensors and any(map(gt, map(add, used, more), most)):
                 yield kind, list(tensors.values())
-                tensors, nbytes = {}, 0
+                tensors, used = {}, _size([])
             tensors |= {tensor.entry.name: tensor for tensor in group}
-            nbytes += more
+            used = (*map(add, used, more),)
         if tensors:
             yield kind, list(tensors.values())
 
@@ -168,7 +190,12 @@ class _Dump:
             self._done(len(found) - len(wanted))
             for keys in batches(((key, size + KEY_COSTS) for key, size in wanted), BATCH_BYTES):
                 for value in self._store.values(keys):
-                    yield [self._string(value)]
+                    if len(name := string_name(value.key)) > _MOST_OF_FILE[-1]:
+                        self._dumped.corrupt.add(
+                            f"{name:.100}...: a key of {len(value.key)} bytes is too long for a dump"
+                        )
+                    else:
+                        yield [self._string(value)]
                 self._done(len(keys))
 
     def _pages(self) -> Iterator[list[Tensor]]:

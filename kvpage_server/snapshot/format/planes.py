@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from kvpage_server.page import PageHeader, PageKey, checksum
+from kvpage_server.page import MAX_BLOCK_PAGES, PageHeader, PageKey, checksum
 from kvpage_server.snapshot.format.entries import Geometry, PageTensor, WrittenPages
 from kvpage_server.snapshot.format.files import Tensor
 
@@ -33,7 +33,7 @@ def _is_whole(plane: list[FoundPage]) -> bool:
     """Whether these are all pages of a plane, and have one geometry."""
     last, first = plane[-1].key, plane[0].header
     geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
-    return len(plane) == (last.layer + 1) * (last.head + 1) and all(
+    return MAX_BLOCK_PAGES >= len(plane) == (last.layer + 1) * (last.head + 1) and all(
         (header.dtype, header.page_size, header.head_dim, header.body_size) == geometry and key.head <= last.head
         for key, header, _, _ in plane
     )
