@@ -234,7 +234,7 @@ def _add_figures(command: argparse.ArgumentParser) -> None:
 
 
 def _seconds(word: str) -> float:
-    seconds = float(word)
+    seconds = float(word) if word.isascii() else 0.0
     if not 0.1 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"must be 0.1 to 86400 seconds, got {word}")
     return seconds

@@ -18,8 +18,10 @@ from starlette.requests import Request
 from engine.api.openai.errors import ApiError, invalid
 from engine.memory.agent_id import is_agent_id
 from engine.memory.blocks import BlockError, check_agent_id
+from kvpage_server.bounded.files import read_regular
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
+_MOST_BYTES = 16 << 20  # of a file of tokens
 WATCHER = "*"  # in place of a tenant's name: may read everybody's metrics, and nothing else
 AGENT_HEADER = "X-Agent-Id"
 
@@ -81,7 +83,7 @@ class Tokens:
         """
         tenants: dict[str, str] = {}
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_regular(path, _MOST_BYTES).decode().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise TokenFileError(f"cannot read the tokens in {path}: {error}") from error
         for number, line in enumerate(lines, start=1):

@@ -108,20 +108,20 @@ def tell(what: str) -> None:
 
 
 def size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)(|kb|mb|gb)", text.lower())
+    found = re.fullmatch(r"([0-9]{1,18})(|kb|mb|gb)", text.lower())
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"a size is a number of bytes, or one with kb, mb or gb, got {text!r}")
     return int(found[1]) * UNITS[found[2]]
 
 
 def count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if not re.fullmatch("[0-9]{1,18}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number, 1 or more, got {text!r}")
     return int(text)
 
 
 def port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is 0 to 65535, got {text!r}")
     return int(text)
 
@@ -146,7 +146,7 @@ def number(least: float, most: float = math.inf) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         try:
-            value = float(text)
+            value = float(text) if text.isascii() else math.nan
         except ValueError:
             value = math.nan
         if not least <= value <= most:
@@ -158,7 +158,7 @@ def number(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 def seconds(text: str) -> float:
     try:
-        value = float(text)
+        value = float(text) if text.isascii() else 0.0
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,6 @@ def run_graph(args: argparse.Namespace) -> int:
 
 def _size(text: str) -> tuple[str, int]:
     name, _, value = text.partition("=")
-    if not name.isidentifier() or not value.isdecimal():
+    if not name.isidentifier() or not re.fullmatch("[0-9]{1,18}", value):
         raise argparse.ArgumentTypeError(f"a size is NAME=NUMBER, such as D=64, got {text!r}")
     return name, int(value)

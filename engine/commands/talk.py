@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from engine.commands import Failure
 from engine.commands.asking import account, ask, print_text
 from engine.commands.options import add_engine, agent, count, number, open_engine, utf8
+from kvpage_server.bounded import json_bounds
+from kvpage_server.bounded.files import read_regular
 from kvpage_server.system.durable import replacing
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from engine.startup import Engine
 
 Messages = list[dict[str, str]]
+
+_MOST_BYTES = 64 << 20  # of a transcript
+_MOST_MESSAGES = 100_000
+_MOST_WORDS = 8 * _MOST_MESSAGES  # strings, names included
 
 
 def add_to(commands: Any) -> None:
@@ -128,9 +134,12 @@ def _transcript(args: argparse.Namespace) -> Messages:
             raise Failure(f"cannot write the transcript: {args.transcript.parent} is no directory that can be written")
         return begun
     try:
-        messages: Messages = json.loads(args.transcript.read_text(encoding="utf-8"))
-        if not all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages):
-            raise TypeError("its messages are none")
+        raw = read_regular(args.transcript, _MOST_BYTES)
+        messages: Messages = json_bounds.parse(raw, containers=_MOST_MESSAGES, strings=_MOST_WORDS, values=_MOST_WORDS)
+        if not isinstance(messages, list) or not all(
+            isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages
+        ):
+            raise TypeError("it must be a list of messages with role and content")
         return messages
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise Failure(f"{args.transcript} is no transcript: {error}") from error

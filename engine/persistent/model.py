@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine.persistent.errors import ModelError
 from engine.persistent.storage.export import body
 
 MAX_SIZE = 2**31 - 1  # as MLX counts
+_SIZE = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +41,7 @@ class Model:
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"{path}: {error}") from None
         tensors, metadata = loaded
-        named = {name: int(value) for name, value in metadata.items() if value.isdecimal()}
+        named = {name: int(value) for name, value in metadata.items() if _SIZE.fullmatch(value)}
         return cls(named | dict(sizes or {}), tensors)
 
     def digest(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from kvpage_server.bounded.files import read_regular
 from kvpage_server.configuration.kinds import (
     Kind,
     OutputLimit,
@@ -34,6 +35,7 @@ from kvpage_server.core.inline import split_words
 from kvpage_server.store.eviction.policies import POLICIES
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
+_MOST_BYTES = 64 * 1024**2  # of a file
 _GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them
 
 _NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
@@ -250,7 +252,7 @@ class Config:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
     """The lines of a configuration file, without comments: number, name, values."""
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
         found = split_words(line)

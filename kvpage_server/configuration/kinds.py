@@ -35,7 +35,7 @@ def integer(low: int, high: int) -> Kind:
 
     def read(words: list[str]) -> int:
         word = _one(words)
-        if not re.fullmatch(r"-?\d{1,18}", word) or not low <= int(word) <= high:
+        if not re.fullmatch(r"-?[0-9]{1,18}", word) or not low <= int(word) <= high:
             raise ValueError(f"must be a whole number between {low} and {high}, got '{word}'")
         return int(word)
 
@@ -46,10 +46,10 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g"
 
 
 def _bytes(word: str) -> int:
-    found = re.fullmatch(r"(\d{1,18})([a-z]*)", word.lower())
-    if not found or found[2] not in _UNITS:
+    found = re.fullmatch(r"([0-9]{1,18})([A-Za-z]*)", word)
+    if not found or found[2].lower() not in _UNITS:
         raise ValueError(f"must be a number of bytes such as 0, 512mb or 4gb, got '{word}'")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(found[1]) * _UNITS[found[2].lower()]
 
 
 def memory(low: int = 0) -> Kind:
@@ -114,7 +114,7 @@ def _read_octal(words: list[str]) -> int:
 
 def _read_memory_or_share(words: list[str]) -> int | str:
     word = _one(words)
-    if re.fullmatch(r"\d{1,2}%|100%", word):
+    if re.fullmatch(r"[0-9]{1,2}%|100%", word):
         return word
     return _bytes(word)
 
@@ -139,7 +139,7 @@ def _read_output_limits(words: list[str]) -> dict[str, OutputLimit]:
         name = {"slave": "replica"}.get(name.lower(), name.lower())
         if name not in _CLIENT_CLASSES:
             raise ValueError(f"classes of clients are {', '.join(_CLIENT_CLASSES)}, got '{name}'")
-        if not re.fullmatch(r"\d{1,9}", seconds):
+        if not re.fullmatch(r"[0-9]{1,9}", seconds):
             raise ValueError(f"seconds must be a whole number, got '{seconds}'")
         limits[name] = OutputLimit(_bytes(hard), _bytes(soft), int(seconds))
     return limits

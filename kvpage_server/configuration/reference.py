@@ -30,7 +30,8 @@ $ kvpage-server conf/kvpage.conf --port 9222 --maxmemory 8gb
 $ kvpage-server --port 0 --loglevel warning
 ```
 
-Relative file names refer to `dir`.
+Relative file names refer to `dir`. The file, and that of `aclfile`, must be a regular file of at most 64 MB. Numbers
+have ASCII digits.
 
 The table has the defaults. Without a file, two of them differ. `maxmemory` is a quarter of the machine's memory, or of
 its control group's. `dir` is the platform's directory for data, `~/.local/share/kvpage` on Linux and

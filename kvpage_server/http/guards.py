@@ -31,7 +31,7 @@ SAID = {
     "Cache-Control": "no-store",
 }
 NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # nobody can own such names, and names without a dot
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
 def own_names() -> frozenset[str]:

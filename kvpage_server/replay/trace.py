@@ -6,10 +6,14 @@ mean equal content after an equal prefix. (Qin et al.: Mooncake, FAST '25; the r
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvpage_server.bounded import json_bounds
+from kvpage_server.bounded.files import open_regular
+
+_MOST_BLOCKS = 1_000_000  # of a prompt
 
 
 class TraceError(ValueError):
@@ -28,7 +32,7 @@ def read_trace(path: Path) -> list[TracedPrompt]:
     """Every request, in order. Raises TraceError, OSError."""
     names: dict[int, bytes] = {}
     requests = []
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 requests.append(_request(line, names, f"{path}, line {number}"))
@@ -39,13 +43,13 @@ def read_trace(path: Path) -> list[TracedPrompt]:
 
 def _request(line: bytes, names: dict[int, bytes], where: str) -> TracedPrompt:
     try:
-        found: Any = json.loads(line)
+        found: Any = json_bounds.parse(line, containers=100, strings=1000, values=_MOST_BLOCKS)
     except ValueError as error:
         raise TraceError(f"{where}: not JSON: {error}") from None
     if not isinstance(found, dict) or not {"timestamp", "hash_ids"} <= found.keys():
         raise TraceError(f"{where}: must be an object with timestamp and hash_ids")
     milliseconds, ids = found["timestamp"], found["hash_ids"]
-    if not isinstance(milliseconds, int | float) or isinstance(milliseconds, bool):
+    if type(milliseconds) not in (int, float) or not 0 <= milliseconds < 1 << 63:
         raise TraceError(f"{where}: timestamp must be a number of milliseconds, got {milliseconds!r:.40}")
     if not isinstance(ids, list) or not all(type(block) is int for block in ids):
         raise TraceError(f"{where}: hash_ids must be a list of whole numbers")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ import pytest
 
 from kvpage_server.bounded import json_bounds
 from kvpage_server.bounded.files import open_regular, read_regular
+from kvpage_server.cli import main
+from kvpage_server.client import PageClient
+from kvpage_server.configuration.config import ConfigError, from_arguments
+from kvpage_server.replay.trace import TraceError, read_trace
 
 BOUNDS = {"containers": 10_000, "strings": 100, "values": 100}
 
@@ -65,3 +71,62 @@ def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
     os.truncate(file, 1 << 40)  # sparse
     with pytest.raises(OSError, match="more than 8 bytes"):
         read_regular(file, 8)
+
+
+ARABIC = "\u0661\u0662"  # digits for which str.isdigit() is true
+KELVIN = "\u212a"  # its lower case is k
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--port", ARABIC),
+        ("--maxmemory", ARABIC),
+        ("--maxmemory", f"1{KELVIN}b"),
+        ("--maxmemory-clients", f"{ARABIC}%"),
+        ("--client-output-buffer-limit", "normal", "0", "0", ARABIC),
+        ("--quota", "a*", ARABIC),
+    ],
+)
+def test_a_parameter_takes_ascii_digits_only(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=words[0].removeprefix("--")):
+        from_arguments(words)
+
+
+def test_a_url_and_an_option_take_ascii_digits_only() -> None:
+    for option in ("node_deadline", "max_connections"):
+        with pytest.raises(ValueError, match=option):
+            PageClient(f"valkey-cluster://a:7000?{option}={ARABIC}")
+    for words in (("replay", "x", "--nodes", ARABIC), ("status", "--watch", ARABIC)):
+        with pytest.raises(SystemExit) as ended:
+            main([*words])
+        assert ended.value.code not in (0, None)
+
+
+@pytest.mark.parametrize("parameter", ["", "aclfile"])
+def test_a_pipe_or_a_directory_is_no_configuration(tmp_path: Path, parameter: str) -> None:
+    """Both ended a start: the pipe by waiting for a writer."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, why in ((pipe, "it is not a regular file"), (tmp_path, "Is a directory")):
+        words = [f"--{parameter}", str(path)] if parameter else [str(path)]
+        command = [sys.executable, "-m", "kvpage_server.app", "--check-config", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr) == (1, f"kvpage-server: {path}: {why}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"timestamp": 1e999, "hash_ids": []}', "the number 1e999 is too large"),
+        ('{"timestamp": NaN, "hash_ids": []}', "NaN is no number"),
+        ('{"timestamp": -1, "hash_ids": []}', "timestamp must be"),
+        ('{"timestamp": 1, "hash_ids": ' + "[" * 5000 + "]" * 5000 + "}", "more than 100 lists"),
+        ('{"timestamp": 1, "timestamp": 2, "hash_ids": []}', "the name 'timestamp' twice"),
+    ],
+)
+def test_a_hostile_trace_is_named_with_its_line(tmp_path: Path, line: str, why: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f'{{"timestamp": 1, "hash_ids": [1]}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(TraceError, match=rf"line 2: .*{why}"):
+        read_trace(trace)

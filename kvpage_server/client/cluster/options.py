@@ -12,14 +12,14 @@ _TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = float(text) if text.isascii() else math.nan
     if not 0 < value < math.inf:
         raise ValueError
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isascii() else 0
     if value < 1:
         raise ValueError
     return value

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from kvpage_server.bounded.files import read_regular
 from kvpage_server.commands.access.absent import ABSENT
 from kvpage_server.commands.access.user import Change, RuleError, User, digest, has_spaces
 from kvpage_server.page import unix_ms
 from kvpage_server.system.durable import replacing
 
 _LONGEST = 128  # bytes of a name in the log
+_MOST_BYTES = 64 * 1024**2  # of an aclfile
 _SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
 DEFAULT = b"default"
 
@@ -125,7 +127,7 @@ class Users:
 def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
     """The place and the words of each line of an aclfile. Raises UserFileError, OSError."""
     lines = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith(b"#"):
             continue
