@@ -207,6 +207,8 @@ class PageTier:
         present = sum(not place.of_state for place in parts) - sum(not place.of_state for place in missing)
         if len(written) < len(missing) == len(parts):
             await self._connection.check()
+        elif written:
+            await block_writer.link(self._connection, self._layout, parts)
         blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
         return Saved(blocks, present, nbytes, whole=len(written) == len(missing))
 

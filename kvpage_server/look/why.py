@@ -152,6 +152,7 @@ def _explained(reason: str, answer: Answer) -> str:
     if "at" in answer:
         by = f" by {answer['policy']}" if "policy" in answer else ""
         by += f" of {answer['quota']}" if "quota" in answer else ""
+        by += f" at {answer['limit']}" if "limit" in answer else ""
         return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
         return f"{reason}, as far as is known since {when(answer['since'])}"

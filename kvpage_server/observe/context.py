@@ -31,7 +31,7 @@ class BlockPlace:
     lease: int | None  # milliseconds left
     why: str  # why it is missing; empty if it is there
     why_at: int  # when it was removed, in unix milliseconds; 0 if unknown
-    by: str  # the policy or quota that removed it
+    by: str  # the policy or quota that removed it, and the limit that the policy kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any)
         told.get("lease_left_ms", 0),
         "" if there else text(why.get("cause") or why.get("reason", b"")),
         int(why.get("at", 0)),
-        text(why.get("policy") or why.get("quota") or b""),
+        " at ".join(text(why[what]) for what in ("policy", "quota", "limit") if what in why),
     )
 
 

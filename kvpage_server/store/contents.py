@@ -269,14 +269,15 @@ class Contents:
         if self.tier is not None:
             self.tier.unit_removed(unit)
 
-    def remove_block(self, block: Block, event: str, reason: str = "") -> int:
-        """Remove a block's pages. Returns how many there were. `reason` is remembered if `event` does not say it."""
+    def remove_block(self, block: Block, event: str, reason: str = "", limit: str = "") -> int:
+        """Remove a block's pages. Returns how many there were. `reason` is remembered if `event` does not say it, and
+        `limit`, which was reached."""
         if self.tier is not None:
             self.tier.block_removed(block)
         self.index.remove(block)
         self.evictor.units.removed(block)
         self.leases.removed(block)
-        self.ghosts.remember(block, block.rows, reason or _REASONS[event], self._who(block, event, reason))
+        self.ghosts.remember(block, block.rows, reason or _REASONS[event], self._who(block, event, reason), limit)
         keys = list(block.page_keys()) if self.on_block is not None else []
         self.expirer.keys -= self.catalogue.take_pages(block)
         block.extent = None  # those who still look at the block do not keep its memory
@@ -310,7 +311,8 @@ class Contents:
         self.evictor.units.evicted(unit)
         keys, reason = 1, OVER_QUOTA if quota is not None else ""
         if isinstance(unit, Block):
-            keys = self.remove_block(unit, "evicted", reason)
+            limit = f"max{room}" if quota is None else ""
+            keys = self.remove_block(unit, "evicted", reason, limit)
         else:
             self.remove(unit, "evicted", reason, self._who(unit, "evicted", reason))
         self.counters.evicted += keys

@@ -82,7 +82,7 @@ class Keyspace:
         self.listing = Listing(contents)
         self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
         self.protection = Protection(contents, self.memory, self.tier.limit if self.tier is not None else None)
-        self.reader = reader = Reader(contents, self.tier)
+        self.reader = reader = Reader(contents)
         self._catalogue = contents.catalogue
 
         self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
@@ -91,7 +91,7 @@ class Keyspace:
         self.find, self.expires_of, self.set_expiry = contents.find, contents.expires_of, contents.set_expiry
         self.delete, self.delete_all = contents.delete, contents.delete_all
         self.remove_block, self.evict = contents.remove_block, contents.evict
-        self.remove_corrupt, self.chain = contents.remove_corrupt, contents.evictor.chain
+        self.remove_corrupt = contents.remove_corrupt
         self.look, self.read, self.read_all, self.idle = reader.look, reader.read, reader.read_all, reader.idle
         self.read_pages, self.find_pages, self.pages_at = reader.read_pages, reader.find_pages, reader.pages_at
         self.block, self.use_block, self.untouched = reader.block, reader.use_block, reader.untouched
@@ -139,6 +139,12 @@ class Keyspace:
         if block is not None and block.extent is not None and type(block.extent.slot) is not Cold:
             self.contents.split(block)
 
+    def chain(self, blocks: Sequence[Block]) -> None:
+        """Note that each of these blocks extends the one before it, without which it is useless to an engine."""
+        self.evictor.chain(blocks)
+        if self.tier is not None:
+            self.tier.limit.follows(blocks)
+
     # -- pages -----------------------------------------------------------------------------------------------------
 
     @property
@@ -156,13 +162,12 @@ class Keyspace:
         if self.index.resting or self.index.is_scanned:
             for block in pages.blocks():
                 self.index.open(*block)
-        known = self.tier.known(pages) if self.tier is not None else ()
         at = 0
         while at < len(pages):
             at = self._put_run(pages, at) if self.contents.on_event is None else self._put_one(pages, at)
         self.counters.writes += len(pages)
         if self.tier is not None:
-            self.tier.stored_pages(pages, known)
+            self.tier.stored_pages(pages)
 
     def _put_run(self, pages: NewPages, at: int) -> int:
         """Store the pages from `at` on that need no decision, or one that does. Returns where to go on."""
@@ -229,7 +234,6 @@ class Keyspace:
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Store a block whole, in place of all pages that it had. Its slot is full."""
-        known = self.index.block(req_id, page) is not None
         if self.tier is not None:
             self.tier.limit.admit_block(req_id, page, extent.shape)
         self.quotas.admit_block(req_id, page, extent.shape)
@@ -253,7 +257,7 @@ class Keyspace:
             events = chain(_events_of_block(keys, had, extent.expires), (("del", key) for key in gone))
             self.contents.on_block([*keys, *gone], events)
         if self.tier is not None:
-            self.tier.stored_block(block, known=known)
+            self.tier.stored_block(block)
 
     def _drop_pages(self, block: Block, coming: BlockShape) -> dict[bytes, int]:
         """Remove all pages from a block that will have those of another shape.
@@ -304,7 +308,7 @@ class Keyspace:
         self._tell_of_write(key, old, entry, event)
         self._catalogue.note_stray(key)
         if self.tier is not None:
-            self.tier.stored_string(key, entry, known=old is not None or type(entry) is Text)
+            self.tier.stored_string(key, entry)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
         """Replace a short string by another, without undoing what would be done again."""
@@ -325,7 +329,7 @@ class Keyspace:
             if expires and changed:
                 tell("expire", key)
         if self.tier is not None:
-            self.tier.stored_string(key, text, known=True)
+            self.tier.stored_string(key, text)
 
     def _note_string(self, key: bytes, entry: Entry) -> None:
         self.counters.writes += 1
@@ -343,7 +347,7 @@ class Keyspace:
     def flush(self) -> Flushed:
         """Remove everything. The result has what there was, to be freed in steps or when it is dropped."""
         if self.tier is not None:
-            self.tier.stored.clear()
+            self.tier.clear()
         self.contents.tell("flush", b"")
         flushed = Flushed(*self._catalogue.clear(), self.evictor.units.clear())
         self.contents.expirer.clear()

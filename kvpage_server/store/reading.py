@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 from kvpage_server.core import PageNames, look_up
 from kvpage_server.page import unix_ms
@@ -30,17 +30,11 @@ class Found(NamedTuple):
     others: list[int]
 
 
-class Uses(Protocol):
-    def used(self, units: Sequence[Unit]) -> None:
-        """Units were read."""
-
-
 class Reader:
-    def __init__(self, contents: Contents, tier: Uses | None) -> None:
+    def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._catalogue = contents.catalogue
         self._counters = contents.counters
-        self._tier = tier
         self._touching = True  # whether reading counts as a use
 
     def look(self, key: bytes) -> Entry | None:
@@ -62,8 +56,6 @@ class Reader:
         unit = entry.unit if type(entry.unit) is Block else key  # as in `unit_of`, without the cost of a call
         if self._touching:
             self._contents.evictor.units.used(unit)
-            if self._tier is not None:
-                self._tier.used([unit])
         return entry
 
     def read_all(self, keys: list[bytes]) -> list[Entry | None]:
@@ -79,8 +71,6 @@ class Reader:
     def _used(self, units: list[Unit]) -> None:
         if self._touching:
             self._contents.evictor.units.used_all(units)
-            if self._tier is not None:
-                self._tier.used(units)
 
     def _missed(self, key: bytes) -> None:
         self._counters.misses += 1
@@ -185,5 +175,3 @@ class Reader:
             return
         if self._touching:
             self._contents.evictor.units.used(block)
-            if self._tier is not None:
-                self._tier.used([block])

@@ -82,7 +82,7 @@ def test_a_mistake_in_the_server_is_found_and_its_seed_is_told() -> None:
 
 
 def test_a_run_that_depends_on_where_things_lie_in_memory_is_another_run_the_second_time() -> None:
-    result = simulate("--seed", f"{ORDERED_BY}", "--twice", "--defect", "saved-in-any-order")
+    result = simulate("--seed", f"{ORDERED_BY}", "--twice", "--defect", "woken-in-any-order")
     assert found(result) == ORDERED_BY
     assert "another run the second time" in result.stdout
 

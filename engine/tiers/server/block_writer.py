@@ -83,6 +83,17 @@ async def write(
     return written
 
 
+async def link(connection: ServerConnection, layout: BlockLayout, places: Iterable[BlockPlace]) -> None:
+    """Tell the server that each block extends the one before it, so that it evicts a context from the end.
+
+    The names of blocks do not say so, and a context that is saved may never be loaded.
+    """
+    blocks = [place for place in places if not place.of_state and layout.nbytes(place)]
+    if len(blocks) > 1:
+        pages = layout.block(blocks[0]).pages
+        await connection.server.prefix([place.block for place in blocks], pages_per_block=pages, lease_ms=0)
+
+
 async def _write_chunk(
     connection: ServerConnection, layout: BlockLayout, parts: Parts, chunk: Sequence[BlockPlace]
 ) -> Sequence[BlockPlace]:

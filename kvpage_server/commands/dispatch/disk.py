@@ -99,7 +99,7 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
     behind = tiered.behind
     if behind.failing and behind.mode == "always" and any(spec.stores for spec in specs):
         raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
-    if behind.full and any(tiered.stored.keeps_all if spec.stores else spec.writes_keys for spec in specs):
+    if behind.full and any(spec.stores or spec.writes_keys for spec in specs):
         raise Postponed(Wait(behind.when_there_is_room))
 
 
@@ -132,7 +132,7 @@ def _failed(tiered: DiskTier, value: Cold) -> bool:
 def wait_for_room(tiered: DiskTier) -> None:
     """Memory is full. Raises Postponed when there may be room in it once what waits is written."""
     behind = tiered.behind
-    if tiered.stored.keeps_all and not (behind.settled or behind.failing):
+    if not (behind.settled or behind.failing):
         raise Postponed(Wait(behind.when_there_is_room))
 
 

@@ -271,7 +271,7 @@ class Fetching:
         for unit, size in grown.items():
             contents.grow(unit, size)
             contents.evictor.units.used(unit)
-            self._stored.usage.is_in_memory(name_of_unit(unit))
+            self._stored.usage.remove_unit(name_of_unit(unit))
 
     def _show(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
         """Show fetched bytes to those who hold the values."""

@@ -1,10 +1,11 @@
 """What happens when the disk is full: the eviction policy holds for the disk, too.
 
-With `appendfsync` always or everysec, everything that is stored goes to disk, so the disk limits the store. If
-`maxdisk` is set, room is made before something is stored. The `allkeys` policies evict what is on disk only, what was
-read or left memory longest ago first, and then what is in memory, too. `volatile-ttl` evicts what expires soonest.
-`noeviction` refuses what has no room. Leased and pinned units stay. With `appendfsync no`, a value that memory has is
-removed from the disk only, since nothing was promised of it.
+Every value is written to disk, so the disk limits the store. If `maxdisk` is set, room is made before a value is stored.
+The `allkeys` policies evict units on disk only, in the order of the time when they were read or left memory, and then
+units that memory has, too, in the order of the policy. `allkeys-prefix` evicts no block while another one extends it,
+except when nothing else is left. Short strings go last, unless they take much of the disk: they gain little, and a block
+is useless without the string that seals it. `volatile-ttl` evicts the units that expire soonest. `noeviction` refuses
+writes that have no room. Leased and pinned units stay.
 
 If all units that were looked at have to stay for now, because they are leased or wait to be written, nothing is
 refused. Values then take a part of the space that LMDB needs, and later writes make room for them.
@@ -19,8 +20,9 @@ more of them, writes fail until there is room.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import filterfalse
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice
+from math import ceil
 from typing import cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
@@ -28,20 +30,18 @@ from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.holds import Holds
 from kvpage_server.store.disk.naming import (
-    is_cold_named,
     is_there,
     name_of_unit,
     names_in,
-    unit_name_of,
+    parse_block,
     unit_named,
 )
-from kvpage_server.store.disk.stored import Stored, takes
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from kvpage_server.store.disk.stored import Stored
+from kvpage_server.store.eviction.policies import NO_EVICTION, PREFIX, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import OverLimit
-from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page
-from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.chains import Chains
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.promise import Account, Takings
@@ -54,6 +54,8 @@ _SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for what it
 _SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
 _SHARE_AT_ONCE = 0.9  # of maxdisk, for values and those that they replace
 _MOST_PASSED = 4096  # units that have to stay, before the search ends
+_SHARE_OF_TEXTS = 0.5  # of the room for values; above it, short strings go like others
+_TEXT_ON_DISK = 2  # times its size in memory, roughly
 
 Sizes = dict[bytes, int]  # footprints on disk, by name
 
@@ -86,6 +88,7 @@ class DiskLimit:
         self._memory = memory
         self._stored = stored
         self._holds = holds
+        self._chains = Chains(contents.index)
         self._under_way = Account()  # bytes that batches under way will take
         self._under_way_beside = Account()  # the same, with what those replace
 
@@ -96,13 +99,18 @@ class DiskLimit:
         """Bytes that values may take, 0 for no limit."""
         return int(self._stored.maxdisk * _SHARE_OF_DISK)
 
+    @staticmethod
+    def least_for(size: int) -> int:
+        """The least `maxdisk` with room for values of this size in bytes."""
+        return ceil(size / _SHARE_OF_DISK)
+
     def size_of(self, unit: Unit) -> int:
         """Bytes of the disk that a unit takes."""
         return self._stored.usage.size_of_unit(name_of_unit(unit))
 
     def admit(self, coming: Collection[Coming]) -> None:
         """Make room for values. Raises DiskUsedUp if nothing was changed."""
-        if not self._stored.maxdisk or not self._stored.keeps_all:
+        if not self._stored.maxdisk:
             return
         usage, blocks = self._stored.usage, self._blocks_of(coming)
         split: Sizes = {}
@@ -115,7 +123,7 @@ class DiskLimit:
 
     def takings(self, parts: Iterable[Collection[Coming]]) -> list[Takings]:
         """What the parts of a batch that was admitted take, when they are stored one after the other."""
-        if not self._stored.maxdisk or not self._stored.keeps_all:
+        if not self._stored.maxdisk:
             return []
         usage, before = self._stored.usage, dict[bytes, int]()  # the sizes that earlier parts leave
         found: list[Takings] = []
@@ -145,7 +153,7 @@ class DiskLimit:
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """The same for a block that is stored whole."""
-        if not self._stored.maxdisk or not self._stored.keeps_all:
+        if not self._stored.maxdisk:
             return
         name, block = name_of_block(req_id, page), self._contents.index.block(req_id, page)
         sizes = dict.fromkeys(names_in(block), 0) if block is not None else {}
@@ -163,17 +171,6 @@ class DiskLimit:
         if block.extent is None or not self._stored.keeps(name):
             return {}
         return {name: block.pages * sheet.footprint_of(len(block.req_id), block.extent.slot.size // block.pages)}
-
-    def fits(self, values: Iterable[tuple[bytes, Entry | Extent]]) -> bool:
-        """Whether there is, or can be made, room on the disk for values that memory has."""
-        if not self._stored.maxdisk:
-            return True
-        sizes = {name: takes(name, value) for name, value in values if not isinstance(value, Cold)}
-        try:
-            self._have_room(sizes, {unit_name_of(self._contents, name) for name in sizes})
-        except OverLimit:
-            return False
-        return True
 
     def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
         """Make room for values of these sizes; the units in `stay` are not evicted. Raises DiskUsedUp."""
@@ -202,6 +199,19 @@ class DiskLimit:
 
     # -- what goes -------------------------------------------------------------------------------------------------
 
+    def follows(self, blocks: Sequence[Block]) -> None:
+        """Note that each of these blocks extends the one before it, without which it is useless."""
+        self._chains.follow(blocks)
+
+    def block_removed(self, block: Block) -> None:
+        """Forget a block that was removed. The block that it extended may be evicted now."""
+        for req_id, page in self._chains.removed(block):
+            self._stored.usage.resume(name_of_block(req_id, page))
+
+    def clear(self) -> None:
+        """Forget which blocks extend which."""
+        self._chains.clear()
+
     def give_up(self, error: DiskFull, size: int) -> Iterator[None]:
         """Steps that evict as many bytes, since the disk is full."""
         if self._policy != NO_EVICTION:
@@ -223,17 +233,9 @@ class DiskLimit:
                 continue
             freed += sum(map(usage.size_of, names))
             usage.remove_unit(name)
-            if stored.keeps_all or any(is_cold_named(self._contents, one) for one in names):
-                stored.counts.evicted += len(names)
-                self._contents.evict(unit, room="disk")
-            else:
-                self._leave_to_memory(unit, names)
+            stored.counts.evicted += len(names)
+            self._contents.evict(unit, room="disk")
             yield freed
-
-    def _leave_to_memory(self, unit: Unit, names: Iterable[bytes]) -> None:
-        self._stored.unproven[unit] = None
-        for name in names:
-            self._stored.remove(name)
 
     def _going(self, *, alone: bool) -> Iterator[Unit]:
         """The units on disk in the order in which they go. With `alone`, only those that memory does not have."""
@@ -254,18 +256,64 @@ class DiskLimit:
                 return
 
     def _oldest(self, *, alone: bool) -> Iterator[Unit]:
-        usage = self._stored.usage
-        may_pass = min(_MOST_PASSED, usage.units)
-        while may_pass > 0 and (name := usage.first(alone=alone)) is not None:
+        yield from self._oldest_alone()
+        if not alone:
+            yield from self._also_in_memory(self._spares_texts)
+        yield from self._deferred()
+        if not alone:
+            yield from self._also_in_memory(spares_texts=False)
+
+    def _oldest_alone(self) -> Iterator[Unit]:
+        """The units on disk only. A unit that others extend is deferred."""
+        usage, passed = self._stored.usage, 0
+        most = min(_MOST_PASSED, usage.units_alone)
+        if self._policy != PREFIX:  # it deferred some before the policy was changed
+            for one in [*islice(usage.deferred, _MOST_PASSED)]:
+                usage.resume(one)
+        while passed < most and (name := usage.first) is not None:
+            if self._is_extended(name):
+                usage.defer(name)
+                passed += 1
+                continue
             unit = unit_named(self._contents, name)
             if unit is None:
                 usage.remove_unit(name)
                 continue
-            if not any(map(self._stored.behind.waits, names_in(unit))):
+            if not self._waits(unit):
                 yield unit
             if is_there(self._contents, unit):  # it waits to be written again, or is spared
                 usage.use(name)
-                may_pass -= 1
+                passed += 1
+
+    def _also_in_memory(self, spares_texts: bool) -> Iterator[Unit]:
+        """Units that memory has, too, in the order of the policy."""
+        get, passed = self._contents.catalogue.entries.get, 0
+        for unit in self._contents.evictor.units.victims():
+            if not (self._waits(unit) or (spares_texts and type(unit) is bytes and type(get(unit)) is Text)):
+                yield unit
+            passed += is_there(self._contents, unit)
+            if passed == _MOST_PASSED:
+                return
+
+    def _deferred(self) -> Iterator[Unit]:
+        """Units on disk only that others extend, if the others have to stay."""
+        for name in [*islice(self._stored.usage.deferred, _MOST_PASSED)]:
+            unit = unit_named(self._contents, name)
+            if unit is None:
+                self._stored.usage.remove_unit(name)
+            elif not self._waits(unit):
+                yield unit
+
+    def _is_extended(self, name: bytes) -> bool:
+        return name[:1] == b"b" and self._policy == PREFIX and self._chains.is_extended(*parse_block(name))
+
+    def _waits(self, unit: Unit) -> bool:
+        return any(map(self._stored.behind.waits, names_in(unit)))
+
+    @property
+    def _spares_texts(self) -> bool:
+        """Whether short strings stay as long as anything else can go."""
+        return self._contents.texts * _TEXT_ON_DISK <= self.most * _SHARE_OF_TEXTS
 
 
 def _takes_coming(value: Coming) -> int:

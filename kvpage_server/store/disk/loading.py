@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents
@@ -17,12 +19,15 @@ from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.encoding import extent_of
 from kvpage_server.store.disk.naming import block_name_of, name_of_unit, parse_block
 from kvpage_server.store.disk.stored import Stored
+from kvpage_server.store.eviction.policies import PREFIX
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import Damaged, Record, footprint, name_of_key
 from kvpage_server.system.durations import monotonic_ms
+
+_TOGETHER = 14  # bits of milliseconds: 16 seconds
 
 
 class Loader:
@@ -40,24 +45,37 @@ class Loader:
     def load(self) -> bool:
         """Load everything. Returns whether there is anything. Damaged values are left out; overdue ones expire as
         usual."""
-        units: list[bytes] = []  # the units and when each was used last
+        units: list[bytes] = []  # the units, when each was used last, and the number of its first piece
         used: list[int] = []
+        pieces: list[int] = []
         now = monotonic_ms() // 1000
         self._began = unix_ms() // 1000, now
         collecting = gc.isenabled()
         gc.disable()  # there is no garbage, and there may be millions of objects
         try:
-            size = self._load_sheets(units, used) + self._load_records(units, used)
+            size = self._load_sheets(units, used, pieces) + self._load_records(units, used, pieces)
         finally:
             self._contents.evictor.units.now = now  # strings were entered with the times of their own use
             if collecting:
                 gc.enable()
-        latest = np.argsort(np.array(used, np.uint64), kind="stable")[::-1]
         texts = {name_of_key(key) for key, entry in self._catalogue.entries.items() if type(entry) is Text}
-        self._stored.usage.found(reversed(dict.fromkeys([units[i] for i in latest.tolist()])), texts, size)
+        self._stored.usage.found(self._in_order(units, np.array(used, np.int64), pieces), texts, size)
         return bool(used)
 
-    def _load_sheets(self, units: list[bytes], used: list[int]) -> int:
+    def _in_order(self, units: list[bytes], used: NDArray[np.int64], pieces: list[int]) -> Iterable[bytes]:
+        """The units, each once, in the order of their last use, which is the order of their eviction.
+
+        The links between blocks are not on disk. A context is usually written at once, from its beginning. So of the
+        units that were used in the same seconds, `allkeys-prefix` evicts the one first that was written last. Pieces
+        are numbered in the order in which they are written.
+        """
+        if self._contents.evictor.policy == PREFIX:
+            order = np.lexsort((np.array(pieces), used, -(used >> _TOGETHER)))
+        else:
+            order = np.argsort(used, kind="stable")[::-1]
+        return reversed(dict.fromkeys([units[i] for i in order.tolist()]))
+
+    def _load_sheets(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
         every = defaultdict[int, list[bytes]](list)  # by the size of the request's id
         rest, used_at = self._contents.index.note_resting, sheet.used
         for key, found in self._disk.sheets():
@@ -69,6 +87,7 @@ class Loader:
             rest(req_id, page, rows)
             units.append(block)
             used.append(used_at(rows))
+            pieces.append(0)
             every[len(req_id)].append(rows)
             if soonest:
                 self._note_expiring(req_id, page, rows)
@@ -81,7 +100,7 @@ class Loader:
         self._expirer.keys += count
         self._expirer.note(key, expires)
 
-    def _load_records(self, units: list[bytes], used: list[int]) -> int:
+    def _load_records(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
         size = 0
         for key, record in self._disk.records():
             if key.startswith(sheet.PREFIX):
@@ -92,6 +111,7 @@ class Loader:
             self._admit(record)
             units.append(record.name)
             used.append(record.used)
+            pieces.append(record.body.first)
             takes = footprint(record.name, record.body.size)
             if block := block_name_of(record.name):
                 self._stored.usage.note_stray(record.name, block)

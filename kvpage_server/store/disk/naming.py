@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.contents import Contents
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, is_page, page_named
@@ -70,13 +70,6 @@ def value_named(contents: Contents, name: bytes) -> Entry | Extent:
     assert block is not None
     assert block.extent is not None
     return block.extent
-
-
-def unit_name_of(contents: Contents, name: bytes) -> bytes:
-    """The name of the unit that a value belongs to."""
-    if name[:1] == b"b":
-        return name
-    return name_of_unit(unit_of(name[1:], contents.catalogue.entries[name[1:]]))
 
 
 def unit_named(contents: Contents, name: bytes) -> Unit | None:

@@ -1,21 +1,14 @@
-"""What is on disk or being written, and what is to be written.
-
-With `appendfsync` always or everysec, everything goes to disk. With `no`, a value is *unproven* until it is used a
-second time, and only then goes to disk. So values that nobody asks for wear no SSD.
-"""
+"""The values on disk, and the changes that wait to be written. Every value is written to disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvpage_server.core import Slot
-from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.change import Retime
 from kvpage_server.store.disk.file.encoding import ShortText, Value
 from kvpage_server.store.disk.file.write_behind import WriteBehind
 from kvpage_server.store.disk.usage import DiskUsage
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.extent import Extent, ExtentPage
@@ -34,7 +27,6 @@ class DiskCounters:
     evicted = 0  # values that were evicted from the disk
     corrupt = 0
     repaired = 0  # damaged on disk, and written again from memory
-    skipped = 0  # values that stay in memory only, since the disk could not keep up
 
 
 class Stored:
@@ -42,17 +34,10 @@ class Stored:
 
     behind: WriteBehind[Value]  # set when the loop runs
 
-    def __init__(self, contents: Contents, maxdisk: int) -> None:
+    def __init__(self, maxdisk: int) -> None:
         self.maxdisk = maxdisk
         self.usage = DiskUsage(counts_blocks=maxdisk > 0)
         self.counts = DiskCounters()
-        self.unproven: dict[Unit, None] = {}  # written, and not used since; in the order in which they were written
-        self._evictor = contents.evictor
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every value goes to disk, not only those that are used again."""
-        return self.behind.mode != "no" or self._evictor.policy in (NO_EVICTION, VOLATILE_TTL)
 
     def has(self, name: bytes) -> bool:
         """Whether a value is on disk or waits to be written."""
@@ -103,7 +88,6 @@ class Stored:
         """Remove everything from the disk."""
         self.behind.clear()
         self.usage.clear()
-        self.unproven.clear()
 
 
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:

@@ -4,9 +4,7 @@ Every key is known in memory. Its value is there too, or it is `Cold`: its bytes
 every change, and gives it to the write-behind. A value may be dropped from memory when it is on disk and does not wait
 to be written again.
 
-With `appendfsync` always or everysec, everything goes to disk, and writers wait if the disk is slower than they are.
-With `no`, nothing is promised. A value goes to disk when it is used a second time, so values that nobody asks for wear
-no SSD. If the disk cannot keep up, values stay in memory. When the server ends in order, everything is written.
+Every value is written to disk, and writers wait if the disk is slower than they are.
 
 Its parts: `stored` (what is on disk or being written), `limit` (what happens when the disk is full), `needs` (what must
 be fetched for a command), `fetching` (from disk to memory), a loader for the start, and a scrubber.
@@ -25,6 +23,7 @@ from kvpage_server.store.disk.changes import Changes
 from kvpage_server.store.disk.fetching import Fetching
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.encoding import Value
+from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.file.readers import DiskReader
 from kvpage_server.store.disk.file.scrub import Scrubber
 from kvpage_server.store.disk.file.write_behind import WriteBehind
@@ -65,8 +64,7 @@ class DiskTier:
     def __init__(self, disk: Disk, contents: Contents, memory: MemoryLimit, maxdisk: int) -> None:
         self.disk = disk
         self.any_cold = False  # whether any value may be cold
-        self.left_out = 0  # values for which the last save found no room
-        self.stored = Stored(contents, maxdisk)
+        self.stored = Stored(maxdisk)
         self.needs = Needs(contents)
         self.fetching = Fetching(contents, memory, self.stored)
         self.limit = DiskLimit(contents, memory, self.stored, self.fetching.holds)
@@ -79,6 +77,13 @@ class DiskTier:
     def load(self) -> None:
         """Load all keys on disk."""
         self.any_cold = self._loader.load()
+
+    def have_room_for_all(self) -> None:
+        """Raise `maxdisk` if the values that were loaded exceed it. Before anything else uses the store."""
+        least = self.limit.least_for(self.used_disk)
+        if least > self.stored.maxdisk:
+            self.stored.maxdisk = least
+            self.disk.resize(least)
 
     def connect(self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None]) -> None:
         """Begin to read and write, on the loop. At most `limit` bytes may wait to be written.
@@ -98,28 +103,23 @@ class DiskTier:
         return self.stored.behind
 
     async def save(self) -> str:
-        """Write everything, including unproven values. Returns why some could not be written; empty if all were.
-
-        It works in waves, so that the queue does not become longer than usual.
-        """
-        behind, unproven = self.behind, self.stored.unproven
+        """Write everything, and have it on the disk. Returns why some could not be written; empty if all was."""
+        behind = self.behind
         position = behind.position
         await behind.settle()
-        waiting = list(unproven)
-        while waiting and not behind.failing:
-            while waiting and not behind.full:
-                self._prove(waiting.pop())
-            position = behind.position
-            await behind.settle()
-        self.left_out = len(unproven)
         if behind.durable < position:
             return f"{behind.failing} ({behind.position - behind.durable} changes are in memory alone)"
-        return f"maxdisk has no room for all ({self.left_out} values are in memory alone)" if self.left_out else ""
+        if behind.mode == "no":
+            try:
+                await asyncio.to_thread(self.disk.flush)
+            except (DiskError, DiskFull) as error:
+                return str(error)
+        return ""
 
     @property
     def unsaved(self) -> int:
-        """Changes that are not on disk, and values that are not meant to be there yet."""
-        return self.behind.position - self.behind.durable + len(self.stored.unproven)
+        """Changes that were not written yet."""
+        return self.behind.position - self.behind.durable
 
     @property
     def values_on_disk(self) -> int:
@@ -144,8 +144,6 @@ class DiskTier:
         log.info("the last save: %s", await self.save() or "everything is on disk")
         failing = self.behind.failing
         lost = await self.behind.close()
-        if failing:
-            lost += self.left_out  # nothing was promised of these, but the server ends in order
         await self.fetching.close()
         self.disk.close()
         why = self.behind.failing or failing
@@ -153,36 +151,15 @@ class DiskTier:
 
     # -- what is stored --------------------------------------------------------------------------------------------
 
-    def known(self, pages: NewPages) -> Sequence[bool]:
-        """Which pages exist already, if that makes a difference."""
-        entries = self._contents.catalogue.entries
-        return () if self.stored.keeps_all else [key in entries for key in pages.keys]
+    def stored_pages(self, pages: NewPages) -> None:
+        self.stored.store_pages(pages.keys, pages.slots)
 
-    def stored_pages(self, pages: NewPages, known: Sequence[bool]) -> None:
-        """Pages were stored, some of which were `known` before."""
-        if self.stored.keeps_all:
-            self.stored.store_pages(pages.keys, pages.slots)
-            return
-        for key, slot, was_known in zip(pages.keys, pages.slots, known, strict=True):
-            self._offer(cast(Block, slot.unit), name_of_key(key), slot, known=was_known)
+    def stored_string(self, key: bytes, entry: Entry) -> None:
+        self.stored.store(name_of_key(key), entry)
 
-    def stored_string(self, key: bytes, entry: Entry, *, known: bool) -> None:
-        self._offer(key, name_of_key(key), entry, known=known)
-
-    def stored_block(self, block: Block, *, known: bool) -> None:
+    def stored_block(self, block: Block) -> None:
         assert block.extent is not None
-        self._offer(block, name_of_unit(block), block.extent, known=known)
-
-    def _offer(self, unit: Unit, name: bytes, value: Entry | Extent, *, known: bool) -> None:
-        """A unit has a new value. If it was `known` before, this is its second use."""
-        stored, behind = self.stored, self.behind
-        may_wait = known and (behind.waits(name) or not behind.full)
-        if stored.keeps_all or (may_wait and self.limit.fits([(name, value)])):
-            stored.store(name, value)
-        else:
-            stored.counts.skipped += known
-            stored.unproven[unit] = None
-            stored.remove(name, replaced=True)
+        self.stored.store(name_of_unit(block), block.extent)
 
     def splits(self, block: Block) -> None:
         """A block stored whole is about to be split. Raises Absent if it is not in memory."""
@@ -194,10 +171,7 @@ class DiskTier:
         self.limit.admit_split(block)
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
-        name = name_of_block(block.req_id, block.page)
-        if block in self.stored.unproven and not self.stored.keeps(name):
-            return
-        self.stored.remove(name, replaced=True)
+        self.stored.remove(name_of_block(block.req_id, block.page), replaced=True)
         self.stored.store_pages([*pages], [*pages.values()])
 
     def retimes(self, key: bytes, entry: Entry) -> None:
@@ -221,34 +195,18 @@ class DiskTier:
         self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_gone(self._contents, name))
 
     def unit_removed(self, unit: Unit) -> None:
-        self.stored.unproven.pop(unit, None)
+        if isinstance(unit, Block):
+            self.limit.block_removed(unit)
 
     def block_removed(self, block: Block) -> None:
-        self.stored.unproven.pop(block, None)
+        self.limit.block_removed(block)
         for name in names_in(block):
             self.stored.remove(name)
 
-    # -- what is used ----------------------------------------------------------------------------------------------
-
-    def used(self, units: Sequence[Unit]) -> None:
-        """Units were read. Unproven ones go to disk now."""
-        if self.stored.unproven:
-            for unit in dict.fromkeys(units):
-                self._prove(unit)
-
-    def _prove(self, unit: Unit) -> None:
-        """Write an unproven unit, because it is used a second time or the server ends, if there is room."""
-        stored, waits = self.stored, self.behind.waits
-        if unit not in stored.unproven:
-            return
-        names = [name for name in names_in(unit) if name not in stored.usage or waits(name)]  # an older one has to go
-        values = [(name, value_named(self._contents, name)) for name in names]
-        if self.behind.full or not self.limit.fits(values):
-            stored.counts.skipped += 1
-            return
-        stored.unproven.pop(unit)
-        for name, value in values:
-            stored.store(name, value)
+    def clear(self) -> None:
+        """Remove everything from the disk."""
+        self.stored.clear()
+        self.limit.clear()
 
     # -- from memory to disk alone: see `MemoryLimit` ----------------------------------------------------------------
 
@@ -282,8 +240,6 @@ class DiskTier:
                 return True
             if self._contents.texts <= self._memory.maxmemory * _SHARE_OF_TEXTS:
                 return False
-        elif self.stored.keeps_all:
-            self._prove(unit)  # it may have been stored under another policy
         return not self._keeps_texts and self.evict(unit)
 
     def evict(self, unit: Unit) -> bool:

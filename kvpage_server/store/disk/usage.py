@@ -1,13 +1,13 @@
-"""What is on disk, what will be when all that waits is written, and the order in which it is evicted.
+"""The values on disk, the values that will be there when all writes are done, and the order in which units on disk
+only are evicted: the unit that was dropped or read longest ago is the first. Blocks are evicted whole.
 
-Units that are on disk only go first, those that were dropped or read longest ago before others. Then units that memory
-has, too, those that were stored or fetched longest ago first. Blocks go as a whole.
+A unit that other units extend is deferred until nothing extends it. See `DiskLimit`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 
 class DiskUsage:
@@ -30,7 +30,7 @@ class DiskUsage:
         self._strays: set[bytes] = set()  # names of strings that a page could have
         # The first of an OrderedDict is found at once; in a dict, all that was removed before it lies in the way.
         self._alone: OrderedDict[bytes, None] = OrderedDict()  # units that are not in memory; the next to go is first
-        self._in_memory: OrderedDict[bytes, None] = OrderedDict()  # units that are also in memory, likewise
+        self._deferred: OrderedDict[bytes, None] = OrderedDict()  # the same, passed over because others extend them
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -84,7 +84,7 @@ class DiskUsage:
         self.used += grown
         self._sizes[name] = size
         self._grow(name, unit, grown)
-        self.is_in_memory(unit)
+        self.remove_unit(unit)  # it is in memory, from where it was written
 
     def remove(self, name: bytes, unit: bytes, *, again: bool = False) -> None:
         """A value is gone, perhaps to be written `again`."""
@@ -114,9 +114,8 @@ class DiskUsage:
             self.replaced += size
 
     def found(self, units: Iterable[bytes], in_memory: Collection[bytes], size: int) -> None:
-        """The units that the start found, in the order in which they go, and their footprints together."""
-        for unit in units:
-            (self._in_memory if unit in in_memory else self._alone)[unit] = None
+        """Take over the units of a start in the order in which they go, and their footprints together."""
+        self._alone.update((unit, None) for unit in units if unit not in in_memory)
         self.used = self.expected = size
 
     def know(self, name: bytes, unit: bytes, size: int) -> None:
@@ -125,40 +124,50 @@ class DiskUsage:
         self._grow(name, unit, size)
 
     def remove_unit(self, unit: bytes) -> None:
-        """A unit is gone."""
+        """Forget a unit that was removed or that memory has, too."""
         self._alone.pop(unit, None)
-        self._in_memory.pop(unit, None)
+        self._deferred.pop(unit, None)
 
     def use(self, unit: bytes) -> None:
-        """Make a unit the last of its kind to go, if it is there."""
-        for order in (self._alone, self._in_memory):
-            if unit in order:
-                del order[unit]
-                order[unit] = None
+        """Make a unit that is on disk only the last to go."""
+        if self.lies_alone(unit):
+            self.is_alone(unit)
 
     def is_alone(self, unit: bytes) -> None:
         """A unit is not in memory any more."""
         self.remove_unit(unit)
         self._alone[unit] = None
 
-    def is_in_memory(self, unit: bytes) -> None:
-        """A unit is in memory, or a part of it."""
-        self.remove_unit(unit)
-        self._in_memory[unit] = None
-
     def lies_alone(self, unit: bytes) -> bool:
         """Whether a unit is on disk only."""
-        return unit in self._alone
+        return unit in self._alone or unit in self._deferred
 
     @property
-    def units(self) -> int:
-        """The number of units."""
-        return len(self._alone) + len(self._in_memory)
+    def units_alone(self) -> int:
+        """The number of units on disk only."""
+        return len(self._alone) + len(self._deferred)
 
-    def first(self, *, alone: bool) -> bytes | None:
-        """The unit that goes next. With `alone`, of those that are on disk only."""
-        found = next(iter(self._alone), None)
-        return found if found is not None or alone else next(iter(self._in_memory), None)
+    @property
+    def first(self) -> bytes | None:
+        """The next unit to evict of those on disk only."""
+        return next(iter(self._alone), None)
+
+    def defer(self, unit: bytes) -> None:
+        """Pass over a unit on disk only, because others extend it."""
+        del self._alone[unit]
+        self._deferred[unit] = None
+
+    def resume(self, unit: bytes) -> None:
+        """Make a deferred unit the next to go, because nothing extends it now."""
+        if unit in self._deferred:
+            del self._deferred[unit]
+            self._alone[unit] = None
+            self._alone.move_to_end(unit, last=False)
+
+    @property
+    def deferred(self) -> Iterator[bytes]:
+        """The deferred units, the last one first: it is the furthest from the beginning of its chain."""
+        return reversed(self._deferred)
 
     def was_cleared(self) -> None:
         """Everything that was written is gone; what is expected stays expected."""
@@ -167,7 +176,7 @@ class DiskUsage:
         self._blocks.clear()
         self._strays.clear()
         self._alone.clear()
-        self._in_memory.clear()
+        self._deferred.clear()
 
     def clear(self) -> None:
         """Everything is removed, and nothing is expected."""
@@ -177,5 +186,5 @@ class DiskUsage:
         self._blocks.clear()
         self._strays.clear()
         self._alone.clear()
-        self._in_memory.clear()
+        self._deferred.clear()
         self.used = self.expected = self.replaced = 0

@@ -27,6 +27,7 @@ class Ghost:
     rows: dict[int, int]
     at: int = 0
     by: str = ""  # a policy, or the pattern of a quota; empty for other reasons
+    limit: str = ""  # maxmemory or maxdisk, whichever was reached; empty for other reasons than eviction
 
 
 class Ghosts:
@@ -42,7 +43,7 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str = "") -> None:
+    def remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str = "", limit: str = "") -> None:
         """Some pages of a block, in rows, are gone."""
         name = (block.req_id, block.page)
         ghosts = self._blocks.pop(name, None)
@@ -60,7 +61,7 @@ class Ghosts:
             ghost = Ghost(reason, {})
             self._rows += _GHOST
         ghosts[reason] = ghost
-        ghost.at, ghost.by = unix_ms(), by
+        ghost.at, ghost.by, ghost.limit = unix_ms(), by, limit
         self._rows -= len(ghost.rows)
         if not ghost.rows:
             ghost.rows = dict(rows)

@@ -7,11 +7,12 @@ from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import Queues
 from kvpage_server.store.eviction.s3fifo import S3FIFO
 
+PREFIX = "allkeys-prefix"
 NO_EVICTION = "noeviction"
 VOLATILE_TTL = "volatile-ttl"
 
 POLICIES: dict[str, type[Queues]] = {
-    "allkeys-prefix": Prefix,
+    PREFIX: Prefix,
     "allkeys-lru": LRU,
     "allkeys-s3fifo": S3FIFO,
     VOLATILE_TTL: LRU,  # it tells how long units have been idle; `Expirer` knows what goes first

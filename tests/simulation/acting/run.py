@@ -21,7 +21,6 @@ from tests.simulation.judging.judge import Judge, Violation
 from tests.simulation.judging.patience import Patience
 from tests.simulation.model.model import Words
 from tests.simulation.model.replies import ANYTHING
-from tests.simulation.model.values import FORGOTTEN_LATE
 from tests.simulation.programs.seed import Seed
 from tests.simulation.programs.step import MS, PEERS, TENANTS, Step
 from tests.simulation.world import place
@@ -59,8 +58,6 @@ class Run:
         self.machine.turns.broke = self.judge.note_broken
         self.judge.model.limited = seed.options["maxmemory"] != "0" or seed.maxdisk > 0
         self.judge.model.notifies = notifies
-        if seed.options.get("appendfsync") == "no":
-            self.judge.model.store.forgotten = FORGOTTEN_LATE
         self.judge.checksums = seed.options["page-checksums"] == "yes"
         self.directory = directory
         self.digest = hashlib.blake2b(digest_size=12)

@@ -347,11 +347,11 @@ MISTAKES = [
         "what is replaced is not supposed to take room until the commit that replaces it",
     ),
     Mistake(
-        "saved-in-any-order",
-        _STORE + "disk.tier",
-        "waiting = list(unproven)",
-        "waiting = list(set(unproven))",
-        "SAVE writes in the order of addresses, so that another process has no room for something else",
+        "woken-in-any-order",
+        _STORE + "disk.file.write_behind",
+        "for position, then in waiting:",
+        "for position, then in set(waiting):",
+        "clients that wait for the disk go on in the order of addresses",
         ("--twice",),
     ),
     Mistake(

@@ -11,7 +11,7 @@ from kvpage_server.core import Slot
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text, is_page
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text
 from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records import sheet
@@ -107,10 +107,17 @@ def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
         yield f"{usage.used} bytes of the disk are counted, {usage.expected} are expected, values take {found}"
     if usage.replaced:
         yield f"{usage.replaced} bytes of the disk are to be replaced, and nothing waits to be written"
-    for unit in tiered.stored.unproven:
-        is_block, entry = isinstance(unit, Block), keyspace.contents.catalogue.entries.get(cast(bytes, unit))
-        if not (keyspace.index.still_has(cast(Block, unit)) if is_block else entry is not None and not is_page(entry)):
-            yield f"{unit!r} is gone, and waits to be written"
+    yield from _mistaken_chains(tiered, keyspace)
+
+
+def _mistaken_chains(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
+    """Links to blocks that do not exist, and wrong counts of extensions."""
+    chains = tiered.limit._chains
+    counts = Counter(before for before in chains._before.values() if keyspace.index.still_has(before))
+    if counts != chains._extensions:
+        yield f"{sum(chains._extensions.values())} extensions of blocks are counted, there are {counts.total()}"
+    if gone := [block for block in chains._before if not keyspace.index.still_has(block)]:
+        yield f"{len(gone)} blocks are gone, and extend others"
 
 
 def _resting(keyspace: Keyspace) -> Iterator[tuple[bytes, bytes]]:
@@ -152,5 +159,5 @@ def left(server: Server) -> dict[str, int]:
         "bytes held to be read": 0 if tiered is None else tiered.held,
         "bytes of quotas": sum(quota.bytes for quota in keyspace.evictor.every_quota),
         "keys that expire": keyspace.contents.expirer.keys,
-        "values waiting to be proven": 0 if tiered is None else len(tiered.stored.unproven),
+        "links between blocks": 0 if tiered is None else len(tiered.limit._chains._before),
     }

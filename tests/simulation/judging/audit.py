@@ -142,20 +142,16 @@ class Audit:
         judge, store = self._judge, self._judge.model.store
         self._overdue = store.overdue()
         self._most = len(store.log)
-        exact = in_order and not (self._mode == "no" and self._run.seed.maxdisk)  # it may have no room for all
-        if exact:
+        if in_order:
             self._least = self._most
         elif self._mode == "always":
             self._least = judge.acknowledged
-        elif self._mode == "no":
-            self._least = 0
         else:
             slack = _SLACK + (self._run.seed.maxdisk > 0) * _ROOM_IS_MADE
             self._least = self._position_at(self._run.machine.clock.now - SECOND - slack)
             if judge.model.disk_fails and self._failed_at >= 0:
                 self._least = min(self._least, self._failed_at)
-        self._exact = exact
-        if not exact:
+        if not in_order:
             store.fog |= self._let_go
         makes_room = judge.model.disk_fails or self._run.seed.maxdisk
         self._gone = self._went_since() if makes_room else set()
@@ -221,10 +217,7 @@ class Audit:
         self._run.begin_work()
 
     def _due(self) -> Iterable[tuple[bytes, Value]]:
-        """What the disk may have, though it was not found: it was due by then, and a clock that is set back shows it.
-
-        Also what was replaced, or deleted, in memory alone.
-        """
+        """Values that were due when they were not found. The disk may have them, and a clock that is set back shows them."""
         store = self._judge.model.store
         looked = {key: found.at for key, found in self._found.items() if found.value is None}
         cells = [(key, cell) for key, *both in store.log[self._least :] for cell in both]
@@ -238,9 +231,6 @@ class Audit:
         judge, store = self._judge, self._judge.model.store
         store.now = self._run.machine.clock.unix_ms
         doubtful = {key: [v.get(key) for d in store.doubts for v in d.variants if key in v] for key in store.doubtful()}
-        if self._mode == "no" and not self._exact:
-            self._find_each(doubtful)
-            return
         for key, cells in store.moments_of_late(self._least).items():
             doubtful[key] = [store.keys.get(key), *doubtful.get(key, []), *cells]
         state: dict[bytes, Cell] = dict(store.keys)
@@ -270,21 +260,6 @@ class Audit:
             f"after a death the store is as it was at no moment from change {self._least}, which was promised, "
             f"to {self._most}, the last:\n  " + "\n  ".join(shown_ones)
         )
-
-    def _find_each(self, doubtful: dict[bytes, list[Cell]]) -> None:
-        """Nothing was promised but that no value is there that never was."""
-        store, state = self._judge.model.store, dict[bytes, Cell]()
-        past: dict[bytes, list[Cell]] = {}
-        for name, *cells in store.log:
-            past.setdefault(name, []).extend(cells)
-        for key in self._found:
-            options = [store.keys.get(key), None, *past.get(key, []), *doubtful.get(key, [])]
-            options += self._overdue.get(key, [])
-            fitting = [cell for cell in options if self._is(key, cell)]
-            if not fitting:
-                self._judge.fail(f"{key!r} is {self._found[key]!r:.300}, which it never was")
-            state[key] = fitting[0]
-        self._believe(state)
 
     def _is(self, key: bytes, cell: Cell) -> bool:
         found = self._found[key]

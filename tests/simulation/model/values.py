@@ -18,7 +18,6 @@ _HEADER = struct.Struct("<4sBBBBIIIIQQQIIQ")
 MOST_VARIANTS = 32
 SWEPT_WITHIN = 2000  # milliseconds after which nothing that is due is counted any more
 FORGOTTEN_WITHIN = 4000  # after which it is gone from the disk, too: it is swept, and a second later committed
-FORGOTTEN_LATE = 40_000  # the same under `appendfsync no`
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,6 @@ class Store:
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
     expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
-    forgotten: int = FORGOTTEN_WITHIN  # milliseconds
     gone: int = 0  # how often a key was found to be due
     due: Counter[bytes] = field(default_factory=Counter)  # the same of each, in the case that is supposed
     sure: bool = True  # whether what is said to change does
@@ -112,10 +110,10 @@ class Store:
         self.keys[key] = value
         self.changed(key)
 
-    def overdue(self, within: int = FORGOTTEN_LATE) -> dict[bytes, list[Value]]:
+    def overdue(self, within: int = FORGOTTEN_WITHIN) -> dict[bytes, list[Value]]:
         """What was due lately, so that the disk may still have it: one of these values of each key."""
-        now, within = self.elapsed(), min(within, self.forgotten)
-        self.expired[:] = [one for one in self.expired if one[0] > now - self.forgotten]
+        now = self.elapsed()
+        self.expired[:] = [one for one in self.expired if one[0] > now - FORGOTTEN_WITHIN]
         result: dict[bytes, list[Value]] = {}
         for when, key, value in self.expired:
             if when > now - within:

@@ -41,9 +41,10 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     together as KVBLOCKGET wants; `blocks` is the number of its blocks.
 
     `at` is when the page was removed (unix milliseconds), and `policy` or `quota` is the policy or the pattern of the
-    quota that removed it. If a request has a hole, `block` is the page id of its first block that lacks pages, and
-    `cause` is the reason: one of these, or incomplete if the block has others of its pages and nothing was removed.
-    `since` says from when on the server remembers removals (unix milliseconds).
+    quota that removed it. `limit` is the parameter whose limit the policy kept: maxmemory or maxdisk. If a request has
+    a hole, `block` is the page id of its first block that lacks pages, and `cause` is the reason: one of these, or
+    incomplete if the block has others of its pages and nothing was removed. `since` says from when on the server
+    remembers removals (unix milliseconds).
     """
     keyspace = client.keyspace
     if len(args) == 1:
@@ -84,4 +85,6 @@ def _explain(keyspace: Keyspace, ghost: Ghost | None, otherwise: str = NEVER_STO
     if ghost is None:
         return {"reason": otherwise, "since": keyspace.ghosts.since}
     by: dict[str, Reply] = {"quota" if ghost.reason == OVER_QUOTA else "policy": ghost.by} if ghost.by else {}
+    if ghost.limit:
+        by["limit"] = ghost.limit
     return {"reason": ghost.reason, "at": ghost.at, **by}

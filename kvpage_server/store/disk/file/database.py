@@ -7,8 +7,9 @@ and the pieces read in the same transaction belong together. `quarantine` keeps 
 is left of their bodies; they go with everything else when all is removed, since the next process may give the numbers
 of their pieces to others. Pieces that no record has any more are removed when their room is needed, see `lost`.
 
-LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. Its unsafe
-modes are never used, so a crash of the machine loses only what was not committed.
+LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. So a crash
+of the machine loses only changes that were not committed. The exception is `appendfsync no`: it flushes nothing, and a
+crash of the machine may damage the file. The next start checks the structure, and each value has a checksum.
 
 Any thread may read, one at a time may write. Every call may wait for the disk.
 """
@@ -71,7 +72,7 @@ _Place = tuple[bytes, Spot] | None
 class Disk:
     """The store of a directory. Raises DiskError when it is not ours, damaged, of a newer format, or in use."""
 
-    def __init__(self, directory: Path, *, maxdisk: int = 0) -> None:
+    def __init__(self, directory: Path, *, maxdisk: int = 0, flushes: bool = True) -> None:
         self.path = directory / FILE
         self._reserve = directory / f"{FILE}.reserve"
         self._lately: tuple[int, dict[bytes, Body]] = 0, {}
@@ -80,19 +81,19 @@ class Disk:
             self._locks.enter_context(lock(directory / _LOCK))
         try:
             with told(self.path, writing=True):
-                self._open(maxdisk)
+                self._open(maxdisk, flushes=flushes)
         except BaseException:
             self._locks.close()
             raise
 
-    def _open(self, maxdisk: int) -> None:
+    def _open(self, maxdisk: int, *, flushes: bool) -> None:
         if not self.path.exists():
             create(self.path)
         self._locks.enter_context(claim(self.path))
         self._witness = Witness(self.path)
         try:
             look_through(self.path, self._witness)
-            self._env = open_map(self.path, maxdisk)
+            self._env = open_map(self.path, maxdisk, flushes=flushes)
         except BaseException:
             self._witness.go()
             raise
@@ -132,12 +133,22 @@ class Disk:
             last = txn.cursor(self._pieces)
             self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
+    def resize(self, maxdisk: int) -> None:
+        """Let the file grow to `maxdisk` bytes. Nobody may read or write meanwhile."""
+        self._env.set_mapsize(maxdisk)
+
     def close(self) -> None:
-        """Close the file in order."""
+        """Close the file in order, with everything on the disk. Raises DiskFull, DiskError."""
+        self.flush()
         self._env.close()
         self._witness.closed()
         self._witness.go()
         self._locks.close()
+
+    def flush(self) -> None:
+        """Have everything that was committed on the disk. Raises DiskFull, DiskError."""
+        with told(self.path, writing=True):
+            self._env.sync(True)
 
     @property
     def size(self) -> int:
@@ -211,7 +222,8 @@ class Disk:
         self._has_reserve = has == RESERVE
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Make changes in order, all or none. They are durable when it returns. Raises DiskFull, DiskError.
+        """Make changes in order, all or none. They are durable when it returns, if the store `flushes`. Raises
+        DiskFull, DiskError.
 
         If `maxdisk` has no room, there may be some in what the last commit has freed, or where pages lie one by one.
         """

@@ -160,8 +160,12 @@ def create(path: Path) -> None:
     flush_directory(path.parent)
 
 
-def open_map(path: Path, maxdisk: int) -> lmdb.Environment:
-    """Map the file. This takes its address space at once, and disk space as it is needed."""
+def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
+    """Map the file. This takes its address space at once, and disk space as it is needed.
+
+    Each commit is on the disk when it is done if it `flushes`. If not, the operating system writes it later, in any
+    order: a crash of the machine may then damage the file.
+    """
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
         try:
@@ -173,6 +177,7 @@ def open_map(path: Path, maxdisk: int) -> lmdb.Environment:
                 map_size=size,
                 max_spare_txns=4,
                 max_readers=_READERS,
+                sync=flushes,
             )
         except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
             if maxdisk or size <= _SMALLEST_MAP or not _says(error, errno.ENOMEM):

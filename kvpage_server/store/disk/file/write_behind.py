@@ -8,9 +8,9 @@ If the disk is full, values that are gone from the store are removed from the di
 or in several if `maxdisk` has no room for one. If the process is killed in between, part of a batch is on disk; under
 `always` nobody was told of it. Values that are overwritten stay until the new ones are there.
 
-`appendfsync` says when a batch begins. `always`: when the batch before is done. `everysec`: so that nothing waits for
-more than a second, if commits take less. `no`: when half of the allowed bytes wait, or after `LONGEST`. Every commit is
-durable.
+`appendfsync` says when a batch begins. `always`: when the batch before is done. `everysec` and `no`: so that nothing
+waits for more than a second, if commits take less. A commit is durable, except with `no`: there the operating system
+has the values, and writes them to the disk when it likes.
 
 The states, and what moves them. What is not in the table is an error:
 
@@ -47,7 +47,6 @@ from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.disk.file.writer import Batch, DiskWriter, Error
 from kvpage_server.system.durations import Durations
 
-LONGEST = 30.0  # seconds
 _SECOND = 0.9
 _SLACK = 2.5  # a change that comes just after a commit has begun is in the next one: it waits for two
 _SHORTEST = 0.05
@@ -137,7 +136,7 @@ class WriteBehind(Generic[T]):
         self.limit = limit
         self.state = State.IDLE
         self.position = 0  # changes so far
-        self.durable = 0  # changes that are on disk
+        self.durable = 0  # changes that were committed
         self.last_commit = unix_ms()
         self.commits = 0
         self.times = Durations()  # of commits
@@ -254,9 +253,7 @@ class WriteBehind(Generic[T]):
     def _delay(self) -> float:
         if self._hurries or self.mode == "always":
             return 0.0
-        if self.mode == "everysec":
-            return max(_SECOND - _SLACK * self._took, _SHORTEST)
-        return LONGEST
+        return max(_SECOND - _SLACK * self._took, _SHORTEST)
 
     def _begin(self) -> None:
         self._timer = None

@@ -139,9 +139,11 @@ def test_every_reason_is_told_and_counted(tmp_path: Path) -> None:
     with database.open("r+b") as file:
         file.seek(at)
         file.write(bytes([body[0] ^ 1]))
-    with start_server(*options, "--appendfsync", "no", directory=tmp_path) as server, server.client() as client:
+    with start_server(*options, "--maxdisk", "16mb", directory=tmp_path) as server, server.client() as client:
+        client.execute_command("KVPAGEPIN", "corrupt")
         set_page(client, "evicted")
-        fill(client, 200)
+        for i in range(14):
+            client.set(f"large:{i}", bytes(1 << 20))
         set_page(client, "expired")
         set_page(client, "overwritten")
         client.set("kv:overwritten:0:0:0:0", "plain")

@@ -146,21 +146,6 @@ def test_what_is_pinned_or_leased_stays_on_the_disk(tmp_path: Path, protect: tup
         assert all(get_page(client, seed, "mine") == body(20_000, seed) for seed in range(8))
 
 
-def test_without_a_promise_memory_keeps_what_the_disk_has_no_room_for_and_a_save_says_so(tmp_path: Path) -> None:
-    with tiered(tmp_path, *SMALL, "--appendfsync", "no") as (server, client):
-        assert taken(client, range(30)) == list(range(30))
-        assert client.info("persistence")["rdb_changes_since_last_save"] == 30
-        with pytest.raises(redis.ResponseError, match=r"maxdisk has no room for all \(\d+ values are in memory"):
-            client.execute_command("SAVE")
-        assert client.info("persistence")["rdb_last_bgsave_status"] == "err"
-        assert all(client.get(f"key:{i}") == body(MB, i) for i in range(30))
-        assert client.info("stats")["evicted_keys"] == 0
-        assert server.stop() == 0
-        assert "the last save: maxdisk has no room for all" in server.log
-    with tiered(tmp_path) as (_, client):
-        assert 5 < client.dbsize() < 13
-
-
 @pytest.mark.parametrize("mode", ["everysec", "no"])
 def test_noeviction_does_not_refuse_what_has_room_once_others_are_written(tmp_path: Path, mode: str) -> None:
     options = ("--maxmemory", "4mb", "--maxmemory-policy", "noeviction", "--appendfsync", mode)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from test_tiered import MB, body, disk_info, settle, tiered
 from waiting import PATIENCE
 
@@ -143,18 +142,3 @@ def test_a_value_whose_expiry_changes_again_and_again_is_not_written(tmp_path: P
     with tiered(tmp_path, *options) as (_, client):
         assert 1000 < client.ttl("large") <= 2000
         assert client.get("large") == body(11 * MB, 1)
-
-
-def test_under_appendfsync_no_a_new_expiry_writes_nothing_that_memory_alone_has(tmp_path: Path) -> None:
-    options = ("--maxdisk", "16mb", "--appendfsync", "no", "--maxmemory-policy", "allkeys-lru")
-    with tiered(tmp_path, *options) as (_, client):
-        for value in (b"small", b"and used again", body(17 * MB, 1)):
-            client.set("key", value)
-        client.execute_command("KVBLOCKSET", "b", 0, 1, 4, 1, 0, 1, 0, 3, 4_500_000, body(18_000_000, 2))
-        assert client.expire("key", 1000)
-        assert client.expire("kv:b:0:0:0:0", 1000)
-        with pytest.raises(redis.ResponseError, match="maxdisk has no room for all"):
-            client.execute_command("SAVE")
-        assert disk_info(client)["disk_failing"] == ""
-        assert client.get("kv:b:0:3:0:0")[64:] == body(18_000_000, 2)[-4_500_000:]
-        assert client.set("one", "more")

@@ -99,17 +99,6 @@ def test_who_uses_what_another_looks_at_has_it_in_memory(tmp_path: Path) -> None
         assert client.execute_command("KVPAGESTAT", "whole", 0, 1, 0, 0)[b"checksum"]
 
 
-def test_a_look_brings_nothing_to_a_disk_that_has_what_is_used_again(tmp_path: Path) -> None:
-    with tiered(tmp_path, "--appendfsync", "no", program=PROMPT) as (server, client), server.client() as looker:
-        looker.execute_command("CLIENT", "NO-TOUCH", "ON")
-        client.set("long", LONG)
-        assert looker.get("long") == LONG
-        assert looker.mget(["long", "long"]) == [LONG, LONG]
-        assert disk_info(client)["disk_waiting_bytes"] == disk_info(client)["disk_values"] == 0
-        assert client.get("long") == LONG
-        assert eventually(lambda: disk_info(client)["disk_values"] == 1)
-
-
 def test_a_look_promises_nothing(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "10mb") as (server, client), server.client() as looker:
         looker.execute_command("CLIENT", "NO-TOUCH", "ON")

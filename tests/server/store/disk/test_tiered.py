@@ -22,6 +22,8 @@ from servers import RunningServer, answers, free_port, start_server
 from test_kvpage_cli import kvpage
 from waiting import until
 
+from kvpage_server.app import _open_store
+from kvpage_server.configuration.config import from_arguments
 from kvpage_server.page import DType, PageKey, encode_page
 from kvpage_server.store.disk.file.database import FILE
 
@@ -314,18 +316,20 @@ def test_what_is_on_disk_makes_room_without_being_evicted(tmp_path: Path, policy
 
 def test_maxdisk_is_kept_by_evicting_what_left_memory_first(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxdisk", "16mb") as (server, client):
+        req = "r{}".format  # a request for each block: none extends another
         for seed in range(1500):
-            set_page(client, seed)
+            set_page(client, seed, req=req(seed // 4))
         settle(client)
         until(lambda: client.dbsize() < 900)
         assert client.dbsize() > 300
         assert client.info("stats")["evicted_keys"] >= 600
         assert (tmp_path / FILE).stat().st_size <= 16 * MB
-        assert get_page(client, 1499) == body(20_000, 1499)
-        assert get_page(client, 0) is None
-        why = client.execute_command("KVPAGEWHY", *page_args(0))
-        assert b"evicted" in (why if isinstance(why, bytes) else str(why).encode())
-        there = [seed for seed in range(1500) if client.execute_command("KVPAGEEXISTS", *page_args(seed))]
+        assert get_page(client, 1499, req(374)) == body(20_000, 1499)
+        assert get_page(client, 0, req(0)) is None
+        why = client.execute_command("KVPAGEWHY", *page_args(0, req(0)))
+        assert (why[b"reason"], why[b"policy"], why[b"limit"]) == (b"evicted", b"allkeys-prefix", b"maxdisk")
+        every = ((seed, page_args(seed, req(seed // 4))) for seed in range(1500))
+        there = [seed for seed, page in every if client.execute_command("KVPAGEEXISTS", *page)]
         assert len(there) == client.dbsize()
         assert all(seed // 4 * 4 in there for seed in there if seed % 4 == 0)
         assert "internal error" not in server.log
@@ -380,32 +384,35 @@ def test_under_everysec_what_is_older_than_a_second_survives_a_kill(tmp_path: Pa
         assert all(get_page(client, seed) == body(20_000, seed) for seed in range(50))
 
 
-def test_without_fsync_only_what_was_used_again_goes_to_disk_until_the_end(tmp_path: Path) -> None:
-    options = (*TIERED, "--appendfsync", "no", "--write-behind-limit", "1mb")
+def test_without_fsync_values_survive_the_death_of_the_process(tmp_path: Path) -> None:
+    """Redis's meaning: the operating system has the values that were written seconds ago."""
+    options = (*TIERED, "--appendfsync", "no")
     with start_server(*options, directory=tmp_path, killed=True) as server, server.client() as client:
         for seed in range(50):
             set_page(client, seed)
         set_block(client, 0)
-        for seed in range(0, 40, 4):
-            get_page(client, seed)
-        until(lambda: disk_info(client)["disk_values"] > 0)
+        client.mset({f"key:{i}": body(1000, i) for i in range(500)})
+        until(lambda: client.info("persistence")["rdb_changes_since_last_save"] == 0, "nothing was read a second time")
         server.stop(signal.SIGKILL)
     with tiered(tmp_path, "--appendfsync", "no") as (_, client):
-        assert 20 < client.dbsize() <= 40
-        assert set(client.keys()) <= {b"kv:r:0:%d:%d:0" % (seed % 4, seed // 4) for seed in range(40)}
-        for seed in range(50):
-            set_page(client, seed)
-        set_block(client, 0)
-    with tiered(tmp_path, "--appendfsync", "no") as (_, client):
-        assert disk_info(client)["disk_values"] == 51
-        assert client.dbsize() == 54
-        set_page(client, 100)
-        assert client.execute_command("SAVE")
-        assert disk_info(client)["disk_values"] == 52
+        assert client.dbsize() == 554
+        assert all(get_page(client, seed) == body(20_000, seed) for seed in range(50))
+        assert all(client.get(f"key:{i}") == body(1000, i) for i in range(500))
+
+
+@pytest.mark.parametrize(("mode", "flushes"), [("always", True), ("everysec", True), ("no", False)])
+def test_only_appendfsync_no_leaves_commits_to_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, flushes: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keyspace = _open_store(from_arguments(["--store", "tiered", "--appendfsync", mode]))
+    assert keyspace.tier is not None
+    assert keyspace.tier.disk._env.flags()["sync"] is flushes
+    keyspace.tier.disk.close()
 
 
 def test_without_fsync_what_took_the_place_of_a_string_is_saved(tmp_path: Path) -> None:
-    """The string waits to be used again, when a page takes its key, and a block the place of the page."""
+    """A page takes the key of a string, and a block the place of the page."""
     key = "kv:b:0:0:0:0"
     with tiered(tmp_path, "--appendfsync", "no") as (_, client):
         client.set(key, body(600, 1))
@@ -516,7 +523,7 @@ def test_the_second_server_on_a_directory_says_why_it_does_not_start(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--maxdisk", "1mb"), "maxdisk must be 0 or at least 16.00M"),
+        (("--maxdisk", "1mb"), "maxdisk must be auto, 0 or at least 16.00M"),
         (("--appendfsync", "often"), "appendfsync must be one of always, everysec, no"),
         (("--store", "disk"), "store must be one of memory, tiered"),
     ],
