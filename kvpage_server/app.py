@@ -23,8 +23,9 @@ from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.families.server.info import human
-from kvpage_server.configuration import certificates, defaults, log
+from kvpage_server.configuration import certificates, defaults, log, places
 from kvpage_server.configuration.config import Config, ConfigError, from_arguments
+from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.limits import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
@@ -41,7 +42,6 @@ from kvpage_server.system.streams import fit_streams
 if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as all the rest
     from kvpage_server.gateway.upstream import Upstream
 
-_SMALLEST_DISK = 16 * 1024**2  # bytes
 _OWN_DESCRIPTORS = 32  # what the process needs besides its clients
 
 USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protocol
@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
             os.chdir(config.dir)
         _check(config)
         if check_only:
+            _check_addresses(config)
             print("the configuration is valid")
             return
         log.start(config)
@@ -120,9 +121,23 @@ def _check(config: Config) -> None:
     """Raises the errors of a start, as far as possible without touching the store."""
     if config.metrics_port and (lacks := missing()):
         raise ConfigError(f"metrics-port: {lacks}")
+    if isinstance(config.maxdisk, int) and 0 < config.maxdisk < defaults.SMALLEST_DISK:
+        least = human(defaults.SMALLEST_DISK)
+        raise ConfigError(f"maxdisk must be auto, 0 or at least {least}, got {config.maxdisk} bytes")
     _load_users(Server(config, Keyspace()))
     certificates.load(config)
     _upstream(config)
+    places.check(config)
+
+
+def _check_addresses(config: Config) -> None:
+    """Raises ListenError if this machine does not have an address to listen on. Ports are not tried: the server whose
+    configuration is checked may be running."""
+    some_port = 0
+    for used, addresses in ((config.port or config.tls_port, config.bind), (config.metrics_port, config.metrics_bind)):
+        if used:
+            for sock in open_all(addresses, some_port, config.tcp_backlog):
+                sock.close()
 
 
 def _upstream(config: Config) -> Upstream | None:
@@ -146,14 +161,16 @@ def _open_store(config: Config) -> Keyspace:
     """The keyspace, with what is on disk. Raises DiskError, DiskFull."""
     if config.store != "tiered":
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
-    if 0 < config.maxdisk < _SMALLEST_DISK:
-        raise ConfigError(f"maxdisk must be 0 or at least {human(_SMALLEST_DISK)}, got {config.maxdisk} bytes")
     began = time.monotonic()
-    disk = Disk(Path(), maxdisk=config.maxdisk)
-    keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, maxdisk=config.maxdisk)
+    maxdisk = config.maxdisk if isinstance(config.maxdisk, int) else defaults.disk(Path())
+    disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no")
+    keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, maxdisk=maxdisk)
     tier = keyspace.tier
     assert tier is not None
     tier.load()
+    if config.maxdisk == AUTO:
+        tier.have_room_for_all()
+        config.in_effect["maxdisk"] = tier.stored.maxdisk
     seconds = time.monotonic() - began
     logger.info("%d keys found on disk, %s, in %.2f s", len(keyspace), human(tier.used_disk), seconds)
     return keyspace
@@ -196,6 +213,9 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     listener = Listener(server, loop)
     addresses = listener.start()
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
+    pidfile = Path(config.pidfile) if config.pidfile else None
+    if pidfile:
+        _write_pid(pidfile)
     _calm_the_collector()
     token = config.web_token or secrets.token_urlsafe(24)
     greet(server, addresses, list(map(name_of, http)), token)
@@ -204,9 +224,6 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
         told.append(upstream.begin())
     tasks = [asyncio.create_task(one) for one in told]
     companion = asyncio.create_task(Companion(listener, http, token).run()) if http else None
-    pidfile = Path(server.config.pidfile) if server.config.pidfile else None
-    if pidfile:
-        _write_pid(pidfile)
     try:
         await stopping.wait()
     finally:

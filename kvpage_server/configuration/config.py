@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpage_server.bounded.files import read_regular
 from kvpage_server.configuration.kinds import (
+    AUTO,
     Kind,
     OutputLimit,
     choice,
@@ -21,6 +22,7 @@ from kvpage_server.configuration.kinds import (
     letters,
     lines,
     memory,
+    memory_or_auto,
     memory_or_share,
     octal,
     output_limits,
@@ -135,9 +137,13 @@ class Config:
     appendfsync: str = option(
         choice("always", "everysec", "no"),
         "everysec",
-        "when a write is on disk: before the reply, within a second, or when enough has gathered",
+        "when a write is on disk: before the reply, within a second, or when the operating system writes it",
     )
-    maxdisk: int = option(memory(), 0, "bytes of the store on disk; 0 is no limit")
+    maxdisk: int | str = option(
+        memory_or_auto,
+        AUTO,
+        "bytes of the store on disk; 0 is no limit; auto is half of the free space and the store's file together",
+    )
     write_behind_limit: int = option(
         memory(1024**2), 256 * 1024**2, "bytes that may wait to be written to disk; above it, writes wait"
     )
@@ -169,6 +175,7 @@ class Config:
 
     file: Path | None = field(default=None, metadata={"line": False})  # where it came from
     given: set[str] = field(default_factory=set)  # parameters that were on the command line
+    in_effect: dict[str, int] = field(default_factory=dict)  # the values of parameters that are `auto`
     chosen: set[str] = field(default_factory=set)  # parameters that were not given, and the server chose
 
     @classmethod
@@ -208,14 +215,22 @@ class Config:
             setattr(self, declared.name, getattr(Config(), declared.name))
         self.set(name, self.split(name, value))
 
+    def value(self, name: str) -> Any:
+        """A parameter's value."""
+        return getattr(self, self.parameters()[name].name)
+
     def words(self, name: str) -> list[str]:
         """A parameter's value as the words of a line."""
-        declared = self.parameters()[name]
-        return list(declared.metadata["kind"].write(getattr(self, declared.name)))
+        return self.spelled(name, self.value(name))
+
+    @classmethod
+    def spelled(cls, name: str, value: Any) -> list[str]:
+        """Another value of a parameter as the words of a line."""
+        return list(cls.parameters()[name].metadata["kind"].write(value))
 
     def get(self, name: str) -> str:
-        """A parameter's value as CONFIG GET tells it."""
-        return " ".join(self.words(name))
+        """A parameter's value as CONFIG GET shows it: the value in effect where the parameter is `auto`."""
+        return str(self.in_effect[name]) if name in self.in_effect else " ".join(self.words(name))
 
     @classmethod
     def is_mutable(cls, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 Memory: a quarter of the machine's, or of the control group's limit. Disk: the platform's directory for a user's data.
 The command line overrides both, and with a configuration file they are not used.
+
+`maxdisk auto` is the default with a file, too: other programs need the disk as well.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from kvpage_server.system.durable import private_directory
 log = logging.getLogger("kvpage")
 
 SHARE = 4  # of the memory: one part in so many
+SMALLEST_DISK = 16 << 20  # bytes of a store
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of version 2, and of version 1
@@ -69,6 +73,14 @@ def enter(config: Config) -> None:
 def data_directory() -> Path:
     """The user's directory for data of programs: XDG_DATA_HOME on Linux, Application Support on macOS."""
     return user_data_path("kvpage", appauthor=False).absolute()
+
+
+def disk(directory: Path) -> int:
+    """The bytes that a store in this directory may take with `maxdisk auto`: half of its file and of the free space
+    together, and no less than its file."""
+    file = directory / FILE
+    holds = file.stat().st_size if file.exists() else 0
+    return max((shutil.disk_usage(directory).free + holds) // 2, holds, SMALLEST_DISK)
 
 
 def memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:

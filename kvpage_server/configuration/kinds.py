@@ -30,6 +30,11 @@ def _one(words: list[str]) -> str:
     return words[0]
 
 
+def _parts(words: list[str]) -> list[str]:
+    """The parts of a value that may have several: one word with spaces is several, as in CONFIG SET."""
+    return words[0].split() if len(words) == 1 else words
+
+
 def integer(low: int, high: int) -> Kind:
     """A whole number in a range."""
 
@@ -62,6 +67,19 @@ def memory(low: int = 0) -> Kind:
         return size
 
     return Kind(read)
+
+
+AUTO = "auto"
+
+
+def _read_memory_or_auto(words: list[str]) -> int | str:
+    word = _one(words)
+    if word.lower() == AUTO:
+        return AUTO
+    try:
+        return _bytes(word)
+    except ValueError as error:
+        raise ValueError(f"must be auto, or {str(error).removeprefix('must be ')}") from None
 
 
 def _read_yes_no(words: list[str]) -> bool:
@@ -131,6 +149,7 @@ _CLIENT_CLASSES = ("normal", "replica", "pubsub")  # of connections; there are n
 
 
 def _read_output_limits(words: list[str]) -> dict[str, OutputLimit]:
+    words = _parts(words)
     if not words or len(words) % 4:
         raise ValueError(f"takes 4 values a class of clients: class, hard limit, soft limit, seconds; got {len(words)}")
     limits = {}
@@ -152,6 +171,7 @@ def _write_output_limits(limits: dict[str, OutputLimit]) -> list[str]:
 def _read_quotas(words: list[str]) -> dict[str, int]:
     if words == [""]:
         return {}
+    words = _parts(words)
     if not words or len(words) % 2:
         raise ValueError(f"takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got {len(words)}")
     quotas: dict[str, int] = {}
@@ -173,9 +193,10 @@ yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
 text = Kind(_one)
 token = Kind(_read_token)
 path = Kind(_one)
-words = Kind(lambda found: found, lambda value: value)
+words = Kind(_parts, lambda value: value)
 octal = Kind(_read_octal, lambda value: [f"{value:o}"])
 memory_or_share = Kind(_read_memory_or_share)
+memory_or_auto = Kind(_read_memory_or_auto)
 output_limits = Kind(_read_output_limits, _write_output_limits, lambda old, new: {**old, **new})
 quotas = Kind(_read_quotas, _write_quotas, lambda old, new: {**old, **new}, whole=True)
 lines = Kind(lambda found: [found], lambda value: [word for line in value for word in line], lambda old, new: old + new)

@@ -118,7 +118,13 @@ def _told_of_store(now: Overview) -> Iterator[tuple[str, Any]]:
 
 
 def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
-    yield "disk", f"{how_many(disk.values, 'value')}, {as_size(disk.bytes)}{of_limit(disk.bytes, disk.limit)}"
+    limit = f"; maxdisk is {as_size(disk.limit)}" if disk.limit else ""
+    yield (
+        "disk",
+        f"{how_many(disk.values, 'value')}, {as_size(disk.bytes)}{of_limit(disk.bytes, disk.for_values)}{limit}",
+    )
+    if disk.is_full:
+        yield "", Text(f"maxdisk is reached: {how_many(disk.evicted, 'value')} evicted from disk so far", "red")
     waiting = f"{as_size(disk.waiting_bytes)} wait to be written" if disk.waiting_bytes else "nothing waits"
     commits = f", commits take {_milliseconds(disk.commits.percentile(0.99))} at the most" if disk.commits.count else ""
     yield "", f"{waiting}; {how_many(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}"

@@ -143,6 +143,7 @@ def _disk(disk: DiskFigures) -> Iterator[Metric]:
     yield _gauge("disk_used_bytes", "Their bytes", disk.bytes)
     yield _gauge("disk_file_bytes", "Bytes of the database's file", disk.file_bytes)
     yield _gauge("disk_limit_bytes", "maxdisk; 0 is none", disk.limit)
+    yield _gauge("disk_full", "1 while values take nearly all that maxdisk has for them", disk.is_full)
     yield _gauge("disk_queue_bytes", "Bytes that wait to be written", disk.waiting_bytes)
     yield _gauge("disk_unsaved_changes", "Changes that a crash would cost", disk.unsaved)
     yield _gauge("disk_failing", "1 while writes fail", bool(disk.failing))

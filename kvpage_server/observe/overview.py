@@ -28,6 +28,9 @@ class NotAStore(Exception):
     """The server is another Redis; the message says which."""
 
 
+_FULL = 0.95  # of the room for values on disk
+
+
 def _of(name: str, default: Any = 0) -> Any:
     """A field that INFO has under another name."""
     return field(default=default, metadata={"read": lambda told: type(default)(told.get(name) or default)})
@@ -150,6 +153,7 @@ class DiskFigures:
     bytes: int = _of("disk_bytes")
     file_bytes: int = _of("disk_file_bytes")
     limit: int = _of("maxdisk")
+    for_values: int = _of("maxdisk_for_values", 0)  # bytes of the limit that values may take; 0 is no limit
     waiting_bytes: int = _of("disk_waiting_bytes")
     unsaved: int = _of("rdb_changes_since_last_save")  # changes that a crash would cost
     write_errors: int = _of("disk_write_errors")
@@ -164,6 +168,11 @@ class DiskFigures:
     scrub_rounds: int = _of("scrub_rounds")
     commits: CallFigures = CallFigures()
     fetches: CallFigures = CallFigures()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether values take so much that new ones replace them."""
+        return self.bytes >= _FULL * self.for_values > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from kvpage_server import __version__, core
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.info import human
 from kvpage_server.configuration import defaults
+from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.system.plurals import how_many
 
 logger = logging.getLogger("kvpage")
@@ -28,6 +29,7 @@ def greet(server: Server, addresses: list[str], http: list[str], token: str) -> 
         "store": config.store,
         "maxmemory": config.maxmemory,
         "maxmemory_policy": config.maxmemory_policy,
+        "maxdisk": server.tiered.stored.maxdisk if server.tiered is not None else 0,
         "page_core": core.NAME,
     }
     logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
@@ -40,10 +42,10 @@ def greet(server: Server, addresses: list[str], http: list[str], token: str) -> 
     else:
         logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
     if server.tiered is not None:
-        path, most = (
-            server.tiered.disk.path.absolute(),
-            f"limit {human(config.maxdisk)}" if config.maxdisk else "no limit",
-        )
+        path, maxdisk = server.tiered.disk.path.absolute(), server.tiered.stored.maxdisk
+        most = f"limit {human(maxdisk)}" if maxdisk else "no limit"
+        if config.maxdisk == AUTO:
+            most += " (maxdisk auto: half of the free space and the store together)"
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
     logger.info("  access  %s", _access(server))
     if http:

@@ -35,7 +35,8 @@ def overview(now: Overview, user: str, engines: EnginesSeen) -> Shown:
     shown = asdict(now)
     for unshown in ("commands", "errors"):
         del shown[unshown]
-    if shown["disk"]:
+    if now.disk is not None:
+        shown["disk"]["full"] = now.disk.is_full
         for times in ("commits", "fetches"):
             shown["disk"][times] = getattr(now.disk, times).percentile(0.99)
     shown["families"] = {

@@ -258,6 +258,25 @@ class TestLog:
         assert not pid.exists()
         assert "bye" in log.read_text(encoding="utf-8")
 
-    def test_a_log_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
-        file = tmp_path / "none" / "log"
-        assert refused("--logfile", str(file), "--port", str(free_port())) == f"{file}: No such file or directory"
+    @pytest.mark.parametrize("checks", [True, False])
+    @pytest.mark.parametrize("name", ["logfile", "pidfile", "unixsocket"])
+    def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path, name: str, checks: bool) -> None:
+        """Both by --check-config and by a start, before the server is ready."""
+        first = ["--check-config"] if checks else ["--port", str(free_port()), "--store", "memory"]
+        file, plain = tmp_path / "none" / "file", tmp_path / "plain"
+        plain.touch()
+        assert refused(*first, f"--{name}", str(file)) == f"{name}: {file.parent} does not exist"
+        assert refused(*first, f"--{name}", str(plain / "x")) == f"{name}: {plain} is not a directory"
+        wrong = "exists and is not a socket" if name == "unixsocket" else "is a directory"
+        there = plain if name == "unixsocket" else tmp_path
+        assert refused(*first, f"--{name}", str(there)) == f"{name}: {there} {wrong}"
+
+    def test_check_config_finds_an_address_of_another_machine(self) -> None:
+        expected = "cannot listen on 192.0.2.1:0: Cannot assign requested address"
+        assert refused("--check-config", "--bind", "192.0.2.1") == expected
+        assert refused("--check-config", "--bind", "127.0.0.1 192.0.2.1").startswith("cannot listen on 192.0.2.1:")
+        with start_server() as server:
+            assert run("--check-config", "--port", str(server.port)).returncode == 0
+
+    def test_check_config_finds_a_limit_that_is_too_low(self) -> None:
+        assert refused("--check-config", "--maxdisk", "1mb").startswith("maxdisk must be auto, 0 or at least 16.00M")

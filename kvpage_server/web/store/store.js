@@ -47,7 +47,7 @@ function showFigures() {
   say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, seen as ${now.user}`);
   const unseen = holdings?.unseen;
   say(at("used"), unseen && !now.everything ? "–" : bytes(now.everything ? memory.used : storedBytes()));
-  const onDisk = disk ? `, ${bytes(disk.bytes)} on disk` : "";
+  const onDisk = disk ? `, ${bytes(disk.bytes)}${disk.for_values ? ` of ${bytes(disk.for_values)}` : ""} on disk` : "";
   say(at("used-note"), now.everything ? (memory.limit ? `of ${bytes(memory.limit)}` : "no limit") + onDisk : limits());
   say(at("hits"), traffic.hit_ratio === null ? "–" : percent(traffic.hit_ratio));
   say(at("hits-note"), now.everything ? `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}` : UNTOLD);
@@ -60,6 +60,8 @@ function showFigures() {
   say(at("agents-note"), now.everything ? `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}` : "");
   at("failing").hidden = !disk?.failing;
   if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
+  at("full").hidden = !disk?.full;
+  if (disk?.full) say(at("full"), `maxdisk is reached: ${bytes(disk.bytes)} of ${bytes(disk.for_values)} for values, ${plural(disk.evicted, "value")} evicted so far`);
 }
 
 /** What one sees of the store, of agents and of none. */
