@@ -48,7 +48,7 @@ $ redis-cli -p 9221 CONFIG GET maxmemory
 2) "2147483648"
 ```
 
-`CONFIG REWRITE` keeps the file's comments and order.
+`CONFIG REWRITE` keeps the file's comments and order, and the lines that have not changed.
 
 | parameter | default | meaning | allowed | change |
 |---|---|---|---|---|

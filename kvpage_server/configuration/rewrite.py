@@ -1,15 +1,17 @@
 """CONFIG REWRITE: writes the current configuration to the file.
 
-Comments, order and unchanged lines are kept. A line with a changed value is replaced in its place. Parameters that
-differ from their default and have no line yet come last.
+Comments, order and unchanged lines are kept. A line with a changed value is replaced in its place. Where a parameter
+may have several lines, each line keeps its user, quotas or classes of clients. Lines of removed users and quotas go.
+Parameters that differ from their default and have no line are appended.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
-from kvpage_server.configuration.config import Config
+from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.core.inline import split_words
 
 _HEADING = b"# Written by CONFIG REWRITE"
@@ -18,32 +20,98 @@ _PLAIN = re.compile(rb"[!#-&(-\[\]-~]+\Z")  # printable, without quotes, backsla
 
 def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
     """The file `old` with the values of `config`, and these `user` lines, as ACL LIST has them, in place of its own."""
-    known = config.parameters()
-    lines: list[bytes] = []
-    seen = {"user"}
-    for line in old.splitlines():
-        name = _name(line)
-        if name not in known:
-            lines.append(line)
-        elif name not in seen:
-            seen.add(name)
-            lines.append(_line(name, config))
-    default = Config()
-    added = [_line(name, config) for name in known if name not in seen and config.words(name) != default.words(name)]
-    added += [b" ".join(map(_quote, user.split(b" "))) for user in users]
+    default, lines = Config(), old.splitlines()
+    new: dict[int, list[bytes]] = {}  # the replacements of lines, by number
+    added: list[bytes] = []
+    for name in config.parameters():
+        at = [number for number, line in enumerate(lines) if _name(line) == name]
+        if name == "user":
+            found, others = _users(lines, at, users)
+        elif isinstance(default.value(name), dict):
+            found, others = _parts(name, [_parsed(lines[number]) for number in at], config)
+        else:
+            found, others = _whole(name, [_parsed(lines[number]) for number in at], config)
+        new |= {number: [lines[number]] if said is None else said for number, said in zip(at, found, strict=True)}
+        added += others
     if added and _HEADING not in lines:
-        lines += [b"", _HEADING]
-    return b"".join(line + b"\n" for line in lines + added)
+        added = [b"", _HEADING, *added]
+    kept = chain.from_iterable(new.get(number, [line]) for number, line in enumerate(lines))
+    return b"".join(line + b"\n" for line in (*kept, *added))
+
+
+Found = list[list[bytes] | None]  # the lines that take the place of each old one, None if it stays as it is
+
+
+def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
+    """The lines of a parameter that has one value: in place of the first one, or new."""
+    if not old:
+        return [], [] if config.words(name) == Config().words(name) else [_line(name, config)]
+    first, *others = old
+    stays = first is not None and first.words(name) == config.words(name)
+    return [None if stays else [_line(name, config)], *([] for _ in others)], []
+
+
+def _parts(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
+    """The lines of a parameter whose value has parts by name: each line has the same parts as before."""
+    value: Mapping[str, object] = config.value(name)
+    default: Mapping[str, object] = Config().value(name)
+    left = dict(value)
+    kept: list[dict[str, object]] = []
+    for parsed in old:
+        named = parsed.given if parsed is not None else ()
+        kept.append({part: left.pop(part) for part in [*left] if part in named})
+    new = [_line(name, config, {part: one}) for part, one in left.items() if default.get(part) != one]
+    if [*chain.from_iterable(kept), *left] != [*value] and not default:  # the first quota that matches counts
+        every = [_line(name, config, {part: one}) for part, one in value.items()]
+        return [every, *([] for _ in old[1:])], []
+    found: Found = [
+        None if parsed is not None and parsed.value(name) == {**default, **parts} else _lines(name, config, parts)
+        for parsed, parts in zip(old, kept, strict=True)
+    ]
+    return found, new
+
+
+def _lines(name: str, config: Config, parts: Mapping[str, object]) -> list[bytes]:
+    return [_line(name, config, parts)] if parts else []
+
+
+def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) -> tuple[Found, list[bytes]]:
+    """The lines of users, each in the place of the one with that user's name."""
+    left = {line.split(b" ")[1]: b" ".join(map(_quote, line.split(b" "))) for line in users}
+    found: Found = []
+    for number in at:
+        name = _words(lines[number])[1:2]
+        line = left.pop(name[0], None) if name else None
+        found.append([line] if line is not None else [])
+    return found, [*left.values()]
+
+
+def _parsed(line: bytes) -> Config | None:
+    """The defaults with the value of a line; None if the line is not valid. The names of parts are `given`."""
+    name, *values = (word.decode("utf-8", "surrogateescape") for word in _words(line))
+    config = Config()
+    try:
+        config.set(name, values)
+    except ConfigError:
+        return None
+    if isinstance(config.value(name.lower()), dict):
+        config.given = {part for part in config.value(name.lower()) if part in " ".join(values).split()}
+    return config
+
+
+def _words(line: bytes) -> list[bytes]:
+    return split_words(line) or []
 
 
 def _name(line: bytes) -> str:
     """The parameter that a line sets; empty for a comment."""
-    words = split_words(line) if not line.lstrip().startswith(b"#") else None
+    words = _words(line) if not line.lstrip().startswith(b"#") else []
     return words[0].decode("utf-8", "replace").lower() if words else ""
 
 
-def _line(name: str, config: Config) -> bytes:
-    return b" ".join([name.encode(), *(_quote(word.encode("utf-8", "surrogateescape")) for word in config.words(name))])
+def _line(name: str, config: Config, parts: Mapping[str, object] | None = None) -> bytes:
+    words = config.words(name) if parts is None else config.spelled(name, parts)
+    return b" ".join([name.encode(), *(_quote(word.encode("utf-8", "surrogateescape")) for word in words)])
 
 
 def _quote(raw: bytes) -> bytes:
