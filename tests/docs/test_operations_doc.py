@@ -37,7 +37,7 @@ class Machines:
         self._stack = stack
         self._directory, self._configuration = directory, directory / "kvpage.conf"
         shutil.copy(ROOT / "conf" / "kvpage.conf", self._configuration)
-        for name in ("backups", "tmp", "log/kvpage", "run"):
+        for name in ("backups", "tmp", "log/kvpage", "run/kvpage"):
             (directory / name).mkdir(parents=True)
         for new, old in (("2027.crt", "server.crt"), ("2027.key", "server.key"), ("authorities-2027.crt", "ca.crt")):
             shutil.copy(certificates / old, directory / new)
@@ -60,7 +60,7 @@ class Machines:
         told = dict(line.split() for line in blocks(DOCUMENT, "conf")[0].splitlines())
         assert told.pop("dir") == "/var/lib/kvpage"
         if name == "kv1":
-            told |= {"pidfile": f"{self._directory}/run/kvpage.pid", "tls-port": str(free_port())}
+            told |= {"pidfile": f"{self._directory}/run/kvpage/kvpage.pid", "tls-port": str(free_port())}
             told["logfile"] = f"{self._directory}/log/kvpage/kvpage.log"
         options = [word for option, value in told.items() for word in (f"--{option}", value)]
         options += files(self._certificates)
@@ -135,6 +135,19 @@ def test_its_service_starts_the_server(tmp_path: Path) -> None:
     assert options == ["--dir", "/var/lib/" + unit["Service"]["StateDirectory"]]
     command = [*entry_point("kvpage-server"), "--check-config", str(ROOT / "conf" / "kvpage.conf")]
     assert run([*command, "--dir", str(tmp_path)]) == "the configuration is valid"
+    service = unit["Service"]
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    writable = {
+        "/var/lib/" + service["StateDirectory"],
+        "/run/" + service["RuntimeDirectory"],
+        "/var/log/" + service["LogsDirectory"],
+        service["ReadWritePaths"],
+    }
+    named = re.findall(
+        r"^# ?(?:pidfile|logfile|unixsocket) (/.*)/", (ROOT / "conf" / "kvpage.conf").read_text(), re.MULTILINE
+    )
+    assert len(named) >= 3
+    assert writable >= {*named, str(Path(service["ExecStart"].split()[1]).parent)}
     if analyze := shutil.which("systemd-analyze"):
         file = tmp_path / "kvpage.service"
         file.write_text(text.replace(program, f'"{entry_point("kvpage-server")[0]}"'), encoding="utf-8")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browsing import start_seen_server
 from documents import NO_REDIS_CLI, REDIS_CLI, blocks, check, commands, run
 from servers import RunningServer, start_server
 
@@ -30,3 +31,15 @@ def test_its_commands_answer_as_shown(guarded: RunningServer) -> None:
         program, _, _, *words = shlex.split(typed)
         assert program == "redis-cli"
         check(run([REDIS_CLI, "--no-raw", "-p", str(guarded.port), *words]), shown)
+
+
+def test_its_metrics_user_sees_every_figure(tmp_path: Path) -> None:
+    (configuration,) = blocks(DOCUMENT, "conf")
+    file = tmp_path / "kvpage.conf"
+    file.write_text(configuration)
+    elsewhere = {"X-Forwarded-For": "192.0.2.1"}
+    with start_seen_server("--store", "tiered", file=file) as seen:
+        users = ("metrics", "third-password"), ("default", "correct-horse")
+        found = [{name for name, *_ in seen.metrics(headers=elsewhere, auth=user)} for user in users]
+    assert found[0] == found[1]
+    assert {"kvpage_blocks", "kvpage_disk_full", "kvpage_disk_limit_bytes"} <= found[0]
