@@ -127,7 +127,7 @@ class TestDirectory:
         with home.server(file="kvpage.conf") as (client, told):
             assert client.config_get("maxmemory") == {"maxmemory": "0"}
             assert client.config_get("dir") == {"dir": "."}
-        assert "kvpage.lmdb, no limit" in "".join(told)
+        assert "(maxdisk auto: half of the free space and the store together)" in "".join(told)
         assert (home.here / "kvpage.lmdb").exists()
         assert not home.data.exists()
 

@@ -1,11 +1,11 @@
 """What happens when the disk is full: the eviction policy holds for the disk, too.
 
-Every value is written to disk, so the disk limits the store. If `maxdisk` is set, room is made before a value is stored.
-The `allkeys` policies evict units on disk only, in the order of the time when they were read or left memory, and then
-units that memory has, too, in the order of the policy. `allkeys-prefix` evicts no block while another one extends it,
-except when nothing else is left. Short strings go last, unless they take much of the disk: they gain little, and a block
-is useless without the string that seals it. `volatile-ttl` evicts the units that expire soonest. `noeviction` refuses
-writes that have no room. Leased and pinned units stay.
+Every value is written to disk, so the disk limits the store. If `maxdisk` is set, room is made before a value is
+stored. The `allkeys` policies evict units on disk only, in the order of the time when they were read or left memory,
+and then units that memory has, too, in the order of the policy. `allkeys-prefix` evicts no block while another one
+extends it, except when nothing else is left. Short strings go last, unless they take much of the disk: they gain
+little, and a block is useless without the string that seals it. `volatile-ttl` evicts the units that expire soonest.
+`noeviction` refuses writes that have no room. Leased and pinned units stay.
 
 If all units that were looked at have to stay for now, because they are leased or wait to be written, nothing is
 refused. Values then take a part of the space that LMDB needs, and later writes make room for them.

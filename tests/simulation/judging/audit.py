@@ -217,7 +217,7 @@ class Audit:
         self._run.begin_work()
 
     def _due(self) -> Iterable[tuple[bytes, Value]]:
-        """Values that were due when they were not found. The disk may have them, and a clock that is set back shows them."""
+        """Values that were due when they were not found. The disk may have them; a clock set back shows them."""
         store = self._judge.model.store
         looked = {key: found.at for key, found in self._found.items() if found.value is None}
         cells = [(key, cell) for key, *both in store.log[self._least :] for cell in both]
