@@ -144,7 +144,9 @@ def test_its_service_starts_the_server(tmp_path: Path) -> None:
         service["ReadWritePaths"],
     }
     named = re.findall(
-        r"^# ?(?:pidfile|logfile|unixsocket) (/.*)/", (ROOT / "conf" / "kvpage.conf").read_text(), re.MULTILINE
+        r"^# ?(?:pidfile|logfile|unixsocket) (/.*)/",
+        (ROOT / "conf" / "kvpage.conf").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert len(named) >= 3
     assert writable >= {*named, str(Path(service["ExecStart"].split()[1]).parent)}

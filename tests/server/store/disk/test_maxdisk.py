@@ -23,6 +23,7 @@ from kvpage_server.store.disk.file.database import FILE
 from kvpage_server.store.memory.chains import Chains
 from kvpage_server.store.memory.index import Block, PageIndex
 
+ROOT = Path(__file__).parents[4]
 SMALL = ("--maxdisk", "16mb")  # of which 12 are for values
 SHAPE = BlockShape(1, 1, 64, (Plane(0, DType.FLOAT16, 2048),))  # 256 KiB: 46 of them fit
 
@@ -88,10 +89,10 @@ def test_a_disk_that_is_full_is_shown_in_red(tmp_path: Path) -> None:
             set_block(client, f"r{i}", 0, SHAPE)
         until(lambda: client.info("persistence")["rdb_changes_since_last_save"] == 0)
         with seen.browser() as browser:
-            disk = seen.event("overview", browser)["disk"]
-            assert 'class="bad" id="full"' in browser.get("/").text
-        assert disk["full"]
-        assert disk["for_values"] == 12 * MB
+            until(lambda: seen.event("overview", browser)["disk"]["full"], "figures of the full disk")
+            assert seen.event("overview", browser)["disk"]["for_values"] == 12 * MB
+        page = ROOT / "kvpage_server" / "web" / "store" / "index.html"
+        assert 'class="bad" id="full"' in page.read_text(encoding="utf-8")
         assert seen.metrics()["kvpage_disk_full",] == 1
         assert "maxdisk is reached: " in kvpage("status", url=seen.server.url)[1]
 
