@@ -36,7 +36,7 @@ def test_its_commands_answer_as_shown(guarded: RunningServer) -> None:
 def test_its_metrics_user_sees_every_figure(tmp_path: Path) -> None:
     (configuration,) = blocks(DOCUMENT, "conf")
     file = tmp_path / "kvpage.conf"
-    file.write_text(configuration)
+    file.write_text(configuration, encoding="utf-8")
     elsewhere = {"X-Forwarded-For": "192.0.2.1"}
     with start_seen_server("--store", "tiered", file=file) as seen:
         users = ("metrics", "third-password"), ("default", "correct-horse")

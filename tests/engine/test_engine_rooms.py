@@ -1,4 +1,4 @@
-"""The engine as a house: rooms that know only what lies below them, files and constructors of a size to be read."""
+"""Structure of the engine: layers that import only lower ones, and constructors with few arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATHS = sorted((ROOT / "engine").rglob("*.py"))
-MAX_MODULES = 12  # of a folder
-MAX_LINES = 400  # of a file
 MAX_ARGUMENTS = 6  # of a constructor; records, which are dataclasses, have as many as they have fields
 
 # From the bottom up: a room imports those above it in this list. A module that lies in no folder is a room by itself.
@@ -109,17 +107,11 @@ def test_a_module_imports_only_rooms_below_its_own(name: str) -> None:
             assert order[room_of(imported)] < order[room], f"{name} imports {imported}"
 
 
-def test_a_folder_has_a_dozen_modules_at_most_and_says_what_may_lie_there() -> None:
+def test_every_folder_states_its_contents() -> None:
     for folder in {path.parent for path in PATHS}:
-        assert len(list(folder.glob("*.py"))) <= MAX_MODULES, folder
         said = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
         assert "May lie here: " in said, folder
         assert "May not come in: " in " ".join(said.split()), folder
-
-
-def test_a_file_is_short() -> None:
-    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in NAMES.items()}
-    assert not {name: count for name, count in lines.items() if count >= MAX_LINES}
 
 
 def test_a_constructor_takes_few_arguments() -> None:

@@ -30,7 +30,7 @@ class Clock:
 
     def jump(self, nanoseconds: int) -> None:
         written = self._file.with_suffix(".new")
-        written.write_text(str(nanoseconds))
+        written.write_text(str(nanoseconds), encoding="utf-8")
         written.rename(self._file)
 
     @property

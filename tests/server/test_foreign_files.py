@@ -111,7 +111,7 @@ def test_a_pipe_or_a_directory_is_no_configuration(tmp_path: Path, parameter: st
     for path, why in ((pipe, "it is not a regular file"), (tmp_path, "Is a directory")):
         words = [f"--{parameter}", str(path)] if parameter else [str(path)]
         command = [sys.executable, "-m", "kvpage_server.app", "--check-config", *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
         assert (ended.returncode, ended.stderr) == (1, f"kvpage-server: {path}: {why}\n")
 
 

@@ -195,7 +195,7 @@ def test_memory_is_bounded(server: RunningServer, client: redis.Redis, copied: P
     name_in_summary(copied)
     client.flushall()
     words = [str(PROGRAM), "restore", str(copied), "--url", server.url]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8") as process:
         assert process.stdout is not None
         shown = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)
