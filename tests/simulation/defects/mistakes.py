@@ -307,8 +307,8 @@ MISTAKES = [
     Mistake(
         "dump-loses-what-fills-a-file",
         "kvpage_server.snapshot.dump",
-        "                tensors, nbytes = {}, 0\n            tensors |= {tensor.entry.name: tensor for tensor in group}\n            nbytes += more\n",
-        "                tensors, nbytes = {}, 0\n                continue\n            tensors |= {tensor.entry.name: tensor for tensor in group}\n            nbytes += more\n",
+        "                tensors, used = {}, _size([])\n            tensors |=",
+        "                tensors, used = {}, _size([])\n                continue\n            tensors |=",
         "what is one too many for a file of a dump is in none",
     ),
     Mistake(

@@ -75,6 +75,7 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         self.store = Store()
         self.store.changed = self._changed
         self.store.elapsed = elapsed
+        self.store.paused_until = lambda: self.paused_until
         self._now = now
         self.talks: list[Conversation] = []
         self.talk = Conversation("nobody")  # whose command it is

@@ -91,6 +91,7 @@ class Store:
     sure: bool = True  # whether what is said to change does
     expires: bool = False  # whether it changes because it is due, which the server may have told before
     elapsed: Callable[[], int] = lambda: 0  # milliseconds that no one can set back
+    paused_until: Callable[[], int] = lambda: 0  # in these milliseconds: no key is swept during a CLIENT PAUSE
 
     def get(self, key: bytes) -> Cell:
         """A living value."""
@@ -112,11 +113,11 @@ class Store:
 
     def overdue(self, within: int = FORGOTTEN_WITHIN) -> dict[bytes, list[Value]]:
         """What was due lately, so that the disk may still have it: one of these values of each key."""
-        now = self.elapsed()
-        self.expired[:] = [one for one in self.expired if one[0] > now - FORGOTTEN_WITHIN]
+        now, paused_until = self.elapsed(), self.paused_until()
+        self.expired[:] = [one for one in self.expired if max(one[0], paused_until) > now - FORGOTTEN_WITHIN]
         result: dict[bytes, list[Value]] = {}
         for when, key, value in self.expired:
-            if when > now - within:
+            if max(when, paused_until) > now - within:
                 result.setdefault(key, []).append(value)
         return result
 
