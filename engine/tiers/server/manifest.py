@@ -16,6 +16,7 @@ from typing_extensions import Buffer
 from engine.generation.tokens import token_ids
 from engine.memory.prefix import chain_hash, chain_hashes, root_of
 from engine.spec import ModelCacheSpec, Shapes
+from kvpage_server.bounded import json_bounds
 from kvpage_server.client import BlockName
 from kvpage_server.page import BlockShape, DType, Plane, unix_ms
 from kvpage_server.segments import tag_of
@@ -26,6 +27,8 @@ DIGESTS = 3  # the format of blocks' digests
 CHUNK_BYTES = 8 << 20  # of blocks in one request; at least one block
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
 MODEL_SHOWN = 200  # characters of a model's name
+# Bounds of a manifest's JSON, which others may have written: a context has at most two million tokens.
+CONTAINERS, STRINGS, VALUES = 50_000, 100_000, 4_000_000
 MOST_KINDS = 1024  # kinds of places that a layout remembers; last blocks differ in length, states in position
 
 
@@ -279,10 +282,10 @@ def _opened(raw: bytes, key: str) -> Any:
     if not older and digest != _digest(text, key):
         raise Miss("manifest")
     try:
-        stored = json.loads(raw if older else text)
+        stored = json_bounds.parse(raw if older else text, containers=CONTAINERS, strings=STRINGS, values=VALUES)
         if stored["format"] != (OLDER if older else FORMAT):
             raise Miss("manifest")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise Miss("manifest") from error
     return stored
 

@@ -318,6 +318,8 @@ def test_an_agent_has_a_context_of_every_model_that_answers_it(
     lambda manifest: resealed([]),
     lambda manifest: resealed({}),
     lambda manifest: _sealed(b"[" * 100_000, MANIFEST),
+    lambda manifest: resealed({**manifest, "more": [[]] * 60_000}),
+    lambda manifest: resealed({**manifest, "tokens": [0] * 4_100_000}),
     lambda manifest: json.dumps(manifest).encode(),
     lambda manifest: _sealed(json.dumps(manifest).encode(), manifest_key("alic", SPEC.fingerprint)),
     lambda manifest: resealed({**manifest, "tokens": [float(token) for token in manifest["tokens"]]}),
@@ -328,7 +330,7 @@ def test_an_agent_has_a_context_of_every_model_that_answers_it(
     lambda manifest: resealed({**manifest, "tokens": ["a", *manifest["tokens"][1:]]}),
     lambda manifest: resealed({**manifest, "chain": manifest["chain"][::-1]}),
     lambda manifest: resealed({**manifest, "format": 99}),
-], ids=["empty", "no text", "a list", "nothing in it", "too deep", "no digest", "another agent's", "fractions",
+], ids=["empty", "no text", "a list", "nothing in it", "too deep", "too many lists", "too many tokens", "no digest", "another agent's", "fractions",
         "no tokens", "no chain", "a token less", "a wrong token", "a letter for a token", "another chain",
         "another format"])  # fmt: skip
 def test_a_manifest_that_makes_no_sense_is_a_miss_and_is_overwritten(
