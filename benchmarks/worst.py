@@ -212,6 +212,8 @@ def _all(many: int) -> Iterator[Scene]:
             )
         lowered = [*before, [b"CONFIG", b"SET", b"maxmemory", b"64kb"]]
         yield Scene(f"when maxmemory was lowered, {what}", [b"SET", b"key", b"value"], lowered, after=undone)
+    deleted = [_strings(many), [b"DEL", *_strings(many)[1::2]]]
+    yield Scene("after as many deletions", [b"KVLOST", b"*", b"COUNT", b"1000000"], deleted)
 
 
 def _single(many: int) -> Iterator[Scene]:

@@ -5,6 +5,7 @@ So `--check-config` finds them, and a start finds them before the server is read
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -47,4 +48,6 @@ def _check_directory(name: str, path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(f"{name}: {path} {'is not a directory' if path.exists() else 'does not exist'}")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{name}: no file can be created in {path}")
+        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        raise ConfigError(f"{name}: no file can be created in {path}: {reason}")

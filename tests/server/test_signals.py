@@ -28,6 +28,17 @@ BODY = b"acknowledged" * 1000
 FATE = re.compile(r"^\| (`SIG.*?) \| (.*?) \|", re.MULTILINE)
 
 
+# A server that reads from a pipe while it starts, so that the start lasts until the test goes on.
+SLOW_START = """
+import sys
+from kvpage_server.configuration import places
+check, pipe = places.check, sys.argv.pop(1)
+places.check = lambda config: (open(pipe, "rb").read(1), check(config))
+from kvpage_server.app import main
+main()
+"""
+
+
 def command(directory: Path, port: int, *options: str) -> list[str]:
     """One with a disk, which writes what it is told at the end, and not before."""
     where = ["--dir", str(directory), "--port", str(port)]
@@ -217,12 +228,12 @@ def test_a_file_that_may_not_grow_ends_nothing_and_is_no_promise(tmp_path: Path)
 
 
 def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
-    users = tmp_path / "users.acl"
-    os.mkfifo(users)  # so that the start takes as long as we like
-    with subprocess.Popen(
-        command(tmp_path, free_port(), "--aclfile", str(users)), stderr=subprocess.PIPE, start_new_session=True
-    ) as process:
-        writing = os.open(users, os.O_WRONLY)  # it reads
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    python, *_, directory, port_option, port, fsync, no = command(tmp_path, free_port())
+    words = [python, "-c", SLOW_START, str(pipe), "--dir", directory, port_option, port, fsync, no]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, start_new_session=True) as process:
+        writing = os.open(pipe, os.O_WRONLY)  # it reads
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
         os.close(writing)

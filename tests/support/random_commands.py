@@ -38,6 +38,7 @@ PATTERNS = [
 CHANNELS = [b"news", b"news.art", b"", b"\x00\xff", b"other"]
 
 
+_OURS_ALONE = {"MAXLEN"}  # arguments that Redis does not have
 _ABOUT_ANOTHER = {"command|getkeys": [], "command|getkeysandflags": [], "acl|dryrun": [b"default"]}
 
 
@@ -104,7 +105,7 @@ class Commands:
 
     def _argument(self, argument: dict[str, Any]) -> Words:
         flags = argument.get("flags", [])
-        if "optional" in flags and self._rng.random() < 0.6:
+        if "optional" in flags and (self._rng.random() < 0.6 or argument.get("token") in _OURS_ALONE):
             return []
         times = self._rng.choice([1, 1, 2, 3]) if "multiple" in flags else 1
         return [word for _ in range(times) for word in self._once(argument)]

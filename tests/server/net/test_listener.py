@@ -17,10 +17,10 @@ def test_a_peer_that_is_gone_before_it_is_refused_troubles_nobody() -> None:
         server = Server(from_arguments(["--maxclients", "1"]), Keyspace())
         listener = Listener(server, asyncio.get_running_loop())
         ours, theirs = socket.socketpair()
-        listener.take(ours, "127.0.0.1:1", None)
+        listener.take(ours, "127.0.0.1:1", None, needs_password=False)
         gone, end = socket.socketpair()
         end.close()
-        listener.take(gone, "127.0.0.1:2", None)
+        listener.take(gone, "127.0.0.1:2", None, needs_password=False)
         assert gone.fileno() < 0, "closed"
         assert server.stats.rejected == 1
         theirs.sendall(b"PING\r\n")

@@ -268,5 +268,5 @@ class TestUnixSocket:
             assert f"cannot listen on the unix socket {path}" in start_refused("--unixsocket", str(path))
             assert client.ping()
         path.write_text("precious", encoding="utf-8")
-        assert f"cannot listen on the unix socket {path}" in start_refused("--unixsocket", str(path))
+        assert f"unixsocket: {path} exists and is not a socket" in start_refused("--unixsocket", str(path))
         assert path.read_text(encoding="utf-8") == "precious"

@@ -47,13 +47,13 @@ def test_a_restart_refuses_no_write_under_a_policy_that_evicts(tmp_path: Path, p
         fill(client, ttl)
     with tiered(tmp_path, *options) as (_, client):
         ask_about_everything(client)
+        assert disk_info(client)["leased_or_pinned"] > 100
         asked = client.dbsize()
         assert taken(client, range(1500), size=8000, ex=ttl or None) == list(range(1500))
         for seed in range(300):
             set_page(client, seed, ttl=ttl, req="new")
         for seed in range(20):
             client.execute_command("KVBLOCKSET", "new", seed, 2, 2, 64, ttl, 1, 0, 1, 1024, body(BLOCK, seed))
-        assert disk_info(client)["leased_or_pinned"] > 100
         assert disk_info(client)["disk_evicted"] > 1000
         assert asked == 500 + 240 + 5 * 4
 
