@@ -235,7 +235,7 @@ class ChatBody(Asked):
     @model_validator(mode="after")
     def _top_of_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("invalid_value", "top_logprobs needs logprobs to be true")
+            raise PydanticCustomError("invalid_value", "it needs logprobs to be true", {"field": "top_logprobs"})
         return self
 
 

@@ -6,6 +6,7 @@ Values = tuple[object, ...]
 
 _IN_BOTH: dict[str, Values] = {
     "n": (1,),
+    "best_of": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
@@ -71,7 +72,7 @@ IN_CHATS: dict[str, Values] = {
     "thinking": (),
     "thinking_budget": (),
 }
-IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "echo": (False,), "suffix": ("",)}
 IN_MESSAGES: dict[str, Values] = {
     "audio": (),
     "function_call": (),

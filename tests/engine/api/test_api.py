@@ -256,6 +256,8 @@ BAD = {
     "two answers": (asked(n=2), "n", 400),
     "an empty stop": (asked(stop=""), "stop[0]", 400),
     "too many logprobs": (asked(logprobs=True, top_logprobs=21), "top_logprobs", 400),
+    "top logprobs without logprobs": (asked(top_logprobs=3), "top_logprobs", 400),
+    "the best of two": (asked(best_of=2), "best_of", 400),
     "an enormous seed": (asked(seed=1 << 64), "seed", 400),
     "penalties": (asked(frequency_penalty=0.5), "frequency_penalty", 400),
     "biases": (asked(logit_bias={"5": 1}), "logit_bias", 400),
