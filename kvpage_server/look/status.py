@@ -109,7 +109,7 @@ def _told_of_store(now: Overview) -> Iterator[tuple[str, Any]]:
     counts = how_many(contents.requests, "request"), how_many(contents.blocks, "block"), how_many(contents.keys, "key")
     yield "store", ", ".join(counts)
     yield "", f"{how_many(contents.expiring, 'key')} will expire, {traffic.expired:,} did; evicted: {traffic.evicted:,}"
-    yield "protected", f"{how_many(contents.protected, 'block')}, {as_size(contents.protected_bytes)}"
+    yield "protected", f"{how_many(contents.protected, 'value')}, {as_size(contents.protected_bytes)}"
     ratio, reads = traffic.hit_ratio, traffic.hits + traffic.misses
     yield "reads", "none yet" if ratio is None else f"{ratio:.1%} hits ({traffic.hits:,} of {reads:,})"
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"

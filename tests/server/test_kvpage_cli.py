@@ -65,7 +65,7 @@ def test_status_tells_how_a_store_is_doing() -> None:
     assert "of 1.0 GiB (0%), allkeys-prefix" in shown
     assert "1 request, 1 block, 12 keys" in shown
     assert "12 keys will expire, 0 did; evicted: 0" in shown
-    assert "protected  1 block, " in shown
+    assert "protected  1 value, " in shown
     assert "50.0% hits (1 of 2)" in shown
     assert "1 never stored" in shown
 

@@ -101,7 +101,7 @@ function showCharts() {
     .map(([reason, misses]) => [KINDS[reason] ?? "heat-4", misses]));
   draw("why", (width) => columns(parts, { width, height: 140, name: "Misses by reason over time", format: count, span }));
   const total = Object.entries(now.misses).filter(([, misses]) => misses).sort((a, b) => b[1] - a[1]);
-  say(at("why-note"), total.length || !now.everything ? "of pages and blocks, by reason" : "no page or block so far, only strings such as digests");
+  say(at("why-note"), total.length || !now.everything ? "by reason" : "none so far");
   list(at("why-legend"), total, ([reason]) => reason, ([reason, misses]) =>
     el("li", {}, el("span", { class: `key ${KINDS[reason] ?? "heat-4"}` }), reason, el("b", {}, count(misses))));
   const flows = ["out", "in"].map((way) => ({
