@@ -145,7 +145,9 @@ class Config:
         "bytes of the store on disk; 0 is no limit; auto is half of the free space and the store's file together",
     )
     write_behind_limit: int = option(
-        memory(1024**2), 256 * 1024**2, "bytes that may wait to be written to disk; above it, writes wait"
+        memory(1024**2),
+        256 * 1024**2,
+        "bytes that may wait to be written to disk, at most 1/4 of maxmemory and 1/8 of maxdisk; above it, writes wait",
     )
     scrub_rate: int = option(memory(1024), 4 * 1024**2, "bytes a second that are read from disk to find damage")
     page_checksums: bool = option(yes_no, True, "compute a checksum for each page written", mutable=True)

@@ -125,6 +125,19 @@ def test_the_fields_it_tells_to_watch_exist() -> None:
         assert told <= client.info("everything").keys()
 
 
+def test_its_rights_suffice_to_dump_and_restore(tmp_path: Path) -> None:
+    text = " ".join((ROOT / DOCUMENT).read_text(encoding="utf-8").split())
+    ((of_dump, of_restore),) = re.findall(r"the user of `dump` needs `(.*?)`, and that of `restore` `(.*?)`", text)
+    directory = str(tmp_path / "dump")
+    with start_server() as server, server.client() as client:
+        set_block(client, "chat-7", 0, SHAPE)
+        for name, rights in (("dump", of_dump), ("restore", of_restore)):
+            client.execute_command("ACL", "SETUSER", name, "on", ">word", "~*", "-@all", *rights.split())
+            code, _, said = kvpage(name, directory, url=server.url.replace("//", f"//{name}:word@"))
+            assert code == 0, said
+            client.flushall()
+
+
 def test_its_service_starts_the_server(tmp_path: Path) -> None:
     (text,) = blocks(DOCUMENT, "ini")
     unit = ConfigParser(interpolation=None)

@@ -173,7 +173,7 @@ def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: Running
 
 def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
     with start_server() as server, server.client() as client:
-        needed = ["+time", "+watch", "+multi", "+exec"]  # as docs/operations.md says
+        needed = ["+time", "+watch", "+multi", "+exec"]
         keys = ["kv:alice.*", "alice:*"]
         client.acl_setuser("alice", enabled=True, nopass=True, keys=keys, categories=["+@read"], commands=needed)
         set_block(client, "alice.chat", 0, HALVES)
