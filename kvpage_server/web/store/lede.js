@@ -1,7 +1,7 @@
 // The sentence that one reads first. It says nothing that the figures do not.
 
 import { spared } from "./engines.js";
-import { bytes, percent, plural } from "./format.js";
+import { bytes, count, percent, plural } from "./format.js";
 
 const REASONS = {
   "never stored": "were never stored",
@@ -44,13 +44,13 @@ function most({ agents, agent_bytes: all }) {
   return `${largest.id} holds most: ${part} stored, ${bytes(largest.memory)} in memory.`;
 }
 
-/** Not all that is missed is a page: of the rest there is no reason. */
+/** The number of reads of pages, blocks and strings that missed, and the most frequent reason. */
 function missed(misses) {
   const all = Object.values(misses).reduce((sum, times) => sum + times, 0);
-  if (!all) return "; no page was missed";
+  if (!all) return "";
   const [[reason, times]] = Object.entries(misses).sort((a, b) => b[1] - a[1]);
-  const part = times === all ? "" : `${times} of them `;
-  return `; pages were missed ${plural(all, "time")}, ${part}because they ${REASONS[reason] ?? `are told as "${reason}"`}`;
+  const part = times === all ? "" : `${count(times)} of them `;
+  return `; ${plural(all, "read")} missed, ${part}because the keys ${REASONS[reason] ?? `are counted as "${reason}"`}`;
 }
 
 const evicted = (more) => (more?.losses.some((loss) => loss.why === "evicted") ? ", some of them evicted" : "");

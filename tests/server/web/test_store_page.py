@@ -99,7 +99,7 @@ def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: S
     with shown(browser, seen.page) as page:
         says(page, "#lede", "alice uses most memory")
         says(page, "#lede", f"3 agents share their first {2 * TOKENS} tokens")
-        says(page, "#lede", "they were never stored")
+        says(page, "#lede", "the keys were never stored")
         assert page.locator("#whose .tile").first.get_attribute("aria-label").startswith("alice: ")
         assert page.locator("#whose .tile.shared").count() == 1
         buttons = [each.get_attribute("aria-label") for each in page.locator("#whose [role=button]").all()]
@@ -114,12 +114,12 @@ def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: S
 LEDES: list[tuple[dict[str, Any], str]] = [
     (
         {"misses": {"never stored": 1, "evicted": 0}, "ratio": 0.5},
-        "ann uses most memory, 2.0 KiB of 3.0 KiB. 50 % of reads found what they asked for; pages were missed 1 time, "
-        "because they were never stored.",
+        "ann uses most memory, 2.0 KiB of 3.0 KiB. 50 % of reads found what they asked for; 1 read missed, "
+        "because the keys were never stored.",
     ),
-    ({"misses": {"evicted": 2, "deleted": 1}, "ratio": 0.5}, "pages were missed 3 times, 2 of them because they had"),
+    ({"misses": {"evicted": 2000, "deleted": 1}, "ratio": 0.5}, "2,001 reads missed, 2,000 of them because the keys had"),
     ({"misses": {"evicted": 0}, "ratio": 1}, "3.0 KiB. 100 % of reads found what they asked for."),
-    ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for; no page was missed."),
+    ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for."),
     (
         {"engines": [{"computed": 1, "tiers": {name: {"tokens": 1} for name in ("hot", "prefix", "page", "cold")}}]},
         "80 % of the engines' prompts was not computed again.",
@@ -133,7 +133,7 @@ LEDES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"agents": [], "ratio": 0.5, "misses": {"over quota": 3}},
-        "4 keys, none of them a page. 50 % of reads found what they asked for; pages were missed 3 times, because they "
+        "4 keys, none of them a page. 50 % of reads found what they asked for; 3 reads missed, because the keys "
         "went for a quota.",
     ),
     ({"agents": [], "everything": False, "requests": 29}, "29 requests of no agent, 4.0 KiB."),
