@@ -117,7 +117,7 @@ LEDES: list[tuple[dict[str, Any], str]] = [
         "ann uses most memory, 2.0 KiB of 3.0 KiB. 50 % of reads found what they asked for; 1 read missed, "
         "because the keys were never stored.",
     ),
-    ({"misses": {"evicted": 2000, "deleted": 1}, "ratio": 0.5}, "2,001 reads missed, 2,000 of them because the keys had"),
+    ({"misses": {"evicted": 2000, "deleted": 1}, "ratio": 0.5}, "2,001 reads missed, 2,000 of them because the keys"),
     ({"misses": {"evicted": 0}, "ratio": 1}, "3.0 KiB. 100 % of reads found what they asked for."),
     ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for."),
     (
