@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,7 +14,9 @@ from engine.api.auth import Tenant
 from engine.api.openai.errors import ApiError
 from engine.api.openai.schema import ForkBody
 from engine.api.service import Service
-from engine.tiers.store import AgentInfo
+from engine.tiers.store import AgentInfo, StoreUnavailableError
+
+_Answer = TypeVar("_Answer")
 
 
 async def index(request: Request) -> Response:
@@ -54,10 +57,10 @@ async def fork(request: Request) -> Response:
     body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]
     agent_id, new_id = tenant.agent(given, "agent_id"), tenant.agent(body.to, "to")
-    known = None if body.replace else await asyncio.to_thread(service.engine.store.agent, new_id)
+    known = None if body.replace else await _asking(service.engine.store.agent, new_id)
     if known:
         raise ApiError(409, f"to: there is an agent {body.to!r}; replace: true replaces it", "to", "agent_exists")
-    if not await asyncio.to_thread(service.engine.store.fork, agent_id, new_id):
+    if not await _asking(service.engine.store.fork, agent_id, new_id):
         raise _unknown(given)
     return JSONResponse(await _info(service, tenant, body.to), 201)
 
@@ -67,7 +70,7 @@ async def delete(request: Request) -> Response:
     service, tenant = _asked(request)
     given = request.path_params["agent"]
     try:
-        known = await asyncio.to_thread(service.engine.store.delete, tenant.agent(given, "agent_id"))
+        known = await _asking(service.engine.store.delete, tenant.agent(given, "agent_id"))
     except OSError as error:
         why = error.strerror or str(error)
         raise ApiError(500, f"{given!r} is forgotten but for its cold file, which cannot be removed: {why}") from None
@@ -92,10 +95,18 @@ def _asked(request: Request) -> tuple[Service, Tenant]:
 
 async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
     agent_id = tenant.agent(given, "agent_id")
-    info = await asyncio.to_thread(service.engine.store.agent, agent_id)
+    info = await _asking(service.engine.store.agent, agent_id)
     if not info:
         raise _unknown(given)
     return _shown(info, tenant)
+
+
+async def _asking(ask: Callable[..., _Answer], *agents: str) -> _Answer:
+    """Ask the store about agents, on a thread. Raises ApiError if only the page server knows, and does not answer."""
+    try:
+        return await asyncio.to_thread(ask, *agents)
+    except StoreUnavailableError as error:
+        raise ApiError(503, f"{error}: ask again when it is back", code="store_unavailable", retry_after=1) from error
 
 
 def _shown(info: AgentInfo, tenant: Tenant) -> dict[str, Any]:

@@ -227,19 +227,20 @@ class PageTier:
 
     # -- agents ----------------------------------------------------------------------------------------------------
 
-    def fork(self, agent_id: str, new_id: str) -> bool:
-        """Give `new_id` the context of `agent_id` in place of its own. Returns whether there was one.
+    def fork(self, agent_id: str, new_id: str) -> bool | None:
+        """Give `new_id` the context of `agent_id` in place of its own. Returns whether there was one, None without an
+        answer.
 
         Raises BlockError for agents of different tenants.
         """
         if root_of(check_agent_id(agent_id)) != root_of(check_agent_id(new_id)):
             raise BlockError(f"a fork belongs to its agent's tenant: {new_id!r} cannot be one of {agent_id!r}")
-        return self._ask(self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint)) or False
+        return self._ask(self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint))
 
-    def delete(self, agent_id: str) -> bool:
-        """Delete an agent's contexts, of any model, except blocks that others use. Returns whether there were any. This
-        scans all keys of the server."""
-        return self._ask(self._references.delete(self._connection, check_agent_id(agent_id))) or False
+    def delete(self, agent_id: str) -> bool | None:
+        """Delete an agent's contexts, of any model, except blocks that others use. Returns whether there were any, None
+        without an answer: then they may still be there. This scans all keys of the server."""
+        return self._ask(self._references.delete(self._connection, check_agent_id(agent_id)))
 
     def agents(self) -> list[str]:
         """The agents that have a context for this model."""
@@ -249,10 +250,11 @@ class PageTier:
         """The several servers that are known at the moment."""
         return [str(node) for node in self._ask(self._connection.server.nodes()) or [] if node is not None]
 
-    def has(self, agent_id: str) -> bool:
-        """Whether the agent has a context for this model. Does not count as a use, as no method about agents does."""
-        (found,) = self._ask(self._connection.look([Question(["EXISTS", self._key(agent_id)], up_to(1))])) or [0]
-        return bool(found)
+    def has(self, agent_id: str) -> bool | None:
+        """Whether the agent has a context for this model; None without an answer. Does not count as a use, as no method
+        about agents does."""
+        found = self._ask(self._connection.look([Question(["EXISTS", self._key(agent_id)], up_to(1))]))
+        return None if found is None else found == [1]
 
     def tokens_of(self, agent_id: str) -> int | None:
         """The number of tokens in the agent's manifest; None without a context for this model."""

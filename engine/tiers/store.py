@@ -57,6 +57,13 @@ class AgentInfo:
     pinned: bool
 
 
+class StoreUnavailableError(RuntimeError):
+    """The page server does not answer, so its part of a question about an agent is not known, or not done."""
+
+    def __init__(self) -> None:
+        super().__init__("the page server does not answer")
+
+
 class _Unchanged:
     """Shared by the loads of an agent that began since its context was last saved, forked over or deleted."""
 
@@ -170,13 +177,15 @@ class AgentCacheStore:
     def delete(self, agent_id: str) -> bool:
         """Delete an agent from every tier; whether any had it. Blocks that others share stay.
 
-        Waits for what is being written. Raises OSError when its file cannot be removed.
+        Waits for what is being written. Raises OSError when its file cannot be removed, and StoreUnavailableError when
+        the page server does not answer: then it is deleted elsewhere, and may be there when the server is back.
         """
         check_agent_id(agent_id)
-        on_server = on_file = False
+        on_server: bool | None = False
+        on_file = False
         with self._flusher.paused():
             try:
-                on_server = bool(self._pages and self._pages.delete(agent_id))
+                on_server = self._pages.delete(agent_id) if self._pages else False
                 on_file = bool(self._cold and self._cold.delete(agent_id))
             finally:  # memory comes last, or a load could bring back there what is about to be deleted below
                 with self._changed:
@@ -184,12 +193,15 @@ class AgentCacheStore:
                     names = self._prefixes.names(agent_id, entry.context.tokens) if entry else []
                     self._forget(agent_id)
                     self._prefixes.forget(names)
+        if on_server is None:
+            raise StoreUnavailableError
         return bool(entry) or on_server or on_file
 
     def fork(self, agent_id: str, new_id: str) -> bool:
         """Give `new_id` the context of `agent_id` in place of its own; whether there was one.
 
-        Blocks are shared, not copied. Raises BlockError for an agent of another tenant.
+        Blocks are shared, not copied. Raises BlockError for an agent of another tenant, and StoreUnavailableError if
+        only the page server could have a context, and does not answer.
         """
         check_agent_id(agent_id)
         if root_of(agent_id) != root_of(check_agent_id(new_id)):
@@ -201,7 +213,8 @@ class AgentCacheStore:
                 self._take_up(replace(entry.context, agent_id=new_id))
                 return True
         with self._flusher.paused():
-            if self._pages and self._pages.fork(agent_id, new_id):
+            forked = self._pages.fork(agent_id, new_id) if self._pages else False
+            if forked:
                 try:
                     if self._cold:
                         self._cold.delete(new_id)  # an older context
@@ -210,6 +223,8 @@ class AgentCacheStore:
                         self._forget(new_id)
                 return True
         found = self._cold.load(agent_id) if self._cold else None
+        if not found and forked is None:
+            raise StoreUnavailableError
         if not found:
             return False
         self._pool.share(found.block_ids, new_id)
@@ -294,15 +309,20 @@ class AgentCacheStore:
         ]
 
     def agent(self, agent_id: str) -> AgentInfo | None:
-        """One agent; None if no tier has it. It is saved on the server if no block of it is missing there."""
+        """One agent; None if no tier has it. It is saved on the server if no block of it is missing there.
+
+        Raises StoreUnavailableError if neither memory nor a file has it, and the page server does not answer.
+        """
         check_agent_id(agent_id)
-        on_server = bool(self._pages and self._pages.has(agent_id))
+        on_server = self._pages.has(agent_id) if self._pages else False
         on_file = bool(self._cold and self._cold.has(agent_id))
         with self._changed:
             entry = self._hot.look(agent_id)
         if not (entry or on_server or on_file):
+            if on_server is None:
+                raise StoreUnavailableError
             return None
-        info = self._info(agent_id, entry, on_server=on_server, on_file=on_file)
+        info = self._info(agent_id, entry, on_server=bool(on_server), on_file=on_file)
         lost = info.saved and not on_file and self._pages and not self._pages.is_whole(agent_id)
         return replace(info, saved=False) if lost else info
 

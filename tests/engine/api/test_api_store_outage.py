@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,3 +137,34 @@ def test_listing_agents_is_no_use_of_them(model: Path) -> None:
             assert agent(engine, "alice")["saved"] is True
             httpx.get(f"{engine.url}/v1/agents").raise_for_status()
             assert client.object("idletime", manifest) >= 1
+
+
+def test_nothing_is_unknown_or_deleted_while_the_store_is_away(model: Path) -> None:
+    port = free_port()
+    with start_server(port=port) as server:
+        with start_engine(model, "--name", "model0", "--store", server.url) as first:
+            for name in ("alice", "bob"):
+                ask(first, name)
+        with start_engine(model, "--name", "model0", "--store", server.url) as engine:
+            ask(engine, "carol")
+            until(lambda: agent(engine, "carol")["saved"], "carol on the store")
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                agents = f"{engine.url}/v1/agents"
+                answers = [
+                    httpx.delete(f"{agents}/carol", timeout=60),  # it is in memory, too
+                    httpx.delete(f"{agents}/carol", timeout=60),
+                    httpx.delete(f"{agents}/alice", timeout=60),
+                    httpx.get(f"{agents}/alice", timeout=60),
+                    httpx.post(f"{agents}/alice/fork", json={"to": "dave"}, timeout=60),
+                ]
+                ask(engine, "erin")
+                answers.append(httpx.post(f"{agents}/erin/fork", json={"to": "bob"}, timeout=60))
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            codes = [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
+            assert codes == [(503, "store_unavailable")] * len(answers)
+            until(lambda: ready(engine).get("store") == "ok", "the connection again")
+            assert httpx.delete(f"{agents}/alice").json()["deleted"] is True
+            assert httpx.get(f"{agents}/alice").status_code == 404
+            assert httpx.post(f"{agents}/erin/fork", json={"to": "bob"}).status_code == 409
