@@ -38,7 +38,13 @@ def why(store: AskedStore, args: argparse.Namespace) -> bool:
     name = os.fsencode(args.req)
     if not args.name and (key := _page_key(name)) is not None:
         name, args.name = key.req_id, [key.layer, key.head, key.page, key.kv_type]
-    answer = _of_pages(store, name, args.name)
+    try:
+        answer = _of_pages(store, name, args.name)
+    except redis.ResponseError as error:
+        found = _of_string(store, os.fsencode(args.req)) if str(error).startswith("WRONGTYPE") else None
+        if found is None:
+            raise
+        return _show(args, {"url": args.home(name), "string": args.req} | found, found)
     if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
         holdings = ask(store, holdings_of_agent(name))
         losses, since = _lost(store, b"%b%b:*" % (PREFIX, literally(name)))

@@ -248,6 +248,11 @@ def test_why_says_what_became_of_a_string(server: RunningServer, client: redis.R
         assert (code, shown.split(",")[0]) == (1, "never stored")
 
 
+def test_why_takes_a_string_with_the_name_of_a_page(server: RunningServer, client: redis.Redis) -> None:
+    client.set("kv:blk:0:0:9:0", "a string")
+    assert kvpage("why", "kv:blk:0:0:9:0", url=server.url)[:2] == (0, "stored: a read would not miss\n")
+
+
 def test_why_says_what_became_of_an_agent(server: RunningServer, client: redis.Redis) -> None:
     manifest = b"0123456789abcdef" + json.dumps({"chain": ["b1"], "count": 4, "model": "m"}).encode()
     client.mset({"manifest:alice@acme:f1": manifest, "manifest:alice@acme:f2": manifest, "manifest:alicexacme:f1": "x"})

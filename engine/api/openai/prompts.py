@@ -54,7 +54,7 @@ class Prompts:
 
     async def of_chat(self, body: ChatBody) -> list[int]:
         """The tokens of a conversation, up to the answer, as mlx-lm makes them. Raises ApiError."""
-        tools = body.offered
+        tools = body.tools  # also with tool_choice none, so that the prompt begins like those before it
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:

@@ -296,3 +296,15 @@ def test_a_call_cut_by_max_tokens_is_content(caller: tuple[RunningEngine, str]) 
     choice = ask(engine, tools=TOOLS, max_tokens=2)
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert choice.message.content == f"<tool_call>{said_between}"
+
+
+def test_tools_stay_in_the_prompt_with_tool_choice_none(caller: tuple[RunningEngine, str]) -> None:
+    engine, _ = caller
+    with engine.client() as client:
+        auto, none = (
+            client.chat.completions.create(
+                model="caller", messages=QUESTION, tools=TOOLS, tool_choice=choice, max_tokens=1
+            ).usage.prompt_tokens
+            for choice in ("auto", "none")
+        )
+    assert auto == none
