@@ -16,6 +16,7 @@ from typing import Any
 from kvpage_server import app
 from kvpage_server.app import DiskError, Server, apply, from_arguments
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.notifying.tracking import _NOTE, _SHARE
 from kvpage_server.core import Caller, Parser
 from kvpage_server.core.python import calls
 from kvpage_server.net import answering
@@ -49,6 +50,7 @@ class Process:
         self.lost = ""  # what could not be written when it ended
         self.broke: Callable[[str], None] = lambda text: None  # told of exceptions that nobody expects
         self.leaves: Callable[[list[bytes], bool], None]  # told of keys that go by themselves, and if they are evicted
+        self.lost_notes: list[tuple[Any, bytes]] = []  # client and key: notes of CLIENT TRACKING beyond its limits
         self._ran = ran
 
     def live(self) -> None:
@@ -86,12 +88,21 @@ class Process:
         """Tell of what goes by itself, before it does."""
         contents, tiered = self.server.keyspace.contents, self.server.tiered
         evict: Callable[..., None] = contents.evict
+        tracking = self.server.events.tracking
+        take_oldest = tracking._take_oldest
+
+        def noted_loss(reader: Any) -> None:
+            self.lost_notes.append((reader.client, next(iter(reader.keys))))
+            if not _exceeds(tracking, reader):
+                self.broke(f"the note of {self.lost_notes[-1][1]!r} was lost, and no limit is exceeded")
+            take_oldest(reader)
 
         def told(unit: Unit, *args: Any, **options: Any) -> None:
             self.leaves(_keys_in(unit), True)
             evict(unit, *args, **options)
 
         vars(contents).update(evict=told)
+        vars(tracking).update(_take_oldest=noted_loss)
         if tiered is None:
             return
         lose = tiered.fetching.lose
@@ -150,6 +161,16 @@ class Process:
         """What it would do later."""
         scheduled: list[asyncio.TimerHandle] = self.loop._scheduled  # type: ignore[attr-defined]
         return sorted(str(timer) for timer in scheduled if not timer.cancelled())
+
+
+def _exceeds(tracking: Any, reader: Any) -> bool:
+    """Return whether a client that loses a note, or all clients together, have more notes than the limits allow."""
+    own, every = (
+        sum(len(key) + _NOTE for one in readers for key in one.keys)
+        for readers in ([reader], tracking.clients.values())
+    )
+    most, most_keys = tracking._most_bytes(), tracking._most_keys()
+    return 0 < most < max(_SHARE * own, every) or 0 < most_keys < tracking.keys
 
 
 def _keys_in(unit: Unit) -> list[bytes]:

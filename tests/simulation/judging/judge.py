@@ -129,6 +129,8 @@ class Judge:
         hashes = self.model.checksums
         there = self._monitors.there
         self._answer(talk, asked, reply)
+        while self.process.lost_notes:
+            self.model.lose_note(*self.process.lost_notes.pop())
         self._monitors.ran(there, client, said, asked.queued, reply)
         self.model.may_have_changed(evicted)
         if self.model.checksums != hashes:

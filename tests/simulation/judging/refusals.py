@@ -28,7 +28,8 @@ class Refusals:
         """Whether a command that stores something has to be refused: `noeviction`, and values alone exceed maxmemory.
 
         Call it before the model runs the command. It counts only keys that do not expire and of which the model is
-        sure. A server with a disk is never required to refuse: it can drop values from memory without an eviction.
+        sure, and of a page only its body: a block that is stored whole has no header for each page. A server with a
+        disk is never required to refuse: it can drop values from memory without an eviction.
         """
         keyspace, spec = self._process.server.keyspace, named(words[0])
         most = keyspace.memory.maxmemory
@@ -38,7 +39,7 @@ class Refusals:
             return False
         store = self._model.store
         unsure = store.doubtful() | store.fog
-        sizes = (cell.size for key, cell in store.keys.items() if key not in unsure and not cell.expires)
+        sizes = (len(cell.data) for key, cell in store.keys.items() if key not in unsure and not cell.expires)
         return sum(sizes) > most
 
     def why(self, error: str, words: Words) -> str:

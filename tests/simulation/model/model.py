@@ -146,11 +146,15 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         handler = self._handler(words)
         if handler is None:
             return Err("ERR unknown command")
-        if words[0].lower() in _TELLS_TIME and words[1] in self.store.doubtful():
+        if self._asks_unclear_time(words):
             return ANYTHING
         told = [words, *(self.talk.queued or ())]
         keys = None if any(map(self._is_about_all, told)) else self.keys_of(words)
         return self.store.in_every_case(self._as_now(handler), keys)
+
+    def _asks_unclear_time(self, words: Words) -> bool:
+        """Return whether a command asks when a key expires that is in doubt: its time begins when it is stored."""
+        return words[0].lower() in _TELLS_TIME and words[1] in self.store.doubtful()
 
     def _as_now(self, handler: Callable[[], Any]) -> Callable[[], Any]:
         """Have a command find its conversation as it is now, however often it is run: in every case of a doubt."""
@@ -237,7 +241,8 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         for words in queued:
             handler = self._handler(words)
             assert handler is not None
-            replies.append(handler() if self._may(words) else NO_RIGHT)
+            reply = handler() if self._may(words) else NO_RIGHT
+            replies.append(ANYTHING if self._may(words) and self._asks_unclear_time(words) else reply)
             self.done.append((words, replies[-1], talk.tracking.mode))
         return replies
 

@@ -128,6 +128,13 @@ class Tracked:
         if tracking.mode is not None and talk.queued is None and words[0].lower() != b"client":
             tracking.mode = replace(tracking.mode, asked=False)
 
+    def lose_note(self, client: Any, key: bytes) -> None:
+        """Allow a message about a key that a client has read: the note was lost, as limits allow no more."""
+        for one in self.trackers:
+            if one.client is client:
+                one.tracking.read.discard(key)
+                one.tracking.due[key] += 1
+
     def _unclear(self) -> set[bytes]:
         return {name for key in self.store.doubtful() | self.store.fog for name in _names_of(key)}
 
