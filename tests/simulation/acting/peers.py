@@ -36,7 +36,8 @@ class Asked:
     streamed: bool = False  # its reply is made in steps, and so is what it does
     audit: Any = None  # who is told of the reply, in place of the judge
     doubt: Any = None  # what it may or may not have done yet
-    deleted: set[bytes] = field(default_factory=set)  # keys that it has deleted so far, in steps
+    done: set[bytes] = field(default_factory=set)  # keys that it has deleted or stored so far, in steps
+    parts: deque[list[bytes]] = field(default_factory=deque)  # keys that it stores in later steps, each part in one
     came: int = 0  # pages that came while it deleted others, and that it may have deleted, too
     heard: Callable[[Asked, Any], None] | None = None  # who is told of a right reply as well
     unclear: set[bytes] = field(default_factory=set)  # what it changes, and nobody knew what that was before

@@ -17,7 +17,7 @@ from kvpage_server import app
 from kvpage_server.app import DiskError, Server, apply, from_arguments
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.notifying.tracking import _NOTE, _SHARE
-from kvpage_server.core import Caller, Parser
+from kvpage_server.core import Caller, NewPages, Parser
 from kvpage_server.core.python import calls
 from kvpage_server.net import answering
 from kvpage_server.store.disk.naming import unit_of_cold
@@ -50,6 +50,7 @@ class Process:
         self.lost = ""  # what could not be written when it ended
         self.broke: Callable[[str], None] = lambda text: None  # told of exceptions that nobody expects
         self.leaves: Callable[[list[bytes], bool], None]  # told of keys that go by themselves, and if they are evicted
+        self.stored: list[list[bytes]] = []  # keys of pages that became visible together, for the judge to take
         self.lost_notes: list[tuple[Any, bytes]] = []  # client and key: notes of CLIENT TRACKING beyond its limits
         self._ran = ran
 
@@ -85,10 +86,15 @@ class Process:
         self._close()
 
     def _attend(self) -> None:
-        """Tell of what goes by itself, before it does."""
-        contents, tiered = self.server.keyspace.contents, self.server.tiered
+        """Report each key before the server removes it by itself; note visible pages and lost notes."""
+        contents, tiered, keyspace = self.server.keyspace.contents, self.server.tiered, self.server.keyspace
         evict: Callable[..., None] = contents.evict
-        tracking = self.server.events.tracking
+
+        def told(unit: Unit, *args: Any, **options: Any) -> None:
+            self.leaves(_keys_in(unit), True)
+            evict(unit, *args, **options)
+
+        set_pages, tracking = keyspace.set_pages, self.server.events.tracking
         take_oldest = tracking._take_oldest
 
         def noted_loss(reader: Any) -> None:
@@ -97,11 +103,12 @@ class Process:
                 self.broke(f"the note of {self.lost_notes[-1][1]!r} was lost, and no limit is exceeded")
             take_oldest(reader)
 
-        def told(unit: Unit, *args: Any, **options: Any) -> None:
-            self.leaves(_keys_in(unit), True)
-            evict(unit, *args, **options)
+        def noted(pages: NewPages) -> None:
+            set_pages(pages)
+            self.stored.append(list(pages.keys))
 
         vars(contents).update(evict=told)
+        vars(keyspace).update(set_pages=noted)
         vars(tracking).update(_take_oldest=noted_loss)
         if tiered is None:
             return

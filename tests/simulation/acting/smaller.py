@@ -1,8 +1,9 @@
 """How much the server does before others have their turn, made small: so a small world has what takes many steps.
 
 A quota is then counted in steps, many leave memory one by one, and what is read from disk is fetched by several jobs.
-Some seeds have some of these, drawn by a chance of their own. What makes a command visible before all of it is done, as
-a batch of hundreds of pages is, stays as it is: the judge expects every command at one moment.
+Some seeds have some of these, drawn by a chance of their own. The pages of a batch that become visible in one step are
+few where the program has such batches (`programs/batches.py`): as many with either page core, whose own numbers differ.
+There a client's turn ends after each step of a reply, so that others have theirs between two parts of a batch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import random
 import sys
 from importlib import import_module
+
+from tests.simulation.programs import batches
 
 _PAGES = "kvpage_server.commands.families.pages."
 _STORE = "kvpage_server.store."
@@ -38,6 +41,10 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
 
 def make_smaller(seed: int) -> None:
     """Give this process the constants of a seed. Other modules may have taken them over by name."""
+    if pages := batches.at_once(seed):
+        vars(import_module(_PAGES + "page")).update(AT_ONCE=pages, _AT_ONCE_EACH=pages)
+        for name in ("turns", "session"):
+            vars(import_module(f"kvpage_server.net.{name}"))["TURN"] = 0
     rng = random.Random(f"smaller {seed}")
     if rng.random() < 0.6:
         return

@@ -488,6 +488,27 @@ MISTAKES = [
         "a lease that is lengthened ends when the first one would have ended",
     ),
     Mistake(
+        "last-part-first",
+        _COMMANDS + "families.pages.page",
+        "client.keyspace.set_pages(batches.popleft())",
+        "client.keyspace.set_pages(batches.pop())",
+        "the last part of a batch is visible before the first one",
+    ),
+    Mistake(
+        "part-of-a-batch-is-missing",
+        _COMMANDS + "families.pages.page",
+        "            while batches:\n",
+        "            several = len(batches) > 1\n            while len(batches) > several:\n",
+        "OK is answered though the last part of a batch is not stored",
+    ),
+    Mistake(
+        "refused-in-part",
+        _COMMANDS + "families.pages.page",
+        '                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None\n            read +=',
+        '                for some in batches:\n                    client.keyspace.set_pages(some)\n                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None\n            read +=',
+        "the parts of a batch before one with a wrong page are stored though it is refused",
+    ),
+    Mistake(
         "unpin-ends-the-lease",
         _STORE + "eviction.leases",
         "        if not lease.until:\n            self.removed(unit)\n        return True",

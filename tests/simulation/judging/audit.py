@@ -207,6 +207,7 @@ class Audit:
         self._let_go = set(judge.let_go)
         judge.model.went.clear()  # what was due before this process was is seen to be so only now
         store.log.clear()
+        store.batches.clear()
         store.late.clear()
         store.doubts.clear()
         store.fog.clear()
@@ -243,6 +244,7 @@ class Audit:
         fewest, boundaries = set(wrong), {self._most, self._least, *judge.boundaries}
         for at in range(self._most, self._least - 1, -1):
             if not wrong and at in boundaries:
+                self._check_batches()
                 self._believe(state)
                 return
             if at in boundaries and len(wrong) < len(fewest):
@@ -260,6 +262,25 @@ class Audit:
             f"after a death the store is as it was at no moment from change {self._least}, which was promised, "
             f"to {self._most}, the last:\n  " + "\n  ".join(shown_ones)
         )
+
+    def _check_batches(self) -> None:
+        """Check that the first parts of each batch are there, whole, and no other. Others may have changed some."""
+        store, unsure = self._judge.model.store, self._judge.model.store.fog | self._judge.let_go | self._let_go
+        if self._judge.model.disk_fails or self._run.seed.maxdisk:
+            return  # a commit may be done in several
+        for end, parts in store.batches:
+            others = unsure.union(key for key, _, _ in store.log[end:])
+            missing = b""
+            for part in parts:
+                fits = [
+                    (key, *(self._is(key, cell) for cell in cells)) for key, cells in part.items() if key not in others
+                ]
+                missing = next((key for key, before, after in fits if before and not after), missing)
+                there = next(
+                    (key for key, before, after in fits if after and not before and self._found[key].value), b""
+                )
+                if missing and there:
+                    self._judge.fail(f"after a death {there!r} of a batch is there, and {missing!r} before it is not")
 
     def _is(self, key: bytes, cell: Cell) -> bool:
         found = self._found[key]

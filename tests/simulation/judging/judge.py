@@ -113,6 +113,7 @@ class Judge:
             self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
         asked, peer.moved = peer.unrun.popleft() if here else Asked(-1, said), self.machine.clock.now
         self.commands += 1
+        self.process.stored.clear()
         asked.ran, asked.elapsed = self.machine.clock.unix_ms, self.model.store.elapsed()
         if asked.audit is not None:
             peer.unanswered.append(asked)
@@ -186,12 +187,17 @@ class Judge:
         last, doubt = None, asked.doubt
         try:
             yield None  # to be in here when it is closed before its first step, as its client has gone
+            self.process.stored.clear()  # by others
             for last in items:
                 self.note_evictions()  # which were before it, and not by it
+                if doubt is not None and doubt.later:
+                    self._unfinished.learn_stored(asked, doubt, self.process.stored)
+                    self._note_moment()
                 if doubt is not None and asked.words[0].lower() == b"kvpagedel":
                     self._unfinished.learn_deleted(asked, doubt)
                     self._note_moment()
                 yield last
+                self.process.stored.clear()  # by others
         except GeneratorExit:
             self._unfinished.abandon(asked)
             raise
@@ -209,7 +215,7 @@ class Judge:
         model, store, said = self.model, self.model.store, asked.words
         before, gone, model.pushes = len(store.log), store.gone, []
         asked.queued = [*talk.queued] if talk.queued and said[0].lower() == b"exec" else []
-        unclear = store.doubtful() | store.fog if isinstance(reply, Stream) else set()
+        unclear = store.options() if isinstance(reply, Stream) else {}
         refusal = self._refusals.why(str(reply) if isinstance(reply, ReplyError) else "", said)
         if not isinstance(reply, ReplyError) and talk.queued is None and self._refusals.must_refuse(said):
             self.fail(f"{shown(said)} was not refused: values exceed maxmemory, and noeviction evicts none of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,9 @@ from tests.simulation.acting.process import Process
 from tests.simulation.model.model import Model
 from tests.simulation.model.pages import block_of
 from tests.simulation.model.replies import A_NUMBER, Err, May, between, is_error
-from tests.simulation.model.values import Cell, Doubt
+from tests.simulation.model.rights import keys_used
+from tests.simulation.model.values import Cell, Doubt, Value
+from tests.simulation.programs import batches
 
 _AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
 
@@ -25,10 +28,10 @@ class Unfinished:
         self._clock = process.machine.clock
         self._fail = fail
 
-    def begin(self, asked: Asked, unclear: set[bytes]) -> None:
+    def begin(self, asked: Asked, unclear: dict[bytes, list[Cell]]) -> None:
         """What a command does in steps may or may not be done, until it says so.
 
-        `unclear`: keys of which nobody knew what they were before it.
+        `unclear`: keys that were in doubt before it, with the values that each may have had.
         """
         if asked.changes and asked.words[0] not in _AT_ONCE:
             store = self._model.store
@@ -38,7 +41,14 @@ class Unfinished:
             after = {key: store.keys.get(key) for key in before}
             asked.doubt = Doubt([after, before], pending=True)
             store.doubts.append(asked.doubt)
-            asked.unclear = unclear & before.keys()
+            asked.unclear = unclear.keys() & before.keys()
+            if asked.words[0].lower() == b"kvpagemset":
+                self._begin_parts(asked, asked.doubt)
+            options = {key: unclear[key] for key in asked.unclear}
+            for i in range(max(map(len, options.values()), default=0)):
+                other = before | {key: cells[i] for key, cells in options.items() if i < len(cells)}
+                if other not in asked.doubt.variants:
+                    asked.doubt.variants.append(other)
         elif asked.words[0].lower() == b"kvpagedel" and asked.expected == 0:
             asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
 
@@ -48,8 +58,10 @@ class Unfinished:
         if doubt is None:
             return  # the client has gone, or was quick
         changed, now = store.log[asked.at : asked.end], self._clock.unix_ms
-        self._model.may_have_changed({key for variant in doubt.variants for key in variant} | asked.deleted)
-        settled = {key for key, _, _ in changed}.difference(asked.deleted, *doubt.variants)  # by others
+        self._model.may_have_changed({key for variant in doubt.variants for key in variant} | asked.done)
+        if asked.parts and not is_error(reply):
+            self._fail(f"step {asked.step}: a batch was answered {reply!r} before {asked.parts[0][:3]!r} were visible")
+        settled = {key for key, _, _ in changed}.difference(asked.done, *doubt.variants)  # by others
         settled |= {key for key, old, new in changed if old and not new and asked.ran < old.expires <= now}  # by time
         asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
         asked.doubt, doubt.pending = None, False
@@ -60,6 +72,8 @@ class Unfinished:
                 A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + asked.came)
             )
         if is_error(reply):
+            if asked.done and asked.words[0].lower() == b"kvpagemset":
+                self._fail(f"step {asked.step}: a batch was refused after a part of it was visible: {reply!r:.300}")
             if not self._may_fail_late(reply):
                 self._fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
             asked.expected = Err(str(reply)[:12])
@@ -84,6 +98,44 @@ class Unfinished:
         store.sure = True
         store.fog |= asked.unclear
 
+    def _begin_parts(self, asked: Asked, doubt: Doubt) -> None:
+        """Note the parts of a batch. They become visible in order, so a reader sees any number of the first ones."""
+        keys, at_once = keys_used(asked.words), batches.at_once(self._process.seed.number)
+        parts = [list(keys[at : at + at_once]) for at in range(0, len(keys), at_once)] if at_once else []
+        if len(parts) < 2:
+            return
+        after, before = doubt.variants
+        for part in parts[:-1]:
+            doubt.variants.append(doubt.variants[-1] | {key: after[key] for key in part})
+        asked.parts, doubt.later = deque(parts), {key: after[key] for key in keys}
+        clear = after.keys() - asked.unclear
+        begun = [{key: (before[key], after[key]) for key in part if key in clear} for part in parts]
+        self._model.store.batches.append((asked.end, begun))
+
+    def learn_stored(self, asked: Asked, doubt: Doubt, stored: list[list[bytes]]) -> None:
+        """Note that a step has made the next parts of a batch visible, whatever others did to their keys."""
+        store, store.now = self._model.store, self._clock.unix_ms
+        for keys in stored:
+            if not asked.parts or keys != asked.parts[0]:
+                next_ones = asked.parts[0][:3] if asked.parts else []
+                self._fail(f"step {asked.step}: {keys[:3]!r} of a batch are visible before {next_ones!r}")
+            part = {key: doubt.later.pop(key) for key in asked.parts.popleft()}
+            self._model.may_have_changed(part.keys())
+            store.settle(part)
+            if len(doubt.variants) > 2:
+                del doubt.variants[2]  # with nothing of the next part: that is the second one now
+            timed = self._timed(asked, part)
+            store.sure = False
+            for key, cell in part.items():
+                store.fog.discard(key)
+                doubt.evicted.pop(key, None)
+                if store.keys.get(key) == cell:
+                    store.keys[key] = timed[key]
+                else:
+                    store._set(key, timed[key])
+            store.sure = True
+            asked.done |= part.keys()
+
     def learn_deleted(self, asked: Asked, doubt: Doubt) -> None:
         """A step of a deletion is done: others see what is left.
 
@@ -93,7 +145,7 @@ class Unfinished:
         others = {key for one in store.doubts if one is not doubt for variant in one.variants for key in variant}
         done = {key for key, cell in doubt.variants[0].items() if cell is None} - there - others
         store.settle(sorted(done))
-        asked.deleted |= done
+        asked.done |= done
         _, req, *pages = asked.words
         named = {(req, int(page)) for page in pages}
         new = {key for key, _, cell in store.log[asked.end :] if cell is not None and key.startswith(b"kv:%b:" % req)}
@@ -115,19 +167,27 @@ class Unfinished:
         store.sure = True
 
     def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
-        """A time to live begins when a command in steps comes to it, which is not when it was begun."""
+        """Take over when pages expire that a command in steps has stored and nobody has changed since."""
+        keys = self._model.store.keys
+        keys |= self._timed(
+            asked, {key: cell for key, cell in doubt.variants[0].items() if cell and cell is keys.get(key)}
+        )
+
+    def _timed(self, asked: Asked, cells: dict[bytes, Value]) -> dict[bytes, Value]:
+        """Return cells with the server's expiry: a time to live begins when a command in steps reaches its page."""
         took = self._model.store.elapsed() - asked.elapsed
         moved = self._clock.unix_ms - asked.ran - took  # somebody has set the clock, or it is rounded
         soonest, latest = min(moved, 0), took + max(moved, 0) + 1
-        for key, cell in doubt.variants[0].items():
-            now = self._model.store.keys.get(key)
-            if cell is None or now is not cell or not cell.expires:
+        result = dict[bytes, Value]()
+        for key, cell in cells.items():
+            if not cell.expires:
+                result[key] = cell
                 continue
             expires = self._process.server.keyspace.expires_of(key)
             if expires and not soonest <= expires - cell.expires <= latest:
                 self._fail(f"step {asked.step}: {key!r} expires at {expires}, asked was {cell.expires}")
-            if expires:
-                self._model.store.keys[key] = replace(cell, expires=expires)
+            result[key] = replace(cell, expires=expires or cell.expires)
+        return result
 
     def _may_fail_late(self, reply: Any) -> bool:
         limited = self._process.server.keyspace.memory.maxmemory > 0 or self._process.may_refuse

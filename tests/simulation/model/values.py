@@ -54,6 +54,7 @@ class Value:
 
 Cell = Value | None
 Change = tuple[bytes, Cell, Cell]  # key, before, after
+Batch = tuple[int, list[dict[bytes, tuple[Cell, Cell]]]]  # changes when it was begun; its parts: before and after each
 
 
 @dataclass(eq=False)
@@ -65,6 +66,7 @@ class Doubt:
     evicted: dict[bytes, Cell] = field(default_factory=dict)  # keys, and what they were to become
     rest_of: Doubt | None = None  # what others have changed of it since, and what is to be stored all the same
     still: dict[bytes, Cell] = field(default_factory=dict)
+    later: dict[bytes, Cell] = field(default_factory=dict)  # pages of a batch whose parts are not visible yet
 
     @property
     def coming(self) -> dict[bytes, Cell]:
@@ -82,6 +84,7 @@ class Store:
     log: list[Change] = field(default_factory=list)  # every change so far
     doubts: list[Doubt] = field(default_factory=list)
     fog: set[bytes] = field(default_factory=set)  # keys of which nothing is known
+    batches: list[Batch] = field(default_factory=list)  # that were to become visible in parts
     late: list[tuple[int, bytes, list[Cell]]] = field(default_factory=list)  # see `moments_of_late`
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
@@ -291,13 +294,20 @@ class Store:
     def doubt_checksums(self) -> None:
         """Whether pages get one was changed: what is being stored in steps may have one, or none."""
         for doubt in self.doubts:
-            for key, cell in [*doubt.coming.items()]:
+            for key, cell in [*doubt.coming.items(), *doubt.later.items()]:
                 if cell is None or not cell.page:
                     continue
-                unsure, states = replace(cell, checksum=None), [*doubt.variants, doubt.still, self.keys]
+                unsure, states = replace(cell, checksum=None), [*doubt.variants, doubt.still, doubt.later, self.keys]
                 for state in states:
                     if state.get(key) is cell:
                         state[key] = unsure
+
+    def options(self) -> dict[bytes, list[Cell]]:
+        """Return the keys in doubt with the values that each may have: none are listed where nothing is known."""
+        result = dict[bytes, list[Cell]]()
+        for key in self.doubtful() | self.fog:
+            result[key] = [variant[key] for doubt in self.doubts for variant in doubt.variants if key in variant]
+        return result
 
     def doubtful(self) -> set[bytes]:
         """Keys in doubt."""

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import random
 
-from tests.simulation.programs import caches, commands, meetings, oddities, protections, scenes, sessions, world
+from tests.simulation.programs import (
+    batches,
+    caches,
+    commands,
+    meetings,
+    oddities,
+    protections,
+    scenes,
+    sessions,
+    world,
+)
 from tests.simulation.programs.seed import Seed
 from tests.simulation.programs.step import MS, PEERS, TENANTS, Step
 
@@ -32,7 +42,7 @@ class Program:
         seed.splits = rng.choice([0.0, 0.05, 0.5])
         self._engines_share = rng.choice([0.03, 0.15]) if seed.engines else 0.0
         seed.gaps = rng.choice([20_000, 200_000, 2 * MS, 30 * MS])
-        parts = (oddities, meetings, sessions, caches, protections)
+        parts = (oddities, meetings, sessions, caches, protections, batches)
         self._beside = [part.beside(seed) for part in parts]
 
     def steps(self, count: int) -> list[Step]:
