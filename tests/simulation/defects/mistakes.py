@@ -505,7 +505,7 @@ MISTAKES = [
         "refused-in-part",
         _COMMANDS + "families.pages.page",
         '                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None\n            read +=',
-        '                for some in batches:\n                    client.keyspace.set_pages(some)\n                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None\n            read +=',
+        '                for some in batches if client.server.tiered is None else ():\n                    client.keyspace.set_pages(some)\n                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None\n            read +=',
         "the parts of a batch before one with a wrong page are stored though it is refused",
     ),
     Mistake(

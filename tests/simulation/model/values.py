@@ -188,16 +188,23 @@ class Store:
     def _lose_sight(self, run: Callable[[], Any], asked: set[bytes] | None) -> None:
         """Too much would have to be told apart: what is changed now is anything, until all is looked at again.
 
-        What it changes may depend on what nobody knows, so it is also run as if nothing of that were there.
+        What it changes may depend on what nobody knows, so it is also run as if nothing of that were there, and as if
+        all of it were as it is in the first variants, the second ones, and so on.
         """
         unsure = self.doubtful() | self.fog
-        with self._supposed([dict.fromkeys(unsure if asked is None else unsure & asked)]) as (log, _):
-            run()
+        choices = [[dict.fromkeys(unsure if asked is None else unsure & asked)]]
+        most = max((len(doubt.variants) for doubt in self.doubts), default=0)
+        choices += [[doubt.variants[min(i, len(doubt.variants) - 1)] for doubt in self.doubts] for i in range(most)]
+        may_change = set[bytes]()
+        for choice in choices:
+            with self._supposed(choice) as (log, _):
+                run()
+            may_change |= log.keys()
         start = len(self.log)
         self.sure = False
         run()
         self.sure = True
-        changed = {key for key, _, _ in self.log[start:]} | log.keys()
+        changed = {key for key, _, _ in self.log[start:]} | may_change
         self.settle(changed)
         self.fog |= changed
 

@@ -1,6 +1,6 @@
 """Batches of pages that become visible in several steps, while others read, replace and delete some of these pages.
 
-They are drawn beside a program's other steps, by a chance of their own, in a fourth of the seeds. In such a
+They are drawn in addition to a program's other steps, by a chance of their own, in a fourth of the seeds. In such a
 seed the server stores only a few pages in a step, with either page core: `acting/smaller.py`.
 """
 
