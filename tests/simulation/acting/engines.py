@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
-from engine.tiers.store import AgentCacheStore
+from engine.tiers.store import AgentCacheStore, StoreUnavailableError
 from kvpage_server.page import DType, Plane
 from tests.simulation.world import threads
 
@@ -215,9 +216,14 @@ class Engine:
         self._said(f"{agent} {len(self._load(agent, None))}")
 
     def _do_fork(self, agent: str, new: str) -> None:
-        if (self._store or self._tier).fork(agent, new):  # type: ignore[union-attr]
+        try:
+            forked = (self._store or self._tier).fork(agent, new)  # type: ignore[union-attr]
+        except StoreUnavailableError:  # the server died, or its disk fails
+            forked = False
+        if forked:
             self._said_so_far[new] = self._said_so_far.get(agent, ())
 
     def _do_delete(self, agent: str) -> None:
-        (self._store or self._tier).delete(agent)  # type: ignore[union-attr]
+        with suppress(StoreUnavailableError):  # the server died, or its disk fails
+            (self._store or self._tier).delete(agent)  # type: ignore[union-attr]
         self._said_so_far.pop(agent, None)
