@@ -223,7 +223,7 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     if upstream is not None:
         told.append(upstream.begin())
     tasks = [asyncio.create_task(one) for one in told]
-    companion = asyncio.create_task(Companion(listener, http, token).run()) if http else None
+    companion = asyncio.create_task(Companion(listener, http, token, config.web_origin).run()) if http else None
     try:
         await stopping.wait()
     finally:

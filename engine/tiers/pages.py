@@ -261,9 +261,9 @@ class PageTier:
         manifest = self._ask(self._manifest(agent_id))
         return len(manifest.tokens) if manifest else None
 
-    def is_whole(self, agent_id: str) -> bool:
-        """Whether the agent has a context for this model of which no block is missing."""
-        return self._ask(self._is_whole(agent_id)) or False
+    def is_whole(self, agent_id: str) -> bool | None:
+        """Whether the agent has a context for this model of which no block is missing; None without an answer."""
+        return self._ask(self._is_whole(agent_id))
 
     async def _manifest(self, agent_id: str) -> ContextManifest | None:
         (raw,) = await self._connection.look([Question(["GET", self._key(agent_id)], text)])

@@ -298,7 +298,7 @@ class AgentCacheStore:
         return evicted
 
     def agents(self) -> list[AgentInfo]:
-        """All agents, in any tier. Asks the server and the files."""
+        """All agents, in any tier. Asks the server for every block of each, and the files."""
         on_server = set(self._pages.agents()) if self._pages else set()
         on_file = set(self._cold.agents()) if self._cold else set()
         with self._changed:
@@ -309,7 +309,7 @@ class AgentCacheStore:
         ]
 
     def agent(self, agent_id: str) -> AgentInfo | None:
-        """One agent; None if no tier has it. It is saved on the server if no block of it is missing there.
+        """One agent; None if no tier has it.
 
         Raises StoreUnavailableError if neither memory nor a file has it, and the page server does not answer.
         """
@@ -322,9 +322,7 @@ class AgentCacheStore:
             if on_server is None:
                 raise StoreUnavailableError
             return None
-        info = self._info(agent_id, entry, on_server=bool(on_server), on_file=on_file)
-        lost = info.saved and not on_file and self._pages and not self._pages.is_whole(agent_id)
-        return replace(info, saved=False) if lost else info
+        return self._info(agent_id, entry, on_server=bool(on_server), on_file=on_file)
 
     def metrics(self) -> StoreMetrics:
         """The counters, and what is in memory now."""
@@ -345,13 +343,14 @@ class AgentCacheStore:
             )
 
     def close(self) -> int:
-        """Cancel loads, write all dirty contexts, free memory and close the tiers.
+        """Cancel loads, write all contexts that no tier has, free memory and close the tiers.
 
         Returns the number of contexts that no tier could take, and logs it. Without a tier below memory it is 0.
         """
         for loading in list(self._loadings):
             loading.cancel()
         self.claims.close()
+        self._find_lost()
         self._flusher.close()
         self._ways.readers.shutdown()
         with self._changed:
@@ -365,8 +364,20 @@ class AgentCacheStore:
             log.error("%s could not be saved (%s)", how_many(unsaved, "context"), reasons)
         return unsaved
 
+    def _find_lost(self) -> None:
+        """Mark contexts that were saved and that the page server has lost since, so that they are written again."""
+        with self._changed:
+            saved = [entry for entry in self._hot if entry.whole and entry.kept]
+        for entry in saved:
+            agent_id = entry.context.agent_id
+            on_file = self._cold is not None and self._cold.has(agent_id)
+            if self._pages and not on_file and self._pages.is_whole(agent_id) is False:
+                entry.kept = False
+
     def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
-        below = on_server or on_file
+        saved = (on_server or on_file) and (entry is None or entry.kept)
+        if saved and not on_file and self._pages and self._pages.is_whole(agent_id) is False:
+            saved = False
         tokens = len(entry.context) if entry and entry.whole else None
         if tokens is None and self._pages and on_server:
             tokens = self._pages.tokens_of(agent_id)
@@ -377,7 +388,7 @@ class AgentCacheStore:
             tokens or 0,
             tuple(tier for tier, has in (("hot", entry), ("page", on_server), ("cold", on_file)) if has),
             (tokens or 0) * self.spec.token_nbytes,
-            below and (entry is None or entry.kept),
+            saved,
             bool(entry and entry.pinned),
         )
 

@@ -25,6 +25,7 @@ from kvpage_server.configuration.kinds import (
     memory_or_auto,
     memory_or_share,
     octal,
+    origins,
     output_limits,
     path,
     quotas,
@@ -79,6 +80,9 @@ class Config:
     metrics_bind: list[str] = option(words, ["127.0.0.1", "-::1"], "addresses of metrics-port")
     web_token: str = option(
         token, "", "token of /metrics and of the web page where no password is set; empty: a new one at each start"
+    )
+    web_origin: list[str] = option(
+        origins, [], "sites, such as https://store.example, under which a proxy offers the web page"
     )
     protected_mode: bool = option(
         yes_no, True, "without a password, accept connections from this machine only", mutable=True
@@ -142,7 +146,7 @@ class Config:
     maxdisk: int | str = option(
         memory_or_auto,
         AUTO,
-        "bytes of the store on disk; 0 is no limit; auto is half of the free space and the store's file together",
+        "bytes of the store on disk; 0 is no limit; auto is half of free space and store together, 16mb at least",
     )
     write_behind_limit: int = option(
         memory(1024**2),

@@ -111,6 +111,14 @@ def _read_token(words: list[str]) -> str:
     return word
 
 
+def _read_origins(words: list[str]) -> list[str]:
+    found = [word.lower() for word in _parts(words)]
+    for word in found:
+        if not re.fullmatch(r"https?://[a-z0-9._-]+(:[0-9]{1,5})?", word):
+            raise ValueError(f"takes sites such as https://store.example, with spaces between them, got '{word}'")
+    return found
+
+
 def letters(allowed: str) -> Kind:
     """Any of some letters, together."""
 
@@ -192,6 +200,7 @@ def _write_quotas(quotas: dict[str, int]) -> list[str]:
 yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
 text = Kind(_one)
 token = Kind(_read_token)
+origins = Kind(_read_origins, list)
 path = Kind(_one)
 words = Kind(_parts, lambda value: value)
 octal = Kind(_read_octal, lambda value: [f"{value:o}"])

@@ -32,6 +32,8 @@ def _check_file(name: str, path: Path) -> None:
         _check_directory(name, path.parent)
     elif path.is_dir():
         raise ConfigError(f"{name}: {path} is a directory")
+    elif not path.is_file() and not path.is_char_device():  # such as /dev/null; a pipe would wait for its reader
+        raise ConfigError(f"{name}: {path} is not a regular file")
     elif not os.access(path, os.W_OK):
         raise ConfigError(f"{name}: {path} cannot be written")
 

@@ -48,7 +48,8 @@ $ redis-cli -p 9221 CONFIG GET maxmemory
 2) "2147483648"
 ```
 
-`CONFIG REWRITE` keeps the file's comments and order, and the lines that have not changed.
+`CONFIG REWRITE` keeps the file's comments and order, and the lines that have not changed. It writes users with hashes
+instead of passwords.
 
 | parameter | default | meaning | allowed | change |
 |---|---|---|---|---|

@@ -46,8 +46,11 @@ class NotLoggedIn(Exception):
     """The user has to log in first."""
 
 
-def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -> Starlette:
+def make_app(
+    logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute], origins: Sequence[str] = ()
+) -> Starlette:
     """The application. `closed` counts closed connections by reason. `pages` are further routes.
+    `origins` are the sites under which proxies offer the page.
 
     A page calls `login_of(request)` for its user. The page at /login has a form, which is sent back to /login.
     """
@@ -59,7 +62,7 @@ def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -
             Route("/logout", _log_out, methods=["POST"]),
             *pages,
         ],
-        middleware=[Middleware(Guards, names=own_names())],
+        middleware=[Middleware(Guards, names=own_names(), origins=origins)],
         exception_handlers={
             NotLoggedIn: _to_login,
             Malformed: _malformed,

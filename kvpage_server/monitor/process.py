@@ -23,12 +23,12 @@ from kvpage_server.system.log_lines import log_to_standard_error
 
 CONNECTIONS, FOR_EACH = 256, 64  # in all, and from one address
 GRACE_SECONDS = 1.0
-LONGEST_TOKEN = 4096  # bytes
+LONGEST_MESSAGE = 1 << 16  # bytes
 
 
 def main(pages: Sequence[BaseRoute]) -> None:
     """`sys.argv` has the descriptors of the channel to the server, and of the sockets to listen on. The first message
-    on the channel is the token.
+    on the channel is the token and the sites under which proxies offer the page, with spaces between them.
 
     Signals are ignored: they are for the server, and this process ends with it.
     """
@@ -37,17 +37,22 @@ def main(pages: Sequence[BaseRoute]) -> None:
     log_to_standard_error("%(message)s")
     channel, *listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(channel, channel.recv(LONGEST_TOKEN).decode(), listening, pages))
+        token, *origins = channel.recv(LONGEST_MESSAGE).decode().split(" ")
+        runner.run(_serve(channel, token, origins, listening, pages))
 
 
 async def _serve(
-    channel: socket.socket, token: str, listening: list[socket.socket], pages: Sequence[BaseRoute]
+    channel: socket.socket,
+    token: str,
+    origins: Sequence[str],
+    listening: list[socket.socket],
+    pages: Sequence[BaseRoute],
 ) -> None:
     closed: Counter[str] = Counter()
     door = Door(CONNECTIONS, FOR_EACH, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH])
     entrance = Entrance(channel)
     logins = Logins(entrance, token)
-    server = HttpServer(make_app(logins, closed, pages), door, grace=GRACE_SECONDS)
+    server = HttpServer(make_app(logins, closed, pages, origins), door, grace=GRACE_SECONDS)
     listening_to_engines = asyncio.create_task(listen(entrance, logins.engines))
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(channel, gone.set)  # the server sends nothing: this is the end of it

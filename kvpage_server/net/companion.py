@@ -41,10 +41,13 @@ def missing() -> str:
 class Companion:
     """One process after the other."""
 
-    def __init__(self, listener: Listener, sockets: Sequence[socket.socket], token: str) -> None:
-        """`sockets` listen, and are its own from now on. `token` lets viewers in where the store needs no password."""
+    def __init__(
+        self, listener: Listener, sockets: Sequence[socket.socket], token: str, origins: Sequence[str] = ()
+    ) -> None:
+        """`sockets` listen, and are its own from now on. `token` lets viewers in where the store needs no password.
+        `origins` are the sites under which proxies offer the page."""
         self._listener = listener
-        self._token = token
+        self._first = " ".join([token, *origins]).encode()  # message, for each process
         self._sockets = sockets
         commands = [b"+info", b"+ping", b"+hello", b"+client|setinfo", b"+client|setname", b"+psubscribe"]
         self._user = User(MONITOR.encode()).changed(
@@ -88,7 +91,7 @@ class Companion:
                 start_new_session=True,
             )
             theirs.close()
-            ours.send(self._token.encode())  # not an argument, which every user of the machine can read
+            ours.send(self._first)  # not an argument, which every user of the machine can read
             loop.add_reader(ours, self._take, ours)
             try:
                 await _tell(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -270,6 +271,10 @@ class TestLog:
         wrong = "exists and is not a socket" if name == "unixsocket" else "is a directory"
         there = plain if name == "unixsocket" else tmp_path
         assert refused(*first, f"--{name}", str(there)) == f"{name}: {there} {wrong}"
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        wrong = "exists and is not a socket" if name == "unixsocket" else "is not a regular file"
+        assert refused(*first, f"--{name}", str(pipe)) == f"{name}: {pipe} {wrong}"
 
     def test_check_config_finds_an_address_of_another_machine(self) -> None:
         expected = "cannot listen on 192.0.2.1:0: Cannot assign requested address"

@@ -168,3 +168,17 @@ def test_nothing_is_unknown_or_deleted_while_the_store_is_away(model: Path) -> N
             assert httpx.delete(f"{agents}/alice").json()["deleted"] is True
             assert httpx.get(f"{agents}/alice").status_code == 404
             assert httpx.post(f"{agents}/erin/fork", json={"to": "bob"}).status_code == 409
+
+
+def test_context_that_the_store_has_lost_is_written_at_the_stop(model: Path) -> None:
+    with start_server() as server, server.client() as client:
+        with start_engine(model, "--name", "model0", "--store", server.url) as engine:
+            for name in ("alice", "bob"):
+                ask(engine, name)
+                until(lambda name=name: agent(engine, name)["saved"], f"{name} on the store")
+            client.flushall()
+            listed = httpx.get(f"{engine.url}/v1/agents").json()["data"]
+            assert [info["saved"] for info in listed] == [False, False]
+        assert len([*client.scan_iter("manifest:*")]) == 2
+        with start_engine(model, "--name", "model0", "--store", server.url) as engine:
+            assert agent(engine, "alice")["saved"] is True

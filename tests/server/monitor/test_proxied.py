@@ -18,6 +18,8 @@ from browsing import TOKEN, SeenServer, start_seen_server
 from servers import free_port, start_server, with_constants
 from waiting import until
 
+from kvpage_server.configuration.config import ConfigError, from_arguments
+
 SECRET = "kv:secret.agent:0:0:0:0"
 PATHS = ("/", "/metrics", "/page/events", "/page/agent?id=secret", "/page/block?name=00")
 REPLACED = ("host", "connection")  # headers
@@ -90,6 +92,25 @@ def test_the_token_logs_in_through_a_proxy(seen: SeenServer, version: str) -> No
         assert "kvpage_blocks" in browser.get("/metrics").text
         with browser.stream("GET", "/page/events") as events:
             assert next(events.iter_lines()) == "event: overview"
+
+
+def test_the_page_answers_under_the_name_of_its_proxy() -> None:
+    site = "https://store.example"
+    with start_seen_server("--web-origin", f"{site} https://other.example:8443") as seen:
+        with proxied(seen.http, "HTTP/1.1") as url, httpx.Client(base_url=url, timeout=60) as browser:
+            login = {"data": {"user": "default", "password": TOKEN}, "headers": {"Origin": site}}
+            assert browser.post("/login", **login).headers["location"] == "/"
+            foreign = login | {"headers": {"Origin": "https://foreign.example"}}
+            assert browser.post("/login", **foreign).status_code == 403
+        with httpx.Client(base_url=f"http://127.0.0.1:{seen.http}", timeout=60) as browser:
+            assert browser.get("/login", headers={"Host": "store.example"}).status_code == 200
+            assert browser.get("/login", headers={"Host": "foreign.example"}).status_code == 421
+
+
+@pytest.mark.parametrize("site", ["store.example", "https://store.example/", "ftp://store.example", "https://"])
+def test_a_web_origin_that_is_no_site_is_refused(site: str) -> None:
+    with pytest.raises(ConfigError, match=r"web-origin takes sites such as https://store\.example"):
+        from_arguments(["--web-origin", site])
 
 
 def test_this_machine_needs_the_token_too(seen: SeenServer) -> None:
