@@ -16,11 +16,12 @@ from mlx_lm.sample_utils import apply_top_p
 from engine.generation.unbatched import Sampler, likeliest
 
 COLD = 1e-5  # below this, logprobs divided by the temperature overflow
+LEAST_TOP_P = 1e-6  # the likeliest token of a large vocabulary has more; float32 has no room for less
 
 
 def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> Sampler | None:
     """A sampler that draws from the likeliest tokens that make up `top_p` of the probability, at `temperature`. Without
-    `seed` it is seeded by the system. None, for the likeliest token, if top_p is 0 or the temperature below COLD.
+    `seed` it is seeded by the system. None, for the likeliest token, below LEAST_TOP_P or a temperature of COLD.
 
     For one thread and one answer. Raises ValueError for values out of range.
     """
@@ -28,7 +29,7 @@ def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> 
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
     if not 0 <= top_p <= 1:
         raise ValueError(f"top_p must be 0 to 1, got {top_p}")
-    if temperature < COLD or not top_p:
+    if temperature < COLD or top_p < LEAST_TOP_P:
         return None
     start = int.from_bytes(os.urandom(8), "little") if seed is None else seed % (1 << 64)
     key: mx.array | None = None

@@ -131,7 +131,9 @@ def _inspected(found: Inspected, path: Path) -> dict[str, Any]:
 
 def _show_head(path: Path, found: Inspected) -> None:
     if found.summary is not None:
-        out.print(f"a dump of {escape(found.summary.selection)}, {when(found.summary.dumped_ms)}", end="")
+        out.print(
+            f"a dump of {escape(readable(found.summary.selection).plain)}, {when(found.summary.dumped_ms)}", end=""
+        )
     else:
         out.print("a dump that was never finished" if path.is_dir() else "a file of a dump", end="")
     out.print(f": {how_many(len(found.sizes), 'file')}, {as_size(sum(found.sizes))}")

@@ -256,3 +256,25 @@ def test_long_names_are_cut_in_the_acl_log(small: RunningServer, client: redis.R
     assert (by_auth["username"], by_auth["count"]) == ("u" * 128, 3)
     assert (by_key["object"], by_key["count"]) == ("k" * 128, 3)
     client.acl_deluser("narrow")
+
+
+@pytest.mark.parametrize("attacker", [None, "tenant"])
+def test_many_small_holders_end_before_a_large_one_of_another_user(attacker: str | None) -> None:
+    """Strangers, or connections of one tenant, do not keep another user from sending a large value."""
+    users = ("--user", "tenant", "on", ">open", "~*", "+@all", "--requirepass", "sesame")
+    unfinished = b"*10\r\n" + 8 * (b"$16384\r\n" + bytes(16384) + b"\r\n")
+    with (
+        start_server("--maxmemory", "64mb", "--maxmemory-clients", str(LIMIT), *users) as server,
+        server.client(password="sesame") as client,
+        ExitStack() as stack,
+    ):
+        for _ in range(140):
+            sock = stack.enter_context(server.connect())
+            with suppress(OSError):  # the server has ended it
+                if attacker:
+                    sock.sendall(spell([b"AUTH", attacker.encode(), b"open"]))
+                sock.sendall(unfinished)
+        until(lambda: client.info("stats")["evicted_clients"] > 0, "more than clients may hold together")
+        for _ in range(5):
+            assert client.set("large", bytes(6 * MIB))
+            assert len(client.get("large")) == 6 * MIB

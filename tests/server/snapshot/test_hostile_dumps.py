@@ -212,3 +212,12 @@ def test_memory_is_bounded(server: RunningServer, client: redis.Redis, copied: P
     assert "Traceback" not in shown
     assert int(most) * (1 if sys.platform == "darwin" else 1024) < MOST_MEMORY
     assert client.mget("manifest:alice", "string") == [b"text", b"value"]
+
+
+def test_inspect_escapes_what_a_dump_says_of_itself(copied: Path) -> None:
+    summary = copied / "dump.json"
+    said = json.loads(summary.read_text(encoding="utf-8")) | {"selection": "\x1b]0;title\x07\nanother line"}
+    summary.write_text(json.dumps(said), encoding="utf-8")
+    _, shown, _ = kvpage("inspect", str(copied))
+    assert shown.startswith("a dump of \\x1b]0;title\\x07\\nanother line")
+    assert "\x1b" not in shown
