@@ -107,7 +107,7 @@ def _tokens(engine: Engine, messages: Messages) -> list[int]:
 
 
 def _read(read: Callable[[], str]) -> str:
-    """What `read` reads from standard input. Raises Failure if it cannot be decoded."""
+    """Return the result of `read`, a read of standard input. Raises Failure for input that cannot be decoded."""
     try:
         return read()
     except UnicodeDecodeError as error:

@@ -177,7 +177,7 @@ class AgentCacheStore:
     def delete(self, agent_id: str) -> bool:
         """Delete an agent from every tier; whether any had it. Blocks that others share stay.
 
-        Waits for what is being written. Raises OSError when its file cannot be removed, and StoreUnavailableError when
+        Waits for the write under way. Raises OSError when its file cannot be removed, and StoreUnavailableError when
         the page server does not answer: then it is deleted elsewhere, and may be there when the server is back.
         """
         check_agent_id(agent_id)
@@ -370,14 +370,16 @@ class AgentCacheStore:
             saved = [entry for entry in self._hot if entry.whole and entry.kept]
         for entry in saved:
             agent_id = entry.context.agent_id
-            on_file = self._cold is not None and self._cold.has(agent_id)
-            if self._pages and not on_file and self._pages.is_whole(agent_id) is False:
+            if self._is_lost(agent_id, on_file=self._cold is not None and self._cold.has(agent_id)):
                 entry.kept = False
 
+    def _is_lost(self, agent_id: str, *, on_file: bool) -> bool:
+        """Whether no file has an agent's context, and the page server lacks a part of it."""
+        return self._pages is not None and not on_file and self._pages.is_whole(agent_id) is False
+
     def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
-        saved = (on_server or on_file) and (entry is None or entry.kept)
-        if saved and not on_file and self._pages and self._pages.is_whole(agent_id) is False:
-            saved = False
+        below = (on_server or on_file) and (entry is None or entry.kept)
+        saved = below and not self._is_lost(agent_id, on_file=on_file)
         tokens = len(entry.context) if entry and entry.whole else None
         if tokens is None and self._pages and on_server:
             tokens = self._pages.tokens_of(agent_id)

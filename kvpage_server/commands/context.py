@@ -333,11 +333,11 @@ class Client:
 
     @property
     def held(self) -> int:
-        """Bytes of memory that it holds: what passes, and what is kept until it ends."""
+        """Bytes of memory of the client: commands and replies on their way, and names that are kept until it ends."""
         return self.passing + self.kept
 
     def keep(self, nbytes: int) -> None:
-        """Count names that the server keeps until the client ends; negative for those that it no longer keeps.
+        """Count names that the server keeps until the client ends; negative for names that it no longer keeps.
 
         They are the names of channels, of patterns, and of keys that it watches or tracks.
         """

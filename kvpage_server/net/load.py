@@ -1,4 +1,4 @@
-"""Memory that a connection holds: what it sends, what it queued, what it does not read, and names that are kept."""
+"""Memory of a connection: incoming and queued commands, unread replies, and names that the server keeps for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Load:
         self.postponed = 0  # bytes in the arena of a command that has to wait before it runs
         self._receiving = 0  # of that and of what is being received, as last told to the keyspace
         self._queued = 0  # of commands that wait for EXEC, as last told to the keyspace
-        self._held = 0  # bytes that pass through it, as last told to the server
+        self._held = 0  # bytes that pass through it, as last reported to the server
         self.kept = 0  # bytes that are kept for it, as they were when the limits were last looked at
         self.is_nothing = True  # it holds nothing, as far as the server knows
 

@@ -39,7 +39,7 @@ class Reader:
 
     Calls are read if the request offers tools. A call names one of these, its arguments are an object, and it is whole:
     its end mark was said, or the model ended its answer with the last character of the call's JSON. Everything else
-    between a call's marks is text, and so are the marks. Text beside a call is lost where the parser skips it.
+    between a call's marks is text, and so are the marks. Text next to a call is lost if the parser skips it.
     """
 
     def __init__(
