@@ -79,8 +79,9 @@ class AgentEngine:
     ) -> int:
         """Queue a prompt, all of it as token ids; returns its uid at once.
 
-        Tokens found in the agent's last context, or in full blocks of any agent, are loaded and not computed. With
-        `keep`, the new context replaces the agent's last one. Without it, only its full blocks are shared.
+        Tokens found in the agent's last context, or in any other context of its tenant, are loaded and not computed.
+        With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
+        only, and its context is shared without a name.
 
         The other arguments, and the errors given to `on_error`, are those of the batch's `submit`. A prompt waits while
         the pool is full: PoolExhaustedError means that the whole pool is too small.
@@ -185,7 +186,10 @@ class AgentEngine:
                 # A second load, after another prompt computed the prefix, has what is left of the same time.
                 with job.span.current():
                     job.loading = self._store.begin_load(
-                        job.agent_id, job.tokens, within=self._store.restore_within - job.restore_seconds
+                        job.agent_id,
+                        job.tokens,
+                        within=self._store.restore_within - job.restore_seconds,
+                        named=job.keep,
                     )
                 job.loading.add_done_callback(self.wake)
                 ahead += 1

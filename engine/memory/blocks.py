@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from engine.caches import MLX_DTYPES
 from engine.memory.agent_id import RULE, is_agent_id
-from engine.memory.prefix import common_prefix
+from engine.memory.prefix import ROOT, chain_hash, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec, Shapes
 
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
@@ -109,6 +109,14 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
     mx.eval(arrays)
     found = iter(arrays)
     return tuple(tuple(islice(found, len(layer))) for layer in shapes)
+
+
+def block_names(tokens: Sequence[int], spec: ModelCacheSpec, root: str = ROOT) -> tuple[str, ...]:
+    """The chain hashes of all blocks of `tokens`, including a partial last one."""
+    names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, root)
+    if tail := tokens[len(names) * spec.block_tokens :]:
+        names.append(chain_hash(spec.fingerprint, names[-1] if names else root, tail))
+    return tuple(names)
 
 
 def states_of(blocks: Sequence[KVBlock]) -> dict[int, Arrays]:

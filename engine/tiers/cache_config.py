@@ -10,7 +10,6 @@ from engine.tiers.pages import RESTORE_SECONDS
 
 MAX_HOT_AGENTS = 8
 MAX_QUEUE_BYTES = 1 << 30
-MAX_PREFIX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class CacheConfig:
     max_hot_agents: int = MAX_HOT_AGENTS  # contexts in memory
     hot_bytes: int | None = None  # of their blocks; default: half of the pool
     queue_bytes: int | None = None  # evicted and not yet written; default: a quarter of the pool, a GiB at most
-    prefix_bytes: int | None = None  # shared full blocks; default: an eighth of the pool, a GiB at most
+    prefix_bytes: int | None = None  # the tree of all contexts; default: half of the pool
     restore_within: float = RESTORE_SECONDS  # seconds of a load; the engine computes what has not arrived
 
     def __post_init__(self) -> None:
@@ -37,5 +36,5 @@ class CacheConfig:
         return (
             capacity // 2 if self.hot_bytes is None else self.hot_bytes,
             min(capacity // 4, MAX_QUEUE_BYTES) if self.queue_bytes is None else self.queue_bytes,
-            min(capacity // 8, MAX_PREFIX_BYTES) if self.prefix_bytes is None else self.prefix_bytes,
+            capacity // 2 if self.prefix_bytes is None else self.prefix_bytes,
         )

@@ -64,6 +64,12 @@ class HotTier:
         """Bytes of all blocks, those of leaving contexts included."""
         return sum(_sizes(self._entries.values()).values())
 
+    @property
+    def idle(self) -> float | None:
+        """Seconds since the last use of the context that is evicted next; None if none may be evicted."""
+        oldest = next((entry for entry in self if not entry.pinned and not entry.leaving), None)
+        return time.monotonic() - oldest.used if oldest else None
+
     def look(self, agent_id: str) -> CacheEntry | None:
         """The agent's entry. Does not count as a use."""
         return self._entries.get(agent_id)

@@ -38,6 +38,15 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be loaded."""
+
+    agent_id: str
+    tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
+    named: bool = True  # whether the agent can have a context of its own, and a file
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """The longest prefix of a prompt that a tier has. Its blocks are held under the agent's name."""
 
@@ -82,17 +91,16 @@ class Loading:
     def __init__(
         self,
         ways: Ways,
-        agent_id: str,
-        tokens: Sequence[int] | None,
+        wanted: Wanted,
         memory: Found,
         came: Callable[[Loaded, Sequence[int] | None], None],
         within: float,
     ) -> None:
-        """`came` is told of what was found for which tokens, before the caller is. `within` is the time limit in
-        seconds; with none, only `memory` is used."""
+        """`came` is called with what was found and for which tokens, before the caller gets it. `within` is the time
+        limit in seconds; if it is 0, only `memory` is used."""
         self._ways = ways
-        self._agent_id = agent_id
-        self._tokens = tokens
+        self._agent_id = wanted.agent_id
+        self._tokens = wanted.tokens
         self._memory = memory
         self._came = came
         self._started = time.perf_counter()
@@ -101,7 +109,7 @@ class Loading:
         self._lock = threading.Lock()  # of all below
         self._state = LoadState.WAITING
         self._patience = Patience.FRESH
-        self._file = _File(FileState.LOOKING if ways.cold and within > 0 else FileState.DONE)
+        self._file = _File(FileState.LOOKING if ways.cold and wanted.named and within > 0 else FileState.DONE)
         self._fetch: Fetch | None = None
         # The fetch has the same limit, and ends by itself. A file is not waited for.
         self._timers = [
@@ -171,7 +179,7 @@ class Loading:
         for timer in self._timers:
             timer.daemon = True
             timer.start()
-        if ways.cold:
+        if self._file.state is FileState.LOOKING:
             ways.readers.submit(self._look)
 
     def _grow_impatient(self, event: LoadEvent) -> None:
@@ -253,7 +261,8 @@ class Loading:
         if file.hedged:
             self._ways.tally.count("hedges_won" if best.tier == "cold" else "hedges_lost")
         late = "late" if self._patience is Patience.OVERDUE else None
-        return best, (fetch.why if fetch and fetch.done() else None) or file.why or late
+        why = (fetch.why if fetch and fetch.done() else None) or file.why or late
+        return best, None if why == "absent" and best.blocks else why
 
     def _release(self, *contexts: AgentBlocks | None) -> None:
         for context in contexts:

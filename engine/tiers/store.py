@@ -16,22 +16,22 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
+from engine.memory.context_tree import ContextTree
 from engine.memory.prefix import root_of
-from engine.memory.prefix_cache import SharedPrefixCache
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.flush import Flusher
-from engine.tiers.hot import CacheEntry, HotTier
-from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
+from engine.tiers.hot import Below, CacheEntry, HotTier
+from engine.tiers.loading import Found, Loaded, Loading, Wanted, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally, Tier
 from engine.tiers.pages import PageTier
 from engine.tiers.prefill_claims import Claim, Claims
@@ -71,10 +71,10 @@ class _Unchanged:
 class AgentCacheStore:
     """Saves contexts, and loads them from the first tier that has them. Thread-safe.
 
-    A load takes the longest prefix of the prompt in memory, from the agent's last context or from full blocks of any
-    agent. What memory lacks is asked of the page server, and the agent's file is read where it has more. What is found
-    there is kept in memory, unless the agent was saved, forked over or deleted meanwhile. When a lower tier fails, less
-    is found, and the reason is counted.
+    A load takes the longest prefix of the prompt in memory, from the agent's last context or from any other context of
+    its tenant (see `ContextTree`). What memory lacks is asked of the page server, and the agent's file is read where it
+    has more. What is found there is kept in memory, unless the agent was saved, forked over or deleted meanwhile. When
+    a lower tier fails, less is found, and the reason is counted.
 
     A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
     common is there once, and every reference in the pool bears the name of its agent.
@@ -91,7 +91,7 @@ class AgentCacheStore:
     ) -> None:
         """Owns `pages` and `cold` from now on."""
         config = config or CacheConfig()
-        hot_bytes, queue_bytes, prefix_bytes = config.sizes(spec, pool)
+        hot_bytes, queue_bytes, tree_bytes = config.sizes(spec, pool)
         self.spec = spec
         self.restore_within = config.restore_within
         self._pool = pool
@@ -100,7 +100,7 @@ class AgentCacheStore:
         self._tally = Tally()
         self._changed = threading.Condition()  # the lock of what is in memory
         self._hot = HotTier(pool, config.max_hot_agents, hot_bytes, queue_bytes)
-        self._prefixes = SharedPrefixCache(spec, pool, prefix_bytes)
+        self._tree = ContextTree(spec, pool, tree_bytes)
         self._flusher = Flusher(self._hot, self._changed, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages)
         readers = ThreadPoolExecutor(READER_THREADS, "kvpage-read")
@@ -117,8 +117,18 @@ class AgentCacheStore:
         loaded = self.begin_load(agent_id, tokens).result()
         return loaded if loaded.blocks else None
 
-    def begin_load(self, agent_id: str, tokens: Sequence[int] | None = None, *, within: float | None = None) -> Loading:
-        """Begin the same load and return at once. It takes `within` seconds at most (default: `restore_within`)."""
+    def begin_load(
+        self,
+        agent_id: str,
+        tokens: Sequence[int] | None = None,
+        *,
+        within: float | None = None,
+        named: bool = True,
+    ) -> Loading:
+        """Begin the same load and return at once. It takes `within` seconds at most (default: `restore_within`).
+
+        If the agent is not `named`, its id stands for one prompt: it has no context of its own.
+        """
         check_agent_id(agent_id)
         tokens = None if tokens is None else token_ids(tokens)
         within = self.restore_within if within is None else within
@@ -126,9 +136,9 @@ class AgentCacheStore:
             memory = self._in_memory(agent_id, tokens)
             own = self._hot.look(agent_id)
             enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
-            unchanged = self._unchanged.setdefault(agent_id, _Unchanged())
+            unchanged = self._unchanged.setdefault(agent_id, _Unchanged()) if named else None
         within = within if (self._pages or self._cold) and not enough else 0.0
-        loading = Loading(self._ways, agent_id, tokens, memory, partial(self._came, unchanged), within)
+        loading = Loading(self._ways, Wanted(agent_id, tokens, named), memory, partial(self._came, unchanged), within)
         self._loadings.add(loading)
         return loading
 
@@ -142,19 +152,17 @@ class AgentCacheStore:
         if not context.blocks:
             return
         with self._changed:
-            self._take_up(self._prefixes.adopt(context))
+            self._take_up(self._tree.adopt(context))
 
     def publish(self, context: AgentBlocks, claim: Claim | None = None) -> None:
-        """Share the full blocks of a prompt before its answer is complete, and release `claim` when they are written.
+        """Share a context that has no name, or the beginning of one whose answer is not complete. Release `claim` when
+        it is written.
 
         Takes references of its own. Raises as `save` does.
         """
         context.validate(self.spec)
-        size = self.spec.block_tokens
-        full = tuple(block for block in context.blocks if block.tokens == size)
-        context = replace(context, tokens=context.tokens[: len(full) * size], blocks=full)
         with self._changed:
-            adopted = self._prefixes.adopt(context)
+            adopted = self._tree.adopt(context)
         if claim:
             claim.published()
         self._flusher.publish(adopted, claim.release if claim else None)
@@ -190,9 +198,9 @@ class AgentCacheStore:
             finally:  # memory comes last, or a load could bring back there what is about to be deleted below
                 with self._changed:
                     entry = self._hot.look(agent_id)
-                    names = self._prefixes.names(agent_id, entry.context.tokens) if entry else []
                     self._forget(agent_id)
-                    self._prefixes.forget(names)
+                    if entry:
+                        self._tree.forget(entry.context)
         if on_server is None:
             raise StoreUnavailableError
         return bool(entry) or on_server or on_file
@@ -259,7 +267,7 @@ class AgentCacheStore:
                 coming = self._hot.coming(stuck)
                 if self._has_room(blocks - len(coming), nbytes - sum(coming.values())):
                     break
-                if not (self._hot.evict(stuck) or self._prefixes.evict() or self._hot.abandon(stuck)):
+                if not (self._evict(stuck) or self._hot.abandon(stuck)):
                     break
             self._changed.notify_all()
             return self._has_room(blocks, nbytes)
@@ -285,7 +293,8 @@ class AgentCacheStore:
         return {name: tier.save_failure for name, tier in tiers.items() if tier and tier.save_failure}
 
     def evict_all_to_disk(self) -> int:
-        """Write all dirty contexts, to files too, and drop all that are not pinned; how many.
+        """Write all dirty contexts, to files too, and drop all that are not pinned, with those that have no name; how
+        many agents' contexts.
 
         Returns the freed memory to the system.
         """
@@ -294,6 +303,7 @@ class AgentCacheStore:
             before = len(self._hot)
             self._hot.drop_clean()
             evicted = before - len(self._hot)
+            self._tree.clear()
         malloc.trim()
         return evicted
 
@@ -337,9 +347,9 @@ class AgentCacheStore:
                 hot_bytes=self._hot.nbytes,
                 dirty_agents=len(dirty),
                 dirty_bytes=sum(sum(entry.sizes.values()) for entry in dirty),
-                prefix_blocks=len(self._prefixes),
-                prefix_bytes=self._prefixes.nbytes,
-                prefix_hits=self._prefixes.hits,
+                prefix_blocks=len(self._tree),
+                prefix_bytes=self._tree.nbytes,
+                prefix_hits=self._tree.hits,
             )
 
     def close(self) -> int:
@@ -356,7 +366,7 @@ class AgentCacheStore:
         with self._changed:
             unsaved = sum(entry.whole and not entry.kept for entry in self._hot) if self._flusher.tiers else 0
             self._hot.clear()
-            self._prefixes.clear()
+            self._tree.clear()
         if self._pages:
             self._pages.close()
         if unsaved:
@@ -402,10 +412,10 @@ class AgentCacheStore:
             if blocks:
                 self._pool.share(blocks.block_ids, agent_id)
                 memory = Found(blocks, "hot", reach)
-        if tokens is None or not self._missing(tokens, memory.reach):
+        if tokens is None or memory.reach == len(tokens) - 1:
             return memory
-        shared = self._prefixes.find(agent_id, tokens)
-        reach = shared.reusable(self.spec, len(shared)) if shared else 0
+        shared = self._tree.find(agent_id, tokens)
+        reach = shared.reusable_for(self.spec, tokens) if shared else 0
         better = reach > memory.reach
         if worse := memory.blocks if better else shared:
             self._pool.free(worse.block_ids, agent_id)
@@ -416,10 +426,11 @@ class AgentCacheStore:
         size = self.spec.block_tokens
         return reach // size < (len(tokens) - 1) // size
 
-    def _came(self, unchanged: _Unchanged, loaded: Loaded, tokens: Sequence[int] | None) -> None:
-        """Keep in memory what a lower tier had: full blocks for all agents, the rest as the agent's own context.
+    def _came(self, unchanged: _Unchanged | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
+        """Keep in memory what a lower tier had: in the tree for all agents, and what is the agent's own as its context.
 
-        If the agent has changed since the load began, what was found is older, or was deleted, and is not kept.
+        If the agent has changed since the load began, what was found is older, or was deleted, and is not kept. An
+        agent without a name has no `unchanged`, and nothing of its own.
         """
         blocks = loaded.blocks
         self._tally.loaded(loaded.tier, loaded.nbytes, loaded.seconds, loaded.why)
@@ -430,9 +441,9 @@ class AgentCacheStore:
         with self._changed:
             if self._unchanged.get(blocks.agent_id) is not unchanged:
                 return
-            adopted = self._prefixes.adopt(blocks)
+            adopted = self._tree.adopt(blocks)
             entry = self._hot.look(blocks.agent_id)
-            if not anybodys and not (entry and entry.owed):
+            if unchanged and not anybodys and not (entry and entry.owed):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
                 self._hot.put(adopted, (), whole=whole, kept=True)
                 self._hot.trim(self._flusher.stuck)
@@ -458,6 +469,13 @@ class AgentCacheStore:
                 entry.pinned = pinned
                 self._hot.trim(self._flusher.stuck)
         return entry is not None
+
+    def _evict(self, stuck: Collection[Below]) -> bool:
+        """Evict an agent's context or a leaf of the tree, whichever was not used for longer; whether there was one."""
+        agents, tree = self._hot.idle, self._tree.idle
+        if tree is None or (agents is not None and agents > tree):
+            return self._hot.evict(stuck) or self._tree.evict()
+        return self._tree.evict() or self._hot.evict(stuck)
 
     def _make_room_for(self, tokens: int) -> None:
         self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)

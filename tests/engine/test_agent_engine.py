@@ -312,10 +312,10 @@ def test_who_waits_for_a_prefix_computes_it_when_the_other_leaves(bench: Bench) 
 
 
 def test_what_is_not_to_be_kept_is_shared_and_not_remembered(bench: Bench) -> None:
-    """Its full blocks are, the answer's too; its agent is unknown."""
+    """All its tokens can be reused, those of the answer too. Its agent is unknown."""
     answer = bench.ask("anon-1", TOKENS[:500], max_tokens=20, keep=False)
     again = bench.ask("anon-2", [*TOKENS[:500], *answer.tokens, 5], keep=False)
-    assert (again.reuse.tier, again.reuse.tokens) == ("prefix", 512)
+    assert (again.reuse.tier, again.reuse.tokens, again.reuse.why) == ("prefix", 520, None)
     assert list(again.tokens) == greedy([*TOKENS[:500], *answer.tokens, 5])
     assert bench.store.agents() == []
 

@@ -11,8 +11,8 @@ import redis
 from servers import RunningServer
 
 from benchmarks.valkey_cluster import Cluster
+from engine.memory.blocks import block_names
 from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import block_names
 from kvpage_server.segments import SEGMENT, tag_of
 
 

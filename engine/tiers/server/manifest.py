@@ -14,7 +14,8 @@ import xxhash
 from typing_extensions import Buffer
 
 from engine.generation.tokens import token_ids
-from engine.memory.prefix import chain_hash, chain_hashes, root_of
+from engine.memory.blocks import block_names
+from engine.memory.prefix import chain_hash, root_of
 from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server.bounded import json_bounds
 from kvpage_server.client import BlockName
@@ -205,7 +206,7 @@ class ContextManifest:
             "states": [[place.end, place.name] for place in self.inner_places(spec)],
             "tokens": self.tokens,
         })  # fmt: skip
-        return _sealed(text.encode(), key)
+        return sealed(text.encode(), key)
 
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
@@ -261,7 +262,7 @@ def _created(raw: bytes | None, key: str) -> int:
 
 def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
     """A manifest changed for another key; None if it makes no sense."""
-    return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and named_in(raw, key) else None
+    return sealed(raw.partition(b" ")[2], new_key) if raw is not None and named_in(raw, key) else None
 
 
 def digest_of(manifest: bytes) -> bytes:
@@ -269,20 +270,26 @@ def digest_of(manifest: bytes) -> bytes:
     return manifest.partition(b" ")[0]
 
 
-def _sealed(text: bytes, key: str) -> bytes:
+def sealed(text: bytes, key: str) -> bytes:
     """Put a digest before the text, of the text and its key. So a wrong bit, in the text or in the key that was asked
     for, gives nobody another agent's context."""
     return b"%b %b" % (_digest(text, key), text)
 
 
+def unsealed(raw: bytes, key: str) -> bytes:
+    """The text that `sealed` was called with. Raises Miss."""
+    digest, _, text = raw.partition(b" ")
+    if digest != _digest(text, key):
+        raise Miss("manifest")
+    return text
+
+
 def _opened(raw: bytes, key: str) -> Any:
     """The content of a manifest. Raises Miss."""
-    digest, _, text = raw.partition(b" ")
     older = key.count(":") == 1
-    if not older and digest != _digest(text, key):
-        raise Miss("manifest")
+    text = raw if older else unsealed(raw, key)
     try:
-        stored = json_bounds.parse(raw if older else text, containers=CONTAINERS, strings=STRINGS, values=VALUES)
+        stored = json_bounds.parse(text, containers=CONTAINERS, strings=STRINGS, values=VALUES)
         if stored["format"] != (OLDER if older else FORMAT):
             raise Miss("manifest")
     except (ValueError, KeyError, TypeError) as error:
@@ -294,11 +301,3 @@ def _digest(text: bytes, key: str) -> bytes:
     digest = xxhash.xxh3_64(key.encode())
     digest.update(text)
     return digest.hexdigest().encode()
-
-
-def block_names(tokens: Sequence[int], spec: ModelCacheSpec, root: str = "") -> tuple[str, ...]:
-    """The chain hashes of all blocks of `tokens`, including a partial last one."""
-    names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, root)
-    if tail := tokens[len(names) * spec.block_tokens :]:
-        names.append(chain_hash(spec.fingerprint, names[-1] if names else root, tail))
-    return tuple(names)

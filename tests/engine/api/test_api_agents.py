@@ -204,7 +204,7 @@ def test_four_agents_at_two_engines_have_their_rules_computed_once(engines: list
         *zip(("captain", "pilot", "engineer", "cook"), (1, 0, 1, 0), strict=True),
     ]
     (_, _, first, _), *others = turns
-    assert first == "0"
+    assert int(first) < 20, "the chat template's first tokens may be known"
     assert all(int(reused) >= 1280 for _, _, reused, _ in others), said
 
 

@@ -133,7 +133,8 @@ def test_user_may_be_any_text(engine: RunningEngine, user: str) -> None:
     assert first["agent_id"].startswith("user-")
     assert second["tier"] == "hot"
     other = post(engine, user=user + "!").json()["kvpage"]
-    assert (other["agent_id"] != first["agent_id"], other["tier"]) == (True, "none")
+    assert other["agent_id"] != first["agent_id"]
+    assert other["tier"] != "hot", "it has no context of its own"
     shown = httpx.get(
         f"{engine.url}/v1/agents/{first['agent_id']}", headers={"Authorization": "Bearer acme-secret"}
     ).json()

@@ -24,11 +24,10 @@ import redis
 
 from engine.caches import CacheStateError, parts
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, Arrays, BlockError, IncompatibleBlocksError, KVBlock
+from engine.memory.blocks import AgentBlocks, Arrays, BlockError, IncompatibleBlocksError, KVBlock, block_names
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
-from engine.tiers.server.manifest import block_names
 from kvpage_server.page import PageHeader
 
 CUTS = [1, 255, 256, 299]

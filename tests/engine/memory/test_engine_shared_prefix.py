@@ -1,4 +1,4 @@
-"""What begins alike is held once and computed once: shared prefixes, and who computes those that nobody has yet."""
+"""What begins alike is held once and computed once: shared tree, and who computes those that nobody has yet."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from servers import RunningServer, free_port
 from waiting import PATIENCE, eventually
 
 # isort: split
+import hypothesis
+import hypothesis.strategies as st
 import mlx.core as mx
 import pytest
 import redis
@@ -20,7 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
-from engine.memory.prefix_cache import HOLDER, SharedPrefixCache
+from engine.memory.context_tree import HOLDER, ContextTree
+from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers import prefill_claims
@@ -35,82 +38,137 @@ BYTES = BLOCK * SPEC.token_nbytes  # of a block
 pool = pool_of(256)
 
 
-def adopted(prefixes: SharedPrefixCache, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> AgentBlocks:
+def adopted(tree: ContextTree, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> AgentBlocks:
     context = made(pool, agent_id, tokens)
-    result = prefixes.adopt(context)
+    result = tree.adopt(context)
     pool.free(context.block_ids, agent_id)
     return result
 
 
-def share(prefixes: SharedPrefixCache, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> None:
-    pool.free(adopted(prefixes, pool, agent_id, tokens).block_ids, agent_id)
+def share(tree: ContextTree, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> None:
+    pool.free(adopted(tree, pool, agent_id, tokens).block_ids, agent_id)
 
 
-def found(prefixes: SharedPrefixCache, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> int:
-    """How many tokens, which are checked and freed."""
-    context = prefixes.find(agent_id, tokens)
+def found(tree: ContextTree, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> int:
+    """How many of `tokens` can be reused. The blocks are checked and freed."""
+    context = tree.find(agent_id, tokens)
     if context is None:
         return 0
     assert is_true(context)
     pool.free(context.block_ids, agent_id)
-    return len(context)
+    return context.reusable_for(SPEC, tokens)
 
 
-def test_the_longest_beginning_is_found_by_its_exact_tokens(pool: BlockPool) -> None:
-    prefixes = SharedPrefixCache(SPEC, pool, 100 * BYTES)
-    share(prefixes, pool, "alice", TOKENS[:43])
-    assert len(prefixes) == 5
-    assert found(prefixes, pool, "bob", TOKENS) == 40
-    assert found(prefixes, pool, "bob", TOKENS[:40]) == 32, "a token of the prompt has to be fed"
-    assert found(prefixes, pool, "bob", (*TOKENS[:20], 95, *TOKENS[21:])) == 16
-    assert found(prefixes, pool, "bob", TOKENS[1:]) == 0
-    assert prefixes.hits == 3
-    prefixes.clear()
+def test_the_longest_beginning_is_found_to_the_token(pool: BlockPool) -> None:
+    tree = ContextTree(SPEC, pool, 100 * BYTES)
+    share(tree, pool, "alice", TOKENS[:43])
+    assert len(tree) == 6
+    assert found(tree, pool, "bob", TOKENS) == 43
+    assert found(tree, pool, "bob", TOKENS[:43]) == 42, "the last token of a prompt is always computed"
+    assert found(tree, pool, "bob", TOKENS[:40]) == 39
+    assert found(tree, pool, "bob", (*TOKENS[:20], 95, *TOKENS[21:])) == 20
+    assert found(tree, pool, "bob", (*TOKENS[:42], 95, 95)) == 42
+    assert found(tree, pool, "bob", TOKENS[1:]) == 0
+    assert tree.hits == 5
+    tree.clear()
+
+
+def test_a_partial_block_is_dropped_when_a_longer_one_contains_it(pool: BlockPool) -> None:
+    tree = ContextTree(SPEC, pool, 100 * BYTES)
+    for count in (1, 3, 5, 8, 9, 4, 14, 16, 19, 17):
+        share(tree, pool, "alice", TOKENS[:count])
+    assert len(tree) == 3
+    assert tree.nbytes == 19 * SPEC.token_nbytes
+    share(tree, pool, "alice", (*TOKENS[:17], 95, 95))
+    assert len(tree) == 4, "it goes on differently"
+    assert found(tree, pool, "bob", (*TOKENS[:17], 95, 95, 5)) == 19
+    assert found(tree, pool, "bob", TOKENS[:25]) == 19
+    tree.clear()
 
 
 def test_tenants_share_nothing(pool: BlockPool) -> None:
-    prefixes = SharedPrefixCache(SPEC, pool, 100 * BYTES)
-    share(prefixes, pool, "alice@acme", TOKENS)
-    assert found(prefixes, pool, "bob@acme", TOKENS) == 56
-    assert found(prefixes, pool, "bob@other", TOKENS) == 0
-    assert found(prefixes, pool, "bob", TOKENS) == 0
-    prefixes.clear()
+    tree = ContextTree(SPEC, pool, 100 * BYTES)
+    share(tree, pool, "alice@acme", TOKENS)
+    assert found(tree, pool, "bob@acme", TOKENS) == 59
+    assert found(tree, pool, "bob@other", TOKENS) == 0
+    assert found(tree, pool, "bob", TOKENS) == 0
+    tree.clear()
 
 
 def test_what_two_have_computed_is_held_once(pool: BlockPool) -> None:
-    prefixes = SharedPrefixCache(SPEC, pool, 100 * BYTES)
-    alice = adopted(prefixes, pool, "alice", TOKENS[:50])
-    bob = adopted(prefixes, pool, "bob", (*TOKENS[:40], 95, 95))
+    tree = ContextTree(SPEC, pool, 100 * BYTES)
+    alice = adopted(tree, pool, "alice", TOKENS[:50])
+    bob = adopted(tree, pool, "bob", (*TOKENS[:40], 95, 95))
     assert alice.blocks[:5] == bob.blocks[:5]
     assert is_true(bob)
     assert pool.used_blocks == 5 + 2 + 1
-    assert {name: held.blocks for name, held in pool.holdings().items()} == {"alice": 7, "bob": 6, HOLDER: 6}
-    prefixes.clear()
+    assert {name: held.blocks for name, held in pool.holdings().items()} == {"alice": 7, "bob": 6, HOLDER: 8}
+    tree.clear()
     for context in (alice, bob):
         pool.free(context.block_ids, context.agent_id)
 
 
-def test_the_end_of_what_was_not_used_for_longest_goes_first(pool: BlockPool) -> None:
-    prefixes = SharedPrefixCache(SPEC, pool, 8 * BYTES)
-    share(prefixes, pool, "alice", (*TOKENS[:16], *some_tokens(2, 32)))
-    share(prefixes, pool, "bob", (*TOKENS[:16], *some_tokens(3, 32)))
-    assert len(prefixes) == 8
-    assert prefixes.nbytes == 8 * BYTES
-    assert found(prefixes, pool, "carol", (*TOKENS[:16], *some_tokens(3, 33))) == 48
-    assert found(prefixes, pool, "carol", (*TOKENS[:16], *some_tokens(2, 33))) == 32
-    share(prefixes, pool, "david", some_tokens(4, 200))
-    assert found(prefixes, pool, "carol", some_tokens(4, 200)) == 64, "of too long a prompt the beginning stays"
-    assert prefixes.evict()
-    assert found(prefixes, pool, "carol", some_tokens(4, 200)) == 56
-    prefixes.clear()
-    assert not prefixes.evict()
+def test_the_leaf_that_is_worth_least_is_evicted_first(pool: BlockPool) -> None:
+    tree = ContextTree(SPEC, pool, 20 * BYTES)
+    share(tree, pool, "alice", (*TOKENS[:16], *some_tokens(2, 32)))
+    share(tree, pool, "bob", (*TOKENS[:16], *some_tokens(3, 32)))
+    assert (len(tree), tree.nbytes) == (10, 10 * BYTES)
+    assert found(tree, pool, "carol", (*TOKENS[:16], 95)) == 16
+    for seed in range(100):
+        share(tree, pool, "carol", some_tokens(100 + seed, 32))
+        assert tree.nbytes <= 20 * BYTES
+    assert found(tree, pool, "david", (*TOKENS[:16], 95)) == 16, "it was used again"
+    assert found(tree, pool, "david", (*some_tokens(199, 32), 5)) == 32, "the newest is kept"
+    while tree.evict():
+        pass
+    assert (len(tree), tree.nbytes, tree.idle) == (0, 0, None)
+
+
+def test_of_a_context_that_exceeds_the_budget_the_beginning_is_kept(pool: BlockPool) -> None:
+    tree = ContextTree(SPEC, pool, 8 * BYTES)
+    share(tree, pool, "alice", some_tokens(4, 200))
+    assert found(tree, pool, "bob", some_tokens(4, 200)) == 64
+    assert tree.evict()
+    assert found(tree, pool, "bob", some_tokens(4, 200)) == 56
+    tree.clear()
+    assert not tree.evict()
+
+
+@hypothesis.given(
+    contexts=st.lists(st.tuples(st.sampled_from(["a", "b@acme"]), st.lists(st.integers(0, 1), max_size=30))),
+    room=st.integers(1, 30),
+)
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_any_prompt_finds_what_any_context_of_its_tenant_has_in_common_with_it(
+    contexts: list[tuple[str, list[int]]], room: int
+) -> None:
+    """With room for all contexts, the result is that of a comparison with each. With less, it is a part of that, and
+    the tree is within its limits."""
+    pool = BlockPool()
+    ample, tight = ContextTree(SPEC, pool, 1 << 30), ContextTree(SPEC, pool, room * SPEC.token_nbytes)
+    known: list[tuple[str, tuple[int, ...]]] = []
+    for agent, some in contexts:
+        tokens = tuple(some)
+        best = max((common_prefix(before, tokens) for of, before in known if of == agent), default=0)
+        best = max(0, min(best, len(tokens) - 1))
+        assert found(ample, pool, agent, tokens) == best
+        assert found(tight, pool, agent, tokens) <= best
+        for tree in (ample, tight):
+            share(tree, pool, agent, tokens)
+        known.append((agent, tokens))
+        assert tight.nbytes <= room * SPEC.token_nbytes
+        assert pool.used_bytes <= ample.nbytes + tight.nbytes
+    assert pool.holdings().keys() <= {HOLDER}
+    ample.clear()
+    tight.clear()
+    pool.check_empty()
 
 
 def test_a_prefix_ends_where_a_state_was_kept(pool: BlockPool) -> None:
     model = tiny("gemma3_text")
     spec = ModelCacheSpec.probe(model, letter_tokenizer(), block_tokens=64)
     tokens = some_tokens(5, 256)
-    prefixes = SharedPrefixCache(spec, pool, 1 << 30)
+    tree = ContextTree(spec, pool, 1 << 30)
 
     def computed(agent_id: str, checkpoint: int) -> AgentBlocks:
         cache = make_prompt_cache(model)
@@ -122,18 +180,18 @@ def test_a_prefix_ends_where_a_state_was_kept(pool: BlockPool) -> None:
 
     for agent, checkpoint, reach in (("alice", 64, 64), ("bob", 192, 192), ("carol", 128, 192)):
         context = computed(agent, checkpoint)
-        pool.free(prefixes.adopt(context).block_ids, agent)
+        pool.free(tree.adopt(context).block_ids, agent)
         pool.free(context.block_ids, agent)
-        beginning = prefixes.find("david", tokens)
+        beginning = tree.find("david", tokens)
         assert beginning
         assert len(beginning) == beginning.reusable(spec, 255) == reach
         pool.free(beginning.block_ids, "david")
-    assert found_states(prefixes) == 4
-    prefixes.clear()
+    assert found_states(tree) == 4
+    tree.clear()
 
 
-def found_states(prefixes: SharedPrefixCache) -> int:
-    return sum(block.state is not None for block in prefixes._blocks.values())
+def found_states(tree: ContextTree) -> int:
+    return sum(block.state is not None for block in (node.block for node in tree._nodes.values()))
 
 
 @pytest.fixture
@@ -267,7 +325,7 @@ def test_when_its_holder_dies_one_of_those_who_wait_takes_it_over(
 ) -> None:
     """What a dead engine leaves behind is a lease that runs out."""
     here, there = engines(), engines()
-    name = SharedPrefixCache(SPEC, BlockPool(1), 0).names("alice", TOKENS)[0]
+    name = ContextTree(SPEC, BlockPool(1), 0).names("alice", TOKENS)[0]
     client.set(f"claim:{name}", "one that is dead", px=500)
     waiting = [claims.begin(agent, TOKENS) for claims in (here, there) for agent in ("alice", "bob")]
     while waiting:

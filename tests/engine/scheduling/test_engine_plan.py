@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.caches import ArraysLayer, FullLayer, Matrices
-from engine.memory.blocks import in_memory
+from engine.memory.blocks import block_names, in_memory
 from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import BlockPlace, ContextManifest, block_names, block_shape
+from engine.tiers.server.manifest import BlockPlace, ContextManifest, block_shape
 from engine.tiers.server.restore_planner import Offer, Plan
 from kvpage_server.page import BlockShape, DType, Plane
 

@@ -19,13 +19,12 @@ from servers import RunningServer, free_port, start_server
 from test_engine_pages import SPEC, TOKENS, context, held, same
 
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, BlockError, KVBlock
+from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, block_names
 from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
 from engine.tiers.server import block_writer
 from engine.tiers.server.block_writer import Saved
-from engine.tiers.server.manifest import block_names
 
 pool = pool_of(64)
 

@@ -19,11 +19,11 @@ from test_engine_pages import BLOCK, SPEC, TOKENS, context, held, same
 # isort: split
 import mlx.core as mx
 
-from engine.memory.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks, block_names
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
 from engine.tiers.server.breaker import FAILURES, SHORTEST, State
-from engine.tiers.server.manifest import block_names, manifest_key
+from engine.tiers.server.manifest import manifest_key
 
 pool = pool_of(32)
 

@@ -21,13 +21,13 @@ import redis
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, block_names
 from engine.memory.prefix import chain_hashes
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 from engine.tiers.server.block_writer import Saved
-from engine.tiers.server.manifest import _sealed, block_names, manifest_key
+from engine.tiers.server.manifest import manifest_key, sealed
 from kvpage_server.page import PageKey
 
 MODEL = tiny_llama()
@@ -79,7 +79,7 @@ def held(pool: BlockPool, loaded: AgentBlocks | None) -> int:
 
 
 def resealed(manifest: Any) -> bytes:
-    return _sealed(json.dumps(manifest).encode(), MANIFEST)
+    return sealed(json.dumps(manifest).encode(), MANIFEST)
 
 
 def page_keys(name: str) -> list[bytes]:
@@ -317,11 +317,11 @@ def test_an_agent_has_a_context_of_every_model_that_answers_it(
     lambda manifest: b"\xff\xfe",
     lambda manifest: resealed([]),
     lambda manifest: resealed({}),
-    lambda manifest: _sealed(b"[" * 100_000, MANIFEST),
+    lambda manifest: sealed(b"[" * 100_000, MANIFEST),
     lambda manifest: resealed({**manifest, "more": [[]] * 60_000}),
     lambda manifest: resealed({**manifest, "tokens": [0] * 4_100_000}),
     lambda manifest: json.dumps(manifest).encode(),
-    lambda manifest: _sealed(json.dumps(manifest).encode(), manifest_key("alic", SPEC.fingerprint)),
+    lambda manifest: sealed(json.dumps(manifest).encode(), manifest_key("alic", SPEC.fingerprint)),
     lambda manifest: resealed({**manifest, "tokens": [float(token) for token in manifest["tokens"]]}),
     lambda manifest: resealed({**manifest, "tokens": 5}),
     lambda manifest: resealed({**manifest, "chain": None}),

@@ -32,7 +32,8 @@ import pytest
 import redis
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, block_names
+from engine.memory.context_tree import HOLDER
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers import flush, loading
@@ -86,7 +87,7 @@ def test_the_next_turn_finds_the_last_one_in_memory(pool: BlockPool) -> None:
     assert recalled(store, pool, "alice", None) == ("hot", 50)
     assert recalled(store, pool, "alice", TOKENS[:50]) == ("hot", 49)
     assert recalled(store, pool, "alice", (*TOKENS[:30], 95, 95, 95, 95)) == ("hot", 30)
-    assert recalled(store, pool, "bob", TOKENS) == ("prefix", 48)
+    assert recalled(store, pool, "bob", TOKENS) == ("prefix", 50)
     assert recalled(store, pool, "bob@acme", TOKENS) == ("none", 0)
     metrics = store.metrics()
     assert (metrics.hot.hits, metrics.prefix.hits, metrics.misses) == (4, 1, {"absent": 1})
@@ -136,7 +137,7 @@ def test_what_one_engine_writes_behind_another_finds_on_the_server(
     assert eventually(lambda: here.metrics().dirty_agents == 0)
     assert recalled(there, pool, "alice", TOKENS) == ("page", 50)
     assert recalled(there, pool, "alice", TOKENS[:56]) == ("hot", 50), "it came up"
-    assert recalled(there, pool, "bob", TOKENS) == ("prefix", 48)
+    assert recalled(there, pool, "bob", TOKENS) == ("prefix", 50)
     metrics = there.metrics()
     assert (metrics.page.hits, metrics.hot.hits, metrics.page.loaded_bytes) == (1, 1, 50 * SPEC.token_nbytes)
     assert metrics.page.load_seconds > 0
@@ -186,7 +187,7 @@ def test_an_agent_that_went_on_elsewhere_is_not_answered_from_an_old_memory(
     there.flush_dirty()
     assert recalled(here, pool, "alice", TOKENS) == ("page", 50)
     assert here.metrics().page.loaded_bytes == 50 * SPEC.token_nbytes
-    assert pool.holdings()["shared prefixes"].blocks == 2 * 6, "each engine has each full block once"
+    assert pool.holdings()[HOLDER].blocks == 2 * 7, "each engine has each block once"
 
 
 def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_idle(
@@ -343,7 +344,7 @@ def test_a_file_fills_in_what_the_server_has_lost(
     first.close()
     client.delete(
         manifest_key("alice", SPEC.fingerprint),
-        *(f"seal:{name}" for name in first._prefixes.names("alice", TOKENS)[2:]),
+        *(f"seal:{name}" for name in block_names(TOKENS, SPEC)[2:]),
     )
     second = stores(cold=cold)
     assert recalled(second, pool, "alice", TOKENS) == ("cold", 50)
@@ -804,7 +805,7 @@ class Remembering(RuleBasedStateMachine):
         metrics = self.store.metrics()
         assert metrics.lost == 0
         assert metrics.prefix_bytes <= 12 * BLOCK * SPEC.token_nbytes
-        assert set(self.pool.holdings()) <= {*AGENTS, "shared prefixes"}
+        assert set(self.pool.holdings()) <= {*AGENTS, HOLDER}
 
     def teardown(self) -> None:
         self.store.close()

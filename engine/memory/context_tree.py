@@ -1,0 +1,260 @@
+"""The tree of contexts in memory: every prompt and answer, named or not, as a resume point for any later prompt.
+
+A node is a block of keys and values, and its children are the blocks that follow it in some context. The last block of
+a context may be partial; then its node is a leaf. A tenant's contexts begin at the tenant's own root, so tenants share
+nothing (see `root_of`). A prompt takes the longest beginning that any context has in common with it, to the token.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.memory.blocks import AgentBlocks, KVBlock, block_names
+from engine.memory.prefix import common_prefix, root_of
+from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
+from kvpage_server.store.eviction.policy import BURST
+from kvpage_server.store.eviction.prefix import Prefix
+from kvpage_server.store.memory.index import Block
+
+HOLDER = "contexts in memory"  # no agent can have this name
+MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, so that a lookup is linear in the prompt
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    name: str  # the chain hash of its tokens and all before them
+    parent: str  # that of the block before it, or the tenant's root
+    tokens: tuple[int, ...]
+    block: KVBlock
+    used: float = 0.0  # time.monotonic()
+
+    @property
+    def key(self) -> bytes:
+        """Its name in the eviction policy."""
+        return bytes.fromhex(self.name)
+
+    def usable(self, common: int, has_state: bool) -> int:
+        """How many of its first `common` tokens a prompt can reuse: up to a state, where layers carry one."""
+        if not has_state:
+            return common
+        return max((after for after in self.block.states if after <= common), default=0)
+
+    def covers(self, other: _Node) -> bool:
+        """Whether it is as good as `other` for every prompt: it begins with the same tokens and has the same states."""
+        same = self.tokens[: len(other.tokens)] == other.tokens
+        return same and self.block.states.keys() >= other.block.states.keys()
+
+
+class ContextTree:
+    """Contexts of one model in memory, at most `max_bytes` in their blocks.
+
+    Each block has a reference in the pool, under HOLDER, so that a context outlives its agent. The eviction policy is
+    that of the page server, `allkeys-prefix`: the leaf that is worth least goes first. A prompt is one use of every
+    block that it finds. What it adds was not used again yet. A partial block that a longer one contains is dropped.
+
+    Not thread-safe: its owner has a lock.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, pool: BlockPool, max_bytes: int) -> None:
+        self.hits = 0  # prompts of which it had a beginning
+        self.nbytes = 0
+        self._spec = spec
+        self._pool = pool
+        self._max_bytes = max_bytes
+        self._nodes: dict[str, _Node] = {}
+        self._children: dict[str, list[_Node]] = {}  # by the parent's name or the root, in the order of their tokens
+        self._order = Prefix()
+
+    def __len__(self) -> int:
+        """The number of blocks."""
+        return len(self._nodes)
+
+    def names(self, agent_id: str, tokens: Sequence[int]) -> tuple[str, ...]:
+        """The chain hashes of the blocks of the agent's `tokens`, including a partial last one."""
+        return block_names(tokens, self._spec, root_of(agent_id))
+
+    def find(self, agent_id: str, tokens: Sequence[int]) -> AgentBlocks | None:
+        """The blocks with the longest beginning of `tokens` that can be reused. None if there is none.
+
+        The last block may go on differently than `tokens`: `AgentBlocks.reusable_for` says how many tokens are of use.
+        The blocks are shared with the caller, under `agent_id`.
+        """
+        path = self._path(root_of(agent_id), tuple(tokens))
+        if not path:
+            return None
+        self.hits += 1
+        self._order.now += BURST  # the policy's clock counts prompts, so that each is a use of its own
+        self._use(path)
+        blocks = tuple(node.block for node in path)
+        self._pool.share((block.block_id for block in blocks), agent_id)
+        held = tuple(token for node in path for token in node.tokens)
+        return AgentBlocks(agent_id, held, blocks, self._spec.fingerprint)
+
+    def adopt(self, context: AgentBlocks) -> AgentBlocks:
+        """Add a context. Returns it with known blocks in place of its own.
+
+        The returned blocks are shared with the caller, under the agent's name, in addition to what the caller holds.
+        Raises ValueError if blocks of `context` were freed.
+        """
+        parent, start, path = root_of(context.agent_id), 0, list[_Node]()
+        for name, block in zip(self.names(context.agent_id, context.tokens), context.blocks, strict=True):
+            end = start + block.tokens
+            path.append(_Node(name, parent, context.tokens[start:end], block))
+            parent, start = name, end
+        blocks = [self._known(node).block for node in path]
+        self._pool.share((block.block_id for block in blocks), context.agent_id)
+        self._add(path)
+        while self.nbytes > self._max_bytes:
+            self.evict()
+        return replace(context, blocks=tuple(blocks))
+
+    @property
+    def idle(self) -> float | None:
+        """Seconds since the last use of the block that is to go next; None when empty."""
+        victim = self._victim
+        return None if victim is None else time.monotonic() - victim.used
+
+    def evict(self) -> bool:
+        """Drop the leaf that is worth least; whether there was one."""
+        victim = self._victim
+        if victim is None:
+            return False
+        self._order.evicted(victim.key)
+        self._drop(victim)
+        return True
+
+    def forget(self, context: AgentBlocks) -> None:
+        """Drop the last blocks of a context, up to one that an agent holds or that another context extends."""
+        held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
+        for name in reversed(self.names(context.agent_id, context.tokens)):
+            node = self._nodes.get(name)
+            if node and (node.block.block_id in held or name in self._children):
+                return
+            if node:
+                self._order.removed(node.key)
+                self._drop(node)
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._order.clear()
+        for node in list(self._nodes.values()):
+            self._drop(node)
+
+    # -- searching -------------------------------------------------------------------------------------------------
+
+    def _path(self, root: str, prompt: tuple[int, ...]) -> list[_Node]:
+        """The nodes from the root on with the longest usable beginning of `prompt`, without its last token."""
+        size, limit = self._spec.block_tokens, len(prompt) - 1
+        path: list[_Node] = []
+        parent = root
+        while len(path) * size < limit:
+            start = len(path) * size
+            rest = prompt[start : start + size]
+            node = self._child(parent, rest) if len(rest) == size else None
+            if node is None:
+                break
+            path.append(node)
+            parent = node.name
+        # Full blocks match so far. The next block may match in part. If no state was kept there, one before it is used.
+        for depth in range(len(path), -1, -1):
+            if found := self._nearest(path[depth - 1].name if depth else root, prompt[depth * size : limit][:size]):
+                return [*path[:depth], found]
+            if depth and not self._spec.has_state:
+                return path[:depth]
+        return []
+
+    def _child(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
+        """The child with exactly these tokens."""
+        at, siblings = self._place(parent, tokens)
+        return siblings[at] if at < len(siblings) and siblings[at].tokens == tokens else None
+
+    def _nearest(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
+        """The child of which most of `tokens` can be reused; None if nothing can."""
+        best, nearest = 0, None
+        for side in self._sides(parent, tokens):
+            for node in side:
+                common = common_prefix(node.tokens, tokens)
+                if common <= best:
+                    break
+                if (usable := node.usable(common, self._spec.has_state)) > best:
+                    best, nearest = usable, node
+        return nearest
+
+    def _sides(self, parent: str, tokens: tuple[int, ...]) -> tuple[list[_Node], list[_Node]]:
+        """The children after and before `tokens` in order, those with most tokens in common first."""
+        at, siblings = self._place(parent, tokens)
+        return siblings[at : at + MOST_NEIGHBOURS], siblings[max(0, at - MOST_NEIGHBOURS) : at][::-1]
+
+    def _place(self, parent: str, tokens: tuple[int, ...]) -> tuple[int, list[_Node]]:
+        siblings = self._children.get(parent, [])
+        return bisect_left(siblings, tokens, key=lambda node: node.tokens), siblings
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def _known(self, node: _Node) -> _Node:
+        """The node of this name in the tree, if it has the same states."""
+        known = self._nodes.get(node.name)
+        return known if known and known.covers(node) else node
+
+    def _put(self, node: _Node) -> _Node:
+        """Add a node, in place of one with this name, unless only that one can be continued from its end. Returns the
+        node in the tree, which is a longer one if that covers it."""
+        known = self._nodes.get(node.name)
+        if known and (known.covers(node) or (known.block.state is not None and node.block.state is None)):
+            return known
+        longer, shorter = self._sides(node.parent, node.tokens)
+        if known:
+            node.used = known.used
+            self._drop(known)
+        elif covering := next((other for other in longer if other.covers(node)), None):
+            return covering
+        for other in shorter:
+            if len(other.tokens) < len(node.tokens) and node.covers(other):
+                self._order.removed(other.key)
+                self._drop(other)
+        self._pool.share([node.block.block_id], HOLDER)
+        self._nodes[node.name] = node
+        at, siblings = self._place(node.parent, node.tokens)
+        siblings.insert(at, node)
+        self._children[node.parent] = siblings
+        self.nbytes += node.block.nbytes
+        return node
+
+    def _drop(self, node: _Node) -> None:
+        """Remove a node, of which the eviction policy does not know any more."""
+        del self._nodes[node.name]
+        at, siblings = self._place(node.parent, node.tokens)
+        del siblings[at]
+        if not siblings:
+            del self._children[node.parent]
+        self.nbytes -= node.block.nbytes
+        self._pool.free([node.block.block_id], HOLDER)
+
+    def _add(self, path: Sequence[_Node]) -> None:
+        """Add a context's blocks. Only new ones count as used, and as used again if they replace a shorter one: then
+        somebody goes on with this context."""
+        size = len(self._nodes)
+        put = list(map(self._put, path))
+        new = [node for node in put if node.key not in self._order]
+        self._use(new)
+        self._order.follows([node.key for node in put])
+        if len(self._nodes) < size + len(new):
+            self._order.now += BURST
+            self._use(new)
+
+    def _use(self, path: Sequence[_Node]) -> None:
+        self._order.used_all([node.key for node in path])
+        now = time.monotonic()
+        for node in path:
+            node.used = now
+
+    @property
+    def _victim(self) -> _Node | None:
+        """The node that is to go next."""
+        victim = next(self._order.victims(), None)
+        assert not isinstance(victim, Block)
+        return None if victim is None else self._nodes[victim.hex()]
