@@ -18,6 +18,7 @@ ALL = (
     "engine_tiers",
     "perplexity",
     "http_api",
+    "without_ids",
 )
 TOOLS = ("profile", "states")  # that are run when they are named
 

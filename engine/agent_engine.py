@@ -293,7 +293,7 @@ class AgentEngine:
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
                 claim, job.claim = job.claim, None  # the store releases it when the server has the blocks
-                store.publish(blocks, claim)
+                store.publish(blocks, claim, named=job.keep)
             self._release(job)
 
         return publish

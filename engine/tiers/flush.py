@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from engine.memory.blocks import AgentBlocks
 from engine.tiers.cold import SafetensorsCacheAdapter
@@ -51,14 +52,13 @@ class Flusher:
         self._tally = tally
         self._max_prompt_bytes = max_prompt_bytes
         self._save: dict[Below, Save] = {}
-        self._prompts: deque[tuple[AgentBlocks, Callable[[], object] | None]] = deque()
+        self._prompts: deque[tuple[AgentBlocks, Callable[[], object] | None, bool]] = deque()
         self._pages = pages
         self._failures: dict[Below, Callable[[], str | None]] = {}  # the reason for which a tier's last save failed
         self._reported: set[Below] = set()  # tiers whose failure is logged
         if pages:
             self._failures["page"] = lambda: pages.save_failure
             self._save["page"] = lambda context: saved.nbytes if (saved := pages.save(context)) else None
-            self._publish_blocks: Save = lambda context: saved.nbytes if (saved := pages.publish(context)) else None
         if cold:
             self._failures["cold"] = lambda: cold.save_failure
             self._save["cold"] = cold.save
@@ -85,15 +85,16 @@ class Flusher:
         with self._writing:
             yield
 
-    def publish(self, context: AgentBlocks, over: Callable[[], object] | None) -> None:
+    def publish(self, context: AgentBlocks, over: Callable[[], object] | None, *, named: bool) -> None:
         """Write the blocks of a prompt before anything else. `over` is called when that has ended, well or not.
 
         Skipped while the server fails or too much waits already. Takes over the caller's references.
         """
         with self._changed:
-            full = sum(block.nbytes for prompt, _ in self._prompts for block in prompt.blocks) >= self._max_prompt_bytes
+            waiting = sum(block.nbytes for prompt, *_ in self._prompts for block in prompt.blocks)
+            full = waiting >= self._max_prompt_bytes
             if "page" in self._save and "page" not in self._failed and not full and not self._closed:
-                self._prompts.append((context, over))
+                self._prompts.append((context, over, named))
                 self._changed.notify_all()
                 return
         self._pool.free(context.block_ids, context.agent_id)
@@ -153,11 +154,11 @@ class Flusher:
             with self._changed:
                 if not self._prompts:
                     return False
-                context, over = self._prompts.popleft()
+                context, over, named = self._prompts.popleft()
                 in_vain = self._failed.get("page", 0.0) > time.monotonic()
             if in_vain:
                 self._pool.free(context.block_ids, context.agent_id)
-            elif self._try("page", self._publish_blocks, context) is None:
+            elif self._try("page", partial(self._publish_one, named), context) is None:
                 with self._changed:
                     self._failed["page"] = time.monotonic() + RETRY_SECONDS
             else:
@@ -165,6 +166,11 @@ class Flusher:
         if over:
             over()
         return True
+
+    def _publish_one(self, named: bool, context: AgentBlocks) -> int | None:
+        assert self._pages
+        saved = self._pages.publish(context, named=named)
+        return saved.nbytes if saved else None
 
     def _due(self) -> tuple[str, Below] | None:
         """The agent whose context is to be written now, and the tier."""

@@ -103,6 +103,7 @@ class Loading:
         self._tokens = wanted.tokens
         self._memory = memory
         self._came = came
+        self._named = wanted.named
         self._started = time.perf_counter()
         self._settled: Future[float] = Future()  # the seconds that it took
         self._loaded: Loaded | None = None
@@ -174,7 +175,9 @@ class Loading:
         if ways.pages:
             blocks = self._memory.blocks.blocks if self._memory.blocks else ()
             held = blocks[: self._memory.reach // ways.spec.block_tokens]
-            self._fetch = ways.pages.fetch(self._agent_id, self._tokens, held=held, within=within)
+            self._fetch = ways.pages.fetch(
+                self._agent_id, self._tokens, held=held, within=within, beyond=self._memory.reach, named=self._named
+            )
             self._fetch.add_done_callback(lambda _: self._go_on())
         for timer in self._timers:
             timer.daemon = True

@@ -7,6 +7,7 @@ The keys::
     seal:{chain hash}, state:{chain hash}        the digest of either, written after it: it is complete
     manifest:{agent}:{fingerprint}               tokens and names, of one model, written last of all
     refs:{chain hash}                            how many manifests name it
+    tails:{chain hash}                           the blocks with which contexts without a name go on after it
     claim:{chain hash}                           who computes it at the moment
 
 A chain hash names a block by its content and position. So agents with the same beginning share blocks, and a fork is
@@ -22,6 +23,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
@@ -30,15 +32,17 @@ from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_i
 from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.server import block_writer, reference_counts, reference_marks
+from engine.tiers.server import block_writer, reference_counts, reference_marks, tails
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.breaker import CircuitBreaker
-from engine.tiers.server.connection import Outage, ServerConnection
+from engine.tiers.server.connection import OUTAGES, Outage, ServerConnection
 from engine.tiers.server.cost_model import Rates
 from engine.tiers.server.fetch import Fetch
 from engine.tiers.server.lookup import FetchRequest, Remote
 from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
 from engine.tiers.server.reference_counts import MakesManifest
+from engine.tiers.server.tails import least_tail
+from kvpage_server.client import Refused
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 from kvpage_server.segments import SEGMENT, tag_of
@@ -69,7 +73,8 @@ class PageTier:
 
     With a server that is slow, full, wrong or gone, a load finds less or nothing, and a save leaves what was there. The
     reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they are not
-    what was written; ``manifest`` it is unreadable, or of an earlier version; ``pool`` no blocks are free;
+    what was written; ``manifest`` it is unreadable, or of an earlier version; ``tails`` a record of blocks is
+    unreadable; ``pool`` no blocks are free;
     ``recompute`` computing is faster than fetching; ``slow`` no answer in time; ``late`` not everything within the
     limit of a load; ``down`` no connection; ``gone`` one of several servers does not answer; ``full`` the server has no
     memory left; ``garbled`` the answer makes no sense; ``refused`` the answer is an error; ``open`` the server failed
@@ -145,15 +150,18 @@ class PageTier:
         *,
         held: Sequence[KVBlock] = (),
         within: float | None = None,
+        beyond: int = 0,
+        named: bool = True,
     ) -> Fetch:
         """Begin to load; see `load`.
 
-        `held` are the first full blocks of `tokens`, if they are in memory: they are shared instead of fetched.
-        `within` is the time limit in seconds, by default `restore_within`.
+        `held` are the first full blocks of `tokens`, if they are in memory: they are shared instead of fetched. Nothing
+        is fetched unless it has more than the first `beyond` tokens. `within` is the time limit in seconds, by default
+        `restore_within`. An agent that is not `named` has no context of its own.
         """
         check_agent_id(agent_id)
         within = self._within if within is None else within
-        return Fetch(self._remote, FetchRequest(agent_id, tokens, held, within), self._count)
+        return Fetch(self._remote, FetchRequest(agent_id, tokens, held, within, beyond, named), self._count)
 
     def _count(self, fetch: Fetch) -> None:
         self.misses.update(fetch.report.reasons)
@@ -188,14 +196,36 @@ class PageTier:
             self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))
         )
 
-    def publish(self, context: AgentBlocks) -> Saved | None:
-        """Store the full blocks of a context, for all prompts with this beginning. The agent's manifest stays."""
+    def publish(self, context: AgentBlocks, *, named: bool = False) -> Saved | None:
+        """Store a context without a name, for all prompts with this beginning. The agent's manifest stays.
+
+        A last block of a few tokens is left out (see `least_tail`). Of a `named` agent's context only the full blocks
+        are stored, and no record names them: `delete` could not remove their tokens from it.
+        """
         context.validate(self._spec)
-        full = len(context) // self._spec.block_tokens * self._spec.block_tokens
-        manifest = ContextManifest.of(context.agent_id, context.tokens[:full], self._spec)
-        if not full:
+        size = self._spec.block_tokens
+        full = len(context) // size * size
+        if named or len(context) - full < least_tail(self._spec):
+            context = replace(context, tokens=context.tokens[:full], blocks=context.blocks[: full // size])
+        if not context.blocks:
             return Saved(0, 0, 0)
-        return self._saved(self._write(self._parts(context, manifest)))
+        states = () if named else context.stored_states
+        manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec, states)
+        parts = self._parts(context, manifest)
+        return self._saved(self._write(parts) if named else self._publish(manifest, parts))
+
+    async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
+        saved = await self._write(parts)
+        if not saved.whole:
+            return saved
+        try:
+            if await tails.record(self._connection, self._layout, self._spec, manifest, saved.places):
+                await self._write(parts)  # what another engine deleted before the record named it
+        except OUTAGES as error:
+            if not self._connection.several or isinstance(error, Refused):
+                raise
+            return replace(saved, whole=False)
+        return saved
 
     def _parts(self, context: AgentBlocks, manifest: ContextManifest) -> block_writer.Parts:
         spec, together = self._spec, self._layout.together
@@ -210,7 +240,7 @@ class PageTier:
         elif written:
             await block_writer.link(self._connection, self._layout, parts)
         blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
-        return Saved(blocks, present, nbytes, whole=len(written) == len(missing))
+        return Saved(blocks, present, nbytes, len(written) == len(missing), tuple(written))
 
     def _saved(self, work: Doing[Saved]) -> Saved | None:
         failures: Counter[str] = Counter()

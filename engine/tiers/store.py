@@ -36,6 +36,7 @@ from engine.tiers.metrics import StoreMetrics, Tally, Tier
 from engine.tiers.pages import PageTier
 from engine.tiers.prefill_claims import Claim, Claims
 from engine.tiers.server.connection import Outage
+from engine.tiers.server.tails import least_tail
 from engine.tiers.telling import figures, keep_telling
 from kvpage_server.system import malloc
 from kvpage_server.system.plurals import how_many
@@ -135,7 +136,10 @@ class AgentCacheStore:
         with self._changed:
             memory = self._in_memory(agent_id, tokens)
             own = self._hot.look(agent_id)
-            enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
+            if named:
+                enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
+            else:
+                enough = tokens is not None and len(tokens) - 1 - memory.reach < least_tail(self.spec)
             unchanged = self._unchanged.setdefault(agent_id, _Unchanged()) if named else None
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(self._ways, Wanted(agent_id, tokens, named), memory, partial(self._came, unchanged), within)
@@ -154,9 +158,9 @@ class AgentCacheStore:
         with self._changed:
             self._take_up(self._tree.adopt(context))
 
-    def publish(self, context: AgentBlocks, claim: Claim | None = None) -> None:
+    def publish(self, context: AgentBlocks, claim: Claim | None = None, *, named: bool = False) -> None:
         """Share a context that has no name, or the beginning of one whose answer is not complete. Release `claim` when
-        it is written.
+        it is written. Of a `named` agent's context only the full blocks are written: the rest is saved with its name.
 
         Takes references of its own. Raises as `save` does.
         """
@@ -165,7 +169,7 @@ class AgentCacheStore:
             adopted = self._tree.adopt(context)
         if claim:
             claim.published()
-        self._flusher.publish(adopted, claim.release if claim else None)
+        self._flusher.publish(adopted, claim.release if claim else None, named=named)
 
     def answered(self, tier: Tier, reused: int, computed: int) -> None:
         """Report an answer: how many tokens of its prompt were found in `tier`, and how many were computed."""

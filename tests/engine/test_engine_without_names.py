@@ -7,14 +7,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+import redis
 from engine_families import TOKENIZER, Family, family
+from servers import RunningServer
+from waiting import PATIENCE
 
 # isort: split
 from engine.agent_engine import AgentEngine
 from engine.agent_job import Answer
 from engine.batch_engine import BlockPoolBatchEngine
-from engine.pool import UNLIMITED, BlockPool
+from engine.pool import BlockPool
 from engine.tiers.cache_config import CacheConfig
+from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 
 BLOCK = 64
@@ -24,9 +28,10 @@ ANSWER = 6  # tokens
 class Unnamed:
     """An engine of one of the tiny models, which is asked without names."""
 
-    def __init__(self, of: Family, pool: BlockPool, config: CacheConfig | None = None) -> None:
+    def __init__(self, of: Family, pool: BlockPool, config: CacheConfig, url: str | None) -> None:
         self.pool = pool
-        self.store = AgentCacheStore(of.spec, pool, config=config)
+        pages = PageTier(url, of.spec, pool, deadline=PATIENCE) if url else None
+        self.store = AgentCacheStore(of.spec, pool, pages=pages, config=config)
         self._engine = AgentEngine(BlockPoolBatchEngine(of.model, TOKENIZER, of.spec, pool), self.store)
         self._asked = 0
 
@@ -58,8 +63,8 @@ class Unnamed:
 
 
 @contextmanager
-def unnamed(kind: str, total_bytes: int = UNLIMITED, **limits: int) -> Iterator[Unnamed]:
-    engine = Unnamed(family(kind, block_tokens=BLOCK), BlockPool(total_bytes=total_bytes), CacheConfig(**limits))
+def unnamed(kind: str, url: str | None = None, **limits: int) -> Iterator[Unnamed]:
+    engine = Unnamed(family(kind, block_tokens=BLOCK), BlockPool(), CacheConfig(**limits), url)
     yield engine
     engine.close()
 
@@ -133,3 +138,42 @@ def test_one_time_prompts_do_not_evict_what_is_used_again(kind: str) -> None:
                 assert answer.reuse.tokens == len(before) if flood == 1 else answer.reuse.tokens >= 128
             before = [*talk, *answer.tokens]
             talk = [*before, *some(rng, 30, 40)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_takes_over_reuses_what_the_first_one_would(
+    kind: str, server: RunningServer, client: redis.Redis
+) -> None:
+    """Each turn is answered by a new engine on the same page server. It reuses at least 95 % of what precedes the
+    turn, and the texts are those of one engine that keeps everything in memory."""
+    rng = random.Random(7)
+    contexts: list[list[int]] = [[] for _ in range(3)]
+    reusable = reused = 0
+    with unnamed(kind) as uninterrupted:
+        for _ in range(5):
+            prompts = [context + some(rng, 30, 200) for context in contexts]
+            with unnamed(kind, server.url) as engine:
+                engine.store.prefilled(1000, 10)  # computing is slow, so all that is stored is fetched
+                answers = engine.ask(*prompts)
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in uninterrupted.ask(*prompts)]
+            reusable += sum(map(len, contexts))
+            reused += sum(answer.reuse.tokens for answer in answers)
+            contexts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
+    assert 0.95 * reusable <= reused <= reusable
+    assert {answer.reuse.tier for answer in answers} == {"page"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_asked_again_after_a_restart_computes_little(
+    kind: str, server: RunningServer, client: redis.Redis
+) -> None:
+    rng = random.Random(8)
+    prompts = [some(rng, count, count) for count in (20, BLOCK - 1, 2 * BLOCK + 7, 3 * BLOCK)]
+    said = []
+    for _ in range(2):
+        with unnamed(kind, server.url) as engine:
+            engine.store.prefilled(1000, 10)
+            answers = engine.ask(*prompts)
+            said.append([answer.tokens for answer in answers])
+    assert said[0] == said[1]
+    assert [answer.reuse.tokens for answer in answers] == [len(prompt) - 1 for prompt in prompts]

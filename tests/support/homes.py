@@ -7,12 +7,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import redis
+from contexts import SPEC
 from servers import RunningServer
 
 from benchmarks.valkey_cluster import Cluster
 from engine.memory.blocks import block_names
+from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
+from engine.tiers.pages import PageTier
 from kvpage_server.segments import SEGMENT, tag_of
 
 
@@ -76,3 +80,27 @@ def home_of(servers: Sequence[RunningServer] = (), cluster: Cluster | None = Non
         clients = [stack.enter_context(make()) for make in ports]
         url = cluster.url if cluster else ",".join(server.url for server in servers)
         yield Home(url, clients, SEGMENT if len(clients) > 1 else 0, cluster)
+
+
+def homes_and_tiers() -> tuple[Any, Any, Any]:
+    """The fixtures `home`, each of the three kinds in turn, emptied, and `tier` and `other`, the page tiers of two
+    engines there. They need the fixture `pool`, whose contexts are those of `SPEC`."""
+
+    @pytest.fixture(name="home", params=["one server", "side by side", "cluster"])
+    def home(request: pytest.FixtureRequest, server: RunningServer) -> Iterator[Home]:
+        def second() -> RunningServer:
+            found: RunningServer = request.getfixturevalue("second_server")
+            return found
+
+        which = {"one server": lambda: {"servers": [server]}, "side by side": lambda: {"servers": [server, second()]}}
+        found: Any = which.get(request.param, lambda: {"cluster": request.getfixturevalue("masters")})()
+        with home_of(**found) as home:
+            home.flush()
+            yield home
+
+    def tier(home: Home, pool: BlockPool) -> Iterator[PageTier]:
+        tier = PageTier(home.url, SPEC, pool, deadline=40)
+        yield tier
+        tier.close()
+
+    return home, pytest.fixture(name="tier")(tier), pytest.fixture(name="other")(tier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ class Saved:
     blocks_present: int  # stored before, by anybody
     nbytes: int  # of blocks and states written
     whole: bool = True  # False if some could not be written, because one of several servers is gone
+    places: tuple[BlockPlace, ...] = field(default=(), compare=False, repr=False)  # of the blocks and states written
 
 
 Write = Callable[[], Awaitable[Saved]]  # writes the missing blocks of a context

@@ -186,7 +186,7 @@ class Fetch:
             plan = await self._lookup.lease(digests)
             wanted = self._lookup.wanted(plan)
             nbytes = self._lookup.remote.layout.nbytes(*wanted)
-            if not plan.blocks and not self.report.reasons:
+            if not plan.blocks and not self._request.beyond and not self.report.reasons:
                 self.report.missed("absent")
             seen.set(tokens=plan.reach, blocks=len(wanted), bytes=nbytes, reason=self.why)
         try:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import nlargest
 
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import KVBlock
-from engine.memory.prefix import root_of
+from engine.memory.prefix import common_prefix, root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.cost_model import Decision
 from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key, older_key
-from engine.tiers.server.restore_planner import Offer, Plan
+from engine.tiers.server.restore_planner import Branch, Offer, Plan
+from engine.tiers.server.tails import Parent, parse
+
+MOST_BRANCHES = 4  # of a record: the others have fewer tokens in common with the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class FetchRequest:
     tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
     held: Sequence[KVBlock]  # the first full blocks of the prompt, if they are in memory
     within: float  # seconds
+    beyond: int = 0  # tokens of the prompt that memory has: less is not fetched
+    named: bool = True  # whether the agent can have a context of its own
 
 
 @dataclass(slots=True)
@@ -65,9 +71,9 @@ class Lookup:
         self.remote = remote
         self.report = report
         self.whole_context = request.tokens is None
-        self._agent_id = request.agent_id
-        root, together = root_of(request.agent_id), remote.layout.together
-        self._offer = Offer(remote.spec, prompt, None, root, together)  # of the prompt only, so far
+        self._request = request
+        self._root = root_of(request.agent_id)
+        self._offer = Offer(remote.spec, prompt, None, self._root, remote.layout.together)  # of the prompt only, so far
         self.held = dict(zip(self._offer.full, request.held, strict=False))
         self.in_memory = self._offer.plan(self.digests_in_memory, self.limit)
 
@@ -87,22 +93,25 @@ class Lookup:
         return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in self.digests_in_memory]
 
     async def ask(self) -> dict[str, str]:
-        """Read the agent's manifest, and all digests that a plan may need. Returns the digests by seal."""
-        connection, spec = self.remote.connection, self.remote.spec
+        """Read the agent's manifest, the records of partial blocks, and all digests that a plan may need. Returns the
+        digests by seal."""
+        connection, spec, agent_id = self.remote.connection, self.remote.spec, self._request.agent_id
         seals = [place.seal for place in self._offer.places]
-        keys = [manifest_key(self._agent_id, spec.fingerprint), older_key(self._agent_id)]
+        parents = self._parents()
+        keys = [manifest_key(agent_id, spec.fingerprint), older_key(agent_id)] if self._request.named else []
         begun = time.perf_counter()
-        (raw, older, *found) = await connection.read([*keys, *seals], self.report.missed)
+        found = await connection.read([*keys, *parents, *seals], self.report.missed)
         connection.rates.asked(time.perf_counter() - begun)
-        digests = dict(zip(seals, found, strict=True))
-        if manifest := self._manifest(raw, older):
-            wanted = manifest.tokens if self.whole_context else self._offer.wanted
-            self._offer = Offer(spec, wanted, manifest, root_of(self._agent_id), self.remote.layout.together)
-            if more := [place.seal for place in self._offer.places if place.seal not in digests]:
-                found = await connection.read(more, self.report.missed)
-                digests |= dict(zip(more, found, strict=True))
+        manifest = self._manifest(*found[: len(keys)]) if keys else None
+        records = dict(zip(parents, found[len(keys) :], strict=False))
+        digests = dict(zip(seals, found[len(keys) + len(parents) :], strict=True))
+        branches, in_records = self._branches(records, parents)
+        wanted = manifest.tokens if manifest and self.whole_context else self._offer.wanted
+        self._offer = Offer(spec, wanted, manifest, self._root, self.remote.layout.together, branches)
+        if more := [place.seal for place in self._offer.places if place.seal not in digests]:
+            digests |= dict(zip(more, await connection.read(more, self.report.missed), strict=True))
         there = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
-        there |= self.digests_in_memory
+        there = in_records | there | self.digests_in_memory
         if self._offer.has_gap(there):
             self.report.missed("gap")
         return there
@@ -111,11 +120,14 @@ class Lookup:
         """A plan whose blocks all exist and are leased. If computing is faster, it has only what is in memory."""
         while True:
             plan = self._offer.plan(digests, self.limit)
+            beyond = max(self.in_memory.reach, self._request.beyond)
+            if self._request.beyond and min(plan.reach, self.limit) <= beyond:
+                return self.in_memory
             wanted = self.wanted(plan)
             if not wanted:
                 return plan
             if not self.whole_context:
-                tokens, nbytes = plan.reach - self.in_memory.reach, self.remote.layout.nbytes(*wanted)
+                tokens, nbytes = plan.reach - beyond, self.remote.layout.nbytes(*wanted)
                 self.report.decision = self.remote.connection.rates.decide(tokens, nbytes)
                 if not self.report.decision.fetch:
                     self.report.missed("recompute")
@@ -134,10 +146,49 @@ class Lookup:
                 self.report.missed("manifest")
             return None
         try:
-            return ContextManifest.parse(raw, self._agent_id, self.remote.spec)
+            return ContextManifest.parse(raw, self._request.agent_id, self.remote.spec)
         except Miss as error:
             self.report.missed(str(error))
             return None
+
+    def _parents(self) -> dict[str, Parent]:
+        """The keys of the records that may have a beginning of the prompt: one for each full block, and those of the
+        prompt's first tokens."""
+        spec, prompt = self.remote.spec, self._offer.wanted
+        names = tuple(place.name for place in self._offer.full)
+        parents = [Parent(names[:count], self._root, self.remote.layout.together) for count in range(len(names) + 1)]
+        starts = range(0, len(prompt), spec.block_tokens)
+        return {
+            key: parent
+            for parent, start in zip(parents, starts, strict=False)
+            for key in parent.records(prompt[start : start + spec.block_tokens], spec)
+        }
+
+    def _branches(
+        self, records: Mapping[str, bytes | None], parents: Mapping[str, Parent]
+    ) -> tuple[list[Branch], dict[str, str]]:
+        """The partial blocks that begin like the prompt there, and the digests of them and their states by seal."""
+        spec, branches, digests = self.remote.spec, list[Branch](), dict[str, str]()
+        for key, raw in records.items():
+            if raw is None:
+                continue
+            try:
+                tails = parse(raw, key, spec)
+            except Miss as error:
+                self.report.missed(str(error))
+                continue
+            parent = parents[key]
+            start = len(parent.names) * spec.block_tokens
+            rest = self._offer.wanted[start : self.limit]
+            near = nlargest(MOST_BRANCHES, ((tail.usable(rest, spec), i) for i, tail in enumerate(tails)))
+            for usable, i in near:
+                if usable:
+                    block, *states = places = tails[i].places(parent, spec)
+                    tokens = (*self._offer.wanted[:start], *tails[i].tokens)
+                    common = start + common_prefix(tails[i].tokens, self._offer.wanted[start:])
+                    branches.append(Branch(len(parent.names), tokens, block, common, tuple(states)))
+                    digests |= {place.seal: digest for place, digest in places.items()}
+        return branches, digests
 
     async def _lease_all(self, places: Sequence[BlockPlace]) -> list[BlockPlace]:
         """Lease blocks and states, up to the first that is missing. Returns those that are lost with it."""

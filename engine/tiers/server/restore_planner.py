@@ -26,9 +26,21 @@ class Plan:
     reach: int  # tokens of the prompt that needn't be computed
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A block of a stored context that goes on from full blocks of the prompt, and in which the two diverge or the
+    context ends."""
+
+    before: int  # full blocks of the prompt
+    tokens: tuple[int, ...]  # of the context, at least up to the end of this block
+    block: BlockPlace
+    common: int  # how many first tokens context and prompt have in common
+    states: tuple[BlockPlace, ...] = ()  # states within its blocks, and at the end of this one if it is partial
+
+
 class Offer:
-    """What may be of use for a prompt: its full blocks, whoever stored them, and the block of the agent's own context
-    in which context and prompt diverge, if there is one."""
+    """What may be of use for a prompt: its full blocks, which any engine may have stored, and branches: of the agent's
+    own context, and of others."""
 
     def __init__(
         self,
@@ -37,27 +49,31 @@ class Offer:
         manifest: ContextManifest | None,
         root: str = ROOT,
         together: int = 0,
+        branches: Sequence[Branch] = (),
     ) -> None:
-        """The agent's chains begin at `root`; `together` is that of the layout."""
+        """The agent's chains begin at `root`; `together` is that of the layout. The digests of `branches` are known."""
         size = spec.block_tokens
         names = chain_hashes(spec.fingerprint, wanted, size, root)
         self.spec = spec
         self.wanted = wanted
-        self.manifest = manifest
         self.common = common_prefix(manifest.tokens, wanted) if manifest else 0
         self.full = [
             BlockPlace(name, size, (i + 1) * size, tag=tag_of(names, i, together)) for i, name in enumerate(names)
         ]
-        parts = manifest and self.common % size
-        self.parting = manifest.place(self.common // size, spec, together) if manifest and parts else None
         inner = manifest.inner_places(spec, together) if manifest and spec.has_state else []
-        self.inner = [place for place in inner if place.end <= self.common]
+        self._inner = tuple(place for place in inner if place.end <= self.common)
+        self._own = None
+        if manifest and self.common % size:
+            before = self.common // size
+            block = manifest.place(before, spec, together)
+            self._own = Branch(before, manifest.tokens, block, self.common, self._inner)
+        self._branches = branches
 
     @property
     def places(self) -> list[BlockPlace]:
-        """All places, with their states if layers carry any: a plan needs their digests."""
-        blocks = [*self.full, self.parting] if self.parting else self.full
-        return [*blocks, *(place.state() for place in blocks), *self.inner] if self.spec.has_state else blocks
+        """All places whose digests a plan needs, with their states if layers carry any."""
+        blocks = [*self.full, self._own.block] if self._own else self.full
+        return [*blocks, *(place.state() for place in blocks), *self._inner] if self.spec.has_state else blocks
 
     def stored(self, digests: Mapping[str, str]) -> list[BlockPlace]:
         """The full blocks before the first one without a digest. `digests` are by seal."""
@@ -73,21 +89,32 @@ class Offer:
         `limit` is the most tokens of a prefix that ends in a state: all but one of a prompt.
         """
         stored = self.stored(digests)
-        plans = [self._plan(self.wanted, stored, digests, limit)]
-        shared = self.common // self.spec.block_tokens
-        if self.manifest and self.parting and self.parting.seal in digests and len(stored) >= shared:
-            blocks = [*stored[:shared], self.parting]
-            plans.append(self._plan(self.manifest.tokens, blocks, digests, min(limit, self.common)))
+        plans = [self._plan(self.wanted, stored, digests, limit, len(self.wanted), self._inner)]
+        for branch in [self._own, *self._branches] if self._own else self._branches:
+            if branch.block.seal in digests and len(stored) >= branch.before:
+                blocks = [*stored[: branch.before], branch.block]
+                most = min(limit, branch.common)
+                plans.append(self._plan(branch.tokens, blocks, digests, most, branch.common, branch.states))
         return max(plans, key=lambda plan: plan.reach)
 
     def _plan(
-        self, tokens: tuple[int, ...], blocks: Sequence[BlockPlace], digests: Mapping[str, str], limit: int
+        self,
+        tokens: tuple[int, ...],
+        blocks: Sequence[BlockPlace],
+        digests: Mapping[str, str],
+        limit: int,
+        common: int,
+        inner: Sequence[BlockPlace],
     ) -> Plan:
+        """The plan for these blocks of a context of these `tokens`, of which the prompt has the first `common`."""
         if not self.spec.has_state:
-            reach = min(blocks[-1].end if blocks else 0, self.common if tokens is not self.wanted else len(tokens))
-            return Plan(tokens, tuple(blocks), (), reach)
-        states = [place for place in (*(block.state() for block in blocks), *self.inner) if place.seal in digests]
+            return Plan(tokens, tuple(blocks), (), min(blocks[-1].end if blocks else 0, common))
+        states = {*(block.state() for block in blocks), *inner}
         last = min(limit, blocks[-1].end if blocks else 0)
-        states = sorted((place for place in states if place.end <= last), key=lambda place: place.end, reverse=True)
-        reach = states[0].end if states else 0
-        return Plan(tokens, tuple(place for place in blocks if place.start < reach), tuple(states), reach)
+        usable = sorted(
+            (place for place in states if place.seal in digests and place.end <= last),
+            key=lambda place: place.end,
+            reverse=True,
+        )
+        reach = usable[0].end if usable else 0
+        return Plan(tokens, tuple(place for place in blocks if place.start < reach), tuple(usable), reach)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from contexts import BLOCK, SPEC, is_true, made, some_tokens
-from homes import Home, home_of
+from homes import Home, homes_and_tiers
 from pools import pool_of
-from servers import RunningServer
 from test_kvpage_cli import kvpage
 
 from engine.pool import BlockPool
@@ -27,36 +25,8 @@ TOKENS = some_tokens(24, 14 * BLOCK + 3)  # five segments, the last of them with
 SEVERAL = ("side by side", "cluster")
 
 
-@pytest.fixture(params=["one server", *SEVERAL])
-def home(request: pytest.FixtureRequest, server: RunningServer) -> Iterator[Home]:
-    """Each of the three in turn, emptied."""
-    which = {"one server": lambda: {"servers": [server]}, "side by side": lambda: {"servers": [server, second()]}}
-
-    def second() -> RunningServer:
-        found: RunningServer = request.getfixturevalue("second_server")
-        return found
-
-    found: Any = which.get(request.param, lambda: {"cluster": request.getfixturevalue("masters")})()
-    with home_of(**found) as home:
-        home.flush()
-        yield home
-
-
 pool = pool_of(256)
-
-
-@pytest.fixture
-def tier(home: Home, pool: BlockPool) -> Iterator[PageTier]:
-    tier = PageTier(home.url, SPEC, pool, deadline=40)
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
-def other(home: Home, pool: BlockPool) -> Iterator[PageTier]:
-    tier = PageTier(home.url, SPEC, pool, deadline=40)
-    yield tier
-    tier.close()
+home, tier, other = homes_and_tiers()
 
 
 def save(tier: PageTier, agent_id: str = "alice", tokens: tuple[int, ...] = TOKENS) -> Saved | None:
@@ -135,13 +105,13 @@ def test_kvpage_shows_whose_memory_it_is_and_what_a_load_would_find(tier: PageTi
 
 def test_published_blocks_belong_to_nobody_and_are_found(tier: PageTier, home: Home) -> None:
     context = made(tier._remote.pool, "alice", TOKENS)
-    assert tier.publish(context) == Saved(14, 0, 14 * BLOCK * SPEC.token_nbytes)
+    assert tier.publish(context) == Saved(15, 0, len(TOKENS) * SPEC.token_nbytes)
     tier._remote.pool.free(context.block_ids, "alice")
     assert tier.agents() == []
     assert not home.keys("refs:*")
-    assert found(tier, "bob", TOKENS) == 14 * BLOCK
+    assert found(tier, "bob", TOKENS) == len(TOKENS)
     names = [tagged[-32:] for tagged in home.tagged(TOKENS, SPEC)]
-    assert tier.sealed(names) == 14
+    assert tier.sealed(names[:14]) == 14
     assert tier.sealed(names[6:8], names[:6]) == 2
 
 

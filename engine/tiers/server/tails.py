@@ -1,0 +1,233 @@
+"""Records of the blocks with which contexts without a name go on, so that any engine finds prompts that begin alike.
+
+    tails:{chain hash}   the most recent blocks after a full block, or the most recent first blocks with these tokens
+
+The name of a block follows from its tokens and the block before it. A prompt that ends or departs within a block does
+not know the rest of it, so it cannot ask for it by name. A record lists such blocks, full ones and partial ones in
+which contexts end. The record of the blocks after another has that one's chain hash. First blocks are in two records,
+of those that begin with the same `first_parts` of a block: the longer beginning is shared by fewer contexts, and the
+shorter one also has those that are not so long. So a prompt knows which records can be of use before it asks for
+anything, and reads them together with the digests of its full blocks.
+
+A record is bounded: MOST_TAILS blocks and MOST_BYTES bytes, the newest first. Partial blocks that leave it are deleted,
+as are those that a longer block contains. The record is written after the blocks, so it names blocks that were
+complete. It has their digests, since their seals cannot be read before their names are known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.generation.tokens import token_ids
+from engine.memory.prefix import chain_hash, common_prefix, root_of
+from engine.spec import ModelCacheSpec
+from engine.tiers.server.connection import ServerConnection
+from engine.tiers.server.manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, sealed, unsealed
+from engine.tiers.server.reference_counts import count_key
+from kvpage_server.bounded import json_bounds
+from kvpage_server.client.questions import Question, integer, ok, text
+from kvpage_server.page import unix_ms
+from kvpage_server.segments import tag_of
+
+FORMAT = 1
+MOST_TAILS = 64  # in a record
+MOST_BYTES = 64 << 10  # of a record
+AT_ONCE = 8  # blocks that are entered at once
+# Bounds of a record's JSON, which others may have written.
+CONTAINERS, STRINGS, VALUES = 2_000, 4_000, 40_000
+
+
+def least_tail(spec: ModelCacheSpec) -> int:
+    """A partial block of fewer tokens is not stored, and a prompt that lacks fewer tokens does not ask for more."""
+    return max(1, spec.block_tokens // 16)
+
+
+def first_parts(spec: ModelCacheSpec) -> tuple[int, int]:
+    """How many first tokens name the two records of a context of less than a block."""
+    return least_tail(spec), max(2, spec.block_tokens // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """Where a block begins."""
+
+    names: tuple[str, ...]  # the chain hashes of the blocks before it
+    root: str  # where the chain begins
+    together: int  # that of the layout
+
+    @property
+    def name(self) -> str:
+        """The chain hash of the block before it, or the root."""
+        return self.names[-1] if self.names else self.root
+
+    def records(self, tokens: Sequence[int], spec: ModelCacheSpec) -> list[str]:
+        """The keys of the records that have contexts which go on with these `tokens`."""
+        if self.names:
+            return [f"tails:{self.name}"]
+        parts = [part for part in first_parts(spec) if part <= len(tokens)]
+        return [f"tails:{chain_hash(spec.fingerprint, self.root, tokens[:part])}" for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A block on the page server, full or partial."""
+
+    tokens: tuple[int, ...]
+    digest: str
+    states: tuple[tuple[int, str], ...]  # how many of its tokens are before each state within it or at its end; digests
+
+    def places(self, parent: Parent, spec: ModelCacheSpec) -> dict[BlockPlace, str]:
+        """Its place and those of its states, with their digests."""
+        start = len(parent.names) * spec.block_tokens
+        name = chain_hash(spec.fingerprint, parent.name, self.tokens)
+        tag = tag_of((*parent.names, name), len(parent.names), parent.together)
+        found = {BlockPlace(name, len(self.tokens), start + len(self.tokens), tag=tag): self.digest}
+        for count, digest in self.states:
+            before = chain_hash(spec.fingerprint, parent.name, self.tokens[:count])
+            found[BlockPlace(before, count, start + count, of_state=True, tag=tag)] = digest
+        return found
+
+    def usable(self, tokens: Sequence[int], spec: ModelCacheSpec) -> int:
+        """How many of `tokens` need not be computed with it."""
+        common = common_prefix(self.tokens, tokens)
+        if not spec.has_state:
+            return common
+        return max((count for count, _ in self.states if count <= common), default=0)
+
+    def begins(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` begin with its tokens."""
+        return self.tokens == tuple(tokens[: len(self.tokens)])
+
+    def contains(self, other: Tail) -> bool:
+        """Whether it is longer than `other`, begins with its tokens, and has states where that has them."""
+        counts = {count for count, _ in self.states}
+        return other.begins(self.tokens) and all(count in counts for count, _ in other.states)
+
+
+def parse(raw: bytes, key: str, spec: ModelCacheSpec) -> list[Tail]:
+    """The tails in a record, the newest first. Raises Miss for what is damaged, of another key or of another model."""
+    try:
+        stored = json_bounds.parse(unsealed(raw, key), containers=CONTAINERS, strings=STRINGS, values=VALUES)
+        if (stored["format"], stored["fingerprint"]) != (FORMAT, f"{spec.fingerprint:016x}"):
+            raise Miss("tails")
+        found = [
+            Tail(
+                tuple(token_ids(tail["tokens"])),
+                str(tail["digest"]),
+                tuple((int(count), str(digest)) for count, digest in tail["states"]),
+            )
+            for tail in stored["tails"]
+        ]
+    except Miss:
+        raise Miss("tails") from None
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise Miss("tails") from error
+    for tail in found:
+        count = len(tail.tokens)
+        if not 0 < count <= spec.block_tokens or any(not 0 < after <= count for after, _ in tail.states):
+            raise Miss("tails")
+    return found
+
+
+def dump(tails: Sequence[Tail], key: str, spec: ModelCacheSpec) -> tuple[bytes, int]:
+    """The bytes to store for a record of the first of these tails, and how many they are."""
+    head = {"format": FORMAT, "fingerprint": f"{spec.fingerprint:016x}", "by": WRITER, "saved": unix_ms(), "tails": []}
+    size, written = len(json.dumps(head)), list[str]()
+    for tail in tails[:MOST_TAILS]:
+        one = json.dumps({"tokens": tail.tokens, "digest": tail.digest, "states": tail.states})
+        size += len(one) + 2
+        if written and size > MOST_BYTES:
+            break
+        written.append(one)
+    whole = json.dumps(head).removesuffix("]}") + ", ".join(written) + "]}"
+    return sealed(whole.encode(), key), len(written)
+
+
+async def record(
+    connection: ServerConnection,
+    layout: BlockLayout,
+    spec: ModelCacheSpec,
+    context: ContextManifest,
+    written: Collection[BlockPlace],
+) -> bool:
+    """Enter the blocks of a context that is stored: those `written` now, and a partial last one. Returns whether that
+    is needed: no stored block contains it."""
+    size, root = spec.block_tokens, root_of(context.agent_id)
+    blocks = [place for place in context.places(spec, layout.together) if place.tokens < size or place in written]
+    inner = context.inner_places(spec, layout.together)
+
+    def states(block: BlockPlace) -> list[BlockPlace]:
+        return [*(place for place in inner if block.start < place.end < block.end), block.state()]
+
+    places = [place for block in blocks for place in (block, *(states(block) if spec.has_state else ()))]
+    if not places:
+        return False
+    digests = dict(zip(places, await connection.read([place.seal for place in places]), strict=True))
+
+    async def enter(block: BlockPlace) -> bool:
+        if (digest := digests[block]) is None:  # it was deleted meanwhile
+            return False
+        taken = {place.end - block.start: digests.get(place) for place in states(block)}
+        after = tuple((count, found.decode(errors="replace")) for count, found in taken.items() if found)
+        parent = Parent(context.names[: block.start // size], root, layout.together)
+        tail = Tail(context.tokens[block.start : block.end], digest.decode(errors="replace"), after)
+        entered = [await _update(connection, spec, parent, key, tail) for key in parent.records(tail.tokens, spec)]
+        return any(entered)
+
+    entered: list[bool | BaseException] = []
+    for start in range(0, len(blocks), AT_ONCE):
+        entered += await asyncio.gather(*map(enter, blocks[start : start + AT_ONCE]), return_exceptions=True)
+        for outcome in entered:
+            if isinstance(outcome, BaseException):
+                raise outcome
+    return entered[-1] is True and blocks[-1].tokens < size
+
+
+async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, key: str, tail: Tail) -> bool:
+    """Enter a block in a record, in place of those that it contains. Returns whether the record has it now: none of its
+    blocks contains it."""
+    gone: list[BlockPlace] = []
+    entered = False
+
+    def change(stored: bytes | None) -> list[Question]:
+        nonlocal gone, entered
+        try:
+            before = [] if stored is None else parse(stored, key, spec)
+        except Miss:
+            before = []
+        others = [other for other in before if not other.begins(tail.tokens)]
+        entered = not any(other.contains(tail) for other in others)
+        record, count = dump([tail, *others] if entered else others, key, spec)
+        after = ([tail, *others] if entered else others)[:count]
+        # The last record of a block is its home: a partial block is deleted when it leaves that. The other record is
+        # shared by more contexts, so a block leaves that earlier.
+        left = [other for other in {*before, tail} if other not in after]
+        left = [other for other in left if parent.records(other.tokens, spec)[-1] == key]
+        needed = _places(after, parent, spec)
+        gone = [place for place in _places(left, parent, spec) - needed if place.tokens < spec.block_tokens]
+        return [] if after == before else [Question(["SET", key, record], ok)]
+
+    await connection.transaction([key], Question(["GET", key], text), change)
+    for place in gone:
+        await _delete(connection, place)
+    return entered
+
+
+def _places(tails: Iterable[Tail], parent: Parent, spec: ModelCacheSpec) -> set[BlockPlace]:
+    return {place for tail in tails for place in tail.places(parent, spec)}
+
+
+async def _delete(connection: ServerConnection, place: BlockPlace) -> None:
+    """Delete a partial block, or a state, unless a manifest names it."""
+    count = count_key(place.tagged)
+    name, page = place.block
+
+    def change(references: bytes | None) -> list[Question]:
+        if references not in (None, b"0"):
+            return []
+        return [connection.server.words.delete(name, (page,)), Question(["DEL", place.seal], integer)]
+
+    await connection.transaction([count], Question(["GET", count], text), change)
