@@ -42,7 +42,7 @@ MOST_PREFILLED = 3 * 1024  # tokens, in all prefills of one context
 QUESTION = " And what else does the keeper have to know?"  # what comes back is asked
 ANSWER = 4  # tokens, which are compared
 POOL_BLOCKS = 64
-SERVER, MLX_LM_FILE = "page server", "mlx-lm's prompt cache"
+SERVER, FILES, MLX_LM_FILE = "page server", "cold file", "mlx-lm's prompt cache"  # only a file needs an agent id
 
 Tokens = list[int]
 
@@ -135,18 +135,19 @@ def tiers(
         url = stack.enter_context(start_kvpage()).url
         found = {}
         urls = {SERVER: url, **(several or {})}
-        for name in urls if several else ("hot", *urls, "cold file"):
+        for name in urls if several else ("hot", *urls, FILES):
             pool = BlockPool(4 * POOL_BLOCKS)
             store = AgentCacheStore(
                 machine.spec,
                 pool,
                 pages=PageTier(urls[name], machine.spec, pool) if name in urls else None,
-                cold=SafetensorsCacheAdapter(machine.spec, pool, directory) if name == "cold file" else None,
+                cold=SafetensorsCacheAdapter(machine.spec, pool, directory) if name == FILES else None,
             )
             stack.callback(store.close)
             for one in remembered:
                 ids = pool.allocate(len(one.context.blocks), one.agent_id, one.nbytes)
-                store.save(_moved(one.context, ids))
+                keep = store.save if name == FILES else store.publish
+                keep(_moved(one.context, ids))
                 pool.free(ids, one.agent_id)
             store.flush_dirty()
             engine = AgentEngine(machine.batch(pool), store)
@@ -162,6 +163,7 @@ def _moved(context: AgentBlocks, ids: Sequence[int]) -> AgentBlocks:
 
 def _forgetter(store: AgentCacheStore, pool: BlockPool) -> Callable[[], object]:
     def forget() -> None:
+        store.flush_dirty()  # what is being written stays in memory until then
         if not store.make_room(pool.total_blocks):
             raise AssertionError(f"{pool.used_blocks} blocks have stayed in memory")
 
@@ -173,8 +175,9 @@ def come_back(tier: Tier, agent_id: str, turn: Turn) -> float:
     tier.forget()
     answers: list[Answer] = []
     errors: list[Exception] = []
+    named = tier.name == FILES
     tier.engine.submit(
-        agent_id, turn.prompt, max_tokens=ANSWER, keep=False, on_done=answers.append, on_error=errors.append
+        agent_id, turn.prompt, max_tokens=ANSWER, keep=named, on_done=answers.append, on_error=errors.append
     )
     while tier.engine.step(timeout=1.0):
         pass

@@ -122,6 +122,8 @@ class Api(Process):
             if text := chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
                 first = first or when - asked
                 texts.append(text)
+        if not texts:
+            raise RuntimeError("the answer is empty")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Reply(first, whole, "".join(texts), usage.get("prompt_tokens", 0), usage.get("total_tokens", 0), cached)
 
@@ -159,15 +161,15 @@ def theirs(directory: str) -> Api:
     return Api("default_model", *command, directory=directory)
 
 
-def words(seed: int, count: int) -> str:
-    """So many random words, which are a little more tokens."""
+def said(seed: int, count: int) -> str:
+    """So many random words, which are a little more tokens, and a question."""
     rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) for _ in range(count))
+    return f"{seed} {' '.join(rng.choice(WORDS) for _ in range(count))}. What is the capital of France?"
 
 
 def asked_again(directory: str, prompts: int, length: int) -> list[Finding]:
     """Prompts that differ from their first words on, each asked twice, and once more after a kill of all servers."""
-    asked: list[Messages] = [[{"role": "user", "content": f"{i} {words(i, length)}"}] for i in range(prompts)]
+    asked: list[Messages] = [[{"role": "user", "content": said(i, length)}] for i in range(prompts)]
     rounds: list[list[tuple[Reply, Reply]]] = []
     for again in (False, True):
         with Pages(directory) as pages, ours(directory, pages) as we, theirs(directory) as they:
@@ -208,24 +210,24 @@ def asked_again(directory: str, prompts: int, length: int) -> list[Finding]:
 def growing(directory: str, conversations: int, turns: int, more: int) -> list[Finding]:
     """Conversations that grow by some words each turn. The first engine answers all turns. Another one, which is
     started for each turn but the first, answers the same from the store."""
-    said: list[Messages] = [[] for _ in range(conversations)]
+    talks: list[Messages] = [[] for _ in range(conversations)]
     before = [0] * conversations  # tokens of the last prompt and its answer
     here: list[tuple[int, int]] = []  # tokens that were reused, and that precede the turn
     elsewhere: list[tuple[int, int]] = []
     with Pages(directory) as pages, ours(directory, pages) as we, theirs(directory) as they:
         for turn in range(turns):
-            for i, messages in enumerate(said):
-                messages.append({"role": "user", "content": f"{i} {words(100 * i + turn, more)}"})
+            for i, messages in enumerate(talks):
+                messages.append({"role": "user", "content": said(100 * i + turn, more)})
             if turn in (1, turns - 1):
                 time.sleep(SETTLE)
                 with ours(directory, pages) as other:
-                    elsewhere += [(other.ask(said[i]).cached, before[i]) for i in range(conversations)]
-            for i, messages in enumerate(said):
+                    elsewhere += [(other.ask(talks[i]).cached, before[i]) for i in range(conversations)]
+            for i, messages in enumerate(talks):
                 mine, their = we.ask(messages), they.ask(messages)
                 if mine.text != their.text:
                     raise AssertionError(f"we said {mine.text!r}, mlx_lm.server {their.text!r}")
                 if turn:
-                    here.append((mine.cached, before[i]))
+                    here.append((min(mine.cached, before[i]), before[i]))  # the other engine has asked this, too
                 before[i] = mine.total
                 messages.append({"role": "assistant", "content": mine.text})
     what = f"{conversations} conversations of {turns} turns of {more} words"
@@ -240,7 +242,7 @@ def saving(directory: str, length: int, rounds: int) -> Finding:
     pairs = []
     with Pages(directory) as pages, ours(directory, pages) as with_store, ours(directory, None) as alone:
         for i in range(-1, rounds):
-            messages: Messages = [{"role": "user", "content": f"{i} {words(1000 + i, length)}"}]
+            messages: Messages = [{"role": "user", "content": said(1000 + i, length)}]
             order = (with_store, alone) if i % 2 else (alone, with_store)
             times = {api: api.ask(messages, max_tokens=32).whole for api in order}
             if i >= 0:

@@ -22,7 +22,7 @@ from engine.caches import UnsupportedCacheError, parts, quantised
 from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.cache_config import CacheConfig
+from engine.tiers.cache_config import CacheConfig, Keep
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import RESTORE_SECONDS, PageTier
 from engine.tiers.store import AgentCacheStore
@@ -43,6 +43,7 @@ class Options:
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
     restore_within: float = RESTORE_SECONDS  # seconds of a load, at most
     kv_quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
+    keep: Keep = "worth"  # which contexts without a name are given to the page server
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class Engine:
         within = options.restore_within
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
         cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
-        store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=CacheConfig(restore_within=within))
+        config = CacheConfig(keep=options.keep, restore_within=within)
+        store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=config)
         store.keep_telling()
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
         agents = AgentEngine(batch, store)

@@ -117,6 +117,8 @@ class _EngineCollector(Collector):
             yield from _page_server(store.server)
         yield _counter("store_misses", "Loads that found nothing, by reason", "reason", store.misses)
         yield _counter("store_unsaved", "Writes that failed, by tier", "tier", store.unsaved)
+        unnamed = {"written": store.unnamed_written, "left": store.unnamed_left}
+        yield _counter("unnamed", "Contexts without a name, by whether they were worth storing", "what", unnamed)
         yield _counter("evictions", "Contexts that left memory", "", {"": store.evictions})
         yield _counter("flushes", "Contexts written to all tiers they were owed", "", {"": store.dirty_flushes})
         yield _counter("lost", "Contexts dropped because no tier could be written to", "", {"": store.lost})

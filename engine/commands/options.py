@@ -58,6 +58,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to load a context; what has not arrived then is computed (default: %(default)g)",
     )
+    add(
+        "--keep",
+        choices=("all", "worth", "named"),
+        default="worth",
+        help="which contexts to store: `worth` those of named agents, and others that take over 0.1 s to compute or "
+        "are used again; `all`; or `named` only (default: %(default)s)",
+    )
 
 
 def options(args: argparse.Namespace) -> Options:
@@ -65,7 +72,14 @@ def options(args: argparse.Namespace) -> Options:
     from engine.startup import Options
 
     return Options(
-        args.model, args.store, args.cold, args.kv_bits, args.memory, args.restore_within, args.kv_quantised_from
+        args.model,
+        args.store,
+        args.cold,
+        args.kv_bits,
+        args.memory,
+        args.restore_within,
+        args.kv_quantised_from,
+        args.keep,
     )
 
 

@@ -31,6 +31,7 @@ class _Node:
     tokens: tuple[int, ...]
     block: KVBlock
     used: float = 0.0  # time.monotonic()
+    stored: bool = False  # it was given to a tier below memory
 
     @property
     def key(self) -> bytes:
@@ -112,6 +113,28 @@ class ContextTree:
             self.evict()
         return replace(context, blocks=tuple(blocks))
 
+    def unstored(self, context: AgentBlocks) -> int:
+        """How many tokens of a context are in blocks that no tier below was given. It may have left the tree."""
+        names = self.names(context.agent_id, context.tokens)
+        nodes = (self._nodes.get(name) for name in names)
+        pairs = zip(nodes, context.blocks, strict=True)
+        return sum(block.tokens for node, block in pairs if not (node and node.stored))
+
+    def stored_reach(self, agent_id: str, tokens: Sequence[int]) -> int:
+        """How many of the first `tokens` are in blocks that a tier below was given."""
+        size, parent, start = self._spec.block_tokens, root_of(agent_id), 0
+        while (node := self._child(parent, tuple(tokens[start : start + size]))) and node.stored:
+            parent, start = node.name, start + size
+        rest = tuple(tokens[start : start + size])
+        others = (node for side in self._sides(parent, rest) for node in side if node.stored)
+        return start + max((common_prefix(node.tokens, rest) for node in others), default=0)
+
+    def mark_stored(self, context: AgentBlocks) -> None:
+        """Note that the blocks of a context were given to a tier below."""
+        for name in self.names(context.agent_id, context.tokens):
+            if node := self._nodes.get(name):
+                node.stored = True
+
     @property
     def idle(self) -> float | None:
         """Seconds since the last use of the block that is to go next; None when empty."""
@@ -173,14 +196,15 @@ class ContextTree:
         return siblings[at] if at < len(siblings) and siblings[at].tokens == tokens else None
 
     def _nearest(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
-        """The child of which most of `tokens` can be reused; None if nothing can."""
+        """The child of which most of `tokens` can be reused, rather one that is stored; None if nothing can."""
         best, nearest = 0, None
         for side in self._sides(parent, tokens):
             for node in side:
                 common = common_prefix(node.tokens, tokens)
-                if common <= best:
+                if common < best or not common:
                     break
-                if (usable := node.usable(common, self._spec.has_state)) > best:
+                usable = node.usable(common, self._spec.has_state)
+                if usable > best or (usable == best and nearest and node.stored and not nearest.stored):
                     best, nearest = usable, node
         return nearest
 
@@ -208,7 +232,7 @@ class ContextTree:
             return known
         longer, shorter = self._sides(node.parent, node.tokens)
         if known:
-            node.used = known.used
+            node.used, node.stored = known.used, known.stored and known.block.states == node.block.states
             self._drop(known)
         elif covering := next((other for other in longer if other.covers(node)), None):
             return covering

@@ -30,6 +30,7 @@ class Loaded:
     reach: int  # tokens of the prompt that needn't be computed
     why: str | None  # the reason of a miss, or why there is not more
     seconds: float
+    own: bool  # whether it is of the agent's own context
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +54,7 @@ class Found:
     blocks: AgentBlocks | None = None
     tier: Tier = "none"
     reach: int = 0
+    own: bool = True  # whether it is of the agent's own context
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Loading:
             found, why = self._take()
             seconds += time.perf_counter() - start
             why = why if found.blocks else why or "absent"
-            self._loaded = Loaded(found.blocks, found.tier, found.reach, why, seconds)
+            self._loaded = Loaded(found.blocks, found.tier, found.reach, why, seconds, found.own)
             if is_seen(self._span):
                 self._span.set(tier=found.tier, tokens=found.reach, bytes=self._loaded.nbytes, reason=why)
             self._span.end()
@@ -256,7 +258,7 @@ class Loading:
             best = Found(file.found, "cold", beginning(self._ways.spec, file.found, self._tokens)[1])
         try:
             if fetch and fetch.done() and fetch.reach > best.reach and (fetched := fetch.result()):
-                best = Found(fetched, "page", fetch.reach)
+                best = Found(fetched, "page", fetch.reach, self._tokens is None or fetch.report.own)
         finally:
             self._release(*(found for found in (self._memory.blocks, file.found) if found is not best.blocks))
         if fetch and best.tier != "page":

@@ -78,6 +78,8 @@ class StoreMetrics:
     hedges: int  # cold loads started beside a slow fetch
     hedges_won: int  # of these, how often the file was there first
     published: int  # prompts whose blocks were written before their answer was complete
+    unnamed_written: int  # contexts without a name that were given to the page server
+    unnamed_left: int  # those that are not worth it
     hot_agents: int
     hot_bytes: int
     dirty_agents: int
@@ -160,6 +162,8 @@ class Tally:
                 hedges=self.events["hedges_won"] + self.events["hedges_lost"],
                 hedges_won=self.events["hedges_won"],
                 published=self.events["published"],
+                unnamed_written=self.events["unnamed_written"],
+                unnamed_left=self.events["unnamed_left"],
                 server=PageServer.of(pages) if pages else None,
                 cold_misses=dict(cold.misses) if cold else {},
                 cold_unsaved=dict(cold.unsaved) if cold else {},

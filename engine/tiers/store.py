@@ -44,6 +44,7 @@ from kvpage_server.system.plurals import how_many
 log = logging.getLogger(__name__)
 
 READER_THREADS = 2  # files that are read at once
+WORTH_SECONDS = 0.1  # a context that takes longer to compute is written even if it was used once
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class AgentCacheStore:
         hot_bytes, queue_bytes, tree_bytes = config.sizes(spec, pool)
         self.spec = spec
         self.restore_within = config.restore_within
+        self._keep = config.keep
         self._pool = pool
         self._pages = pages
         self._cold = cold
@@ -156,20 +158,35 @@ class AgentCacheStore:
         if not context.blocks:
             return
         with self._changed:
-            self._take_up(self._tree.adopt(context))
+            adopted = self._tree.adopt(context)
+            self._tree.mark_stored(adopted)
+            self._take_up(adopted)
 
     def publish(self, context: AgentBlocks, claim: Claim | None = None, *, named: bool = False) -> None:
         """Share a context that has no name, or the beginning of one whose answer is not complete. Release `claim` when
         it is written. Of a `named` agent's context only the full blocks are written: the rest is saved with its name.
+
+        A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing what is
+        not stored yet takes WORTH_SECONDS, or another prompt has reused it.
 
         Takes references of its own. Raises as `save` does.
         """
         context.validate(self.spec)
         with self._changed:
             adopted = self._tree.adopt(context)
+            written = named or self._is_worth(adopted)
+            if written:
+                self._tree.mark_stored(adopted)
         if claim:
             claim.published()
-        self._flusher.publish(adopted, claim.release if claim else None, named=named)
+        if not named and self._pages:
+            self._tally.count("unnamed_written" if written else "unnamed_left")
+        if written:
+            self._flusher.publish(adopted, claim.release if claim else None, named=named)
+            return
+        self._pool.free(adopted.block_ids, adopted.agent_id)
+        if claim:
+            claim.release()
 
     def answered(self, tier: Tier, reused: int, computed: int) -> None:
         """Report an answer: how many tokens of its prompt were found in `tier`, and how many were computed."""
@@ -421,9 +438,26 @@ class AgentCacheStore:
         shared = self._tree.find(agent_id, tokens)
         reach = shared.reusable_for(self.spec, tokens) if shared else 0
         better = reach > memory.reach
+        if better and shared and reach - self._tree.stored_reach(agent_id, tokens) >= least_tail(self.spec):
+            self._write_reused(shared)
         if worse := memory.blocks if better else shared:
             self._pool.free(worse.block_ids, agent_id)
         return Found(shared, "prefix", reach) if better else memory
+
+    def _is_worth(self, context: AgentBlocks) -> bool:
+        """Whether a context without a name is written to the page server."""
+        if self._keep != "worth":
+            return self._keep == "all"
+        rate = self._pages.rates.prefill_rate if self._pages else None
+        return rate is None or self._tree.unstored(context) / rate >= WORTH_SECONDS
+
+    def _write_reused(self, context: AgentBlocks) -> None:
+        """Write a context of the tree of which a second prompt has reused more than any tier below was given."""
+        if self._keep == "worth" and self._pages:
+            self._tree.mark_stored(context)
+            self._pool.share(context.block_ids, context.agent_id)
+            self._tally.count("unnamed_written")
+            self._flusher.publish(context, None, named=False)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Whether a full block of the prompt is not in the first `reach` tokens; its last token never has to be."""
@@ -441,11 +475,13 @@ class AgentCacheStore:
         if blocks is None or loaded.tier not in ("page", "cold"):
             return
         full = len(blocks) % self.spec.block_tokens == 0
-        anybodys = loaded.tier == "page" and full and tokens and blocks.tokens == tuple(tokens[: len(blocks)])
+        of_prompt = full and tokens and blocks.tokens == tuple(tokens[: len(blocks)])
+        anybodys = loaded.tier == "page" and (of_prompt or not loaded.own)
         with self._changed:
             if self._unchanged.get(blocks.agent_id) is not unchanged:
                 return
             adopted = self._tree.adopt(blocks)
+            self._tree.mark_stored(adopted)
             entry = self._hot.look(blocks.agent_id)
             if unchanged and not anybodys and not (entry and entry.owed):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import redis
@@ -63,8 +64,8 @@ class Unnamed:
 
 
 @contextmanager
-def unnamed(kind: str, url: str | None = None, **limits: int) -> Iterator[Unnamed]:
-    engine = Unnamed(family(kind, block_tokens=BLOCK), BlockPool(), CacheConfig(**limits), url)
+def unnamed(kind: str, url: str | None = None, **config: Any) -> Iterator[Unnamed]:
+    engine = Unnamed(family(kind, block_tokens=BLOCK), BlockPool(), CacheConfig(**config), url)
     yield engine
     engine.close()
 
@@ -152,7 +153,7 @@ def test_an_engine_that_takes_over_reuses_what_the_first_one_would(
     with unnamed(kind) as uninterrupted:
         for _ in range(5):
             prompts = [context + some(rng, 30, 200) for context in contexts]
-            with unnamed(kind, server.url) as engine:
+            with unnamed(kind, server.url, keep="all") as engine:
                 engine.store.prefilled(1000, 10)  # computing is slow, so all that is stored is fetched
                 answers = engine.ask(*prompts)
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in uninterrupted.ask(*prompts)]
@@ -171,9 +172,24 @@ def test_a_prompt_asked_again_after_a_restart_computes_little(
     prompts = [some(rng, count, count) for count in (20, BLOCK - 1, 2 * BLOCK + 7, 3 * BLOCK)]
     said = []
     for _ in range(2):
-        with unnamed(kind, server.url) as engine:
+        with unnamed(kind, server.url, keep="all") as engine:
             engine.store.prefilled(1000, 10)
             answers = engine.ask(*prompts)
             said.append([answer.tokens for answer in answers])
     assert said[0] == said[1]
     assert [answer.reuse.tokens for answer in answers] == [len(prompt) - 1 for prompt in prompts]
+
+
+def test_one_time_prompts_with_a_common_beginning_store_it_once(server: RunningServer, client: redis.Redis) -> None:
+    """Computing them takes little, so their ends are not stored."""
+    rng = random.Random(9)
+    system = some(rng, 150, 150)
+    with unnamed("llama", server.url) as engine:
+        engine.store.prefilled(10_000_000, 1)
+        for _ in range(10):
+            engine.ask(*([*system, *some(rng, 5, 40)] for _ in range(4)))
+        metrics = engine.store.metrics()
+        assert metrics.unnamed_left > 40
+        assert metrics.unnamed_written <= 4
+    with unnamed("llama", server.url) as engine:
+        assert engine.ask([*system, *some(rng, 5, 40)])[0].reuse.tokens >= 150

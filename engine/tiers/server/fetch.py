@@ -196,6 +196,7 @@ class Fetch:
             self.report.missed("pool")
             return
         self._received = Receiver(self._lookup, plan, digests)
+        self.report.own = plan.own
         with span("kvpage.fetch") as seen:
             try:
                 await self._received.receive()

@@ -53,6 +53,7 @@ class FetchReport:
     nbytes: int = 0  # received
     seconds: float = 0.0  # all of it
     reach: int = 0  # tokens of the prompt that need not be computed, once it is done
+    own: bool = False  # whether the last block is of the agent's own context
 
     def missed(self, why: str) -> None:
         """Note a reason why less was found."""

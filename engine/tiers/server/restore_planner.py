@@ -7,7 +7,7 @@ prompt to compute, since a state cannot be cut back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from engine.memory.prefix import ROOT, chain_hashes, common_prefix
@@ -24,6 +24,7 @@ class Plan:
     blocks: tuple[BlockPlace, ...]  # in order, without gaps
     states: tuple[BlockPlace, ...]  # the furthest first; one of them is needed; () if no layer carries a state
     reach: int  # tokens of the prompt that needn't be computed
+    own: bool = False  # whether the last block is of the agent's own context, and not of the prompt or of another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class Offer:
             if branch.block.seal in digests and len(stored) >= branch.before:
                 blocks = [*stored[: branch.before], branch.block]
                 most = min(limit, branch.common)
-                plans.append(self._plan(branch.tokens, blocks, digests, most, branch.common, branch.states))
+                plan = self._plan(branch.tokens, blocks, digests, most, branch.common, branch.states)
+                plans.append(replace(plan, own=branch is self._own))
         return max(plans, key=lambda plan: plan.reach)
 
     def _plan(

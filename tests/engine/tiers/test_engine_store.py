@@ -690,6 +690,53 @@ contexts = st.builds(
 )
 
 
+def unnamed(store: AgentCacheStore, pool: BlockPool, tokens: tuple[int, ...]) -> int:
+    """A prompt without a name: how many tokens of it are found. Its context is published."""
+    loaded = store.begin_load("anon", tokens, named=False).result()
+    if loaded.blocks:
+        pool.free(loaded.blocks.block_ids, "anon")
+    context = made(pool, "anon", tokens)
+    store.publish(context)
+    pool.free(context.block_ids, "anon")
+    return loaded.reach
+
+
+def test_a_context_without_a_name_is_written_if_it_is_worth_it(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    store = stores()
+    store.prefilled(10_000, 10)  # 60 tokens take 0.06 s
+    assert unnamed(store, pool, TOKENS) == 0
+    store.flush_dirty()
+    elsewhere = stores()
+    assert recalled(elsewhere, pool, "bob", (*TOKENS, 95)) == ("none", 0), "used once, and soon computed"
+    assert unnamed(store, pool, (*TOKENS[:30], *some_tokens(9, 20))) == 30
+    store.flush_dirty()
+    assert recalled(elsewhere, pool, "bob", (*TOKENS[:30], 95)) == ("page", 30), "a second prompt has reused it"
+    assert recalled(elsewhere, pool, "carol", (*TOKENS[:30], *some_tokens(9, 20), 95)) == ("prefix", 30)
+    assert [info.agent_id for info in elsewhere.agents()] == [], "nobody has a context of their own"
+    metrics = store.metrics()
+    assert (metrics.unnamed_written, metrics.unnamed_left) == (1, 2)
+    store.prefilled(10, 10_000)
+    assert unnamed(store, pool, some_tokens(10, 40)) == 0
+    store.flush_dirty()
+    assert recalled(elsewhere, pool, "bob", some_tokens(10, 41)) == ("page", 40), "computing takes long"
+
+
+@pytest.mark.parametrize(("keep", "found"), [("all", 40), ("named", 0)])
+def test_which_contexts_are_written_can_be_said(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, keep: str, found: int
+) -> None:
+    store = stores(keep=keep)
+    store.prefilled(10_000_000, 1)
+    for _ in range(2):
+        unnamed(store, pool, TOKENS[:40])
+    store.flush_dirty()
+    assert recalled(stores(), pool, "bob", TOKENS) == (("page", found) if found else ("none", 0))
+    with pytest.raises(ValueError, match="keep is one of all, worth, named, got 'some'"):
+        CacheConfig(keep="some")  # type: ignore[arg-type]
+
+
 class Remembering(RuleBasedStateMachine):
     """Everything that can be done to a store, in any order, beside a dict that says what it must remember."""
 
