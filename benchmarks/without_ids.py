@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     quick = parser.parse_args(arguments).quick
     with ExitStack() as stack:
         places = [stack.enter_context(TemporaryDirectory()) for _ in range(3)]
-        findings = asked_again(places[0], *((2, 200) if quick else (8, 1200)))
+        findings = asked_again(places[0], *((2, 200) if quick else (8, 1460)))
         findings += growing(places[1], *((1, 3, 60) if quick else (2, 8, 120)))
         findings.append(saving(places[2], 200, 2 if quick else 15))
     show(findings, INTRO)

@@ -73,6 +73,7 @@ class AgentEngine:
         continues: bool = False,
         logprobs: int = 0,
         keep: bool = True,
+        label: str = "",
         on_token: TokenReceiver | None = None,
         on_done: Callable[[Answer], None],
         on_error: Callable[[Exception], None],
@@ -81,7 +82,7 @@ class AgentEngine:
 
         Tokens found in the agent's last context, or in any other context of its tenant, are loaded and not computed.
         With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
-        only, and its context is shared without a name.
+        only, and its context is shared without a name. Then `label` is how `kvpage ls` shows it.
 
         The other arguments, and the errors given to `on_error`, are those of the batch's `submit`. A prompt waits while
         the pool is full: PoolExhaustedError means that the whole pool is too small.
@@ -93,7 +94,7 @@ class AgentEngine:
             "continues": continues,
             "logprobs": logprobs,
         }
-        job = Job(next(self._uids), agent_id, (), options, keep, on_token, on_done, on_error)
+        job = Job(next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error)
         job.span.set(agent=agent_id, model=self._batch.spec.model_id)
         try:
             job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
@@ -293,7 +294,7 @@ class AgentEngine:
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
                 claim, job.claim = job.claim, None  # the store releases it when the server has the blocks
-                store.publish(blocks, claim, named=job.keep)
+                store.publish(blocks, claim, label=None if job.keep else job.label)
             self._release(job)
 
         return publish
@@ -314,8 +315,10 @@ class AgentEngine:
         if self._store and not done.error:
             self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
         if self._store and done.blocks.blocks:
-            keep = self._store.save if job.keep else self._store.publish
-            keep(done.blocks)
+            if job.keep:
+                self._store.save(done.blocks)
+            else:
+                self._store.publish(done.blocks, label=job.label)
         self._batch.pool.free(done.blocks.block_ids, job.agent_id)
         _see(job, done, answer.reuse)
         if done.error:

@@ -49,6 +49,7 @@ class JobProgress:
     uid: int
     agent_id: str
     kept: bool  # its context will be
+    label: str  # how to show it to people if it is not
     stage: Stage
     prompt: int  # tokens
     reused: int  # of them, found so far
@@ -83,6 +84,7 @@ class Job:
     tokens: tuple[int, ...]
     options: dict[str, Any]  # of the batch's submit
     keep: bool
+    label: str  # how to show the context to people if it is not kept
     on_token: TokenReceiver | None
     on_done: Callable[[Answer], None]
     on_error: Callable[[Exception], None]
@@ -113,6 +115,7 @@ class Job:
             uid=self.uid,
             agent_id=self.agent_id,
             kept=self.keep,
+            label=self.label,
             stage=self.stage,
             prompt=len(self.tokens),
             reused=loaded.reach if loaded else 0,

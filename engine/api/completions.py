@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +28,8 @@ async def chat(request: Request) -> Response:
     logprobs = body.top_logprobs if body.logprobs else None
     tokens = await unless_gone(request, prompts.of_chat(body))
     prompt, given = _prompt(service, request, tenant, body, tokens, body.limit, logprobs, continues=prompts.keeps_space)
+    first = next((message.content for message in body.messages if message.role == "user"), None)
+    prompt = replace(prompt, label=service.label(first or ""))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     reader = Reader(prompts.markup, tokens, tools, several=body.parallel_tool_calls)
     likelihoods = None if logprobs is None else ChatLikelihoods(prompts.token_text, logprobs)
@@ -43,6 +46,7 @@ async def complete(request: Request) -> Response:
     prompts = service.prompts
     tokens = await unless_gone(request, prompts.of_text(body.prompt))
     prompt, given = _prompt(service, request, tenant, body, tokens, body.max_tokens, body.logprobs)
+    prompt = replace(prompt, label=service.label(body.prompt if isinstance(body.prompt, str) else ""))
     likelihoods = None if body.logprobs is None else TextLikelihoods(prompts.token_text, tokens, body.logprobs)
     shape = TextShape(_envelope(service, body, given), likelihoods)
     return await answer(service, request, service.ask(prompt), shape, body)

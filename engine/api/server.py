@@ -49,6 +49,7 @@ def run(
     origins: Sequence[str],
     grace: float,
     sanitize: bool,
+    hash_labels: bool,
     tell: Callable[[str], object],
 ) -> int:
     """Serve until a signal. Returns 0, or 1 if a context could not be saved or the engine failed.
@@ -61,7 +62,8 @@ def run(
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     worker = EngineThread(lambda: Engine.open(options, tell))
-    service = Service(worker, name or model_name(options.model), tokens, limits, sanitize=sanitize)
+    model = name or model_name(options.model)
+    service = Service(worker, model, tokens, limits, sanitize=sanitize, hash_labels=hash_labels)
     door = Door(
         limits.connections,
         limits.for_each,

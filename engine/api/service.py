@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from engine.api.watching import Watching
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.startup import Engine
 
+LABEL_TEXT, LABEL_LETTERS = 1000, 60  # of a text, to look for words in it, and of a label
 BODY_SECONDS = 30.0  # for a client to send a body
 SHORT_BODY_BYTES = 4096  # of a body that is parsed at once, in a fraction of a millisecond
 
@@ -43,9 +45,17 @@ class Service:
     """One model, served."""
 
     def __init__(
-        self, worker: EngineThread, model_id: str, tokens: Tokens, limits: Limits, *, sanitize: bool = False
+        self,
+        worker: EngineThread,
+        model_id: str,
+        tokens: Tokens,
+        limits: Limits,
+        *,
+        sanitize: bool = False,
+        hash_labels: bool = False,
     ) -> None:
-        """With `sanitize`, control tokens in the content of users and tools are encoded as text."""
+        """With `sanitize`, control tokens in the content of users and tools are encoded as text. With `hash_labels`,
+        contexts without a name are shown by a hash, and not by their first words."""
         self.worker = worker
         self.model_id = model_id
         self.tokens = tokens
@@ -54,6 +64,7 @@ class Service:
         self.watching = Watching(worker)
         self.closing = False
         self._sanitize = sanitize
+        self._hash_labels = hash_labels
         self._parser = ThreadPoolExecutor(1, "bodies")
         self._engine: Engine | None = None
         self._prompts: Prompts | None = None
@@ -157,11 +168,19 @@ class Service:
                 return tenant.agent(given, param), given
         return tenant.agent(f"anon-{uuid.uuid4().hex}", "agent_id"), None
 
+    def label(self, text: str) -> str:
+        """How to show a context without a name to people, which begins with this text of a user."""
+        words = " ".join(text[:LABEL_TEXT].split())
+        if not words or not self._hash_labels:
+            return words[:LABEL_LETTERS]
+        return "#" + hashlib.blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
+
     def answered(self, generation: Generation) -> None:
         """Count and show a complete answer."""
         assert generation.answer
         self.metrics.answered(generation.answer, generation.prompt.agent_id)
-        self.watching.answered(generation.answer, kept=generation.prompt.keep)
+        prompt = generation.prompt
+        self.watching.answered(generation.answer, kept=prompt.keep, label=prompt.label)
 
     def ask(self, prompt: Prompt) -> Generation:
         """Queue a prompt. Raises ApiError if the queue is full and the tenant has its share of it already."""

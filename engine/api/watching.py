@@ -36,7 +36,8 @@ class Answered:
 
     number: int  # among its tenant's: nobody is told how much others ask
     at: float  # unix seconds
-    agent: str | None  # as its tenant calls it; None for nobody's
+    agent: str | None  # as its tenant calls it; None without a name
+    label: str  # the first words of a prompt without a name, or a hash
     prompt: int  # tokens
     reused: int
     tier: str
@@ -80,8 +81,8 @@ class Watching:
         self._again = 0.0  # time.monotonic(): when agents are asked for
         self._asking: dict[str, asyncio.Task[None]] = {}
 
-    def answered(self, answer: Answer, *, kept: bool) -> None:
-        """Remember it for a while; `kept`: it is an agent's."""
+    def answered(self, answer: Answer, *, kept: bool, label: str) -> None:
+        """Remember it. If it is `kept`, it has an agent's name. Otherwise it is shown by its `label`."""
         tenant = Tenant(tenant_of(answer.agent_id))
         seen = self._tenants.setdefault(tenant.name, _Tenancy())
         reuse, totals = answer.reuse, seen.totals
@@ -94,6 +95,7 @@ class Watching:
                 totals.answers,
                 time.time(),
                 tenant.given(answer.agent_id) if kept else None,
+                "" if kept else label,
                 answer.prompt_tokens,
                 reuse.tokens,
                 reuse.tier,

@@ -47,6 +47,7 @@ class Prompt:
     stop: Sequence[str] = ()
     continues: bool = True  # whether its answer keeps a first space
     logprobs: int = 0
+    label: str = ""  # how to show a context without a name to people
 
 
 @dataclass(slots=True, eq=False)
@@ -261,6 +262,7 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             continues=prompt.continues,
             logprobs=prompt.logprobs,
             keep=prompt.keep,
+            label=prompt.label,
             on_token=generation.tell,
             on_done=generation.tell,
             on_error=generation.tell,

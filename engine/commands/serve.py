@@ -39,6 +39,12 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="take texts such as <|im_end|> in the content of users and tools as text, not as the model's tokens",
     )
+    add(
+        "--labels",
+        choices=("words", "hash"),
+        default="words",
+        help="show a context without a name by its user's first words, or by a hash of them (default: %(default)s)",
+    )
     add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")
     add("--max-queue", type=count, default=64, metavar="N", help="requests running or waiting (default: %(default)s)")
@@ -70,7 +76,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
             args.max_from_address,
         )
         asked = {"host": args.host, "name": args.name, "origins": args.allow_origin, "grace": args.grace, "tell": tell}
-        asked["sanitize"] = args.sanitize_control_tokens
+        asked |= {"sanitize": args.sanitize_control_tokens, "hash_labels": args.labels == "hash"}
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
             code = run(options(args), listener, tokens, limits, **asked)

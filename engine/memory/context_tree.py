@@ -32,6 +32,7 @@ class _Node:
     block: KVBlock
     used: float = 0.0  # time.monotonic()
     stored: bool = False  # it was given to a tier below memory
+    label: str = ""  # how to show it to people, if it has no name and is not stored
 
     @property
     def key(self) -> bytes:
@@ -134,6 +135,16 @@ class ContextTree:
         for name in self.names(context.agent_id, context.tokens):
             if node := self._nodes.get(name):
                 node.stored = True
+
+    def label(self, context: AgentBlocks, label: str) -> None:
+        """Note how to show a context to people if it is stored later."""
+        if node := self._nodes.get(self.names(context.agent_id, context.tokens)[-1]):
+            node.label = label
+
+    def label_of(self, context: AgentBlocks) -> str:
+        """How to show a context of the tree to people; empty if that is not known."""
+        node = self._nodes.get(self.names(context.agent_id, context.tokens)[-1])
+        return node.label if node else ""
 
     @property
     def idle(self) -> float | None:

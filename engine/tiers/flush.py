@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from engine.memory.blocks import AgentBlocks
@@ -23,6 +24,15 @@ Save = Callable[[AgentBlocks], int | None]  # bytes written; None when it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons that ServerConnection logs
 RETRY_SECONDS = 1.0  # before a tier that failed is tried again
 IDLE_SECONDS = 5.0  # without use, before a context is written to its file
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A context to be written without a name. It holds references on its blocks."""
+
+    context: AgentBlocks
+    label: str | None  # see `AgentCacheStore.publish`
+    over: Callable[[], object] | None = None  # called when it is written, or will not be
 
 
 class Flusher:
@@ -52,7 +62,7 @@ class Flusher:
         self._tally = tally
         self._max_prompt_bytes = max_prompt_bytes
         self._save: dict[Below, Save] = {}
-        self._prompts: deque[tuple[AgentBlocks, Callable[[], object] | None, bool]] = deque()
+        self._prompts: deque[Publication] = deque()
         self._pages = pages
         self._failures: dict[Below, Callable[[], str | None]] = {}  # the reason for which a tier's last save failed
         self._reported: set[Below] = set()  # tiers whose failure is logged
@@ -85,21 +95,19 @@ class Flusher:
         with self._writing:
             yield
 
-    def publish(self, context: AgentBlocks, over: Callable[[], object] | None, *, named: bool) -> None:
-        """Write the blocks of a prompt before anything else. `over` is called when that has ended, well or not.
+    def publish(self, publication: Publication) -> None:
+        """Write the blocks of a prompt before anything else.
 
         Skipped while the server fails or too much waits already. Takes over the caller's references.
         """
         with self._changed:
-            waiting = sum(block.nbytes for prompt, *_ in self._prompts for block in prompt.blocks)
+            waiting = sum(block.nbytes for prompt in self._prompts for block in prompt.context.blocks)
             full = waiting >= self._max_prompt_bytes
             if "page" in self._save and "page" not in self._failed and not full and not self._closed:
-                self._prompts.append((context, over, named))
+                self._prompts.append(publication)
                 self._changed.notify_all()
                 return
-        self._pool.free(context.block_ids, context.agent_id)
-        if over:
-            over()
+        self._give_up(publication)
 
     def flush(self, agent_id: str | None = None) -> None:
         """Write all dirty contexts to all their tiers before returning. With an agent, write its context alone, even a
@@ -154,23 +162,29 @@ class Flusher:
             with self._changed:
                 if not self._prompts:
                     return False
-                context, over, named = self._prompts.popleft()
+                publication = self._prompts.popleft()
                 in_vain = self._failed.get("page", 0.0) > time.monotonic()
             if in_vain:
-                self._pool.free(context.block_ids, context.agent_id)
-            elif self._try("page", partial(self._publish_one, named), context) is None:
+                self._give_up(publication)
+                return True
+            if self._try("page", partial(self._publish_one, publication.label), publication.context) is None:
                 with self._changed:
                     self._failed["page"] = time.monotonic() + RETRY_SECONDS
             else:
                 self._tally.count("published")
-        if over:
-            over()
+        if publication.over:
+            publication.over()
         return True
 
-    def _publish_one(self, named: bool, context: AgentBlocks) -> int | None:
+    def _publish_one(self, label: str | None, context: AgentBlocks) -> int | None:
         assert self._pages
-        saved = self._pages.publish(context, named=named)
+        saved = self._pages.publish(context, label=label)
         return saved.nbytes if saved else None
+
+    def _give_up(self, publication: Publication) -> None:
+        self._pool.free(publication.context.block_ids, publication.context.agent_id)
+        if publication.over:
+            publication.over()
 
     def _due(self) -> tuple[str, Below] | None:
         """The agent whose context is to be written now, and the tier."""

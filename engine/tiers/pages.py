@@ -7,6 +7,7 @@ The keys::
     seal:{chain hash}, state:{chain hash}        the digest of either, written after it: it is complete
     manifest:{agent}:{fingerprint}               tokens and names, of one model, written last of all
     refs:{chain hash}                            how many manifests name it
+    label:{chain hash}                           how to show a block of a context without a name to people
     tails:{chain hash}                           the blocks with which contexts without a name go on after it
     claim:{chain hash}                           who computes it at the moment
 
@@ -40,7 +41,7 @@ from engine.tiers.server.cost_model import Rates
 from engine.tiers.server.fetch import Fetch
 from engine.tiers.server.lookup import FetchRequest, Remote
 from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
-from engine.tiers.server.reference_counts import MakesManifest
+from engine.tiers.server.reference_counts import MakesManifest, label_key
 from engine.tiers.server.tails import least_tail
 from kvpage_server.client import Refused
 from kvpage_server.client.cluster.plan import GONE
@@ -196,31 +197,35 @@ class PageTier:
             self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))
         )
 
-    def publish(self, context: AgentBlocks, *, named: bool = False) -> Saved | None:
+    def publish(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
         """Store a context without a name, for all prompts with this beginning. The agent's manifest stays.
 
-        A last block of a few tokens is left out (see `least_tail`). Of a `named` agent's context only the full blocks
-        are stored, and no record names them: `delete` could not remove their tokens from it.
+        A last block of a few tokens is left out (see `least_tail`). `label` is how `kvpage ls` shows the context. It is
+        None for a named agent's context: then only the full blocks are stored, and no record names them, since `delete`
+        could not remove their tokens from it.
         """
         context.validate(self._spec)
         size = self._spec.block_tokens
         full = len(context) // size * size
-        if named or len(context) - full < least_tail(self._spec):
+        if label is None or len(context) - full < least_tail(self._spec):
             context = replace(context, tokens=context.tokens[:full], blocks=context.blocks[: full // size])
         if not context.blocks:
             return Saved(0, 0, 0)
-        states = () if named else context.stored_states
+        states = () if label is None else context.stored_states
         manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec, states)
         parts = self._parts(context, manifest)
-        return self._saved(self._write(parts) if named else self._publish(manifest, parts))
+        return self._saved(self._write(parts) if label is None else self._publish(manifest, parts, label))
 
-    async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
+    async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str) -> Saved:
         saved = await self._write(parts)
         if not saved.whole:
             return saved
         try:
             if await tails.record(self._connection, self._layout, self._spec, manifest, saved.places):
                 await self._write(parts)  # what another engine deleted before the record named it
+            if label:
+                written = [place for place in saved.places if not place.of_state]
+                await self._connection.write({label_key(place.tagged): label for place in written})
         except OUTAGES as error:
             if not self._connection.several or isinstance(error, Refused):
                 raise

@@ -29,7 +29,7 @@ from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.flush import Flusher
+from engine.tiers.flush import Flusher, Publication
 from engine.tiers.hot import Below, CacheEntry, HotTier
 from engine.tiers.loading import Found, Loaded, Loading, Wanted, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally, Tier
@@ -162,9 +162,10 @@ class AgentCacheStore:
             self._tree.mark_stored(adopted)
             self._take_up(adopted)
 
-    def publish(self, context: AgentBlocks, claim: Claim | None = None, *, named: bool = False) -> None:
+    def publish(self, context: AgentBlocks, claim: Claim | None = None, *, label: str | None = "") -> None:
         """Share a context that has no name, or the beginning of one whose answer is not complete. Release `claim` when
-        it is written. Of a `named` agent's context only the full blocks are written: the rest is saved with its name.
+        it is written. `label` is how it is shown to people; None for a named agent's context, of which only the full
+        blocks are written: the rest is saved with its name.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing what is
         not stored yet takes WORTH_SECONDS, or another prompt has reused it.
@@ -174,15 +175,17 @@ class AgentCacheStore:
         context.validate(self.spec)
         with self._changed:
             adopted = self._tree.adopt(context)
-            written = named or self._is_worth(adopted)
+            written = label is None or self._is_worth(adopted)
             if written:
                 self._tree.mark_stored(adopted)
+            elif label:
+                self._tree.label(adopted, label)
         if claim:
             claim.published()
-        if not named and self._pages:
+        if label is not None and self._pages:
             self._tally.count("unnamed_written" if written else "unnamed_left")
         if written:
-            self._flusher.publish(adopted, claim.release if claim else None, named=named)
+            self._flusher.publish(Publication(adopted, label, claim.release if claim else None))
             return
         self._pool.free(adopted.block_ids, adopted.agent_id)
         if claim:
@@ -457,7 +460,7 @@ class AgentCacheStore:
             self._tree.mark_stored(context)
             self._pool.share(context.block_ids, context.agent_id)
             self._tally.count("unnamed_written")
-            self._flusher.publish(context, None, named=False)
+            self._flusher.publish(Publication(context, self._tree.label_of(context)))
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Whether a full block of the prompt is not in the first `reach` tokens; its last token never has to be."""

@@ -122,7 +122,8 @@ def _requests(requests: tuple[OtherRequest, ...]) -> Table:
     table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1, drop=("in memory", "blocks"))
     for request in requests:
         sizes = as_size(request.bytes), as_size(request.memory)
-        table.add_row(readable(request.req_id), f"{request.blocks:,}", f"{request.pages:,}", *sizes)
+        name = readable(request.label, _MOST_LETTERS) if request.label else readable(request.req_id)
+        table.add_row(name, f"{request.blocks:,}", f"{request.pages:,}", *sizes)
     return table
 
 
@@ -167,6 +168,7 @@ def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
             {
                 "url": args.home(request.req_id),
                 "request": request.req_id,
+                "label": request.label,
                 "blocks": request.blocks,
                 "pages": request.pages,
                 "bytes": request.bytes,

@@ -14,9 +14,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from kvpage_server.observe import manifests
 from kvpage_server.observe.asking import Command, Reading, parts_of, refused
@@ -30,6 +30,7 @@ MOST_READ = 16 << 20  # bytes of manifests of which HEAD_BYTES are too few, in a
 MOST_NAMED = 500_000  # blocks that manifests name, in all
 _SOME = 64  # manifests that are read at a time, HEAD_BYTES of each
 MOST_PREFIXES = 100
+MOST_LABEL = 240  # bytes of a label
 MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
 
 
@@ -114,13 +115,15 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class OtherRequest:
-    """A request that no manifest names: another client's pages, or blocks that were left behind."""
+    """A request that no manifest names: another client's pages, or blocks that were left behind. Blocks of contexts
+    without a name are one request for each label, under the name of one of them."""
 
     req_id: bytes
     blocks: int
     pages: int
     bytes: int
     memory: int
+    label: str = ""  # the first words of a context without a name, or a hash, as its engine has stored them
 
 
 class KnownManifest(NamedTuple):
@@ -345,11 +348,32 @@ def _requests(
         del known[name]
     asked = [*islice(known, REFRESHED), *(name for name in names[:most] if name not in known)]
     answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in asked]
-    for name, answer in zip(asked, answers, strict=True):
+    labels = yield [[b"GETRANGE", b"label:" + name, 0, MOST_LABEL - 1] for name in asked]
+    for name, answer, label in zip(asked, answers, labels, strict=True):
         known.pop(name, None)
         for total in parts_of(answer):
-            known[name] = OtherRequest(name, *(total[what] for what in ("blocks", "pages", "bytes", "memory")))
-    return [*known.values()]
+            sizes = (total[what] for what in ("blocks", "pages", "bytes", "memory"))
+            said = label.decode(errors="replace") if _is_label(label) else ""
+            known[name] = replace(OtherRequest(name, *sizes), label=said)
+    return _by_label(known.values())
+
+
+def _is_label(answer: Any) -> TypeGuard[bytes]:
+    """Whether it is one: a user who may not read it gets an error."""
+    return isinstance(answer, bytes)
+
+
+def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:
+    """The requests, those with the same label as one."""
+    found: dict[str | bytes, OtherRequest] = {}
+    for one in requests:
+        key = one.label or one.req_id
+        if (other := found.get(key)) is None:
+            found[key] = one
+            continue
+        sizes = (getattr(one, what) + getattr(other, what) for what in ("blocks", "pages", "bytes", "memory"))
+        found[key] = replace(OtherRequest(other.req_id, *sizes), label=one.label)
+    return [*found.values()]
 
 
 def _owners(found: Iterable[Manifest]) -> dict[bytes, tuple[str, ...]]:

@@ -122,7 +122,7 @@ def _agent(agent: Agent) -> Shown:
 
 def _request(request: OtherRequest) -> Shown:
     return {
-        "id": text(request.req_id),
+        "id": request.label or text(request.req_id),
         "blocks": request.blocks,
         "pages": request.pages,
         "bytes": request.bytes,

@@ -97,6 +97,26 @@ def test_an_engine_killed_in_the_middle_of_a_save_leaves_the_old_context_or_the_
     assert answer["reused"] in {700, 768, 1024, 1280, 1536, 1700}
 
 
+@pytest.mark.parametrize("moment", [0.002, *(pytest.param(i / 1000, marks=pytest.mark.soak) for i in range(0, 30, 3))])
+def test_an_engine_killed_while_it_stores_a_context_without_a_name_costs_no_text(
+    running: RunningServer, engines: list[EngineProcess], moment: float
+) -> None:
+    """Killed so many seconds after the second of two turns. Another engine finds a part of it, and says the same."""
+    old = TOKENS[round(moment * 1000) + 40 :][:650]
+    with start_engines(1, running.url) as (victim,):
+        said = victim.complete("anon-1", old)["tokens"]
+        victim.flush()
+        new = [*old, *said, *TOKENS[1300:1700]]
+        said = victim.complete("anon-2", new)["tokens"]
+        time.sleep(moment)
+        victim.kill()
+    prompt = [*new, *said, 5]
+    answer = engines[0].complete("anon-3", prompt)
+    assert answer["tokens"] == greedy(prompt)
+    assert 650 <= answer["reused"] < len(prompt)
+    assert engines[1].complete("anon-4", prompt)["tokens"] == answer["tokens"]
+
+
 def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tmp_path: Path) -> None:
     """Killed as alice is being answered and bob asks; what they said then is written to the next one."""
     port = free_port()

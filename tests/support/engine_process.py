@@ -3,7 +3,8 @@
 Run as ``python -m engine_process MODEL STORE_URL [COLD_DIRECTORY]``; MODEL is a directory, ``tiny`` or ``adapted``; a
 load takes RESTORE_WITHIN seconds at most, from the environment. It is told:
 
-    {"id": 1, "agent": "alice", "tokens": [...], "max_tokens": 8}   to be answered; each token is told, too
+    {"id": 1, "agent": "alice", "tokens": [...], "max_tokens": 8}   to be answered; each token is told, too; an agent
+                                                                    "anon-..." has no name
     {"flush": true}                                                 all that is dirty is written
     {"adapter": 1}                                                  what runs is answered, then the model is another
 """
@@ -61,9 +62,8 @@ def main() -> None:
             self.pool = BlockPool(256)
             self.pages = PageTier(url, spec, self.pool, restore_within=within)
             cold = SafetensorsCacheAdapter(spec, self.pool, Path(directories[0])) if directories else None
-            self.store = AgentCacheStore(
-                spec, self.pool, pages=self.pages, cold=cold, config=CacheConfig(restore_within=within)
-            )
+            config = CacheConfig(keep="all", restore_within=within)
+            self.store = AgentCacheStore(spec, self.pool, pages=self.pages, cold=cold, config=config)
             self.engine = AgentEngine(BlockPoolBatchEngine(model, tokenizer, spec, self.pool), self.store)
 
         def submit(self, asked: dict[str, Any]) -> None:
@@ -72,6 +72,7 @@ def main() -> None:
                 asked["agent"],
                 asked["tokens"],
                 max_tokens=asked["max_tokens"],
+                keep=not asked["agent"].startswith("anon-"),
                 on_token=lambda token: say(id=number, token=token.token),
                 on_done=lambda answer: say(
                     id=number,

@@ -104,7 +104,7 @@ function showFirst() {
     x: answer.prompt,
     y: answer.first_seconds,
     kind: answer.reused ? answer.tier : "none",
-    title: `${answer.agent ?? "no agent"}: ${seconds(answer.first_seconds)} for ${plural(answer.prompt, "token")}, `
+    title: `${answer.agent ?? (answer.label || "no agent")}: ${seconds(answer.first_seconds)} for ${plural(answer.prompt, "token")}, `
       + `${count(answer.reused)} reused`,
   }));
   const kinds = ["computed", "restored"].map((word) => [word, word === "computed" ? computed() : restored()]);
@@ -135,7 +135,7 @@ function showBatch() {
   at("batch-box").hidden = !running.length;
   list(at("batch"), running, (each) => each.uid, (each) =>
     el("tr", {},
-      el("td", {}, name(each.agent_id)),
+      el("td", {}, name(each.agent_id ?? (each.label || null))),
       el("td", { class: "soft" }, each.said ? "answers" : DOING[each.stage]),
       meter(prompt(each), `${count(each.reused)} of ${count(each.prompt)}`),
       el("td", { class: "num" }, plural(each.said, "token")),
@@ -148,7 +148,7 @@ function showAnswers() {
   at("answers-box").hidden = !shown.length;
   list(at("answers"), shown, (answer) => answer.number, (answer) =>
     el("tr", {},
-      el("td", {}, name(answer.agent)),
+      el("td", {}, name(answer.agent ?? (answer.label || null))),
       meter(prompt(answer), `${count(answer.reused)} of ${count(answer.prompt)}`),
       el("td", {}, chip(answer.reused ? answer.tier : "none")),
       el("td", { class: "num" }, seconds(answer.first_seconds)),

@@ -121,7 +121,12 @@ async def bury(connection: ServerConnection, names: Sequence[str]) -> None:
 
 def forget_block(name: str) -> Question:
     """Delete what is stored of a block besides its pages."""
-    return Question(["DEL", f"seal:{name}", f"state:{name}", count_key(name)], integer)
+    return Question(["DEL", f"seal:{name}", f"state:{name}", label_key(name), count_key(name)], integer)
+
+
+def label_key(name: str) -> str:
+    """Where it is said how to show a block of a context without a name to people."""
+    return f"label:{name}"
 
 
 def count_key(name: str) -> str:

@@ -26,7 +26,7 @@ from engine.memory.prefix import chain_hash, common_prefix, root_of
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, sealed, unsealed
-from engine.tiers.server.reference_counts import count_key
+from engine.tiers.server.reference_counts import count_key, label_key
 from kvpage_server.bounded import json_bounds
 from kvpage_server.client.questions import Question, integer, ok, text
 from kvpage_server.page import unix_ms
@@ -228,6 +228,9 @@ async def _delete(connection: ServerConnection, place: BlockPlace) -> None:
     def change(references: bytes | None) -> list[Question]:
         if references not in (None, b"0"):
             return []
-        return [connection.server.words.delete(name, (page,)), Question(["DEL", place.seal], integer)]
+        return [
+            connection.server.words.delete(name, (page,)),
+            Question(["DEL", place.seal, label_key(place.tagged)], integer),
+        ]
 
     await connection.transaction([count], Question(["GET", count], text), change)

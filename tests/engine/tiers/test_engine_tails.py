@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from homes import Home, homes_and_tiers
 from pools import pool_of
 from proxy import start_proxy
 from servers import RunningServer
+from test_kvpage_cli import kvpage
 from waiting import PATIENCE
 
 from engine.memory.blocks import block_names
@@ -26,10 +28,10 @@ pool = pool_of(4096)
 home, tier, other = homes_and_tiers()
 
 
-def publish(tier: PageTier, tokens: tuple[int, ...], agent_id: str = "anon") -> Saved | None:
+def publish(tier: PageTier, tokens: tuple[int, ...], agent_id: str = "anon", label: str = "") -> Saved | None:
     context = made(tier._remote.pool, agent_id, tokens)
     try:
-        return tier.publish(context)
+        return tier.publish(context, label=label)
     finally:
         tier._remote.pool.free(context.block_ids, agent_id)
 
@@ -206,9 +208,26 @@ def test_engines_that_write_the_same_blocks_at_once_leave_them_all_found(
 
 def test_the_tokens_of_a_named_agent_are_in_no_record(tier: PageTier, home: Home) -> None:
     context = made(tier._remote.pool, "alice", TOKENS)
-    tier.publish(context, named=True)
+    tier.publish(context, label=None)
     tier.save(context)
     tier._remote.pool.free(context.block_ids, "alice")
     assert not home.keys("tails:*")
     assert tier.delete("alice")
     assert home.keys() <= {f"seal:{name}" for name in home.tagged(TOKENS, SPEC)}
+
+
+def test_kvpage_shows_a_context_without_a_name_by_its_label(tier: PageTier, home: Home) -> None:
+    publish(tier, TOKENS[:13], label="What is the capital of France?")
+    publish(tier, TOKENS[:21], label="What is the capital of France?")
+    publish(tier, some_tokens(3, 4))
+    code, said, errors = kvpage("ls", "--json", url=home.url)
+    assert code == 0, errors
+    requests = {request["label"]: request for request in json.loads(said)["requests"]}
+    assert requests["What is the capital of France?"]["blocks"] == 3
+    assert requests[""]["blocks"] == 1
+    code, said, errors = kvpage("ls", url=home.url)
+    assert "What is the capital of France?" in said
+    keys = home.keys("label:*")
+    assert len(keys) == 3
+    publish(tier, TOKENS[:22], label="Paris")
+    assert len(home.keys("label:*")) == 3, "that of a deleted block is deleted"
