@@ -25,6 +25,7 @@ from engine.caches import (
     nesting,
     parts,
 )
+from engine.chains import SHARE_ALL, Chain, Sharing
 from engine.model.identity import Identity, UnknownIdentityError
 from engine.model.trial import Trial
 
@@ -63,6 +64,7 @@ class ModelCacheSpec:
     refusal: str | None = None  # why contexts of this model cannot be kept; then it has no layers
     identity: str | None = None  # the digest of what the model computes with; None if unknown
     quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
+    sharing: Sharing = SHARE_ALL  # which blocks the clients of a tenant share
 
     @classmethod
     def probe(
@@ -145,6 +147,10 @@ class ModelCacheSpec:
     def state_shapes(self, end: int) -> Shapes:
         """What the layers carry on after `end` tokens."""
         return tuple(layer.matrices(end) if isinstance(layer, StateLayer) else () for layer in self.layers)
+
+    def chain(self, agent_id: str, tokens: Sequence[int]) -> Chain:
+        """How the blocks of an agent's context of these tokens are named."""
+        return self.sharing.chain(agent_id, tokens, self.block_tokens)
 
     def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
         """How many of `max_tokens` tokens an answer may have within the model's context."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +19,7 @@ from mlx_lm.utils import hf_repo_to_path
 from engine.agent_engine import AgentEngine
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.caches import UnsupportedCacheError, parts, quantised
+from engine.chains import Share, Sharing, common_prefix
 from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
@@ -44,6 +45,7 @@ class Options:
     restore_within: float = RESTORE_SECONDS  # seconds of a load, at most
     kv_quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
     keep: Keep = "worth"  # which contexts without a name are given to the page server
+    share: Share = "all"  # which beginnings of contexts the clients of a tenant share
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Engine:
         model, tokenizer = load(directory)
         tell("hashing them, and trying how the model keeps its cache")
         spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits, options.kv_quantised_from)
+        spec = replace(spec, sharing=sharing(options.share, tokenizer))
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         pool = BlockPool(total_bytes=options.memory or physical // 4)
         within = options.restore_within
@@ -98,6 +101,30 @@ class Engine:
         """
         self.agents.shutdown()
         return self.store.close()
+
+
+def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
+    """What clients share. For "system", the tokens around a system message are found with the chat template.
+
+    Raises ValueError if the template has no place of its own for a system message.
+    """
+    if share != "system":
+        return Sharing(share)
+
+    def tokens(system: str, user: str) -> tuple[int, ...]:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return tuple(tokenizer.apply_chat_template(messages))
+
+    try:
+        one, other, third = tokens("x", "a"), tokens("y", "a"), tokens("x", "b")
+    except Exception as error:
+        raise ValueError(f"--share system needs a chat template with system messages: {error}") from error
+    head, user = common_prefix(one, other), common_prefix(one, third)
+    mark = one[len(one) - common_prefix(one[::-1], other[::-1]) : user]
+    if not mark or head >= user:
+        raise ValueError("--share system needs a chat template in which a system message precedes that of a user")
+    special = mark[0] in tokenizer.all_special_ids
+    return Sharing(share, one[:head], mark[:1] if special else mark)
 
 
 def _probe(

@@ -1,7 +1,7 @@
 """Bearer tokens, each of which stands for a tenant.
 
 Agents of different tenants are different agents, whatever their names, and share nothing: each tenant's chains of
-blocks have another root, see `engine.memory.prefix.root_of`. Without tokens, everybody may ask.
+blocks have another root, see `engine.chains.root_of`. Without tokens, everybody may ask.
 """
 
 from __future__ import annotations

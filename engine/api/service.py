@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +19,7 @@ from engine.api.openai.schema import Asked, RequestBody
 from engine.api.templates.renderer import Renderer
 from engine.api.watching import Watching
 from engine.api.worker import EngineThread, Generation, Prompt
+from engine.chains import is_unnamed, unnamed_agent
 from engine.startup import Engine
 
 LABEL_TEXT, LABEL_LETTERS = 1000, 60  # of a text, to look for words in it, and of a label
@@ -165,8 +165,11 @@ class Service:
         user = tenant.agent_of_user(asked.user) if asked.user else None
         for param, given in (("agent_id", asked.agent_id), (AGENT_HEADER, header), ("user", user)):
             if given is not None:
+                if is_unnamed(given):
+                    raise invalid(f"{param} must not be that of a prompt without a name: {shortened(given)}", param)
                 return tenant.agent(given, param), given
-        return tenant.agent(f"anon-{uuid.uuid4().hex}", "agent_id"), None
+        token = request.headers.get("Authorization", "")
+        return tenant.agent(unnamed_agent(token), "agent_id"), None
 
     def label(self, text: str) -> str:
         """How to show a context without a name to people, which begins with this text of a user."""

@@ -65,6 +65,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="which contexts to store: `worth` those of named agents, and others that take over 0.1 s to compute or "
         "are used again; `all`; or `named` only (default: %(default)s)",
     )
+    add(
+        "--share",
+        choices=("none", "system", "all"),
+        default="all",
+        help="what clients of a tenant reuse of each other: `none`, the `system` message, or `all` (default: "
+        "%(default)s). A client is a named agent, or all prompts without a name of a bearer token",
+    )
 
 
 def options(args: argparse.Namespace) -> Options:
@@ -80,6 +87,7 @@ def options(args: argparse.Namespace) -> Options:
         args.restore_within,
         args.kv_quantised_from,
         args.keep,
+        args.share,
     )
 
 

@@ -9,8 +9,8 @@ from itertools import accumulate, chain, groupby, islice
 import mlx.core as mx
 
 from engine.caches import MLX_DTYPES
+from engine.chains import chain_hash, chain_hashes, common_prefix
 from engine.memory.agent_id import RULE, is_agent_id
-from engine.memory.prefix import ROOT, chain_hash, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec, Shapes
 
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
@@ -111,11 +111,13 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
     return tuple(tuple(islice(found, len(layer))) for layer in shapes)
 
 
-def block_names(tokens: Sequence[int], spec: ModelCacheSpec, root: str = ROOT) -> tuple[str, ...]:
-    """The chain hashes of all blocks of `tokens`, including a partial last one."""
-    names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, root)
+def block_names(tokens: Sequence[int], spec: ModelCacheSpec, agent_id: str = "") -> tuple[str, ...]:
+    """The chain hashes of all blocks of an agent's `tokens`, including a partial last one."""
+    chain = spec.chain(agent_id, tokens)
+    names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, chain)
     if tail := tokens[len(names) * spec.block_tokens :]:
-        names.append(chain_hash(spec.fingerprint, names[-1] if names else root, tail))
+        parent = chain.parent(len(names), names[-1] if names else None)
+        names.append(chain_hash(spec.fingerprint, parent, tail))
     return tuple(names)
 
 

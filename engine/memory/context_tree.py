@@ -2,7 +2,8 @@
 
 A node is a block of keys and values, and its children are the blocks that follow it in some context. The last block of
 a context may be partial; then its node is a leaf. A tenant's contexts begin at the tenant's own root, so tenants share
-nothing (see `root_of`). A prompt takes the longest beginning that any context has in common with it, to the token.
+nothing, and private blocks are below a parent of their own (see `Chain`). A prompt takes the longest beginning that any
+context has in common with it, to the token.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine.chains import Chain, common_prefix
 from engine.memory.blocks import AgentBlocks, KVBlock, block_names
-from engine.memory.prefix import common_prefix, root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from kvpage_server.store.eviction.policy import BURST
 from kvpage_server.store.eviction.prefix import Prefix
-from kvpage_server.store.memory.index import Block
 
 HOLDER = "contexts in memory"  # no agent can have this name
 MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, so that a lookup is linear in the prompt
@@ -27,7 +27,7 @@ MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, s
 @dataclass(slots=True, eq=False)
 class _Node:
     name: str  # the chain hash of its tokens and all before them
-    parent: str  # that of the block before it, or the tenant's root
+    parent: str  # what its name is made from: see `Chain.parent`
     tokens: tuple[int, ...]
     block: KVBlock
     used: float = 0.0  # time.monotonic()
@@ -70,6 +70,8 @@ class ContextTree:
         self._nodes: dict[str, _Node] = {}
         self._children: dict[str, list[_Node]] = {}  # by the parent's name or the root, in the order of their tokens
         self._order = Prefix()
+        # The last agent, its tokens and their names: a context is adopted, marked and labelled in a row.
+        self._named: tuple[str, Sequence[int], tuple[str, ...]] = "", (), ()
 
     def __len__(self) -> int:
         """The number of blocks."""
@@ -77,7 +79,11 @@ class ContextTree:
 
     def names(self, agent_id: str, tokens: Sequence[int]) -> tuple[str, ...]:
         """The chain hashes of the blocks of the agent's `tokens`, including a partial last one."""
-        return block_names(tokens, self._spec, root_of(agent_id))
+        agent, named, names = self._named
+        if agent != agent_id or named is not tokens:
+            names = block_names(tokens, self._spec, agent_id)
+            self._named = agent_id, tokens, names
+        return names
 
     def find(self, agent_id: str, tokens: Sequence[int]) -> AgentBlocks | None:
         """The blocks with the longest beginning of `tokens` that can be reused. None if there is none.
@@ -85,7 +91,7 @@ class ContextTree:
         The last block may go on differently than `tokens`: `AgentBlocks.reusable_for` says how many tokens are of use.
         The blocks are shared with the caller, under `agent_id`.
         """
-        path = self._path(root_of(agent_id), tuple(tokens))
+        path = self._path(self._spec.chain(agent_id, tokens), tuple(tokens))
         if not path:
             return None
         self.hits += 1
@@ -102,11 +108,11 @@ class ContextTree:
         The returned blocks are shared with the caller, under the agent's name, in addition to what the caller holds.
         Raises ValueError if blocks of `context` were freed.
         """
-        parent, start, path = root_of(context.agent_id), 0, list[_Node]()
+        chain, start, path = self._spec.chain(context.agent_id, context.tokens), 0, list[_Node]()
         for name, block in zip(self.names(context.agent_id, context.tokens), context.blocks, strict=True):
-            end = start + block.tokens
+            end, parent = start + block.tokens, self._parent(chain, path)
             path.append(_Node(name, parent, context.tokens[start:end], block))
-            parent, start = name, end
+            start = end
         blocks = [self._known(node).block for node in path]
         self._pool.share((block.block_id for block in blocks), context.agent_id)
         self._add(path)
@@ -123,12 +129,14 @@ class ContextTree:
 
     def stored_reach(self, agent_id: str, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` are in blocks that a tier below was given."""
-        size, parent, start = self._spec.block_tokens, root_of(agent_id), 0
-        while (node := self._child(parent, tuple(tokens[start : start + size]))) and node.stored:
-            parent, start = node.name, start + size
-        rest = tuple(tokens[start : start + size])
-        others = (node for side in self._sides(parent, rest) for node in side if node.stored)
-        return start + max((common_prefix(node.tokens, rest) for node in others), default=0)
+        chain, path = self._spec.chain(agent_id, tokens), list[_Node]()
+        while (node := self._child(self._parent(chain, path), self._rest(tokens, path))) and node.stored:
+            path.append(node)
+        rest = self._rest(tokens, path)
+        others = (node for side in self._sides(self._parent(chain, path), rest) for node in side if node.stored)
+        return len(path) * self._spec.block_tokens + max(
+            (common_prefix(node.tokens, rest) for node in others), default=0
+        )
 
     def mark_stored(self, context: AgentBlocks) -> None:
         """Note that the blocks of a context were given to a tier below."""
@@ -180,26 +188,33 @@ class ContextTree:
 
     # -- searching -------------------------------------------------------------------------------------------------
 
-    def _path(self, root: str, prompt: tuple[int, ...]) -> list[_Node]:
+    def _path(self, chain: Chain, prompt: tuple[int, ...]) -> list[_Node]:
         """The nodes from the root on with the longest usable beginning of `prompt`, without its last token."""
         size, limit = self._spec.block_tokens, len(prompt) - 1
         path: list[_Node] = []
-        parent = root
         while len(path) * size < limit:
-            start = len(path) * size
-            rest = prompt[start : start + size]
-            node = self._child(parent, rest) if len(rest) == size else None
+            rest = self._rest(prompt, path)
+            node = self._child(self._parent(chain, path), rest) if len(rest) == size else None
             if node is None:
                 break
             path.append(node)
-            parent = node.name
         # Full blocks match so far. The next block may match in part. If no state was kept there, one before it is used.
         for depth in range(len(path), -1, -1):
-            if found := self._nearest(path[depth - 1].name if depth else root, prompt[depth * size : limit][:size]):
+            parent = self._parent(chain, path[:depth])
+            if found := self._nearest(parent, prompt[depth * size : limit][:size]):
                 return [*path[:depth], found]
             if depth and not self._spec.has_state:
                 return path[:depth]
         return []
+
+    def _parent(self, chain: Chain, path: Sequence[_Node]) -> str:
+        """The parent of the node that follows a path."""
+        return chain.parent(len(path), path[-1].name if path else None)
+
+    def _rest(self, tokens: Sequence[int], path: Sequence[_Node]) -> tuple[int, ...]:
+        """The tokens of the block that follows a path."""
+        start = len(path) * self._spec.block_tokens
+        return tuple(tokens[start : start + self._spec.block_tokens])
 
     def _child(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
         """The child with exactly these tokens."""
@@ -291,5 +306,7 @@ class ContextTree:
     def _victim(self) -> _Node | None:
         """The node that is to go next."""
         victim = next(self._order.victims(), None)
-        assert not isinstance(victim, Block)
-        return None if victim is None else self._nodes[victim.hex()]
+        if victim is None:
+            return None
+        assert isinstance(victim, bytes)
+        return self._nodes[victim.hex()]

@@ -41,11 +41,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.caches import MLX_DTYPES, Matrices
+from engine.chains import common_prefix
 from engine.formats import tensor_file
 from engine.formats.tensor_file import DamagedFileError, Tensor, TensorReader
 from engine.memory.agent_id import is_agent_id
 from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id
-from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.manifest import Miss

@@ -29,8 +29,8 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
+from engine.chains import root_of
 from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
-from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.server import block_writer, reference_counts, reference_marks, tails

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from typing import Literal
 
-from engine.memory.prefix import chain_hashes, root_of
+from engine.chains import chain_hashes
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 
@@ -122,7 +122,7 @@ class Claims:
         end = (known // size + 1) * size
         if end >= len(tokens):
             return Claim(self, "", "proceed")
-        *before, name = chain_hashes(self._spec.fingerprint, tokens[:end], size, root_of(agent_id))
+        *before, name = chain_hashes(self._spec.fingerprint, tokens[:end], size, self._spec.chain(agent_id, tokens))
         with self.lock:
             queue = self._queues.setdefault(name, _Queue(name, before))
             alone = not queue.claims and self._pages is None

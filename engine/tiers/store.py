@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
+from engine.chains import root_of
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
 from engine.memory.context_tree import ContextTree
-from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cache_config import CacheConfig

@@ -22,6 +22,7 @@ ROOMS = [
     "engine.caches",
     "engine.generation",
     "engine.model",
+    "engine.chains",
     "engine.spec",
     "engine.memory",
     "engine.scheduling",

@@ -122,7 +122,10 @@ def test_the_engine_knows_of_the_server_what_clients_may() -> None:
     used = {
         (module, name) for module, name in all_imports() if module.startswith("engine.") > name.startswith("engine.")
     }
-    assert {room(name) for _, name in used} - {"__init__"} <= ENGINE_MAY_KNOW, used  # that is the version
+    policies = {(module, name) for module, name in used if name.startswith("kvpage_server.store.eviction.")}
+    assert {module for module, _ in policies} == {"engine.memory.context_tree"}, "it evicts as the store does"
+    known = {room(name) for _, name in used - policies}
+    assert known - {"__init__"} <= ENGINE_MAY_KNOW, used  # that is the version
 
 
 def test_nothing_that_the_core_is_given_has_a_command_a_user_or_a_policy() -> None:

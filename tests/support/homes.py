@@ -50,9 +50,9 @@ class Home:
         (client,) = self.having(key)
         return client.execute_command(*words)
 
-    def tagged(self, tokens: tuple[int, ...], spec: ModelCacheSpec, root: str = "") -> list[str]:
+    def tagged(self, tokens: tuple[int, ...], spec: ModelCacheSpec, agent_id: str = "") -> list[str]:
         """The blocks of a context, as they stand in keys."""
-        names = block_names(tokens, spec, root)
+        names = block_names(tokens, spec, agent_id)
         return [tag_of(names, i, self.together) + name for i, name in enumerate(names)]
 
     def blocks(self) -> set[str]:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
 
+from engine.chains import common_prefix
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import KVBlock
-from engine.memory.prefix import common_prefix, root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.cost_model import Decision
 from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key, older_key
-from engine.tiers.server.restore_planner import Branch, Offer, Plan
+from engine.tiers.server.restore_planner import Offer, Plan, StoredBranch
 from engine.tiers.server.tails import Parent, parse
 
 MOST_BRANCHES = 4  # of a record: the others have fewer tokens in common with the prompt
@@ -73,8 +73,10 @@ class Lookup:
         self.report = report
         self.whole_context = request.tokens is None
         self._request = request
-        self._root = root_of(request.agent_id)
-        self._offer = Offer(remote.spec, prompt, None, self._root, remote.layout.together)  # of the prompt only, so far
+        self._chain = remote.spec.chain(request.agent_id, prompt)
+        self._offer = Offer(
+            remote.spec, prompt, None, self._chain, remote.layout.together
+        )  # of the prompt only, so far
         self.held = dict(zip(self._offer.full, request.held, strict=False))
         self.in_memory = self._offer.plan(self.digests_in_memory, self.limit)
 
@@ -108,7 +110,8 @@ class Lookup:
         digests = dict(zip(seals, found[len(keys) + len(parents) :], strict=True))
         branches, in_records = self._branches(records, parents)
         wanted = manifest.tokens if manifest and self.whole_context else self._offer.wanted
-        self._offer = Offer(spec, wanted, manifest, self._root, self.remote.layout.together, branches)
+        chain = spec.chain(manifest.owner if manifest else agent_id, wanted)
+        self._offer = Offer(spec, wanted, manifest, chain, self.remote.layout.together, branches)
         if more := [place.seal for place in self._offer.places if place.seal not in digests]:
             digests |= dict(zip(more, await connection.read(more, self.report.missed), strict=True))
         there = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
@@ -157,7 +160,7 @@ class Lookup:
         prompt's first tokens."""
         spec, prompt = self.remote.spec, self._offer.wanted
         names = tuple(place.name for place in self._offer.full)
-        parents = [Parent(names[:count], self._root, self.remote.layout.together) for count in range(len(names) + 1)]
+        parents = [Parent(names[:count], self._chain, self.remote.layout.together) for count in range(len(names) + 1)]
         starts = range(0, len(prompt), spec.block_tokens)
         return {
             key: parent
@@ -167,9 +170,9 @@ class Lookup:
 
     def _branches(
         self, records: Mapping[str, bytes | None], parents: Mapping[str, Parent]
-    ) -> tuple[list[Branch], dict[str, str]]:
+    ) -> tuple[list[StoredBranch], dict[str, str]]:
         """The partial blocks that begin like the prompt there, and the digests of them and their states by seal."""
-        spec, branches, digests = self.remote.spec, list[Branch](), dict[str, str]()
+        spec, branches, digests = self.remote.spec, list[StoredBranch](), dict[str, str]()
         for key, raw in records.items():
             if raw is None:
                 continue
@@ -187,7 +190,7 @@ class Lookup:
                     block, *states = places = tails[i].places(parent, spec)
                     tokens = (*self._offer.wanted[:start], *tails[i].tokens)
                     common = start + common_prefix(tails[i].tokens, self._offer.wanted[start:])
-                    branches.append(Branch(len(parent.names), tokens, block, common, tuple(states)))
+                    branches.append(StoredBranch(len(parent.names), tokens, block, common, tuple(states)))
                     digests |= {place.seal: digest for place, digest in places.items()}
         return branches, digests
 

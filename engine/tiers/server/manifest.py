@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 import xxhash
 from typing_extensions import Buffer
 
+from engine.chains import chain_hash, root_of
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import block_names
-from engine.memory.prefix import chain_hash, root_of
 from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server.bounded import json_bounds
 from kvpage_server.client import BlockName
@@ -157,16 +157,26 @@ class ContextManifest:
     """What an agent's context consists of."""
 
     agent_id: str
+    owner: str  # the agent in whose chain its blocks are; another one in a fork
     tokens: tuple[int, ...]
     names: tuple[str, ...]  # the chain hashes of all blocks, including a partial last one
     inner: tuple[int, ...] = ()  # positions within blocks whose state is stored
 
     @classmethod
-    def of(cls, agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec, states: Iterable[int] = ()) -> Self:
-        """The manifest for an agent's context of these tokens, with states after some of them."""
+    def of(
+        cls,
+        agent_id: str,
+        tokens: Sequence[int],
+        spec: ModelCacheSpec,
+        states: Iterable[int] = (),
+        owner: str | None = None,
+    ) -> Self:
+        """The manifest for an agent's context of these tokens, with states after some of them. Its blocks are in the
+        chain of `owner`, by default of the agent."""
+        owner = owner or agent_id
         size, count = spec.block_tokens, len(tokens)
         inner = tuple(position for position in states if position % size and position < count)
-        return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)), inner)
+        return cls(agent_id, owner, tuple(tokens), block_names(tokens, spec, owner), inner)
 
     def place(self, index: int, spec: ModelCacheSpec, together: int = 0) -> BlockPlace:
         """The place of block `index`."""
@@ -180,10 +190,10 @@ class ContextManifest:
 
     def inner_places(self, spec: ModelCacheSpec, together: int = 0) -> list[BlockPlace]:
         """The places of the states within blocks, in order. One has the name of the block's tokens before it."""
-        places, root = [], root_of(self.agent_id)
+        places, chain = [], spec.chain(self.owner, self.tokens)
         for position in self.inner:
             index, tokens = divmod(position, spec.block_tokens)
-            parent = self.names[index - 1] if index else root
+            parent = chain.parent(index, self.names[index - 1] if index else None)
             name = chain_hash(spec.fingerprint, parent, self.tokens[position - tokens : position])
             places.append(BlockPlace(name, tokens, position, of_state=True, tag=tag_of(self.names, index, together)))
         return places
@@ -202,6 +212,7 @@ class ContextManifest:
             "saved": now,
             "by": WRITER,
             "together": together,
+            "owner": self.owner,
             "chain": self.names,
             "states": [[place.end, place.name] for place in self.inner_places(spec)],
             "tokens": self.tokens,
@@ -214,7 +225,10 @@ class ContextManifest:
         stored = _opened(raw, manifest_key(agent_id, spec.fingerprint))
         try:
             states = list(token_ids([position for position, _ in stored.get("states", ())]))
-            found = cls.of(agent_id, token_ids(stored["tokens"]), spec, states)
+            owner = stored.get("owner", agent_id)
+            if root_of(owner) != root_of(agent_id):
+                raise Miss("manifest")
+            found = cls.of(agent_id, token_ids(stored["tokens"]), spec, states, owner)
             if list(found.names) != stored["chain"] or list(found.inner) != states:
                 raise Miss("manifest")
         except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from engine.memory.prefix import ROOT, chain_hashes, common_prefix
+from engine.chains import SHARED, Chain, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.manifest import BlockPlace, ContextManifest
 from kvpage_server.segments import tag_of
@@ -28,7 +28,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class StoredBranch:
     """A block of a stored context that goes on from full blocks of the prompt, and in which the two diverge or the
     context ends."""
 
@@ -48,13 +48,13 @@ class Offer:
         spec: ModelCacheSpec,
         wanted: tuple[int, ...],
         manifest: ContextManifest | None,
-        root: str = ROOT,
+        chain: Chain = SHARED,
         together: int = 0,
-        branches: Sequence[Branch] = (),
+        branches: Sequence[StoredBranch] = (),
     ) -> None:
-        """The agent's chains begin at `root`; `together` is that of the layout. The digests of `branches` are known."""
+        """`chain` is that of the prompt; `together` is that of the layout. The digests of `branches` are known."""
         size = spec.block_tokens
-        names = chain_hashes(spec.fingerprint, wanted, size, root)
+        names = chain_hashes(spec.fingerprint, wanted, size, chain)
         self.spec = spec
         self.wanted = wanted
         self.common = common_prefix(manifest.tokens, wanted) if manifest else 0
@@ -67,7 +67,7 @@ class Offer:
         if manifest and self.common % size:
             before = self.common // size
             block = manifest.place(before, spec, together)
-            self._own = Branch(before, manifest.tokens, block, self.common, self._inner)
+            self._own = StoredBranch(before, manifest.tokens, block, self.common, self._inner)
         self._branches = branches
 
     @property

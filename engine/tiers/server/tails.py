@@ -21,8 +21,8 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.chains import Chain, chain_hash, common_prefix
 from engine.generation.tokens import token_ids
-from engine.memory.prefix import chain_hash, common_prefix, root_of
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, sealed, unsealed
@@ -55,20 +55,20 @@ class Parent:
     """Where a block begins."""
 
     names: tuple[str, ...]  # the chain hashes of the blocks before it
-    root: str  # where the chain begins
+    chain: Chain
     together: int  # that of the layout
 
     @property
     def name(self) -> str:
-        """The chain hash of the block before it, or the root."""
-        return self.names[-1] if self.names else self.root
+        """What its name is made from: see `Chain.parent`."""
+        return self.chain.parent(len(self.names), self.names[-1] if self.names else None)
 
     def records(self, tokens: Sequence[int], spec: ModelCacheSpec) -> list[str]:
         """The keys of the records that have contexts which go on with these `tokens`."""
         if self.names:
             return [f"tails:{self.name}"]
         parts = [part for part in first_parts(spec) if part <= len(tokens)]
-        return [f"tails:{chain_hash(spec.fingerprint, self.root, tokens[:part])}" for part in parts]
+        return [f"tails:{chain_hash(spec.fingerprint, self.name, tokens[:part])}" for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,11 @@ class Tail:
 
 
 def parse(raw: bytes, key: str, spec: ModelCacheSpec) -> list[Tail]:
-    """The tails in a record, the newest first. Raises Miss for what is damaged, of another key or of another model."""
+    """The tails in a record, the newest first. Raises Miss for what is damaged, too long, of another key or of another
+    model."""
     try:
+        if len(raw) > 2 * MOST_BYTES:
+            raise Miss("tails")
         stored = json_bounds.parse(unsealed(raw, key), containers=CONTAINERS, strings=STRINGS, values=VALUES)
         if (stored["format"], stored["fingerprint"]) != (FORMAT, f"{spec.fingerprint:016x}"):
             raise Miss("tails")
@@ -155,7 +158,7 @@ async def record(
 ) -> bool:
     """Enter the blocks of a context that is stored: those `written` now, and a partial last one. Returns whether that
     is needed: no stored block contains it."""
-    size, root = spec.block_tokens, root_of(context.agent_id)
+    size, chain = spec.block_tokens, spec.chain(context.agent_id, context.tokens)
     blocks = [place for place in context.places(spec, layout.together) if place.tokens < size or place in written]
     inner = context.inner_places(spec, layout.together)
 
@@ -172,7 +175,7 @@ async def record(
             return False
         taken = {place.end - block.start: digests.get(place) for place in states(block)}
         after = tuple((count, found.decode(errors="replace")) for count, found in taken.items() if found)
-        parent = Parent(context.names[: block.start // size], root, layout.together)
+        parent = Parent(context.names[: block.start // size], chain, layout.together)
         tail = Tail(context.tokens[block.start : block.end], digest.decode(errors="replace"), after)
         entered = [await _update(connection, spec, parent, key, tail) for key in parent.records(tail.tokens, spec)]
         return any(entered)

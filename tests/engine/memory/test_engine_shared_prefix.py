@@ -20,10 +20,10 @@ import pytest
 import redis
 from mlx_lm.models.cache import make_prompt_cache
 
+from engine.chains import common_prefix
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
 from engine.memory.context_tree import HOLDER, ContextTree
-from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers import prefill_claims
@@ -292,11 +292,12 @@ def test_of_two_engines_one_computes_and_the_other_fetches(
     store.publish(prompt, mine)
     pool.free(prompt.block_ids, "alice")
     assert ends(theirs) == "proceed"
+    store.flush_dirty()
     elsewhere = AgentCacheStore(SPEC, pool, pages=PageTier(server.url, SPEC, pool))
     loaded = elsewhere.load("bob", TOKENS)
     assert loaded
     assert loaded.blocks
-    assert (loaded.tier, loaded.reach) == ("page", 56)
+    assert (loaded.tier, loaded.reach) == ("page", 59)
     pool.free(loaded.blocks.block_ids, "bob")
     assert store.agents() == [], "nothing is stored in alice's name"
     assert store.metrics().published == 1

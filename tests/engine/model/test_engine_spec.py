@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.llama import Model
 
 from engine.caches import FullLayer, UnsupportedCacheError
-from engine.memory.prefix import ROOT, chain_hash, chain_hashes, common_prefix
+from engine.chains import ROOT, chain_hash, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec, ModelTag
 from kvpage_server.page import DType, KVType, Plane
 

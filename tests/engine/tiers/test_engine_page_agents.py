@@ -20,7 +20,6 @@ from test_engine_pages import SPEC, TOKENS, context, held, same
 
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, block_names
-from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
 from engine.tiers.server import block_writer
@@ -50,7 +49,7 @@ def stored(client: redis.Redis) -> set[str]:
 
 
 def names(tokens: tuple[int, ...], agent_id: str = "") -> set[str]:
-    return set(block_names(tokens, SPEC, root_of(agent_id)))
+    return set(block_names(tokens, SPEC, agent_id))
 
 
 # -- forks and what is left of them ------------------------------------------------------------------------------------

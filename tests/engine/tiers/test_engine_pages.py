@@ -20,9 +20,9 @@ import pytest
 import redis
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
+from engine.chains import chain_hashes
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, block_names
-from engine.memory.prefix import chain_hashes
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier

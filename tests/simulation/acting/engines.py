@@ -23,8 +23,8 @@ import mlx.core as mx
 import numpy as np
 
 from engine.caches import FullLayer
+from engine.chains import common_prefix
 from engine.memory.blocks import AgentBlocks, KVBlock
-from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cache_config import CacheConfig

@@ -1,0 +1,124 @@
+"""Names for runs of tokens: chain hashes, and how much two runs share."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal, get_args
+
+import numpy as np
+
+ROOT = ""
+Share = Literal["none", "system", "all"]
+SHARE: tuple[Share, ...] = get_args(Share)
+
+_UNNAMED = re.compile(r"anon-([0-9a-f]{16})-[0-9a-f]{32}(@.*)?\Z")
+
+
+def chain_hash(fingerprint: int, parent: str, tokens: Sequence[int]) -> str:
+    """The name of a block: 32 hex digits that stand for its tokens and everything before them.
+
+    BLAKE2b with 16 bytes over the fingerprint (u64), the parent's 16 bytes (none for the first block) and the
+    token ids (u32 each), all little-endian. Equal names mean equal keys and values, whoever computed them.
+    """
+    digest = hashlib.blake2b(fingerprint.to_bytes(8, "little"), digest_size=16)
+    digest.update(bytes.fromhex(parent))
+    digest.update(np.asarray(tokens, "<u4").tobytes())
+    return digest.hexdigest()
+
+
+def root_of(agent_id: str) -> str:
+    """Where the chain of an agent's blocks begins: agents of different tenants share nothing, whatever they compute.
+
+    ``alice@acme`` is an agent of the tenant ``acme``, whose root is BLAKE2b with 16 bytes over its name; ``alice`` is
+    nobody's, and begins at ROOT.
+    """
+    _, at, tenant = agent_id.rpartition("@")
+    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest() if at else ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Where an agent's chain of blocks begins, and how many of its blocks other clients of the tenant can name."""
+
+    root: str = ROOT
+    client: str = ""  # whose blocks the private ones are; empty if all are shared
+    shared: int = 0  # blocks before the first private one
+
+    def parent(self, index: int, before: str | None) -> str:
+        """What the name of block `index` is made from in place of its parent's: the chain hash of the block `before`
+        it, or the root. For the first private block it is BLAKE2b with 16 bytes over that and the client, so that only
+        this client can name it and those after it."""
+        parent = self.root if before is None else before
+        if not self.client or index != self.shared:
+            return parent
+        return hashlib.blake2b(bytes.fromhex(parent) + self.client.encode(), digest_size=16).hexdigest()
+
+
+SHARED = Chain()  # of agents without a tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which beginnings of their contexts the clients of a tenant share.
+
+    A client is a named agent. Prompts without a name are those of one client for each bearer token.
+    """
+
+    share: Share = "all"
+    head: tuple[int, ...] = ()  # with "system": the tokens before the text of a system message
+    mark: tuple[int, ...] = ()  # the tokens after it
+
+    def chain(self, agent_id: str, tokens: Sequence[int], block_tokens: int) -> Chain:
+        """The chain of an agent's context of these tokens. That of a longer context has the same names for them."""
+        root = root_of(agent_id)
+        if self.share == "all":
+            return Chain(root)
+        unnamed = _UNNAMED.match(agent_id)
+        client = f"token {unnamed[1]}" if unnamed else agent_id
+        return Chain(root, client, self._shared(tokens, block_tokens))
+
+    def _shared(self, tokens: Sequence[int], block_tokens: int) -> int:
+        """How many first blocks end before the system message does. A prompt that does not begin with one, as a text
+        that is to be continued, shares none."""
+        if self.share == "none" or tuple(tokens[: len(self.head)]) != self.head:
+            return 0
+        text, mark = (np.asarray(ids, "<u4").tobytes() for ids in (tokens, self.mark))
+        at = text.find(mark)
+        while at % 4 and at >= 0:
+            at = text.find(mark, at + 1)
+        return len(tokens) if at < 0 else (at // 4 + len(self.mark) - 1) // block_tokens
+
+
+SHARE_ALL = Sharing()
+
+
+def is_unnamed(agent_id: str) -> bool:
+    """Whether the id stands for one prompt without a name."""
+    return bool(_UNNAMED.match(agent_id))
+
+
+def unnamed_agent(token: str) -> str:
+    """A new id for the agent of a prompt without a name, from a client with this bearer token, or none."""
+    client = hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
+    return f"anon-{client}-{uuid.uuid4().hex}"
+
+
+def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int, chain: Chain = SHARED) -> list[str]:
+    """The chain hashes of the full blocks of `tokens`, first to last; a partial last block has none."""
+    names: list[str] = []
+    for i in range(len(tokens) // block_tokens):
+        parent = chain.parent(i, names[-1] if names else None)
+        names.append(chain_hash(fingerprint, parent, tokens[i * block_tokens : (i + 1) * block_tokens]))
+    return names
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens from the first on are the same in both."""
+    if (shortest := min(len(a), len(b))) and tuple(a[:shortest]) == tuple(b[:shortest]):
+        return shortest
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
