@@ -163,7 +163,7 @@ def _moved(context: AgentBlocks, ids: Sequence[int]) -> AgentBlocks:
 
 def _forgetter(store: AgentCacheStore, pool: BlockPool) -> Callable[[], object]:
     def forget() -> None:
-        store.flush_dirty()  # what is being written stays in memory until then
+        store.flush_dirty()  # contexts stay in memory until they are written
         if not store.make_room(pool.total_blocks):
             raise AssertionError(f"{pool.used_blocks} blocks have stayed in memory")
 

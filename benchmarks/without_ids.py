@@ -1,4 +1,4 @@
-"""Clients that send no agent id, beside mlx_lm.server: the first token of what was asked before, and after a restart.
+"""Clients that send no agent id, compared with mlx_lm.server: the first token of known prompts, and after a restart.
 
 All on the real small model, each server a process of its own, all with one thread of the same BLAS. The same prompts go
 to both, one at a time. Texts are compared wherever both gave one.
@@ -36,8 +36,8 @@ START_WITHIN = 120.0  # seconds
 SETTLE = 3.0  # seconds that the engine has to write behind before a kill
 ANSWER = 16  # tokens
 RESTARTED = 0.1  # of the time that computing takes, at most
-ELSEWHERE = 0.95  # of what precedes a turn is reused by a second engine, at least
-REUSED = 0.97  # of what precedes a turn is reused, at least
+ELSEWHERE = 0.95  # of the tokens before a turn are reused by a second engine, at least
+REUSED = 0.97  # of the tokens before a turn are reused, at least
 ADDED = 1.05  # times the time of a turn without a store, at most
 WORDS = "fog boat light keeper sea wind log tide rock oil lamp storm night ship harbour gull salt rope".split()  # noqa: SIM905
 INTRO = "SmolLM2-135M in float32 over HTTP, without agent ids; seconds as a client sees them, medians"
@@ -232,13 +232,13 @@ def growing(directory: str, conversations: int, turns: int, more: int) -> list[F
                 messages.append({"role": "assistant", "content": mine.text})
     what = f"{conversations} conversations of {turns} turns of {more} words"
     return [
-        _share(what, "what precedes a turn", here, REUSED),
-        _share(f"{what}, on a second engine", "what precedes a turn", elsewhere, ELSEWHERE),
+        _share(what, "the tokens before a turn", here, REUSED),
+        _share(f"{what}, on a second engine", "the tokens before a turn", elsewhere, ELSEWHERE),
     ]
 
 
 def saving(directory: str, length: int, rounds: int) -> Finding:
-    """The whole time of a turn with a store beside that without one."""
+    """The whole time of a turn with a store, compared with that without one."""
     pairs = []
     with Pages(directory) as pages, ours(directory, pages) as with_store, ours(directory, None) as alone:
         for i in range(-1, rounds):
@@ -252,7 +252,7 @@ def saving(directory: str, length: int, rounds: int) -> Finding:
 
 
 def _share(work: str, against: str, pairs: Sequence[tuple[int, int]], at_least: float) -> Finding:
-    """Which share of the second of each pair the first is, of all pairs together."""
+    """The sum of the first numbers as a share of the sum of the second ones."""
     reused, reusable = (sum(counts) for counts in zip(*pairs, strict=True))
     return Finding(work, against, "tokens", f"{reused:,} / {reusable:,}", reused / reusable, at_least=at_least)
 

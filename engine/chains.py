@@ -50,9 +50,9 @@ class Chain:
     shared: int = 0  # blocks before the first private one
 
     def parent(self, index: int, before: str | None) -> str:
-        """What the name of block `index` is made from in place of its parent's: the chain hash of the block `before`
-        it, or the root. For the first private block it is BLAKE2b with 16 bytes over that and the client, so that only
-        this client can name it and those after it."""
+        """The parent's hash in the name of block `index`: the chain hash of the block `before` it, or the root. For the
+        first private block it is BLAKE2b with 16 bytes over that and the client, so that only this client can name this
+        block and the blocks after it."""
         parent = self.root if before is None else before
         if not self.client or index != self.shared:
             return parent
@@ -64,7 +64,7 @@ SHARED = Chain()  # of agents without a tenant
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which beginnings of their contexts the clients of a tenant share.
+    """The rule for the beginnings of contexts that the clients of a tenant share.
 
     A client is a named agent. Prompts without a name are those of one client for each bearer token.
     """

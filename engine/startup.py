@@ -104,7 +104,7 @@ class Engine:
 
 
 def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
-    """What clients share. For "system", the tokens around a system message are found with the chat template.
+    """The rule for sharing. For "system", the tokens around a system message are found with the chat template.
 
     Raises ValueError if the template has no place of its own for a system message.
     """

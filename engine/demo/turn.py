@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.request import Request, urlopen
 
-AGENT = "keeper"
 MAX_TOKENS = 24
 ANSWER_SECONDS = 300.0  # without a byte
 
@@ -32,7 +31,6 @@ def ask(url: str, model: str, messages: Messages) -> Turn:
     """The likeliest next message, streamed. Raises OSError when the engine does not answer."""
     body = {
         "model": model,
-        "agent_id": AGENT,
         "messages": messages,
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
@@ -58,5 +56,10 @@ def ask(url: str, model: str, messages: Messages) -> Turn:
 
 def save(url: str) -> None:
     """Wait until the context is saved. Raises OSError."""
-    with urlopen(Request(f"{url}/v1/agents/{AGENT}/save", method="POST"), timeout=ANSWER_SECONDS):
-        pass
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        with urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as reply:
+            if b"\nkvpage_engine_dirty_bytes 0.0\n" in reply.read():
+                return
+        time.sleep(0.05)
+    raise OSError("the context is not saved in time")

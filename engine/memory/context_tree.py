@@ -27,7 +27,7 @@ MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, s
 @dataclass(slots=True, eq=False)
 class _Node:
     name: str  # the chain hash of its tokens and all before them
-    parent: str  # what its name is made from: see `Chain.parent`
+    parent: str  # the parent's hash in its name: see `Chain.parent`
     tokens: tuple[int, ...]
     block: KVBlock
     used: float = 0.0  # time.monotonic()
@@ -55,8 +55,9 @@ class ContextTree:
     """Contexts of one model in memory, at most `max_bytes` in their blocks.
 
     Each block has a reference in the pool, under HOLDER, so that a context outlives its agent. The eviction policy is
-    that of the page server, `allkeys-prefix`: the leaf that is worth least goes first. A prompt is one use of every
-    block that it finds. What it adds was not used again yet. A partial block that a longer one contains is dropped.
+    that of the page server, `allkeys-prefix`: the least valuable leaf is evicted first. A prompt is one use of every
+    block that it finds. A block that it adds was not used again yet. A partial block that a longer one contains is
+    dropped.
 
     Not thread-safe: its owner has a lock.
     """
@@ -105,7 +106,7 @@ class ContextTree:
     def adopt(self, context: AgentBlocks) -> AgentBlocks:
         """Add a context. Returns it with known blocks in place of its own.
 
-        The returned blocks are shared with the caller, under the agent's name, in addition to what the caller holds.
+        The returned blocks are shared with the caller, under the agent's name. The caller still holds its own blocks.
         Raises ValueError if blocks of `context` were freed.
         """
         chain, start, path = self._spec.chain(context.agent_id, context.tokens), 0, list[_Node]()

@@ -89,6 +89,11 @@ class Flusher:
         """The tiers whose last write failed."""
         return set(self._failed)
 
+    @property
+    def waiting(self) -> int:
+        """Bytes of the prompts that are being published or wait for it. Called with the lock held."""
+        return sum(block.nbytes for prompt in self._prompts for block in prompt.context.blocks)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Wait for the write under way, and begin no other within this context."""
@@ -101,13 +106,14 @@ class Flusher:
         Skipped while the server fails or too much waits already. Takes over the caller's references.
         """
         with self._changed:
-            waiting = sum(block.nbytes for prompt in self._prompts for block in prompt.context.blocks)
-            full = waiting >= self._max_prompt_bytes
+            full = self.waiting >= self._max_prompt_bytes
             if "page" in self._save and "page" not in self._failed and not full and not self._closed:
                 self._prompts.append(publication)
                 self._changed.notify_all()
                 return
-        self._give_up(publication)
+        self._pool.free(publication.context.block_ids, publication.context.agent_id)
+        if publication.over:
+            publication.over()
 
     def flush(self, agent_id: str | None = None) -> None:
         """Write all dirty contexts to all their tiers before returning. With an agent, write its context alone, even a
@@ -162,16 +168,17 @@ class Flusher:
             with self._changed:
                 if not self._prompts:
                     return False
-                publication = self._prompts.popleft()
+                publication = self._prompts[0]
                 in_vain = self._failed.get("page", 0.0) > time.monotonic()
             if in_vain:
-                self._give_up(publication)
-                return True
-            if self._try("page", partial(self._publish_one, publication.label), publication.context) is None:
+                self._pool.free(publication.context.block_ids, publication.context.agent_id)
+            elif self._try("page", partial(self._publish_one, publication.label), publication.context) is None:
                 with self._changed:
                     self._failed["page"] = time.monotonic() + RETRY_SECONDS
             else:
                 self._tally.count("published")
+            with self._changed:
+                self._prompts.popleft()
         if publication.over:
             publication.over()
         return True
@@ -180,11 +187,6 @@ class Flusher:
         assert self._pages
         saved = self._pages.publish(context, label=label)
         return saved.nbytes if saved else None
-
-    def _give_up(self, publication: Publication) -> None:
-        self._pool.free(publication.context.block_ids, publication.context.agent_id)
-        if publication.over:
-            publication.over()
 
     def _due(self) -> tuple[str, Below] | None:
         """The agent whose context is to be written now, and the tier."""

@@ -40,7 +40,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be loaded."""
+    """A context to be loaded."""
 
     agent_id: str
     tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
@@ -98,7 +98,7 @@ class Loading:
         came: Callable[[Loaded, Sequence[int] | None], None],
         within: float,
     ) -> None:
-        """`came` is called with what was found and for which tokens, before the caller gets it. `within` is the time
+        """`came` is called with the result and the tokens, before the caller gets the result. `within` is the time
         limit in seconds; if it is 0, only `memory` is used."""
         self._ways = ways
         self._agent_id = wanted.agent_id

@@ -79,7 +79,7 @@ class StoreMetrics:
     hedges_won: int  # of these, how often the file was there first
     published: int  # prompts whose blocks were written before their answer was complete
     unnamed_written: int  # contexts without a name that were given to the page server
-    unnamed_left: int  # those that are not worth it
+    unnamed_left: int  # contexts without a name that are not worth it
     hot_agents: int
     hot_bytes: int
     dirty_agents: int

@@ -222,7 +222,7 @@ class PageTier:
             return saved
         try:
             if await tails.record(self._connection, self._layout, self._spec, manifest, saved.places):
-                await self._write(parts)  # what another engine deleted before the record named it
+                await self._write(parts)  # another engine may have deleted it before the record named it
             if label:
                 written = [place for place in saved.places if not place.of_state]
                 await self._connection.write({label_key(place.tagged): label for place in written})

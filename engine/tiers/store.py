@@ -74,9 +74,9 @@ class AgentCacheStore:
     """Saves contexts, and loads them from the first tier that has them. Thread-safe.
 
     A load takes the longest prefix of the prompt in memory, from the agent's last context or from any other context of
-    its tenant (see `ContextTree`). What memory lacks is asked of the page server, and the agent's file is read where it
-    has more. What is found there is kept in memory, unless the agent was saved, forked over or deleted meanwhile. When
-    a lower tier fails, less is found, and the reason is counted.
+    its tenant (see `ContextTree`). Then the page server is asked for the rest, and the agent's file is read if it has
+    more. Loaded blocks are kept in memory, unless the agent was saved, forked over or deleted meanwhile. When a lower
+    tier fails, less is found, and the reason is counted.
 
     A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
     common is there once, and every reference in the pool bears the name of its agent.
@@ -167,8 +167,8 @@ class AgentCacheStore:
         it is written. `label` is how it is shown to people; None for a named agent's context, of which only the full
         blocks are written: the rest is saved with its name.
 
-        A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing what is
-        not stored yet takes WORTH_SECONDS, or another prompt has reused it.
+        A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
+        that are not stored yet takes WORTH_SECONDS, or another prompt has reused it.
 
         Takes references of its own. Raises as `save` does.
         """
@@ -317,8 +317,8 @@ class AgentCacheStore:
         return {name: tier.save_failure for name, tier in tiers.items() if tier and tier.save_failure}
 
     def evict_all_to_disk(self) -> int:
-        """Write all dirty contexts, to files too, and drop all that are not pinned, with those that have no name; how
-        many agents' contexts.
+        """Write all dirty contexts, to files too, and drop them unless they are pinned. Drop contexts without a name.
+        Returns the number of agents' contexts.
 
         Returns the freed memory to the system.
         """
@@ -370,7 +370,7 @@ class AgentCacheStore:
                 hot_agents=len(self._hot),
                 hot_bytes=self._hot.nbytes,
                 dirty_agents=len(dirty),
-                dirty_bytes=sum(sum(entry.sizes.values()) for entry in dirty),
+                dirty_bytes=sum(sum(entry.sizes.values()) for entry in dirty) + self._flusher.waiting,
                 prefix_blocks=len(self._tree),
                 prefix_bytes=self._tree.nbytes,
                 prefix_hits=self._tree.hits,
@@ -468,10 +468,10 @@ class AgentCacheStore:
         return reach // size < (len(tokens) - 1) // size
 
     def _came(self, unchanged: _Unchanged | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
-        """Keep in memory what a lower tier had: in the tree for all agents, and what is the agent's own as its context.
+        """Keep a context from a lower tier in memory: in the tree for all agents, and the agent's own as its context.
 
-        If the agent has changed since the load began, what was found is older, or was deleted, and is not kept. An
-        agent without a name has no `unchanged`, and nothing of its own.
+        If the agent has changed since the load began, the loaded context is older, or was deleted, and is not kept. An
+        agent without a name has no `unchanged`, and no context of its own.
         """
         blocks = loaded.blocks
         self._tally.loaded(loaded.tier, loaded.nbytes, loaded.seconds, loaded.why)

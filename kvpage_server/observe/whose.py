@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from kvpage_server.observe import manifests
 from kvpage_server.observe.asking import Command, Reading, parts_of, refused
@@ -30,7 +30,9 @@ MOST_READ = 16 << 20  # bytes of manifests of which HEAD_BYTES are too few, in a
 MOST_NAMED = 500_000  # blocks that manifests name, in all
 _SOME = 64  # manifests that are read at a time, HEAD_BYTES of each
 MOST_PREFIXES = 100
+LABEL = b"label:"
 MOST_LABEL = 240  # bytes of a label
+_CHAIN_HASH = re.compile(rb"(^|\})[0-9a-f]{32}\Z")  # after a tag, on several servers
 MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
 
 
@@ -348,19 +350,26 @@ def _requests(
         del known[name]
     asked = [*islice(known, REFRESHED), *(name for name in names[:most] if name not in known)]
     answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in asked]
-    labels = yield [[b"GETRANGE", b"label:" + name, 0, MOST_LABEL - 1] for name in asked]
-    for name, answer, label in zip(asked, answers, labels, strict=True):
+    labels = yield from _labels(asked, most, looked)
+    for name, answer in zip(asked, answers, strict=True):
         known.pop(name, None)
         for total in parts_of(answer):
             sizes = (total[what] for what in ("blocks", "pages", "bytes", "memory"))
-            said = label.decode(errors="replace") if _is_label(label) else ""
-            known[name] = replace(OtherRequest(name, *sizes), label=said)
+            known[name] = replace(OtherRequest(name, *sizes), label=labels.get(name, ""))
     return _by_label(known.values())
 
 
-def _is_label(answer: Any) -> TypeGuard[bytes]:
-    """Whether it is one: a user who may not read it gets an error."""
-    return isinstance(answer, bytes)
+def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[bytes, str]]:
+    """The labels of those blocks of contexts that have one. Keys that do not exist are not read: that would count as a
+    miss."""
+    blocks = [name for name in names if _CHAIN_HASH.search(name)]
+    if not blocks:
+        return {}
+    keys = {*(yield from _keys(b"label:*", b"string", most, "requests", looked))}
+    labelled = [name for name in blocks if LABEL + name in keys]
+    answers = yield [[b"GETRANGE", LABEL + name, 0, MOST_LABEL - 1] for name in labelled]
+    answered = zip(labelled, answers, strict=True)
+    return {name: label.decode(errors="replace") for name, label in answered if isinstance(label, bytes)}
 
 
 def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:

@@ -1,4 +1,4 @@
-"""Prompts without an agent's name: what any earlier context has in common with them is not computed again."""
+"""Prompts without an agent's name reuse the beginning that any earlier context has in common with them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_one_time_prompts_do_not_evict_what_is_used_again(kind: str) -> None:
 def test_an_engine_that_takes_over_reuses_what_the_first_one_would(
     kind: str, server: RunningServer, client: redis.Redis
 ) -> None:
-    """Each turn is answered by a new engine on the same page server. It reuses at least 95 % of what precedes the
+    """Each turn is answered by a new engine on the same page server. It reuses at least 95 % of the tokens before the
     turn, and the texts are those of one engine that keeps everything in memory."""
     rng = random.Random(7)
     contexts: list[list[int]] = [[] for _ in range(3)]

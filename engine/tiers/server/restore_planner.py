@@ -40,8 +40,8 @@ class StoredBranch:
 
 
 class Offer:
-    """What may be of use for a prompt: its full blocks, which any engine may have stored, and branches: of the agent's
-    own context, and of others."""
+    """Blocks that may be of use for a prompt: its full blocks, which any engine may have stored, and branches, of the
+    agent's own context and of others."""
 
     def __init__(
         self,

@@ -4,14 +4,14 @@
 
 The name of a block follows from its tokens and the block before it. A prompt that ends or departs within a block does
 not know the rest of it, so it cannot ask for it by name. A record lists such blocks, full ones and partial ones in
-which contexts end. The record of the blocks after another has that one's chain hash. First blocks are in two records,
-of those that begin with the same `first_parts` of a block: the longer beginning is shared by fewer contexts, and the
-shorter one also has those that are not so long. So a prompt knows which records can be of use before it asks for
-anything, and reads them together with the digests of its full blocks.
+which contexts end. The key of a record is the chain hash of the block before them. The first block of a context is in
+two records, whose keys are hashes of its first tokens (see `first_parts`): fewer contexts share the longer beginning,
+and the record of the shorter one also has shorter contexts. So a prompt knows its records before it asks for anything,
+and reads them together with the digests of its full blocks.
 
-A record is bounded: MOST_TAILS blocks and MOST_BYTES bytes, the newest first. Partial blocks that leave it are deleted,
-as are those that a longer block contains. The record is written after the blocks, so it names blocks that were
-complete. It has their digests, since their seals cannot be read before their names are known.
+A record is bounded: MOST_TAILS blocks and MOST_BYTES bytes, the newest first. Partial blocks that leave it are
+deleted, and so are partial blocks that a longer one contains. The record is written after the blocks, so it names
+blocks that were complete. It has their digests, since their seals cannot be read before their names are known.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Parent:
 
     @property
     def name(self) -> str:
-        """What its name is made from: see `Chain.parent`."""
+        """The parent's hash in its name: see `Chain.parent`."""
         return self.chain.parent(len(self.names), self.names[-1] if self.names else None)
 
     def records(self, tokens: Sequence[int], spec: ModelCacheSpec) -> list[str]:
@@ -108,8 +108,8 @@ class Tail:
 
 
 def parse(raw: bytes, key: str, spec: ModelCacheSpec) -> list[Tail]:
-    """The tails in a record, the newest first. Raises Miss for what is damaged, too long, of another key or of another
-    model."""
+    """The tails in a record, the newest first. Raises Miss for a record that is damaged, too long, of another key or of
+    another model."""
     try:
         if len(raw) > 2 * MOST_BYTES:
             raise Miss("tails")
@@ -190,8 +190,8 @@ async def record(
 
 
 async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, key: str, tail: Tail) -> bool:
-    """Enter a block in a record, in place of those that it contains. Returns whether the record has it now: none of its
-    blocks contains it."""
+    """Enter a block in a record, in place of the blocks that it contains. Returns whether the record has it now: no
+    other block of the record contains it."""
     gone: list[BlockPlace] = []
     entered = False
 

@@ -1,4 +1,4 @@
-"""Clients without agent ids over HTTP: what they reuse, what the answer says of it, and what is stored."""
+"""Clients without agent ids over HTTP: the reused tokens, the figures in the answer, and the stored keys."""
 
 from __future__ import annotations
 

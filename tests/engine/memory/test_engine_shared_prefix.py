@@ -1,4 +1,4 @@
-"""What begins alike is held once and computed once: shared tree, and who computes those that nobody has yet."""
+"""Contexts with a common beginning have it once in memory, and one engine or agent computes it for all."""
 
 from __future__ import annotations
 

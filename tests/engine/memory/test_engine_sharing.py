@@ -1,4 +1,4 @@
-"""What the clients of a tenant reuse of each other: `--share none`, `system` or `all`."""
+"""Reuse between the clients of a tenant: `--share none`, `system` or `all`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spec(request: pytest.FixtureRequest) -> ModelCacheSpec:
 
 @pytest.fixture
 def stores(spec: ModelCacheSpec, server: RunningServer, pool: BlockPool) -> Iterator[list[AgentCacheStore]]:
-    """Of two engines on the emptied server."""
+    """The stores of two engines on the emptied server."""
     with server.client() as client:
         client.flushall()
     stores = [AgentCacheStore(spec, pool, pages=PageTier(server.url, spec, pool)) for _ in range(2)]
