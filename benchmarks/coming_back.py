@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,8 @@ from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
 from engine.memory.kvcache import Cache
 from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
+from engine.spec import BLOCK_TOKENS, ModelCacheSpec
+from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
@@ -137,21 +139,16 @@ def tiers(
         urls = {SERVER: url, **(several or {})}
         for name in urls if several else ("hot", *urls, FILES):
             pool = BlockPool(4 * POOL_BLOCKS)
-            store = AgentCacheStore(
-                machine.spec,
-                pool,
-                pages=PageTier(urls[name], machine.spec, pool) if name in urls else None,
-                cold=SafetensorsCacheAdapter(machine.spec, pool, directory) if name == FILES else None,
-            )
+            pages = PageTier(urls[name], machine.spec, pool) if name in urls else None
+            cold = SafetensorsCacheAdapter(machine.spec, pool, directory) if name == FILES else None
+            # What is asked here is not stored on the server, or the next question would be known.
+            store = AgentCacheStore(machine.spec, pool, pages=pages, cold=cold, config=CacheConfig(keep="named"))
             stack.callback(store.close)
-            for one in remembered:
-                ids = pool.allocate(len(one.context.blocks), one.agent_id, one.nbytes)
-                keep = store.save if name == FILES else store.publish
-                keep(_moved(one.context, ids))
-                pool.free(ids, one.agent_id)
-            store.flush_dirty()
-            engine = AgentEngine(machine.batch(pool), store)
-            found[name] = Tier(name, engine, store, (lambda: None) if name == "hot" else _forgetter(store, pool))
+            keep = pages.publish if pages else store.save if cold else store.publish
+            remember = partial(_remember, keep, pool, remembered)
+            remember()
+            forget = _forgetter(store, pool, (lambda: None) if pages else remember, to_memory=name == "hot")
+            found[name] = Tier(name, AgentEngine(machine.batch(pool), store), store, forget)
         yield found
 
 
@@ -161,8 +158,24 @@ def _moved(context: AgentBlocks, ids: Sequence[int]) -> AgentBlocks:
     return AgentBlocks(context.agent_id, context.tokens, tuple(blocks), context.fingerprint)
 
 
-def _forgetter(store: AgentCacheStore, pool: BlockPool) -> Callable[[], object]:
+def _remember(keep: Callable[[AgentBlocks], object], pool: BlockPool, remembered: Sequence[Remembered]) -> None:
+    for one in remembered:
+        ids = pool.allocate(len(one.context.blocks), one.agent_id, one.nbytes)
+        keep(_moved(one.context, ids))
+        pool.free(ids, one.agent_id)
+
+
+def _forgetter(
+    store: AgentCacheStore, pool: BlockPool, remember: Callable[[], object], *, to_memory: bool
+) -> Callable[[], object]:
+    """Returns a function that brings the tier to the state before the last turn."""
+
     def forget() -> None:
+        if to_memory:
+            store.evict_all_to_disk()
+            remember()
+            return
+        remember()
         store.flush_dirty()  # contexts stay in memory until they are written
         if not store.make_room(pool.total_blocks):
             raise AssertionError(f"{pool.used_blocks} blocks have stayed in memory")
@@ -184,7 +197,9 @@ def come_back(tier: Tier, agent_id: str, turn: Turn) -> float:
     if errors:
         raise errors[0]
     (answer,) = answers
-    if answer.reuse.tokens < turn.reused:
+    last = turn.reused % BLOCK_TOKENS
+    stored = turn.reused - last if last < BLOCK_TOKENS // 16 else turn.reused  # see `least_tail`
+    if answer.reuse.tokens < (turn.reused if named else stored):
         raise AssertionError(f"{tier.name}: {answer.reuse.tokens} of {turn.reused} tokens came back")
     _check_said(tier.name, list(answer.tokens), turn)
     return answer.reuse.time_to_first_token

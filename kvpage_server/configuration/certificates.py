@@ -7,9 +7,11 @@ import os
 import ssl
 from pathlib import Path
 
+from kvpage_server.bounded.files import read_regular
 from kvpage_server.configuration.config import Config
 
 PARAMETERS = ("tls-cert-file", "tls-key-file", "tls-key-file-pass", "tls-ca-cert-file", "tls-auth-clients")
+_MOST_BYTES = 16 << 20  # of a file in PEM
 
 
 class CertificateError(ValueError):
@@ -61,7 +63,7 @@ def _read(path: str, label: str) -> bytes:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if not os.path.isfile(path):
         raise ValueError(f"{path} is not a file")
-    content = Path(path).read_bytes()
+    content = read_regular(Path(path), _MOST_BYTES)
     if f"{label}-----".encode() not in content:
         raise ValueError(f"{path} holds no {label.lower()} in PEM")
     return content

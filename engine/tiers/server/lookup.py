@@ -156,8 +156,8 @@ class Lookup:
             return None
 
     def _parents(self) -> dict[str, Parent]:
-        """The keys of the records that may have a beginning of the prompt: one for each full block, and those of the
-        prompt's first tokens."""
+        """The keys of the records that may have more of the prompt than memory has: one for each full block, and those
+        of the prompt's first tokens."""
         spec, prompt = self.remote.spec, self._offer.wanted
         names = tuple(place.name for place in self._offer.full)
         parents = [Parent(names[:count], self._chain, self.remote.layout.together) for count in range(len(names) + 1)]
@@ -165,6 +165,7 @@ class Lookup:
         return {
             key: parent
             for parent, start in zip(parents, starts, strict=False)
+            if start + spec.block_tokens > self._request.beyond
             for key in parent.records(prompt[start : start + spec.block_tokens], spec)
         }
 

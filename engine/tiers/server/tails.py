@@ -201,13 +201,14 @@ async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Pa
             before = [] if stored is None else parse(stored, key, spec)
         except Miss:
             before = []
-        others = [other for other in before if not other.begins(tail.tokens)]
+        right = [other for other in before if key in parent.records(other.tokens, spec)]
+        others = [other for other in right if not other.begins(tail.tokens)]
         entered = not any(other.contains(tail) for other in others)
         record, count = dump([tail, *others] if entered else others, key, spec)
         after = ([tail, *others] if entered else others)[:count]
         # The last record of a block is its home: a partial block is deleted when it leaves that. The other record is
         # shared by more contexts, so a block leaves that earlier.
-        left = [other for other in {*before, tail} if other not in after]
+        left = [other for other in {*right, tail} if other not in after]
         left = [other for other in left if parent.records(other.tokens, spec)[-1] == key]
         needed = _places(after, parent, spec)
         gone = [place for place in _places(left, parent, spec) - needed if place.tokens < spec.block_tokens]

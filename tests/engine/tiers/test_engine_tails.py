@@ -145,6 +145,16 @@ def test_a_damaged_record_is_a_counted_miss_and_is_written_anew(tier: PageTier, 
     assert reached(tier, TOKENS) == 14
 
 
+def test_a_record_may_have_blocks_that_do_not_belong_there(tier: PageTier, home: Home) -> None:
+    publish(tier, TOKENS[:5])
+    for key in home.keys("tails:*"):
+        others = [tails.Tail(tokens, "f" * 16, ()) for tokens in ((9,), (TOKENS[0] + 1, 1, 2), TOKENS[:1], TOKENS[:3])]
+        home.ask(key, "SET", key, tails.dump(others, key, SPEC)[0])
+    assert reached(tier, TOKENS) == 0
+    publish(tier, TOKENS[:6])
+    assert reached(tier, TOKENS) == 6
+
+
 def test_a_damaged_partial_block_is_a_counted_miss(tier: PageTier, home: Home) -> None:
     publish(tier, TOKENS[:13])
     *_, last = home.tagged(TOKENS[:13], SPEC)

@@ -184,6 +184,7 @@ class TestCertificates:
             ({"tls_cert_file": "server.crt", "tls_key_file": "locked.key"}, "tls-key-file-pass does not open the key"),
             ({"tls_ca_cert_file": "torn-ca.crt"}, "a certificate is damaged"),
             ({"tls_ca_cert_file": "ca.key"}, "ca.key holds no certificate in PEM"),
+            ({"tls_cert_file": "huge.crt"}, "huge.crt: it has more than 16777216 bytes"),
             (
                 {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "maxclients": "x"},
                 "must be a whole number",
@@ -193,6 +194,8 @@ class TestCertificates:
     def test_bad_ones_are_refused_and_the_old_ones_stay(
         self, renewable: SecureServer, next_year: Path, changes: dict[str, str], why: str
     ) -> None:
+        with open(next_year / "huge.crt", "wb") as sparse:
+            sparse.truncate(64 << 30)
         with renewable.plain.client(decode_responses=True) as client:
             before = client.config_get("tls*")
             named = {name: next_year / value if name.startswith("tls") else value for name, value in changes.items()}
