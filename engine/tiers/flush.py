@@ -107,7 +107,7 @@ class Flusher:
         """
         with self._changed:
             full = self.waiting >= self._max_prompt_bytes
-            if "page" in self._save and "page" not in self._failed and not full and not self._closed:
+            if "page" in self._save and not self._fails("page") and not full and not self._closed:
                 self._prompts.append(publication)
                 self._changed.notify_all()
                 return
@@ -169,7 +169,7 @@ class Flusher:
                 if not self._prompts:
                     return False
                 publication = self._prompts[0]
-                in_vain = self._failed.get("page", 0.0) > time.monotonic()
+                in_vain = self._fails("page")
             if in_vain:
                 self._pool.free(publication.context.block_ids, publication.context.agent_id)
             elif self._try("page", partial(self._publish_one, publication.label), publication.context) is None:
@@ -177,11 +177,17 @@ class Flusher:
                     self._failed["page"] = time.monotonic() + RETRY_SECONDS
             else:
                 self._tally.count("published")
+                with self._changed:
+                    self._failed.pop("page", None)
             with self._changed:
                 self._prompts.popleft()
         if publication.over:
             publication.over()
         return True
+
+    def _fails(self, tier: Below) -> bool:
+        """Whether a tier failed and is not to be tried yet."""
+        return self._failed.get(tier, 0.0) > time.monotonic()
 
     def _publish_one(self, label: str | None, context: AgentBlocks) -> int | None:
         assert self._pages

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -721,6 +722,25 @@ def test_a_context_without_a_name_is_written_if_it_is_worth_it(
     assert unnamed(store, pool, some_tokens(10, 40)) == 0
     store.flush_dirty()
     assert recalled(elsewhere, pool, "bob", some_tokens(10, 41)) == ("page", 40), "computing takes long"
+
+
+def test_after_an_outage_contexts_without_a_name_are_written_again(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, server: RunningServer
+) -> None:
+    with start_proxy(server.port) as proxy:
+        store = stores(url=proxy.url, keep="all")
+        proxy.cut_after = 0
+        unnamed(store, pool, TOKENS[:40])
+        assert eventually(lambda: store.metrics().unsaved.get("page", 0) > 0)
+        proxy.cut_after = None
+        seeds = count(40)
+
+        def stored() -> bool:
+            unnamed(store, pool, some_tokens(next(seeds), 40))
+            return store.metrics().published > 0
+
+        assert eventually(stored)
+        store.close()
 
 
 @pytest.mark.parametrize(("keep", "found"), [("all", 40), ("named", 0)])
