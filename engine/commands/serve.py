@@ -42,8 +42,8 @@ def add_to(commands: Any) -> None:
     add(
         "--labels",
         choices=("words", "hash"),
-        default="words",
-        help="show a context without a name by its user's first words, or by a hash of them (default: %(default)s)",
+        help="show a context without a name by its user's first words, or by a hash of them (default: words; with "
+        "--share none and --share system, whose clients would see each other's words: hash)",
     )
     add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")
@@ -76,7 +76,8 @@ def serve(args: argparse.Namespace) -> NoReturn:
             args.max_from_address,
         )
         asked = {"host": args.host, "name": args.name, "origins": args.allow_origin, "grace": args.grace, "tell": tell}
-        asked |= {"sanitize": args.sanitize_control_tokens, "hash_labels": args.labels == "hash"}
+        labels = args.labels or ("words" if args.share == "all" else "hash")
+        asked |= {"sanitize": args.sanitize_control_tokens, "hash_labels": labels == "hash"}
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
             code = run(options(args), listener, tokens, limits, **asked)

@@ -279,6 +279,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
         found = split_words(line)
         if found is None:
             raise ConfigError(f"{path}, line {number}: unbalanced quotes")
+        if not found:  # NUL bytes separate words, and a crash of the machine can leave a file that ends with them
+            raise ConfigError(f"{path}, line {number}: NUL bytes instead of a parameter's name")
         name, *values = (word.decode("utf-8", "surrogateescape") for word in found)
         yield number, name, values
 

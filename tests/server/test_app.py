@@ -89,6 +89,7 @@ class TestBadConfiguration:
             ("appendonly yes", "appendonly must be one of no, got 'yes'"),
             ("page-checksums maybe", "page-checksums must be yes or no, got 'maybe'"),
             ('dir "/tmp', "unbalanced quotes"),
+            ("\0 \0", "NUL bytes instead of a parameter's name"),
         ],
     )
     def test_a_bad_line_is_named_with_its_number(self, tmp_path: Path, line: str, message: str) -> None:

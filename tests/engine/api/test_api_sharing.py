@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def test_with_share_system_all_clients_reuse_the_system_message(model: Path, tok
         assert chat(engine, "Hello there", "three")[0] == 0, "another tenant"
         assert text(engine, "Hello there" * 40, "one")[0] == 0
         assert text(engine, "Hello there" * 40, "two")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        (["all"], "A secret question"),
+        (["none"], "#"),
+        (["system"], "#"),
+        (["none", "--labels", "words"], "A secret question"),
+    ],
+)
+def test_page_hides_words_of_other_clients(model: Path, tokens: str, options: list[str], label: str) -> None:
+    with start_engine(model, "--token-file", tokens, "--share", *options) as engine:
+        chat(engine, "A secret question", "one")
+        with httpx.stream("GET", f"{engine.url}/page/events", headers={"Authorization": "Bearer two"}) as reply:
+            lines = reply.iter_lines()
+            assert "event: answers" in lines
+            (answer,) = json.loads(next(lines).removeprefix("data: "))
+    assert answer["label"].startswith(label)
 
 
 def test_an_agent_cannot_be_called_like_a_prompt_without_a_name(model: Path) -> None:
