@@ -27,6 +27,7 @@ MAX_PAGE = 0xFFFF_FFFF
 MAX_KV_TYPE = 5
 MAX_BLOCK_PAGES = 131_072  # 128 layers of 128 heads with 6 planes are fewer
 MAX_U32 = 0xFFFF_FFFF
+MAX_I64 = 0x7FFF_FFFF_FFFF_FFFF
 MAX_U64 = 0xFFFF_FFFF_FFFF_FFFF
 MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; leaves room to add it to a unix time in milliseconds
 
@@ -259,7 +260,7 @@ class PageHeader:
         check_range("layer_idx", self.layer, 0, MAX_LAYER)
         check_range("head_idx", self.head, 0, MAX_HEAD)
         check_range("page_id", self.page, 0, MAX_PAGE)
-        check_range("created", self.created_ms, 0, MAX_U64)
+        check_range("created", self.created_ms, 0, MAX_I64)  # KVPAGESTAT sends it as a RESP integer
         check_range("ttl", self.ttl, 0, MAX_TTL)
         check_range("body length", self.body_size, 0, MAX_U32)
         check_range("checksum", self.checksum, 0, MAX_U64)

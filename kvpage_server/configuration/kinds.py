@@ -142,7 +142,10 @@ def _read_memory_or_share(words: list[str]) -> int | str:
     word = _one(words)
     if re.fullmatch(r"[0-9]{1,2}%|100%", word):
         return word
-    return _bytes(word)
+    try:
+        return _bytes(word)
+    except ValueError as error:
+        raise ValueError(f"must be a share such as 25%, or {str(error).removeprefix('must be ')}") from None
 
 
 class OutputLimit(NamedTuple):

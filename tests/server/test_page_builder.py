@@ -271,7 +271,7 @@ class BadPageTest(unittest.TestCase):
             "page_size": (0, -1, 2**32),
             "head_dim": (0, -1, 2**32),
             "ttl": (-1, MAX_TTL + 1),
-            "created_ms": (-1, 2**64),
+            "created_ms": (-1, 2**63),
         }
         for field, values in cases.items():
             for value in values:

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from kvpage_server.bounded import json_bounds
-from kvpage_server.page import MAX_BLOCK_PAGES, MAX_LAYER, MAX_TTL, MAX_U64, DType, PageHeader, PageKey
+from kvpage_server.page import MAX_BLOCK_PAGES, MAX_I64, MAX_LAYER, MAX_TTL, DType, PageHeader, PageKey
 from kvpage_server.snapshot.format.names import bytes_of, plane_name, string_name, text_of
 
 T = TypeVar("T")
 
 FOREVER = -1  # the PTTL of a key without an expiry
-MAX_I64 = 0x7FFF_FFFF_FFFF_FFFF
 _MEMBERS = 32  # of a note: more than it has
 _DIGEST = re.compile("[0-9a-f]{16}")
 
@@ -223,7 +222,7 @@ def _pages_of(told: dict[str, Any], nbytes: int, most_pages: int) -> PageTensor:
         (layers, heads),
         Geometry(DType[told["dtype"].upper()], page_size, head_dim, nbytes // count),
         WrittenPages(
-            _numbers(told["created_ms"], count, 0, MAX_U64),
+            _numbers(told["created_ms"], count, 0, MAX_I64),
             _numbers(told["ttl"], count, 0, MAX_TTL),
             _unfolded(told["unchecked"], count, bool),
         ),

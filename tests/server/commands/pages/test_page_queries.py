@@ -24,6 +24,17 @@ from kvpage_server.resp.reply import encode
 # -- KVPAGEMEXISTS, KVPAGESTAT -------------------------------------------------------------------------------------
 
 
+def test_blob_created_beyond_signed_64_bits_is_no_page(client: redis.Redis) -> None:
+    """RESP has no integer for that time: the client of a KVPAGESTAT could not read the reply."""
+    set_page(client)
+    blob = bytearray(client.get("kv:r:0:0:0:0"))
+    blob[39] |= 0x80
+    client.set("kv:r:0:0:0:0", bytes(blob))
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        client.execute_command("KVPAGESTAT", "r", 0, 0, 0, 0)
+    assert client.ping()
+
+
 def test_existence_of_many_pages_is_told_in_order(client: redis.Redis) -> None:
     client.config_resetstat()
     set_page(client, head=1)
