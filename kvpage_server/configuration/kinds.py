@@ -50,10 +50,12 @@ def integer(low: int, high: int) -> Kind:
 _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
 
 
-def _bytes(word: str) -> int:
+def _bytes(word: str, instead: str = "") -> int:
+    """A number of bytes, with or without a unit. The error also names the other value that is allowed `instead`."""
     found = re.fullmatch(r"([0-9]{1,18})([A-Za-z]*)", word)
     if not found or found[2].lower() not in _UNITS:
-        raise ValueError(f"must be a number of bytes such as 0, 512mb or 4gb, got '{word}'")
+        other = f"{instead}, or " if instead else ""
+        raise ValueError(f"must be {other}a number of bytes such as 0, 512mb or 4gb, got '{word}'")
     return int(found[1]) * _UNITS[found[2].lower()]
 
 
@@ -76,10 +78,7 @@ def _read_memory_or_auto(words: list[str]) -> int | str:
     word = _one(words)
     if word.lower() == AUTO:
         return AUTO
-    try:
-        return _bytes(word)
-    except ValueError as error:
-        raise ValueError(f"must be auto, or {str(error).removeprefix('must be ')}") from None
+    return _bytes(word, instead=AUTO)
 
 
 def _read_yes_no(words: list[str]) -> bool:
@@ -142,10 +141,7 @@ def _read_memory_or_share(words: list[str]) -> int | str:
     word = _one(words)
     if re.fullmatch(r"[0-9]{1,2}%|100%", word):
         return word
-    try:
-        return _bytes(word)
-    except ValueError as error:
-        raise ValueError(f"must be a share such as 25%, or {str(error).removeprefix('must be ')}") from None
+    return _bytes(word, instead="a share such as 25%")
 
 
 class OutputLimit(NamedTuple):
