@@ -214,12 +214,14 @@ class AgentEngine:
     def _claim(self, job: Job, reach: int) -> None:
         """Claim the first block that is missing, so that only one prompt computes it.
 
-        A prompt that has waited loads again, and claims what is still missing if it found more than before.
+        A prompt that has waited loads again, and claims what is still missing if it found more than before. A page
+        server that has just failed to answer is not asked for the claim: that would take as long again.
         """
         if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
             self._release(job)
             job.reach = reach
-            job.claim = self._store.claims.begin(job.agent_id, job.tokens, reach)
+            answers = not (job.loaded and job.loaded.unanswered)
+            job.claim = self._store.claims.begin(job.agent_id, job.tokens, reach, answers=answers)
             job.claim.add_done_callback(self.wake)
         job.waiting_since = time.perf_counter()
         job.stage = Stage.WAITING if job.waits else Stage.READY

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from engine.memory.blocks import AgentBlocks
 from engine.tiers.cold import SafetensorsCacheAdapter
@@ -26,13 +25,30 @@ RETRY_SECONDS = 1.0  # before a tier that failed is tried again
 IDLE_SECONDS = 5.0  # without use, before a context is written to its file
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Publication:
     """A context to be written without a name. It holds references on its blocks."""
 
     context: AgentBlocks
     label: str | None  # see `AgentCacheStore.publish`
-    over: Callable[[], object] | None = None  # called when it is written, or will not be
+    owner: tuple[str, str]  # the tenant and the client whose prompts find it
+    over: Callable[[], object] | None = None  # called once: when it is written, or when the server fails
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.context.blocks)
+
+    def end(self) -> None:
+        """Call `over`, without the lock."""
+        over, self.over = self.over, None
+        if over:
+            over()
+
+    def covers(self, other: Publication) -> bool:
+        """Whether every prompt that can reuse `other` can reuse as much of this context."""
+        ours, theirs = self.context, other.context
+        same = self.owner == other.owner and ours.tokens[: len(theirs)] == theirs.tokens
+        return same and set(theirs.stored_states) <= set(ours.stored_states)
 
 
 class Flusher:
@@ -42,7 +58,8 @@ class Flusher:
     unused for IDLE_SECONDS, so that a busy agent's file is not written every turn. There is no queue of copies: the
     agent's entry in the hot tier is written, so a newer context replaces an older one that waits.
 
-    While the page server fails, contexts go to their files at once, and stay dirty for the server.
+    While the page server fails, contexts go to their files at once, and stay dirty for the server. Contexts without a
+    name wait for it in memory that nobody else needs.
     """
 
     def __init__(
@@ -56,6 +73,7 @@ class Flusher:
     ) -> None:
         """`changed` is the lock of `hot`. It is notified when a context becomes dirty, and when one has been written.
         At most `max_prompt_bytes` of prompts wait to be published."""
+        self.lost = 0  # contexts without a name that were dropped while the page server failed
         self._hot = hot
         self._changed = changed
         self._pool = hot.pool
@@ -91,8 +109,8 @@ class Flusher:
 
     @property
     def waiting(self) -> int:
-        """Bytes of the prompts that are being published or wait for it. Called with the lock held."""
-        return sum(block.nbytes for prompt in self._prompts for block in prompt.context.blocks)
+        """Bytes of the prompts that wait to be published. Called with the lock held."""
+        return sum(prompt.nbytes for prompt in self._prompts)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,19 +119,64 @@ class Flusher:
             yield
 
     def publish(self, publication: Publication) -> None:
-        """Write the blocks of a prompt before anything else.
+        """Write the blocks of a prompt before anything else. Takes over the caller's references.
 
-        Skipped while the server fails or too much waits already. Takes over the caller's references.
+        Skipped if too much waits already. While the server fails, the beginning of a named agent's context is skipped,
+        since the agent's own context is written later, and older contexts make room for a newer one.
         """
+        failing = False
         with self._changed:
-            full = self.waiting >= self._max_prompt_bytes
-            if "page" in self._save and not self._fails("page") and not full and not self._closed:
-                self._prompts.append(publication)
-                self._changed.notify_all()
-                return
+            if "page" in self._save and not self._closed:
+                failing = "page" in self._failed
+                taken = self._wait_for_server(publication) if failing else self.waiting < self._max_prompt_bytes
+                if taken:
+                    if not failing:
+                        self._prompts.append(publication)
+                    self._changed.notify_all()
+            else:
+                taken = False
+        if not taken:
+            self._free(publication)
+        if failing or not taken:
+            publication.end()
+
+    def abandon_prompt(self) -> bool:
+        """Drop the context without a name that has waited longest for a server that fails. Returns whether there was
+        one. Called with the lock held."""
+        if not self._prompts or "page" not in self._failed:
+            return False
+        self._free(self._prompts.popleft())
+        self.lost += 1
+        return True
+
+    def end_prompts(self) -> int:
+        """Drop all contexts without a name that wait. Returns their number."""
+        with self._changed:
+            count = len(self._prompts)
+            while self._prompts:
+                self._free(self._prompts.popleft())
+        return count
+
+    def _free(self, publication: Publication) -> None:
         self._pool.free(publication.context.block_ids, publication.context.agent_id)
-        if publication.over:
-            publication.over()
+
+    def _wait_for_server(self, publication: Publication) -> bool:
+        """Put a context behind the others that wait for a server that fails. Returns whether it waits now.
+
+        Called with the lock held. A context that another covers does not wait beside it.
+        """
+        if publication.label is None or publication.nbytes > self._max_prompt_bytes:
+            self.lost += publication.label is not None
+            return False
+        if any(other.covers(publication) for other in self._prompts):
+            return False
+        for covered in [other for other in self._prompts if publication.covers(other)]:
+            self._prompts.remove(covered)
+            self._free(covered)
+        while self.waiting + publication.nbytes > self._max_prompt_bytes and self.abandon_prompt():
+            pass
+        self._prompts.append(publication)
+        return True
 
     def flush(self, agent_id: str | None = None) -> None:
         """Write all dirty contexts to all their tiers before returning. With an agent, write its context alone, even a
@@ -124,7 +187,7 @@ class Flusher:
         """
         if self._pages:
             self._pages.breaker.retry()
-        while self._publish():
+        while self._publish(at_once=True):
             pass
         failed: set[Below] = set()
         with self._changed:
@@ -154,7 +217,7 @@ class Flusher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not self._prompts and not self._due():
+                while not self._closed and not self._may_publish() and not self._due():
                     self._changed.wait(self._pause())
                 if self._closed:
                     return
@@ -162,37 +225,50 @@ class Flusher:
             if not self._publish() and due:
                 self._write(*due)
 
-    def _publish(self) -> bool:
-        """Write the blocks of the prompt that has waited longest; whether there was one."""
+    def _may_publish(self) -> bool:
+        return bool(self._prompts) and self._failed.get("page", 0.0) <= time.monotonic()
+
+    def _publish(self, *, at_once: bool = False) -> bool:
+        """Write the blocks of the prompt that has waited longest. Returns whether to go on with the next one.
+
+        `at_once`: also if the server has just failed.
+        """
+        assert self._pages or not self._prompts
         with self._writing:
             with self._changed:
-                if not self._prompts:
+                if not (self._prompts if at_once else self._may_publish()):
                     return False
-                publication = self._prompts[0]
-                in_vain = self._fails("page")
-            if in_vain:
-                self._pool.free(publication.context.block_ids, publication.context.agent_id)
-            elif self._try("page", partial(self._publish_one, publication.label), publication.context) is None:
-                with self._changed:
-                    self._failed["page"] = time.monotonic() + RETRY_SECONDS
-            else:
-                self._tally.count("published")
-                with self._changed:
-                    self._failed.pop("page", None)
+                publication = self._prompts.popleft()
+                self._pool.share(publication.context.block_ids, publication.context.agent_id)
+            failed = False
+
+            def save(context: AgentBlocks) -> int | None:
+                nonlocal failed
+                assert self._pages
+                saved = self._pages.publish(context, label=publication.label)
+                failed = saved is None
+                return saved.nbytes if saved else None
+
+            written = self._try("page", save, publication.context) is not None
+            self._report("page")
             with self._changed:
-                self._prompts.popleft()
-        if publication.over:
-            publication.over()
-        return True
-
-    def _fails(self, tier: Below) -> bool:
-        """Whether a tier failed and is not to be tried yet."""
-        return self._failed.get(tier, 0.0) > time.monotonic()
-
-    def _publish_one(self, label: str | None, context: AgentBlocks) -> int | None:
-        assert self._pages
-        saved = self._pages.publish(context, label=label)
-        return saved.nbytes if saved else None
+                ended = [publication]
+                if written:
+                    self._tally.count("published")
+                    self._failed.pop("page", None)
+                else:
+                    self._failed["page"] = time.monotonic() + RETRY_SECONDS
+                if failed:  # the others would fail, too
+                    ended += self._prompts
+                    again, self._prompts = [*self._prompts, publication], deque()
+                    for one in again:
+                        if not self._wait_for_server(one):
+                            self._free(one)
+                else:
+                    self._free(publication)
+        for one in ended:
+            one.end()
+        return written
 
     def _due(self) -> tuple[str, Below] | None:
         """The agent whose context is to be written now, and the tier."""
@@ -204,8 +280,9 @@ class Flusher:
         return entry.context.agent_id, tier
 
     def _pause(self) -> float | None:
-        """Seconds until the next write; None while nothing is dirty."""
+        """Seconds until the next write; None while nothing waits."""
         times = [self._when(entry, tier) for entry, tier in self._owed()]
+        times += [self._failed.get("page", 0.0)] if self._prompts else []
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _owed(self) -> Iterator[tuple[CacheEntry, Below]]:

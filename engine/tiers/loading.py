@@ -15,6 +15,7 @@ from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.load_states import FileState, LoadEvent, LoadState, Patience, moved
 from engine.tiers.metrics import Tally, Tier
 from engine.tiers.pages import PageTier
+from engine.tiers.server.connection import FAILING
 from engine.tiers.server.fetch import Fetch
 from kvpage_server.tracing import is_seen, span
 
@@ -36,6 +37,11 @@ class Loaded:
     def nbytes(self) -> int:
         """Of its blocks."""
         return sum(block.nbytes for block in self.blocks.blocks) if self.blocks else 0
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the page server failed to answer, or was not asked because it had failed before."""
+        return self.why == "open" or self.why in FAILING
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,10 +113,11 @@ class Claims:
         self._clock = threading.Thread(target=self._watch, name="kvpage-claims", daemon=True)
         self._clock.start()
 
-    def begin(self, agent_id: str, tokens: Sequence[int], known: int = 0) -> Claim:
+    def begin(self, agent_id: str, tokens: Sequence[int], known: int = 0, *, answers: bool = True) -> Claim:
         """Claim the first full block of a prompt beyond its `known` first tokens.
 
-        If all full blocks are known, nothing is claimed, and the state is ``proceed``.
+        If all full blocks are known, nothing is claimed, and the state is ``proceed``. Without `answers` from the page
+        server, the first agent in this engine's queue gets the claim at once.
         """
         size = self._spec.block_tokens
         end = (known // size + 1) * size
@@ -125,7 +126,7 @@ class Claims:
         *before, name = chain_hashes(self._spec.fingerprint, tokens[:end], size, self._spec.chain(agent_id, tokens))
         with self.lock:
             queue = self._queues.setdefault(name, _Queue(name, before))
-            alone = not queue.claims and self._pages is None
+            alone = not queue.claims and not (self._pages and answers)
             claim = Claim(self, name, "mine" if alone else "wait")
             queue.claims.append(claim)
             self.lock.notify_all()

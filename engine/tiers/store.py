@@ -185,7 +185,7 @@ class AgentCacheStore:
         if label is not None and self._pages:
             self._tally.count("unnamed_written" if written else "unnamed_left")
         if written:
-            self._flusher.publish(Publication(adopted, label, claim.release if claim else None))
+            self._flusher.publish(self._publication(adopted, label, claim.release if claim else None))
             return
         self._pool.free(adopted.block_ids, adopted.agent_id)
         if claim:
@@ -291,7 +291,7 @@ class AgentCacheStore:
                 coming = self._hot.coming(stuck)
                 if self._has_room(blocks - len(coming), nbytes - sum(coming.values())):
                     break
-                if not (self._evict(stuck) or self._hot.abandon(stuck)):
+                if not (self._flusher.abandon_prompt() or self._evict(stuck) or self._hot.abandon(stuck)):
                     break
             self._changed.notify_all()
             return self._has_room(blocks, nbytes)
@@ -366,7 +366,7 @@ class AgentCacheStore:
                 self._pages,
                 self._cold,
                 evictions=self._hot.evictions,
-                lost=self._hot.lost,
+                lost=self._hot.lost + self._flusher.lost,
                 hot_agents=len(self._hot),
                 hot_bytes=self._hot.nbytes,
                 dirty_agents=len(dirty),
@@ -386,9 +386,11 @@ class AgentCacheStore:
         self.claims.close()
         self._find_lost()
         self._flusher.close()
+        unnamed = self._flusher.end_prompts()
         self._ways.readers.shutdown()
         with self._changed:
             unsaved = sum(entry.whole and not entry.kept for entry in self._hot) if self._flusher.tiers else 0
+            unsaved += unnamed
             self._hot.clear()
             self._tree.clear()
         if self._pages:
@@ -460,7 +462,13 @@ class AgentCacheStore:
             self._tree.mark_stored(context)
             self._pool.share(context.block_ids, context.agent_id)
             self._tally.count("unnamed_written")
-            self._flusher.publish(Publication(context, self._tree.label_of(context)))
+            self._flusher.publish(self._publication(context, self._tree.label_of(context)))
+
+    def _publication(
+        self, context: AgentBlocks, label: str | None, over: Callable[[], object] | None = None
+    ) -> Publication:
+        chain = self.spec.chain(context.agent_id, context.tokens)
+        return Publication(context, label, (chain.root, chain.client), over)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Whether a full block of the prompt is not in the first `reach` tokens; its last token never has to be."""

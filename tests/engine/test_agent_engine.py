@@ -204,6 +204,7 @@ def test_others_go_on_while_a_context_is_on_its_way(running: RunningServer, url:
         bench.until(lambda: slow in bench.answers)  # the deadline passes, and it is computed
         assert list(bench.answers[slow].tokens) == greedy(TOKENS[1000:1600])
         assert bench.answers[slow].reuse.why == "slow"
+        assert bench.answers[slow].reuse.waited_seconds == 0, "a server that does not answer is not asked for a claim"
         bench.close()
 
 

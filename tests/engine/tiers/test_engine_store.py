@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -724,7 +723,7 @@ def test_a_context_without_a_name_is_written_if_it_is_worth_it(
     assert recalled(elsewhere, pool, "bob", some_tokens(10, 41)) == ("page", 40), "computing takes long"
 
 
-def test_after_an_outage_contexts_without_a_name_are_written_again(
+def test_contexts_without_a_name_wait_for_a_server_that_fails_and_are_written_when_it_is_back(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, server: RunningServer
 ) -> None:
     with start_proxy(server.port) as proxy:
@@ -732,15 +731,36 @@ def test_after_an_outage_contexts_without_a_name_are_written_again(
         proxy.cut_after = 0
         unnamed(store, pool, TOKENS[:40])
         assert eventually(lambda: store.metrics().unsaved.get("page", 0) > 0)
+        unnamed(store, pool, TOKENS[:50])
+        unnamed(store, pool, some_tokens(9, 40))
+        assert store.metrics().dirty_bytes == 90 * SPEC.token_nbytes, "the longer context of two covers the shorter"
         proxy.cut_after = None
-        seeds = count(40)
+        assert eventually(lambda: store.metrics().published == 2)
+        elsewhere = stores()
+        assert recalled(elsewhere, pool, "bob", TOKENS) == ("page", 50)
+        assert recalled(elsewhere, pool, "bob", (*some_tokens(9, 40), 1)) == ("page", 40)
+        assert store.close() == 0
+        assert store.metrics().lost == 0
 
-        def stored() -> bool:
-            unnamed(store, pool, some_tokens(next(seeds), 40))
-            return store.metrics().published > 0
 
-        assert eventually(stored)
-        store.close()
+def test_contexts_without_a_name_that_wait_for_a_server_give_way_to_prompts_and_to_newer_ones(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.reconfigure(24)
+    room = 64 * SPEC.token_nbytes
+    url = f"redis://127.0.0.1:{free_port()}"
+    store = stores(url=url, keep="all", queue_bytes=room, prefix_bytes=0)
+    for seed in range(3):
+        unnamed(store, pool, some_tokens(seed, 30))
+        assert eventually(lambda: store.metrics().unsaved.get("page", 0) > 0)
+    assert eventually(lambda: store.metrics().dirty_bytes == 60 * SPEC.token_nbytes)
+    assert store.metrics().lost == 1, "the oldest is dropped for the newest"
+    assert pool.used_blocks == 2 * 4
+    assert store.make_room(20)
+    assert store.metrics().lost == 2
+    assert store.close() == 1
+    assert "1 context could not be saved (page: " in caplog.text
+    assert pool.used_blocks == 0
 
 
 @pytest.mark.parametrize(("keep", "found"), [("all", 40), ("named", 0)])
