@@ -73,7 +73,7 @@ class Engine:
             raise ValueError("without --kv-bits nothing is quantised, from no token on")
         directory = _directory(options.model)
         if options.cold:
-            private_directory(options.cold.expanduser())
+            _make_cold(options.cold.expanduser())
         begun = time.monotonic()
         nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         tell(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
@@ -166,3 +166,13 @@ def _directory(model: str) -> Path:
             "`kvpage-engine fetch-model smollm2` gets a small one"
         )
     return Path(model)
+
+
+def _make_cold(directory: Path) -> None:
+    """Raises OSError."""
+    try:
+        private_directory(directory)
+    except OSError as error:
+        raise OSError(
+            f"--cold is a directory, which is made if it is missing: {directory}: {error.strerror}"
+        ) from error

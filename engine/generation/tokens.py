@@ -75,4 +75,4 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
         raise UnknownTokenError(f"a prompt is text that UTF-8 can spell, got {text[error.start]!a}") from None
     bos = tokenizer.bos_token
-    return list(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
+    return list(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos), verbose=False))

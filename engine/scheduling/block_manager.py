@@ -60,7 +60,8 @@ class BlockManager:
             (nbytes, self.pool.total_bytes, "bytes"),
         ):
             if needed > total:
-                raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: make it larger")
+                larger = "make it larger (--memory), or the prompt or max_tokens smaller"
+                raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: {larger}")
 
     def reserve(self, request: Request) -> None:
         """Reserve what it needs in the pool. Raises PoolExhaustedError."""

@@ -290,6 +290,7 @@ def test_what_cannot_be_asked_is_said_in_one_line(redis_server: RunningServer, s
     code, _, said = kvpage("status", url="nonsense")
     assert code == 2
     assert said.count("\n") == 1
+    assert "begins with redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://, got 'nons" in said
 
 
 def test_the_command_is_installed(server: RunningServer, client: redis.Redis) -> None:

@@ -6,6 +6,7 @@ would change the answer but is not supported is refused by its name. ``null`` is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -39,7 +40,7 @@ def _only(*allowed: object) -> AfterValidator:
 
     def check(value: object) -> object:
         if value not in allowed:
-            shown = " or ".join(map(repr, allowed))
+            shown = " or ".join(map(json.dumps, allowed))
             raise PydanticCustomError("unsupported_value", "this engine supports only {allowed}", {"allowed": shown})
         return value
 
@@ -119,7 +120,7 @@ class RequestBody(BaseModel):
             return body
         for name, allowed in cls.unsupported.items():
             if (value := body.get(name)) is not None and value not in allowed:
-                only = f"supports only {' or '.join(map(repr, allowed))}" if allowed else "does not support it"
+                only = f"supports only {' or '.join(map(json.dumps, allowed))}" if allowed else "does not support it"
                 raise PydanticCustomError("unsupported_value", "this engine {only}", {"only": only, "field": name})
         return {name: value for name, value in body.items() if value is not None}
 

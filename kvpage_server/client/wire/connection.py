@@ -27,6 +27,7 @@ from redis.connection import AbstractConnection, Connection, ConnectionPool, SSL
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
+from kvpage_server.address import shown
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, WrongReply, bare
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Conversation, Request
@@ -241,11 +242,18 @@ class PagePool(ConnectionPool):
                 connection.disconnect()
 
 
+def _check_scheme(url: str) -> None:
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        wanted = "redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://"
+        raise ValueError(f"a server's URL begins with {wanted}, got {shown(url)!r}")
+
+
 def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     """A pool for a redis://, rediss:// or unix:// URL; `options` as redis-py's ConnectionPool takes them.
 
     Raises ValueError for another URL.
     """
+    _check_scheme(url)
     options = {
         "retry": Retry(NoBackoff(), 1),  # a server that was restarted
         **_QUIETLY,
@@ -255,7 +263,11 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """A client of redis-py's own, which asks the server nothing by itself but how to speak with it."""
+    """A client of redis-py's own, which asks the server nothing by itself but how to speak with it.
+
+    Raises ValueError for a URL that is not redis://, rediss:// or unix://.
+    """
+    _check_scheme(url)
     return redis.Redis.from_url(url, **_QUIETLY, **options)
 
 

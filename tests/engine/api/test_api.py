@@ -326,6 +326,11 @@ def test_what_is_wrong_with_a_text_is_named(engine: RunningEngine, body: dict[st
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
+def test_the_allowed_values_of_a_field_are_shown_as_json(engine: RunningEngine) -> None:
+    reply = post(engine, "/v1/completions", {"model": "tiny", "prompt": "a", "echo": True})
+    assert reply.json()["error"]["message"] == "echo: this engine supports only false"
+
+
 def test_openais_client_raises_what_it_raises_for_openai(engine: RunningEngine, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-17"):
         chat(client, model="gpt-17")
