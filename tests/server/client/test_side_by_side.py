@@ -240,7 +240,7 @@ def test_a_refusal_of_one_server_is_raised(servers: list[RunningServer]) -> None
         ("redis://u:x@a:1,redis://a:1", "redis://a:1 is named 2 times"),
         ("redis://a:1,b:2", "several servers are redis://host:port,redis://host:port"),
         ("redis://a:1,", "several servers are"),
-        ("redis://a:1,http://b:1", "URL must"),
+        ("redis://a:1,http://b:1", "a server's URL begins with redis:"),
     ],
 )
 def test_a_list_that_makes_no_sense_is_refused(url: str, why: str) -> None:
