@@ -148,7 +148,7 @@ def test_what_cannot_be_done_is_said_in_a_line(
         (["chat", "--top-p", "1.5"], "expected a number, 0 to 1, got '1.5'"),
         (["chat", "--transcript", "no/such/folder/t.json"], "cannot write the transcript: no/such/folder is no"),
         (["chat", "--memory", "0"], "a size is a number of bytes"),
-        (["chat", "--cold", "/dev/null"], "--cold is a directory, which is made if it is missing: /dev/null: File exists"),
+        (["chat", "--cold", "/dev/null"], "is a directory, which is made if it is missing: /dev/null: File exists"),
         (["chat", "--kv-quantised-from", "64"], "without --kv-bits"),
         (["serve", "--port", "65536"], "a port is 0 to 65535"),
         (["chat", "--model", "/nowhere"], "/nowhere is neither a directory nor the id of a model"),
