@@ -378,5 +378,5 @@ def test_what_lies_on_the_server_can_be_looked_up_by_hand(tier: PageTier, client
 
 
 def test_an_address_that_is_none_is_refused(pool: BlockPool) -> None:
-    with pytest.raises(ValueError, match="scheme"):
+    with pytest.raises(ValueError, match="begins with redis:"):
         PageTier("127.0.0.1:9221", SPEC, pool)
