@@ -103,10 +103,12 @@ def test_every_mistake_that_is_written_down_can_still_be_made(mistake: Mistake) 
 
 
 def test_a_mistake_that_cannot_be_made_is_an_error_and_not_a_run_without_it() -> None:
-    with pytest.raises(DoesNotApply, match=r"renamed: kvpage_server\.app says 'no such line' 0 times"):
-        apply(Mistake("renamed", "kvpage_server.app", "no such line", "", ""))
+    with pytest.raises(DoesNotApply, match=r"renamed: kvpage_server\.app\.main contains 'no such line' 0 times"):
+        apply(Mistake("renamed", "kvpage_server.app", "main", "no such line", "", ""))
+    with pytest.raises(DoesNotApply, match=r"renamed: kvpage_server\.app has no gone"):
+        apply(Mistake("renamed", "kvpage_server.app", "gone", "pass", "", ""))
     with pytest.raises(DoesNotApply, match=r"moved: there is no kvpage_server\.gone"):
-        apply(Mistake("moved", "kvpage_server.gone", "", "", ""))
+        apply(Mistake("moved", "kvpage_server.gone", "", "", "", ""))
     result = simulate("--seed", "1", "--defect", "unheard-of")
     assert result.returncode == 2
     assert "no mistake is named unheard-of; there are reply-before-commit, " in result.stderr

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - sources are quoted as they stand
-"""The mistakes. Each is one that was made once, here or elsewhere, or easily could be."""
+"""The mistakes. Each was made once, here or in another project, or is easy to make."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MISTAKES = [
     Mistake(
         "reply-before-commit",
         "kvpage_server.net.session",
+        "Session._is_held_back",
         "if tiered.behind.durable >= owes:",
         "if tiered.behind.durable >= owes or tiered.behind.busy:",
         "under `always`, what is being written counts as written",
@@ -20,6 +21,7 @@ MISTAKES = [
     Mistake(
         "promise-of-steps-forgotten",
         "kvpage_server.net.session",
+        "Session._flush",
         "if self._promised is not None and self._events.acting is self.client:",
         "if self._promised is not None and self._events.acting is self.client and not self._replies.under_way:",
         "what a command does in steps is told before it is on disk",
@@ -27,6 +29,7 @@ MISTAKES = [
     Mistake(
         "reader-ends-at-full-disk",
         _STORE + "disk.file.lmdb_file",
+        "told._said_by_lmdb",
         "little = self._writing and _says(error, errno.EIO)",
         "little = _says(error, errno.EIO)",
         "a read that fails while the disk is full ends the thread that reads",
@@ -34,6 +37,7 @@ MISTAKES = [
     Mistake(
         "expired-is-alive",
         _STORE + "contents",
+        "Contents.find",
         "if entry is not None and entry.expires and entry.expires <= unix_ms():",
         "if entry is not None and entry.expires and entry.expires < unix_ms():",
         "a key lives a millisecond too long",
@@ -41,6 +45,7 @@ MISTAKES = [
     Mistake(
         "persist-keeps-the-time",
         _STORE + "contents",
+        "Contents.set_expiry",
         "        entry.expires = expires\n        if not expires:",
         "        entry.expires = expires or entry.expires\n        if not expires:",
         "PERSIST answers 1, and the key expires all the same",
@@ -48,6 +53,7 @@ MISTAKES = [
     Mistake(
         "pins-are-not-spared",
         _STORE + "eviction.leases",
+        "Leases.spares",
         "return lease is not None and (lease.pinned or lease.until > now)",
         "return lease is not None and lease.until > now",
         "eviction takes what is pinned",
@@ -55,6 +61,7 @@ MISTAKES = [
     Mistake(
         "leases-are-not-spared",
         _STORE + "eviction.leases",
+        "Leases.spares",
         "return lease is not None and (lease.pinned or lease.until > now)",
         "return lease is not None and lease.pinned",
         "eviction takes what is leased",
@@ -62,6 +69,7 @@ MISTAKES = [
     Mistake(
         "evicted-is-still-listed",
         _STORE + "contents",
+        "Contents.remove_block",
         "        self.expirer.keys -= self.catalogue.take_pages(block)\n        block.extent = None",
         '        if event != "evicted":\n            self.expirer.keys -= self.catalogue.take_pages(block)\n        block.extent = None',
         "the index keeps the entries of a block that was evicted",
@@ -69,6 +77,7 @@ MISTAKES = [
     Mistake(
         "noeviction-evicts",
         _STORE + "disk.tier",
+        "DiskTier.leave",
         "return not self._keeps_texts and self.evict(unit)",
         "return self.evict(unit)",
         "a policy that forbids it evicts",
@@ -76,6 +85,7 @@ MISTAKES = [
     Mistake(
         "checksum-not-compared",
         _STORE + "disk.file.bodies",
+        "StoredBodies.read",
         "return True if digest == body.digest else Damaged(_WRONG_BODY)",
         "return True",
         "what was damaged on disk is sent as it is",
@@ -83,6 +93,7 @@ MISTAKES = [
     Mistake(
         "deletion-not-written",
         _STORE + "disk.tier",
+        "DiskTier.removed",
         "        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_gone(self._contents, name))\n",
         "",
         "what was deleted is back after a restart",
@@ -90,6 +101,7 @@ MISTAKES = [
     Mistake(
         "expiry-not-written",
         _STORE + "disk.tier",
+        "DiskTier.retimed",
         "if entry is not None:\n            self.stored.retime",
         "if entry is not None and self.behind.waits(name_of_key(key)):\n            self.stored.retime",
         "EXPIRE of what is on disk already is forgotten by a restart",
@@ -97,6 +109,7 @@ MISTAKES = [
     Mistake(
         "flush-not-written",
         _STORE + "disk.stored",
+        "Stored.clear",
         "        self.behind.clear()\n        self.usage.clear()",
         "        self.usage.clear()",
         "FLUSHALL is forgotten by a restart",
@@ -104,13 +117,15 @@ MISTAKES = [
     Mistake(
         "failed-batch-is-dropped",
         _STORE + "disk.file.write_behind",
+        "WriteBehind._failed",
         "            self._next = batch\n        if isinstance",
-        "        if isinstance",
+        "            pass\n        if isinstance",
         "what could not be written is not written later",
     ),
     Mistake(
         "newer-change-is-overwritten",
         _STORE + "disk.file.write_behind",
+        "WriteBehind._failed",
         "                batch.note(name, value, size)\n            self._next = batch",
         "                batch.changes.setdefault(name, (value, size))\n            self._next = batch",
         "after a failed commit, an old value is written in place of the new one",
@@ -118,6 +133,7 @@ MISTAKES = [
     Mistake(
         "split-forgets-pages",
         _STORE + "disk.tier",
+        "DiskTier.was_split",
         "self.stored.store_pages([*pages], [*pages.values()])",
         "self.stored.store_pages([*pages][1:], [*pages.values()][1:])",
         "when a block is split, one page is not on disk any more",
@@ -125,6 +141,7 @@ MISTAKES = [
     Mistake(
         "change-of-pages-is-not-told",
         _COMMANDS + "notifying.tracking",
+        "Tracking.changed",
         "                for key in noted:\n                    self._changed(key, by)\n",
         '                for key in noted:\n                    if key[:3] != b"kv:":\n                        self._changed(key, by)\n',
         "who has read pages, and tracks that, is not told that they have changed",
@@ -132,6 +149,7 @@ MISTAKES = [
     Mistake(
         "watched-in-vain",
         _COMMANDS + "families.connections.transaction",
+        "exec_",
         "    if changed:\n        return NULL_ARRAY\n",
         "    if changed and len(transaction.commands) > 1:\n        return NULL_ARRAY\n",
         "EXEC of one command runs though a watched key has changed",
@@ -139,6 +157,7 @@ MISTAKES = [
     Mistake(
         "exec-forgets-the-refused",
         _COMMANDS + "families.connections.transaction",
+        "exec_",
         "    if transaction.refused:\n",
         "    if transaction.refused and not transaction.commands:\n",
         "EXEC runs what could be queued of a transaction that was refused",
@@ -146,6 +165,7 @@ MISTAKES = [
     Mistake(
         "set-nx-get-overwrites",
         _COMMANDS + "families.keys.string",
+        "set_",
         '    if options.only_if == (b"XX" if old is None else b"NX"):\n',
         '    if options.only_if == (b"XX" if old is None else b"NX") and not options.get:\n',
         "SET NX GET overwrites",
@@ -153,6 +173,7 @@ MISTAKES = [
     Mistake(
         "keepttl-forgotten",
         _COMMANDS + "families.keys.string",
+        "set_",
         '    if options.timing == b"KEEPTTL":\n        expires = keyspace.expires_of(key)\n',
         "",
         "SET KEEPTTL lets the key live for ever",
@@ -160,6 +181,7 @@ MISTAKES = [
     Mistake(
         "receiving-never-settled",
         "kvpage_server.net.load",
+        "Load.settle",
         "            self._keyspace.memory.receiving += receiving - self._receiving\n",
         "            self._keyspace.memory.receiving += max(receiving - self._receiving, 0)\n",
         "memory that was received is never counted as the store's",
@@ -167,6 +189,7 @@ MISTAKES = [
     Mistake(
         "half-sent-stays",
         "kvpage_server.net.session",
+        "Session._let_go",
         "        self._line.finish(freed(self._parser.give_up()))\n",
         "",
         "what a client has half sent is kept when it goes",
@@ -174,6 +197,7 @@ MISTAKES = [
     Mistake(
         "in-flight-leaks",
         "kvpage_server.net.session",
+        "Session._let_go",
         "        self._answering.drop()\n        self._load.drop()\n",
         "        self._answering.drop()\n",
         "what a client held counts for ever when it goes",
@@ -181,6 +205,7 @@ MISTAKES = [
     Mistake(
         "resume-forgotten",
         _COMMANDS + "context",
+        "Server.end_pause",
         "            client.settle()\n            client.connection.resume()\n",
         "            client.settle()\n",
         "nobody goes on when a pause ends early",
@@ -188,6 +213,7 @@ MISTAKES = [
     Mistake(
         "crowded-for-ever",
         "kvpage_server.net.transport",
+        "SocketTransport._settle",
         "        if self._crowded and self.queued <= HIGH_WATER:\n            self._crowded = False\n            self._loop.call_soon(self._reader.drained)\n",
         "        if self._crowded and self.queued <= HIGH_WATER:\n            self._crowded = False\n",
         "who reads slowly is never answered again",
@@ -195,6 +221,7 @@ MISTAKES = [
     Mistake(
         "waiting-for-the-disk-for-ever",
         _STORE + "disk.file.write_behind",
+        "WriteBehind._tell_waiting",
         "            if position <= self.durable or self.failing:\n",
         "            if position <= self.durable:\n",
         "who waits for a commit that fails waits for ever",
@@ -202,6 +229,7 @@ MISTAKES = [
     Mistake(
         "nothing-is-cold-at-the-start",
         _STORE + "disk.tier",
+        "DiskTier.load",
         "self.any_cold = self._loader.load()",
         "self._loader.load()",
         "after a restart nothing is thought to be on disk alone",
@@ -209,6 +237,7 @@ MISTAKES = [
     Mistake(
         "cold-page-loses-its-time",
         _STORE + "disk.tier",
+        "DiskTier._cool",
         "entries[key] = Cold(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)",
         "entries[key] = Cold(name, entry.size, expires=0, header=header, unit=entry.unit, used=used)",
         "what left memory lives for ever",
@@ -216,6 +245,7 @@ MISTAKES = [
     Mistake(
         "msetnx-sets-some",
         _COMMANDS + "families.keys.string",
+        "msetnx",
         "    if any(client.server.keyspace.find(key) is not None for key in plain_all(args[::2])):\n        return 0\n",
         "    if all(client.server.keyspace.find(key) is not None for key in plain_all(args[::2])):\n        return 0\n",
         "MSETNX sets where only some keys exist",
@@ -223,6 +253,7 @@ MISTAKES = [
     Mistake(
         "postponed-runs-twice",
         "kvpage_server.net.answering",
+        "Answering._answer",
         "        self._postponed, load.postponed = None, 0\n        queued = 0\n",
         "        load.postponed = 0\n        queued = 0\n",
         "a command that has waited for the disk is run again",
@@ -230,6 +261,7 @@ MISTAKES = [
     Mistake(
         "scan-misses-what-became-a-block",
         _STORE + "memory.catalogue",
+        "Catalogue.living_at",
         "entry = self.entries.get(place) or self.page_in_extent(place)  # since it was listed",
         "entry = self.entries.get(place)",
         "a scan does not find pages whose block was stored whole meanwhile",
@@ -237,6 +269,7 @@ MISTAKES = [
     Mistake(
         "string-stays-in-the-way",
         _STORE + "keyspace",
+        "Keyspace.set_block",
         '        for key in self._catalogue.strays_in(req_id, page, extent):\n            self.contents.remove(key, "del")\n',
         "",
         "a block that is stored whole does not take the place of strings under keys of its pages",
@@ -244,6 +277,7 @@ MISTAKES = [
     Mistake(
         "deletion-is-not-remembered",
         _STORE + "contents",
+        "Contents._forget_page",
         "        self.ghosts.remember(block, {row: bit_of(name.head)}, _REASONS.get(event, event))\n",
         "",
         "KVPAGEWHY does not know of pages that went one by one",
@@ -251,6 +285,7 @@ MISTAKES = [
     Mistake(
         "file-is-believed",
         "engine.formats.tensor_file",
+        "TensorReader.bodies",
         "        if digest.hexdigest() != written:\n",
         "        if digest.hexdigest() != written and not self.tensors:\n",
         "an engine takes what was damaged in its files",
@@ -258,6 +293,7 @@ MISTAKES = [
     Mistake(
         "replaced-keys-still-expire",
         _STORE + "keyspace",
+        "Keyspace._drop_pages",
         "        self.contents.expirer.keys -= self._catalogue.take_pages(block)\n        self.contents.grow",
         "        self._catalogue.take_pages(block)\n        self.contents.grow",
         "keys that expire are counted as such when a block has taken their place",
@@ -265,6 +301,7 @@ MISTAKES = [
     Mistake(
         "disk-counts-twice",
         _STORE + "disk.usage",
+        "DiskUsage.add",
         "        self.used += grown\n",
         "        self.used += size\n",
         "what is written again counts twice on disk",
@@ -272,6 +309,7 @@ MISTAKES = [
     Mistake(
         "lease-does-not-grow",
         _STORE + "contents",
+        "Contents.grow",
         "        self.leases.grew(unit, size)\n",
         "",
         "what comes to a block that is pinned or leased does not count as protected",
@@ -279,6 +317,7 @@ MISTAKES = [
     Mistake(
         "pages-below-a-block",
         _STORE + "keyspace",
+        "Keyspace._drop_pages",
         "        if self.tier is not None:\n            self.tier.pages_dropped(block)\n",
         "",
         "a block that is stored whole leaves its older pages on disk",
@@ -286,6 +325,7 @@ MISTAKES = [
     Mistake(
         "woken-pages-stay",
         _STORE + "disk.loading",
+        "Loader._wake",
         "                block.expires_at(expires)\n                note(key, expires)\n",
         "                block.expires_at(expires)\n",
         "pages of a block that was found at the start are not swept",
@@ -293,6 +333,7 @@ MISTAKES = [
     Mistake(
         "protocol-of-the-first",
         _COMMANDS + "notifying.channels",
+        "_push",
         "                    if protocol not in encoded:\n                        encoded[protocol] = _spelt(items, protocol)\n                    client.push(encoded[protocol])",
         "                    if not encoded:\n                        encoded[0] = _spelt(items, protocol)\n                    client.push(encoded[0])",
         "all listeners are told in the protocol of the first",
@@ -300,6 +341,7 @@ MISTAKES = [
     Mistake(
         "exec-forgets-rights",
         _COMMANDS + "dispatch.run",
+        "_run_queued",
         "    try:\n        check_rights(client, spec, words)\n",
         "    try:\n        pass\n",
         "EXEC runs what its user has lost the right to since it was queued",
@@ -307,6 +349,7 @@ MISTAKES = [
     Mistake(
         "dump-loses-what-fills-a-file",
         "kvpage_server.snapshot.dump",
+        "_Dump._full",
         "                tensors, used = {}, _size([])\n            tensors |=",
         "                tensors, used = {}, _size([])\n                continue\n            tensors |=",
         "what is one too many for a file of a dump is in none",
@@ -314,6 +357,7 @@ MISTAKES = [
     Mistake(
         "leases-count-for-the-old-quota",
         _STORE + "quota_limit",
+        "QuotaLimit.set_rules",
         "        self._contents.leases.recount()\n",
         "",
         "what is protected counts for the quota that it belonged to before quotas changed",
@@ -321,6 +365,7 @@ MISTAKES = [
     Mistake(
         "written-while-room-is-made",
         _STORE + "disk.file.write_behind",
+        "WriteBehind._room_is_made",
         "            if name in self._next.removed:\n",
         "            if name in self._next.changes:\n",
         "what is written again while its removal makes room on a full disk is forgotten",
@@ -328,6 +373,7 @@ MISTAKES = [
     Mistake(
         "listed-in-an-old-order",
         _STORE + "memory.index",
+        "PageIndex.open",
         "            if self._order is not None and self._order[0] == req_id:\n                self._order = None\n            block = request",
         "            block = request",
         "a scan of a request that was scanned before does not come to a new block",
@@ -335,6 +381,7 @@ MISTAKES = [
     Mistake(
         "what-was-replaced-waits",
         _STORE + "contents",
+        "Contents.forget",
         "        if new is None or is_page(new):\n            self._unit_removed(key)\n",
         "        if new is None or is_page(new):\n            self.evictor.units.removed(key)\n",
         "a string that a page has replaced still waits to be written",
@@ -342,6 +389,7 @@ MISTAKES = [
     Mistake(
         "nothing-lies-beside",
         _STORE + "disk.limit",
+        "",
         "_SHARE_AT_ONCE = 0.9 ",
         "_SHARE_AT_ONCE = 9.0 ",
         "what is replaced is not supposed to take room until the commit that replaces it",
@@ -349,6 +397,7 @@ MISTAKES = [
     Mistake(
         "woken-in-any-order",
         _STORE + "disk.file.write_behind",
+        "WriteBehind._tell_waiting",
         "for position, then in waiting:",
         "for position, then in set(waiting):",
         "clients that wait for the disk go on in the order of addresses",
@@ -357,6 +406,7 @@ MISTAKES = [
     Mistake(
         "kills-whoever-came-later",
         _COMMANDS + "families.connections.client",
+        "_of_number",
         "return lambda other: other.id == number",
         "return lambda other: other.id >= number",
         "CLIENT KILL ID ends connections that have come since, too",
@@ -364,6 +414,7 @@ MISTAKES = [
     Mistake(
         "quits-too-soon",
         "kvpage_server.net.session",
+        "Session.close",
         "            self._ending = True\n            self._loop.call_soon(self._close)",
         "            self._ending = True\n            self._loop.call_soon(self.abort)",
         "who quits is not told what waits for the disk",
@@ -371,6 +422,7 @@ MISTAKES = [
     Mistake(
         "skips-two-replies",
         _COMMANDS + "families.connections.client",
+        "client_reply",
         "client.silence = 2  # this one and the next",
         "client.silence = 3  # this one and the next",
         "CLIENT REPLY SKIP leaves out one reply too many",
@@ -378,6 +430,7 @@ MISTAKES = [
     Mistake(
         "removed-user-stays",
         _COMMANDS + "families.server.acl",
+        "_settle",
         "if other is not client and (other.user is None or other.listens):",
         "if other is not client and other.listens:",
         "ACL DELUSER leaves connections to a user that is no more",
@@ -385,6 +438,7 @@ MISTAKES = [
     Mistake(
         "monitors-see-no-transactions",
         _COMMANDS + "dispatch.shown",
+        "show_monitors",
         'if spec.flags & {"admin", "skip_monitor"}:',
         'if spec.flags & {"admin", "skip_monitor"} or client.transaction is not None:',
         "who looks on is not shown a transaction",
@@ -392,6 +446,7 @@ MISTAKES = [
     Mistake(
         "monitors-stay",
         _COMMANDS + "families.connections.connection",
+        "reset",
         "    client.server.monitors.pop(client, None)\n",
         "",
         "RESET leaves somebody to be shown every command",
@@ -399,6 +454,7 @@ MISTAKES = [
     Mistake(
         "prefix-of-another-length",
         _COMMANDS + "notifying.prefixes",
+        "Prefixes.of",
         "            if child is None or not name.startswith(child.label, at):\n",
         "            if child is None:\n",
         "who broadcasts a prefix is told of keys that do not begin with it",
@@ -406,6 +462,7 @@ MISTAKES = [
     Mistake(
         "own-changes-come-back",
         _COMMANDS + "notifying.tracking",
+        "Tracking._to_be_told",
         " and not (mode.no_loop and client is by):",
         ":",
         "NOLOOP is forgotten where it is about what was read",
@@ -413,6 +470,7 @@ MISTAKES = [
     Mistake(
         "asked-for-ever",
         _COMMANDS + "dispatch.run",
+        "run_as_asked",
         "    end_caching(client, spec)\n    return reply\n",
         '    if "readonly" not in spec.flags:\n        end_caching(client, spec)\n    return reply\n',
         "what CLIENT CACHING says lasts for every read until something else is said",
@@ -420,6 +478,7 @@ MISTAKES = [
     Mistake(
         "redirected-to-who-is-gone",
         _COMMANDS + "notifying.tracking",
+        "Tracking._told",
         "                mode.broken = True\n",
         "",
         "TRACKINGINFO does not know that a redirection is broken",
@@ -427,6 +486,7 @@ MISTAKES = [
     Mistake(
         "told-of-others-keys",
         _COMMANDS + "notifying.tracking",
+        "Tracking._send",
         "        if not (client.sees_all and to.sees_all):\n            seen = ",
         "        if not (client.sees_all or not to.sees_all):\n            seen = ",
         "a tenant is told of keys that it may not read",
@@ -434,6 +494,7 @@ MISTAKES = [
     Mistake(
         "told-of-nothing",
         _COMMANDS + "notifying.tracking",
+        "Tracking._broadcast",
         "if others := [key for key, by in changed.items() if by is not client]:\n                    self._send(client, [others])",
         "others = [key for key, by in changed.items() if by is not client]\n                self._send(client, [others])",
         "who has made all the changes itself, under NOLOOP, gets a message about no key",
@@ -441,6 +502,7 @@ MISTAKES = [
     Mistake(
         "lease-on-disk-leaks",
         _STORE + "eviction.leases",
+        "Leases.removed",
         "self._count(lease, -lease.size, -lease.on_disk)",
         "self._count(lease, -lease.size)",
         "what was protected counts for ever as protected on disk",
@@ -448,6 +510,7 @@ MISTAKES = [
     Mistake(
         "nothing-to-do-is-not-promised",
         _COMMANDS + "dispatch.disk",
+        "_owe_what_is_there",
         'if behind.mode == "always" and behind.durable < behind.position:',
         'if behind.mode == "always" and behind.durable < behind.position < 0:',
         "under `always`, a deletion of what was just deleted is answered before that is on disk",
@@ -455,6 +518,7 @@ MISTAKES = [
     Mistake(
         "core-forgets-a-row",
         _CORE + "pages",
+        "",
         "            if old[i].heads:\n                self.row(old[i].number)[0] = old[i]",
         "            if old[i].heads and i:\n                self.row(old[i].number)[0] = old[i]",
         "the index of a block loses a row when its table grows",
@@ -462,6 +526,7 @@ MISTAKES = [
     Mistake(
         "core-counts-twice",
         _CORE + "pages",
+        "",
         "        if not row.heads & bit:\n            row.heads |= bit\n            self.pages += 1",
         "        row.heads |= bit\n        self.pages += 1",
         "a page that is written again counts as another page of its block",
@@ -469,6 +534,7 @@ MISTAKES = [
     Mistake(
         "core-counts-the-replaced",
         _CORE + "pages",
+        "",
         "                footprint -= footprint_of(old)\n",
         "",
         "a page that is replaced still counts as used memory",
@@ -476,6 +542,7 @@ MISTAKES = [
     Mistake(
         "full-memory-takes-more",
         _COMMANDS + "dispatch.admission",
+        "have_room",
         "    except OutOfMemory:\n        if client.server.tiered is not None:\n            wait_for_room(client.server.tiered)\n",
         "    except OutOfMemory:\n        if client.server.tiered is None:\n            return\n        wait_for_room(client.server.tiered)\n",
         "under noeviction, a full store takes what it has to refuse",
@@ -483,6 +550,7 @@ MISTAKES = [
     Mistake(
         "longer-lease-is-forgotten",
         _STORE + "eviction.leases",
+        "Leases.lease",
         "            lease.until = until\n        return True",
         "            lease.until = lease.until or until\n        return True",
         "a lease that is lengthened ends when the first one would have ended",
@@ -490,6 +558,7 @@ MISTAKES = [
     Mistake(
         "last-part-first",
         _COMMANDS + "families.pages.page",
+        "kvpagemset",
         "client.keyspace.set_pages(batches.popleft())",
         "client.keyspace.set_pages(batches.pop())",
         "the last part of a batch is visible before the first one",
@@ -497,6 +566,7 @@ MISTAKES = [
     Mistake(
         "part-of-a-batch-is-missing",
         _COMMANDS + "families.pages.page",
+        "kvpagemset",
         "            while batches:\n",
         "            several = len(batches) > 1\n            while len(batches) > several:\n",
         "OK is answered though the last part of a batch is not stored",
@@ -504,6 +574,7 @@ MISTAKES = [
     Mistake(
         "refused-in-part",
         _COMMANDS + "families.pages.page",
+        "kvpagemset",
         '                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None\n            read +=',
         '                for some in batches if client.server.tiered is None else ():\n                    client.keyspace.set_pages(some)\n                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None\n            read +=',
         "the parts of a batch before one with a wrong page are stored though it is refused",
@@ -511,6 +582,7 @@ MISTAKES = [
     Mistake(
         "unpin-ends-the-lease",
         _STORE + "eviction.leases",
+        "Leases.unpin",
         "        if not lease.until:\n            self.removed(unit)\n        return True",
         "        self.removed(unit)\n        return True",
         "a block that is unpinned is evicted, though a lease of it lasts",
