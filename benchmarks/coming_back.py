@@ -25,18 +25,16 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 
 from benchmarks.findings import Finding
 from benchmarks.servers import start_kvpage
-from engine.agent_engine import AgentEngine
-from engine.agent_job import Answer
+from engine.agent_engine import AgentEngine, Answer
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
 from engine.memory.kvcache import Cache
 from engine.pool import BlockPool
 from engine.spec import BLOCK_TOKENS, ModelCacheSpec
-from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
-from engine.tiers.store import AgentCacheStore
+from engine.tiers.store import AgentCacheStore, CacheConfig
 
 SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # times, from the page server, by tokens
 FILE, MLX_LM = 1.3, 1.0  # times as long as with these, at most

@@ -20,9 +20,7 @@ from rich.table import Table
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
-from engine.demo.processes import ProcessError, running_engine
-from engine.demo.story import QUESTIONS, ask, say, share_reused
-from engine.demo.turn import Turn
+from engine.demo.story import QUESTIONS, ProcessError, Turn, ask, running_engine, say, share_reused
 
 _DIES_AFTER = 0.5  # seconds for which the second master does not answer, while it is asked
 _WITHIN = 60.0  # seconds, for a replica to take over

@@ -21,7 +21,7 @@ from benchmarks.findings import Finding, show, write
 from engine import model
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.pool import BlockPool
-from engine.scheduling.config import SchedulerConfig
+from engine.scheduling.request import SchedulerConfig
 from engine.spec import ModelCacheSpec
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"

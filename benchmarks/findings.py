@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpage_server.bench.report import machine
+from kvpage_server.bench import machine
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -32,7 +32,7 @@ import engine  # noqa: F401 - picks the BLAS before MLX is imported
 from benchmarks.findings import Finding, show, write
 from benchmarks.ports import free_port
 from benchmarks.servers import start_kvpage
-from engine.commands.asking import ask
+from engine.commands.talk import ask
 from engine.startup import Engine, Options
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"

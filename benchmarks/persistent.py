@@ -24,8 +24,7 @@ from benchmarks.decoder import Plain, decoder
 from benchmarks.findings import Finding, show, write
 from engine.persistent import Simulator, parse_file
 from engine.persistent.dtypes import DTYPES
-from engine.persistent.state.journal import Journal
-from engine.persistent.state.table import Layout, Table
+from engine.persistent.state import Journal, Layout, Table
 
 ENTRIES = 4096
 SHAPE = (8, 128)  # of an entry: 4 KiB in float32

@@ -25,8 +25,7 @@ from benchmarks.pages import one_at_a_time, ordinary
 from benchmarks.pages.ordinary import Step, Way
 from benchmarks.pages.work import KIB, ORDERS, blocks, mixed_pages, pages
 from benchmarks.servers import Server, pin_client, start_kvpage
-from kvpage_server.bench.report import machine
-from kvpage_server.bench.work import LLAMA3_16
+from kvpage_server.bench import LLAMA3_16, machine
 
 SECONDS, QUICK_SECONDS = 5, 1  # that each of the two samplers looks at a path
 LINES = 30

@@ -19,8 +19,7 @@ import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from benchmarks.watchers import TOKEN
-from engine.demo.processes import EngineProcess, _running, running_engine
-from engine.demo.turn import Messages
+from engine.demo.story import EngineProcess, Messages, _running, running_engine
 
 MODEL = "models/smollm2"
 WORDS = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8").split()

@@ -26,8 +26,7 @@ from benchmarks.pages.rounds import Contestant, Plan, Target, Trials
 from benchmarks.pages.work import KIB, blocks, pages
 from benchmarks.pages.work import bodies as block_bodies
 from benchmarks.servers import Server, pin_client, start_kvpage
-from kvpage_server.bench.measure import GB
-from kvpage_server.bench.work import LLAMA3_16
+from kvpage_server.bench import GB, LLAMA3_16
 from kvpage_server.client import PageClient
 
 ALMOST_NOTHING = "1mb"  # of memory: what is read is on disk alone

@@ -12,8 +12,8 @@ from itertools import chain
 from typing import NamedTuple
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.queued import MOST_QUEUED
-from kvpage_server.commands.table.spec import AT_ONCE, TABLE
+from kvpage_server.commands.context import MOST_QUEUED
+from kvpage_server.commands.table import AT_ONCE, TABLE
 from kvpage_server.glob import LONGEST
 
 MANY = 100_000

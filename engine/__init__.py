@@ -4,8 +4,7 @@ May lie here: what programs import (`batch_engine`, `agent_engine`, `pool`, `spe
 come in: anything that is only a part of these; it has a folder, and the folder's docstring says which.
 """
 
-from engine.platform.freed_memory import keep_freed
-from engine.platform.openblas import prefer_openblas
+from engine.platform import keep_freed, prefer_openblas
 
 keep_freed()
 prefer_openblas()  # has to come before the first import of mlx

@@ -20,9 +20,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engine.generation.answer_text import AnswerText
 from engine.generation.sampling import Guarded
-from engine.generation.token_text import TokenText
+from engine.generation.text import AnswerText, TokenText
 from engine.generation.tokens import check_answer, check_prompt, encode, token_ids
 from engine.generation.unbatched import Sampler
 from engine.memory import kvcache
@@ -30,10 +29,15 @@ from engine.memory.blocks import AgentBlocks, check_agent_id
 from engine.memory.kvcache import Cache
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.config import SchedulerConfig
-from engine.scheduling.model_runner import ModelRunner
-from engine.scheduling.model_watch import ModelWatch
-from engine.scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Request, TokenReceiver
+from engine.scheduling.model_runner import ModelRunner, ModelWatch
+from engine.scheduling.request import (
+    CompletedGeneration,
+    EngineClosedError,
+    PromptReceiver,
+    Request,
+    SchedulerConfig,
+    TokenReceiver,
+)
 from engine.spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)

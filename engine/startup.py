@@ -23,10 +23,9 @@ from engine.chains import Share, Sharing, common_prefix
 from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.cache_config import CacheConfig, Keep
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import RESTORE_SECONDS, PageTier
-from engine.tiers.store import AgentCacheStore
+from engine.tiers.store import AgentCacheStore, CacheConfig, Keep
 from kvpage_server.system.durable import private_directory
 
 log = logging.getLogger(__name__)

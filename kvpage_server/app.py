@@ -23,21 +23,29 @@ from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.families.server.info import human
-from kvpage_server.configuration import certificates, defaults, log, places
-from kvpage_server.configuration.config import Config, ConfigError, from_arguments
+from kvpage_server.configuration import certificates, log
+from kvpage_server.configuration.config import (
+    SMALLEST_DISK,
+    Config,
+    ConfigError,
+    check_paths,
+    choose_defaults,
+    data_directory,
+    default_maxdisk,
+    enter_data_directory,
+    from_arguments,
+)
 from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.companion import Companion, missing
-from kvpage_server.net.limits import keep_large_blocks_apart
+from kvpage_server.net.connection_memory import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
-from kvpage_server.service.greeting import greet
-from kvpage_server.service.regular import regular_work
-from kvpage_server.service.renewal import renew_when
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
+from kvpage_server.service import greet, regular_work, renew_when
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
-from kvpage_server.system.streams import fit_streams
+from kvpage_server.system.program import fit_streams
 
 if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as all the rest
     from kvpage_server.gateway.upstream import Upstream
@@ -51,7 +59,7 @@ USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protoc
   kvpage-server --help | --version
 
 FILE has `name value` lines, as in redis.conf. Parameters on the command line override it. Without a file, maxmemory is
-a quarter of the machine's memory, and dir is {defaults.data_directory()}
+a quarter of the machine's memory, and dir is {data_directory()}
 
 {{parameters}}
 Try it:  kvpage-server --port 9221 --maxmemory 4gb &   redis-cli -p 9221 ping
@@ -75,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_only = words[:1] == ["--check-config"]
     try:
         config = from_arguments(words[1:] if check_only else words)
-        defaults.choose(config)
+        choose_defaults(config)
         if "dir" not in config.chosen:
             os.chdir(config.dir)
         _check(config)
@@ -84,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
             print("the configuration is valid")
             return
         log.start(config)
-        defaults.enter(config)
+        enter_data_directory(config)
         server = Server(config, _open_store(config))
         upstream = _upstream(config)
         _load_users(server)
@@ -121,13 +129,13 @@ def _check(config: Config) -> None:
     """Raises the errors of a start, as far as possible without touching the store."""
     if config.metrics_port and (lacks := missing()):
         raise ConfigError(f"metrics-port: {lacks}")
-    if isinstance(config.maxdisk, int) and 0 < config.maxdisk < defaults.SMALLEST_DISK:
-        least = human(defaults.SMALLEST_DISK)
+    if isinstance(config.maxdisk, int) and 0 < config.maxdisk < SMALLEST_DISK:
+        least = human(SMALLEST_DISK)
         raise ConfigError(f"maxdisk must be auto, 0 or at least {least}, got {config.maxdisk} bytes")
     _load_users(Server(config, Keyspace()))
     certificates.load(config)
     _upstream(config)
-    places.check(config)
+    check_paths(config)
 
 
 def _check_addresses(config: Config) -> None:
@@ -162,7 +170,7 @@ def _open_store(config: Config) -> Keyspace:
     if config.store != "tiered":
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
     began = time.monotonic()
-    maxdisk = config.maxdisk if isinstance(config.maxdisk, int) else defaults.disk(Path())
+    maxdisk = config.maxdisk if isinstance(config.maxdisk, int) else default_maxdisk(Path())
     disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no")
     keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, maxdisk=maxdisk)
     tier = keyspace.tier

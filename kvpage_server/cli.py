@@ -22,16 +22,14 @@ from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credent
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.kinds import integer, memory
+from kvpage_server.look.cluster_stats import cluster_as_one, is_cluster, status_of_several, top_of_several
 from kvpage_server.look.ls import ROWS, ls
-from kvpage_server.look.nodes import cluster_as_one, is_cluster
+from kvpage_server.look.multi_store import NO_ANSWER, AsOne, Gone, SlotsMoved, by_segment
 from kvpage_server.look.output import LookError, leave_no_trace
-from kvpage_server.look.page import stat, verify
-from kvpage_server.look.several import NO_ANSWER, AsOne, Gone, SlotsMoved, by_segment
-from kvpage_server.look.shares import status_of_several, top_of_several
+from kvpage_server.look.pages_on_strings import AsStrings
 from kvpage_server.look.status import status
-from kvpage_server.look.strings import AsStrings
 from kvpage_server.look.top import top
-from kvpage_server.look.why import why
+from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 from kvpage_server.system.terminal import out, print_json
 
@@ -247,7 +245,7 @@ def _rows(word: str) -> int:
 
 
 def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
-    from kvpage_server.replay.command import CAPACITIES, SIMULATIONS, USUAL
+    from kvpage_server.replay import CAPACITIES, SIMULATIONS, USUAL
 
     def positive(word: str) -> int:
         return int(integer(1, 10**12).read([word]))
@@ -297,8 +295,7 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
 
 def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Replay a trace, without any store."""
-    from kvpage_server.replay.command import CAPACITIES, ON_NODES, USUAL, run, run_nodes
-    from kvpage_server.replay.report import Destination
+    from kvpage_server.replay import CAPACITIES, ON_NODES, USUAL, Destination, run, run_nodes
 
     to = Destination(out, args.json, args.plot)
     try:
@@ -350,7 +347,7 @@ def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Measure how fast pages and blocks are written and read."""
-    from kvpage_server.bench.command import run  # numpy and the page client take a while to load
+    from kvpage_server.bench import run  # numpy and the page client take a while to load
 
     urls = [args.url, *([args.against] if args.against else [])]
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import index
@@ -449,3 +449,25 @@ class BlockShape:
             start += self.heads * self.page_nbytes(plane)
         size = self.page_nbytes(wanted)
         return slice(start + head * size, start + (head + 1) * size)
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+#
+# Segments of a prompt. A segment is a few neighbouring blocks that are kept by the same server. So a long context is
+# spread over all servers.
+#
+# The first block of a prompt is a segment by itself. Very many prompts begin with the same block, and otherwise the
+# blocks after it would be on one server for all of them.
+
+SEGMENT = 4  # blocks, after the first
+
+
+def first_of(index: int, together: int) -> int:
+    """The first block of the segment that has block `index`."""
+    return index - (index - 1) % together if index else 0
+
+
+def tag_of(names: Sequence[str], index: int, together: int) -> str:
+    """The tag before the name of block `index` in keys: the name of the first block of its segment, in braces. A
+    segment has `together` blocks; 0 means that there is only one server, and no tag."""
+    return f"{{{names[first_of(index, together)]}}}" if together else ""

@@ -15,7 +15,7 @@ from statistics import median
 from benchmarks.cluster.clients import ROUNDS, WORKS, Work
 from benchmarks.findings import Finding
 from benchmarks.servers import Server, start_kvpage, unpin
-from kvpage_server.bench.measure import GB
+from kvpage_server.bench import GB
 from kvpage_server.client import PageClient
 
 TWO = "two kvpage-servers side by side, a client each"

@@ -24,8 +24,7 @@ from benchmarks import valkey_cluster
 from benchmarks.findings import Finding
 from benchmarks.servers import Server, start_kvpage, unpin
 from benchmarks.valkey_cluster import Cluster
-from kvpage_server.bench.measure import GB
-from kvpage_server.bench.work import SMOLLM2_256, BatchMemory, spell
+from kvpage_server.bench import GB, SMOLLM2_256, BatchMemory, spell
 from kvpage_server.client import BlockName, PageClient
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 

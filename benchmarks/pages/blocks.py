@@ -10,7 +10,7 @@ from benchmarks.pages.batches import OURS, VALKEY
 from benchmarks.pages.rounds import Contestant, Plan, Target, Trials
 from benchmarks.pages.work import blocks
 from benchmarks.servers import start_kvpage, start_valkey
-from kvpage_server.bench.work import LLAMA3_16, SMOLLM2_256
+from kvpage_server.bench import LLAMA3_16, SMOLLM2_256
 
 WHOLE = {op: {VALKEY: Target(cpu=1.0, speed=1.0)} for op in ("write", "read")}
 PIECES = "there 4096 pages of 4 KiB"

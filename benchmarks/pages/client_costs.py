@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.findings import Finding
 from benchmarks.servers import Server
-from kvpage_server.bench.measure import GB
-from kvpage_server.bench.work import Work
+from kvpage_server.bench import GB, Work
 
 Way = tuple[Callable[[int], Any], Callable[[int, Any], bool]]  # what moves a generation, and whether it is right
 

@@ -18,7 +18,7 @@ from benchmarks.findings import Finding
 from benchmarks.pages.batches import OURS, REDIS, VALKEY
 from benchmarks.pages.rounds import NO_TARGET, Pass, Passes, Plan, Target, beside
 from benchmarks.servers import Server, start_kvpage, start_redis, start_valkey
-from kvpage_server.bench.measure import GB
+from kvpage_server.bench import GB
 
 KEYS = 64  # a round
 SIZES = {64: 31, 256: 15, 2048: 3}  # KiB of a value, and rounds

@@ -28,7 +28,7 @@ from benchmarks.pages.ordinary import (
 from benchmarks.pages.rounds import Contestant, Passes, Plan, Target, compare, cpu_of, middle, ratio, speed_of, together
 from benchmarks.pages.work import KIB, Batch, pages
 from benchmarks.servers import start_kvpage, start_valkey
-from kvpage_server.bench.measure import GB
+from kvpage_server.bench import GB
 
 Request = list[memoryview]
 

@@ -19,7 +19,7 @@ from benchmarks.pages import ordinary
 from benchmarks.pages.rounds import OPS, Plan
 from benchmarks.pages.work import KIB, pages
 from benchmarks.servers import Server, connect, start_kvpage, unpin
-from kvpage_server.bench.measure import GB
+from kvpage_server.bench import GB
 
 SECONDS = 1.0
 

@@ -15,7 +15,7 @@ from benchmarks.findings import Finding
 from benchmarks.pages.client_costs import Way, compared
 from benchmarks.pages.ordinary import receive, spell
 from benchmarks.servers import Server
-from kvpage_server.bench.work import Blocks
+from kvpage_server.bench import Blocks
 from kvpage_server.client import AsyncPageClient, PageClient
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 

@@ -17,7 +17,7 @@ from benchmarks.findings import Finding
 from benchmarks.pages.client_costs import Way, compared
 from benchmarks.pages.work import GENERATIONS
 from benchmarks.servers import Server
-from kvpage_server.bench.work import PageWork
+from kvpage_server.bench import PageWork
 from kvpage_server.client import PageClient
 
 _SIZES = (  # pages at once, bytes of each, and how many times redis-py's GB/s

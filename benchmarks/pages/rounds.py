@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.findings import Finding
 from benchmarks.pages.ordinary import Way
 from benchmarks.servers import Server
-from kvpage_server.bench.measure import GB
+from kvpage_server.bench import GB
 
 OPS = ("write", "read")
 CPU, SPEED = "CPU s/GB", "GB/s"

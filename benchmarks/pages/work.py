@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count as numbers
 
-from kvpage_server.bench.work import spell
+from kvpage_server.bench import spell
 from kvpage_server.page import BlockShape, PageKey
 
 KIB = 1024

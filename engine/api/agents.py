@@ -79,7 +79,7 @@ async def delete(request: Request) -> Response:
     return JSONResponse({"id": given, "object": "agent.deleted", "deleted": True})
 
 
-ROUTES = [
+AGENT_ROUTES = [
     Route("/v1/agents", index),
     Route("/v1/agents/{agent:path}/save", save, methods=["POST"]),
     Route("/v1/agents/{agent:path}/fork", fork, methods=["POST"]),

@@ -2,20 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import Response
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from engine.api.answering import answer, unless_gone
+from engine.agent_engine import Answer
 from engine.api.auth import Tenant
-from engine.api.openai.likelihoods import ChatLikelihoods, TextLikelihoods
+from engine.api.openai.errors import ApiError, invalid
 from engine.api.openai.reading import Reader
 from engine.api.openai.schema import Asked, ChatBody, CompletionBody
-from engine.api.openai.shapes import ChatShape, Envelope, TextShape
+from engine.api.openai.shapes import ChatLikelihoods, ChatShape, Envelope, Shape, TextLikelihoods, TextShape
 from engine.api.service import Service
-from engine.api.worker import Prompt
+from engine.api.worker import Generation, Prompt
+from engine.generation.tokens import PromptError
+from engine.pool import PoolExhaustedError
+from engine.scheduling.request import EngineClosedError, Token
+
+# -- Sends an answer to a client: whole, or streamed as server-sent events ---------------------------------------------
+
+log = logging.getLogger(__name__)
+
+UNREAD_SECONDS = 5.0  # after the time limit, for the client to read what was sent
+
+_Result = TypeVar("_Result")
+
+
+async def answer(service: Service, request: Request, generation: Generation, shape: Shape, body: Asked) -> Response:
+    """The reply to a request. The answer ends when the client leaves, or after the time limit.
+
+    A stream begins with the first token, so that an error before that can have a status of its own.
+    """
+    with ExitStack() as ends:
+        ends.callback(generation.cancel)
+        deadline = _abandon_in_time(generation, request, service.limits.seconds, ends)
+        try:
+            if body.stream:
+                first = await anext(generation, None)
+            else:
+                async for token in generation:
+                    await _made(shape, partial(shape.add, token))
+        except ClientDisconnect:
+            service.metrics.cancelled.inc()
+            raise
+        except Exception as error:
+            raise refusal(error, service) from error
+        if body.stream:
+            usage = body.stream_options.include_usage
+            events = _events(service, generation, first, shape, usage)
+            return _Stream(events, service, generation, deadline, ends.pop_all())
+    assert generation.answer
+    service.answered(generation)
+    return JSONResponse(await _made(shape, partial(shape.whole, generation.answer)))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`. If the client leaves, cancels it and raises ClientDisconnect."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def refusal(error: Exception, service: Service) -> ApiError:
+    """What a client is told about an error of the engine."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TimeoutError):
+        return ApiError(504, f"no answer within {service.limits.seconds:g} seconds", code="timeout")
+    if isinstance(error, PromptError):
+        return invalid(str(error), "prompt")
+    if isinstance(error, PoolExhaustedError):
+        return invalid(f"prompt and answer need more memory than there is: {error}", "max_tokens", "context_too_large")
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, str(error), code="not_ready", retry_after=1)
+    log.error("an answer failed", exc_info=error)
+    return ApiError(500, "the engine has failed; its log says why", code="internal_error")
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _abandon_when_gone(generation: Generation, receive: Receive) -> None:
+    await _gone(receive)
+    generation.abandon(ClientDisconnect())
+
+
+def _abandon_in_time(generation: Generation, request: Request, seconds: float, ends: ExitStack) -> float:
+    """Abandon the answer when its client leaves or the time is up, until it `ends`. Returns when the time is up."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    ends.callback(asyncio.ensure_future(_abandon_when_gone(generation, request.receive)).cancel)
+    ends.callback(loop.call_at(deadline, generation.abandon, TimeoutError()).cancel)
+    return deadline
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events, one chunk each."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], service: Service, generation: Generation, deadline: float, ends: ExitStack
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._service = service
+        self._generation = generation
+        self._deadline = deadline
+        self._ends = ends
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._ends:
+            try:
+                async with asyncio.timeout_at(self._deadline + UNREAD_SECONDS):
+                    await self.stream_response(send)
+            except TimeoutError:
+                log.info("a client did not read its answer in time")
+            except ClientDisconnect:
+                log.info("a client left its answer")
+            finally:
+                if not self._generation.answer:
+                    self._service.metrics.cancelled.inc()
+
+
+async def _events(
+    service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
+) -> AsyncIterator[bytes]:
+    """One event for each token. The first includes the opening, and the last the end of the stream."""
+    try:
+        if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
+            yield events
+        async for token in generation:
+            if events := await _made(shape, partial(_next, shape, token)):
+                yield events
+        assert generation.answer
+        service.answered(generation)
+        yield await _made(shape, partial(_ending, shape, generation.answer, usage=usage))
+    except ClientDisconnect:
+        raise
+    except Exception as error:  # noqa: BLE001 - the status is sent: an event tells it
+        yield _encoded([refusal(error, service).body])
+
+
+async def _made(shape: Shape, make: Callable[[], _Result]) -> _Result:
+    """Call `make`, which uses `shape`: on a thread if that may take long."""
+    return await asyncio.to_thread(make) if shape.may_take_long else make()
+
+
+def _next(shape: Shape, token: Token) -> bytes:
+    return _encoded(shape.chunks(token))
+
+
+def _ending(shape: Shape, whole: Answer, *, usage: bool) -> bytes:
+    return _encoded([*shape.closing(whole), *([shape.usage(whole)] if usage else [])]) + b"data: [DONE]\n\n"
+
+
+def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: %s\n\n" % to_json(chunk, inf_nan_mode="null") for chunk in chunks)
 
 
 async def chat(request: Request) -> Response:

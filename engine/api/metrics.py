@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.agent_job import Answer
+from engine.agent_engine import Answer
 from engine.api.auth import WATCHER, Tenant, tenant_of
 from engine.startup import Engine
 from engine.tiers.metrics import PageServer

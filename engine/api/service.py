@@ -7,20 +7,52 @@ import gc
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from engine.api.auth import AGENT_HEADER, Tenant, Tokens, tenant_of
 from engine.api.metrics import Metrics
 from engine.api.openai.errors import ApiError, invalid, shortened
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import Asked, RequestBody
-from engine.api.templates.renderer import Renderer
-from engine.api.watching import Watching
+from engine.api.openai.templates import Renderer
+from engine.api.watching import MOST_WATCHERS, Watching
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.chains import is_unnamed, unnamed_agent
 from engine.startup import Engine
+
+# -- /: the page in the browser, and what it is told -------------------------------------------------------------------
+
+PAGE = Path(__file__).with_name("browser")
+
+
+async def page(request: Request) -> Response:
+    """Nothing in it is anybody's: what it shows, it asks for."""
+    return FileResponse(PAGE / "index.html")
+
+
+async def events(request: Request) -> Response:
+    """What happens here, to whoever may see it."""
+    service: Service = request.app.state.service
+    tenant = service.tokens.tenant(request)
+    watchers, share = service.watching.watchers, service.tokens.share(MOST_WATCHERS)
+    if watchers.total() >= MOST_WATCHERS and watchers[tenant.name] >= share:
+        raise ApiError(503, f"{MOST_WATCHERS} pages are shown already, as many as may", retry_after=10)
+    told = service.watching.events(service.engine, tenant, lambda: service.store_health)
+    return StreamingResponse(told, media_type="text/event-stream")
+
+
+PAGE_ROUTES = [
+    Route("/", page),
+    Route("/page/events", events),
+    Mount("/page", StaticFiles(packages=[("engine.api", "browser"), ("kvpage_server.web", "shared")])),
+]
+
 
 LABEL_TEXT, LABEL_LETTERS = 1000, 60  # of a text, to look for words in it, and of a label
 BODY_SECONDS = 30.0  # for a client to send a body

@@ -15,8 +15,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from engine.agent_engine import AgentEngine
-from engine.agent_job import Answer, JobProgress
+from engine.agent_engine import AgentEngine, Answer, JobProgress
 from engine.api.auth import Tenant, tenant_of
 from engine.api.worker import EngineThread
 from engine.startup import Engine

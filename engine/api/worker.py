@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TypeVar
 
-from engine.agent_engine import AgentEngine
-from engine.agent_job import Answer
+from engine.agent_engine import AgentEngine, Answer
 from engine.generation.sampling import sampler
 from engine.scheduling.request import EngineClosedError, Token
 from engine.startup import Engine

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.caches.arrays import ArraysLayer
+from engine.caches.arrays import ArraysLayer, Nesting, assemble, nesting, parts
 from engine.caches.chunked import ChunkedLayer
-from engine.caches.codec import StateLayer, TokenLayer
+from engine.caches.codec import (
+    DTYPES,
+    MLX_DTYPES,
+    CacheStateError,
+    Matrices,
+    StateLayer,
+    TokenLayer,
+    UnsupportedCacheError,
+)
 from engine.caches.full import FullLayer
-from engine.caches.lists import Nesting, assemble, nesting, parts
-from engine.caches.planes import DTYPES, MLX_DTYPES, CacheStateError, Matrices, UnsupportedCacheError
 from engine.caches.quantized import QuantizedLayer, quantised
 from engine.caches.window import WindowLayer
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
-from engine.caches.codec import StateLayer
-from engine.caches.planes import CacheStateError, Matrices, UnsupportedCacheError, plane_of
+from engine.caches.codec import CacheStateError, Matrices, StateLayer, UnsupportedCacheError, plane_of
 from kvpage_server.page import MAX_KV_TYPE, Plane
 
 
@@ -59,3 +58,22 @@ class ArraysLayer(StateLayer):
         cache = self.empty()
         cache.cache = [array.reshape(shape) for array, shape in zip(state, self.shapes, strict=True)]
         return cache
+
+
+# -- CacheList: a layer with several caches. Each is stored as a layer of its own --------------------------------------
+
+Nesting = tuple["Nesting", ...] | None  # of a CacheList, that of each of its caches; None of any other cache
+
+
+def nesting(cache: Any) -> Nesting:
+    return tuple(nesting(part) for part in cache.caches) if type(cache) is CacheList else None
+
+
+def parts(caches: Iterable[Any]) -> list[Any]:
+    """All caches, with those of a CacheList in its place."""
+    return [part for cache in caches for part in (parts(cache.caches) if type(cache) is CacheList else [cache])]
+
+
+def assemble(nestings: Iterable[Nesting], remaining: Iterator[Any]) -> list[Any]:
+    """The inverse of `parts`: takes the caches that it needs from those that remain."""
+    return [next(remaining) if inner is None else CacheList(*assemble(inner, remaining)) for inner in nestings]

@@ -13,9 +13,7 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
-from engine.caches.codec import StateLayer
-from engine.caches.planes import CacheStateError, Matrices, plane_of
-from engine.caches.rows import join
+from engine.caches.codec import CacheStateError, Matrices, StateLayer, join, plane_of
 from kvpage_server.page import KVType, Plane
 
 

@@ -12,9 +12,7 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from engine.caches.codec import TokenLayer
-from engine.caches.planes import Matrices, plane_of
-from engine.caches.rows import join
+from engine.caches.codec import Matrices, TokenLayer, join, plane_of
 from kvpage_server.page import KVType, Plane
 
 

@@ -9,9 +9,7 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
-from engine.caches.codec import TokenLayer
-from engine.caches.planes import Matrices, plane_of
-from engine.caches.rows import join
+from engine.caches.codec import Matrices, TokenLayer, join, plane_of
 from kvpage_server.page import KVType, Plane
 
 _PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES, KVType.V_BIASES)

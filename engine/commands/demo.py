@@ -19,14 +19,14 @@ def add_to(commands: Any) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """Run the demonstration; 1 if a promise is not kept."""
-    from engine.demo import processes, story  # imports MLX
+    from engine.demo import story  # imports MLX
 
     if not Path(args.model).is_dir():
         raise Failure(f"no model in {args.model}; `kvpage-engine fetch-model smollm2` gets one")
     console = Console()
     try:
         outcome = story.run(args.model, console)
-    except processes.ProcessError as error:
+    except story.ProcessError as error:
         raise Failure(str(error)) from error
     story.show(outcome, console)
     return 0 if all(outcome.promises().values()) else 1

@@ -17,16 +17,16 @@ import redis
 from rich.console import Console
 
 from engine.commands import Failure
-from engine.commands.asking import ask
 from engine.commands.options import add_engine, count, open_engine
+from engine.commands.talk import ask
 from kvpage_server.address import shown
 from kvpage_server.client import names_several
 from kvpage_server.client.wire.connection import plain_client
-from kvpage_server.system.plurals import as_size
 from kvpage_server.system.terminal import table_of
+from kvpage_server.system.text import as_size
 
 if TYPE_CHECKING:
-    from engine.agent_job import Answer
+    from engine.agent_engine import Answer
     from engine.startup import Engine
     from engine.tiers.pages import PageTier
 

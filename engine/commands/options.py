@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.commands import Failure
-from engine.memory.agent_id import RULE, is_agent_id
+from engine.memory.blocks import RULE, is_agent_id
 from kvpage_server.address import URL, shown, with_credentials
 from kvpage_server.client import PageClient
 
@@ -106,7 +106,7 @@ def import_engine() -> None:
     """Import MLX and mlx-lm, which takes seconds."""
     if "mlx_lm" not in sys.modules:
         tell("importing MLX and mlx-lm")
-    from engine.platform.open_files import import_mlx_lm
+    from engine.platform import import_mlx_lm
 
     import_mlx_lm()
 

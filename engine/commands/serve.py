@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from engine.commands import Failure
 from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
-from engine.platform.open_files import room_for
+from engine.platform import room_for
 from kvpage_server import tracing
-from kvpage_server.system.log_lines import log_to_standard_error
+from kvpage_server.system.text import log_to_standard_error
 
 
 def add_to(commands: Any) -> None:

@@ -6,20 +6,80 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.commands import Failure
-from engine.commands.asking import account, ask, print_text
 from engine.commands.options import add_engine, agent, count, number, open_engine, utf8
-from kvpage_server.bounded import json_bounds
-from kvpage_server.bounded.files import read_regular
+from kvpage_server import bounded
+from kvpage_server.bounded import read_regular
 from kvpage_server.system.durable import replacing
 
 if TYPE_CHECKING:
-    from engine.agent_job import Answer
+    from engine.agent_engine import Answer
+    from engine.generation.unbatched import Sampler
+    from engine.scheduling.request import Token, TokenReceiver
     from engine.startup import Engine
+
+if TYPE_CHECKING:
+    from engine.agent_engine import Answer
+    from engine.startup import Engine
+
+# -- Asking an engine in this process, one prompt at a time ------------------------------------------------------------
+
+
+def ask(
+    engine: Engine,
+    agent_id: str,
+    tokens: Sequence[int],
+    *,
+    max_tokens: int,
+    sampler: Sampler | None = None,
+    continues: bool = False,
+    on_token: TokenReceiver | None = None,
+) -> Answer:
+    """The answer to one prompt. Raises Failure with the engine's error."""
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+    engine.agents.submit(
+        agent_id,
+        tokens,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        continues=continues,
+        on_token=on_token,
+        on_done=answers.append,
+        on_error=errors.append,
+    )
+    while engine.agents.step(timeout=1.0):
+        pass
+    if errors:
+        raise Failure(str(errors[0]))
+    return answers[0]
+
+
+def print_text(token: Token) -> None:
+    sys.stdout.write(token.text)
+    sys.stdout.flush()
+
+
+def account(answer: Answer) -> str:
+    """One line about what was reused and how long it took."""
+    reuse = answer.reuse
+    where = {
+        "hot": "from memory",
+        "prefix": "from another's beginning in memory",
+        "page": "from the page server",
+        "cold": "from a file",
+    }
+    found = f" {where[reuse.tier]} in {1000 * reuse.restore_seconds:.0f} ms" if reuse.tier in where else ""
+    why = f" ({reuse.why})" if reuse.why else ""
+    return (
+        f"{reuse.tokens:,} of {answer.prompt_tokens:,} tokens reused{found}{why}; "
+        f"first token after {reuse.time_to_first_token:.2f} s"
+    )
+
 
 Messages = list[dict[str, str]]
 
@@ -72,7 +132,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     """Answer lines of stdin until it ends. Returns 1 if the context could not be saved."""
-    from engine.generation.token_text import rendering, template_writes_space
+    from engine.generation.text import rendering, template_writes_space
 
     messages = _transcript(args)
     engine = open_engine(args)
@@ -135,7 +195,7 @@ def _transcript(args: argparse.Namespace) -> Messages:
         return begun
     try:
         raw = read_regular(args.transcript, _MOST_BYTES)
-        messages: Messages = json_bounds.parse(raw, containers=_MOST_MESSAGES, strings=_MOST_WORDS, values=_MOST_WORDS)
+        messages: Messages = bounded.parse(raw, containers=_MOST_MESSAGES, strings=_MOST_WORDS, values=_MOST_WORDS)
         if not isinstance(messages, list) or not all(
             isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages
         ):

@@ -5,16 +5,237 @@ For comparison, an engine that is never stopped and has no store answers the sam
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
+from urllib.request import Request, urlopen
 
 from rich.console import Console
 from rich.table import Table
 
-from engine.demo.processes import EngineProcess, running_engine, running_store
-from engine.demo.turn import Turn
 from kvpage_server.system.terminal import table_of
+
+# -- Asks a serving engine one question, and measures the answer -------------------------------------------------------
+
+MAX_TOKENS = 24
+ANSWER_SECONDS = 300.0  # without a byte
+
+Messages = Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer and what it took."""
+
+    text: str
+    prompt_tokens: int
+    tokens_reused: int  # of the prompt
+    tier: str  # where they were found
+    first_token: float  # seconds from the question to the first of the answer, as the client sees it
+    why: str | None = None  # reason, when less was found
+
+
+def ask_api(url: str, model: str, messages: Messages) -> Turn:
+    """The likeliest next message, streamed. Raises OSError when the engine does not answer."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    asked = time.perf_counter()
+    text, first = "", 0.0
+    kvpage: dict[str, Any] = {}
+    usage: dict[str, Any] = {}
+    with urlopen(Request(f"{url}/v1/chat/completions", json.dumps(body).encode()), timeout=ANSWER_SECONDS) as reply:
+        for line in reply:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk: dict[str, Any] = json.loads(line[6:])
+            if "error" in chunk:
+                raise OSError(chunk["error"]["message"])
+            first = first or time.perf_counter() - asked
+            text += chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else ""
+            kvpage, usage = chunk.get("kvpage", kvpage), chunk["usage"] or usage
+    return Turn(text, usage["prompt_tokens"], kvpage["tokens_reused"], kvpage["tier"], first, kvpage["why"])
+
+
+def save(url: str) -> None:
+    """Wait until the context is saved. Raises OSError."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        with urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as reply:
+            if b"\nkvpage_engine_dirty_bytes 0.0\n" in reply.read():
+                return
+        time.sleep(0.05)
+    raise OSError("the context is not saved in time")
+
+
+# -- The processes of the demonstration: a page server, and engines that share only that server ------------------------
+
+START_SECONDS = 30.0  # for the store
+STOP_SECONDS = 10.0
+# OpenBLAS's threads wait for one another: on a busy machine, several would measure the other load.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+MODEL = "smollm2"  # what it is called by its clients
+TETHERED = str(Path(__file__).with_name("tethered.py"))
+
+
+class ProcessError(RuntimeError):
+    """A process of the demonstration failed; the message has the last line of its stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A Python module that runs in a process of its own."""
+
+    name: str
+    popen: subprocess.Popen[str]
+    log: IO[str]  # what it writes to stderr
+
+    @property
+    def ended(self) -> bool:
+        return self.popen.poll() is not None
+
+    def failure(self) -> ProcessError:
+        """The error to raise when it fails."""
+        self.log.seek(0)
+        lines = self.log.read().strip().splitlines() or ["it said nothing"]
+        return ProcessError(f"{self.name}: {lines[-1]}")
+
+
+@contextmanager
+def _running(name: str, *command: str) -> Iterator[Process]:
+    """Run Python with these arguments, and stop it at the end of the block.
+
+    The process has its own session, so that Ctrl-C reaches only this one, which then stops it. If this process is
+    killed, the other's stdin ends, and it exits by itself.
+    """
+    with (
+        TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
+        subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            encoding="utf-8",
+            env=ONE_THREAD | os.environ,
+            start_new_session=True,
+        ) as popen,
+    ):
+        try:
+            yield Process(name, popen, log)
+        finally:
+            popen.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                popen.wait(STOP_SECONDS)
+            popen.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A page server in a process of its own."""
+
+    url: str
+    page: str  # for a browser
+
+
+@contextmanager
+def running_store() -> Iterator[Store]:
+    """Run an empty page server on free ports. Raises ProcessError if it does not start."""
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, http = (sock.getsockname()[1] for sock in (free, other))
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--store", "memory", "--metrics-port", str(http)]
+    token = secrets.token_urlsafe(24)
+    with (
+        TemporaryDirectory() as directory,
+        _running("the store", "-P", TETHERED, "kvpage_server.app", _with(token, directory), *options) as process,
+    ):
+        deadline = time.monotonic() + START_SECONDS
+        while not listens(port):
+            if process.ended or time.monotonic() > deadline:
+                raise process.failure()
+            time.sleep(0.05)
+        yield Store(f"redis://127.0.0.1:{port}", f"http://127.0.0.1:{http}/?token={token}")
+
+
+def _with(token: str, directory: str) -> str:
+    """A configuration file in a private directory: every user of the machine can read a process's arguments."""
+    file = Path(directory, "store.conf")
+    file.write_text(f"web-token {token}\ndir {directory}\n", encoding="utf-8")
+    return str(file)
+
+
+def listens(port: int) -> bool:
+    """Whether somebody takes connections on `port`."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """An engine in a process of its own."""
+
+    process: Process
+    model: str  # as it is served
+
+    @property
+    def pid(self) -> int:
+        return self.process.popen.pid
+
+    @cached_property
+    def url(self) -> str:
+        """Its URL; waits until it serves. Raises ProcessError if it could not load the model, or has ended."""
+        stdout = self.process.popen.stdout
+        assert stdout
+        _, served, url = stdout.readline().partition(" is served on ")
+        if not served:
+            raise self.process.failure()
+        return url.strip()
+
+    def answer(self, messages: Messages) -> Turn:
+        """Its answer to a conversation. Raises ProcessError."""
+        url = self.url
+        with self._failing():
+            return ask_api(url, self.model, messages)
+
+    def save(self) -> None:
+        """Wait until its contexts are in the store, so that another engine can continue."""
+        url = self.url
+        with self._failing():
+            save(url)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            said = ProcessError(f"{self.process.name}: {error}")
+            raise (self.process.failure() if self.process.ended else said) from error
+
+
+@contextmanager
+def running_engine(name: str, model: str, store: str | None = None) -> Iterator[EngineProcess]:
+    """Run an engine that keeps its contexts in `store`, or only in its memory."""
+    options = ["--model", model, "--port", "0", "--name", MODEL, *(["--store", store] if store else [])]
+    with _running(name, "-P", TETHERED, "engine.cli", "serve", *options) as process:
+        yield EngineProcess(process, MODEL)
+
 
 QUESTIONS = (
     "How long did the longest fog on record last?",

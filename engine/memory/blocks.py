@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby, islice
@@ -10,8 +11,18 @@ import mlx.core as mx
 
 from engine.caches import MLX_DTYPES
 from engine.chains import chain_hash, chain_hashes, common_prefix
-from engine.memory.agent_id import RULE, is_agent_id
 from engine.spec import ModelCacheSpec, Shapes
+
+# -- What an agent may be called: its name stands in keys, and in the names of files -----------------------------------
+
+RULE = "an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot"
+_AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
+
+
+def is_agent_id(name: str) -> bool:
+    """Whether it can name pages and files: see `RULE`."""
+    return bool(_AGENT_ID.match(name))
+
 
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
 

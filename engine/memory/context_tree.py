@@ -17,8 +17,8 @@ from engine.chains import Chain, common_prefix
 from engine.memory.blocks import AgentBlocks, KVBlock, block_names
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from kvpage_server.store.eviction.policy import BURST
 from kvpage_server.store.eviction.prefix import Prefix
+from kvpage_server.store.eviction.queues import BURST
 
 HOLDER = "contexts in memory"  # no agent can have this name
 MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, so that a lookup is linear in the prompt

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.caches import StateLayer, TokenLayer, assemble, describe, parts, rows
+from engine.caches import StateLayer, TokenLayer, assemble, codec, describe, parts
 from engine.memory.blocks import Arrays, BlockError, KVBlock, states_of
 from engine.spec import ModelCacheSpec
 
@@ -114,7 +114,7 @@ def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> lis
         layer.arrays(part) if isinstance(layer, TokenLayer) else ()
         for layer, part in zip(spec.layers, parts(cache), strict=True)
     ]
-    blocks = map(iter, rows.cut([array for arrays in held for array in arrays], edges))
+    blocks = map(iter, codec.cut([array for arrays in held for array in arrays], edges))
     return [tuple(tuple(islice(block, len(arrays))) for arrays in held) for block in blocks]
 
 

@@ -3,6 +3,6 @@
 May lie here: what is true of a model whoever asks it. May not come in: prompts, contexts, tiers, or the engines.
 """
 
-from engine.model.directory import UnknownModelError, load
+from engine.model.identity import UnknownModelError, load
 
 __all__ = ["UnknownModelError", "load"]

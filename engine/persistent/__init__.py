@@ -4,12 +4,11 @@ May lie here: what programs import, and the errors and dtypes that all parts sha
 language models.
 """
 
-from engine.persistent.language.builder import GraphBuilder
-from engine.persistent.language.graph import Graph
-from engine.persistent.language.parser import parse, parse_file
-from engine.persistent.model import Model
-from engine.persistent.simulator import Device, Executor, Simulator
-from engine.persistent.storage.store import PersistentStore
+from engine.persistent.builder import GraphBuilder
+from engine.persistent.graph import Graph
+from engine.persistent.parser import parse, parse_file
+from engine.persistent.simulator import Device, Executor, Model, Simulator
+from engine.persistent.storage import PersistentStore
 
 __all__ = [
     "Device",

@@ -12,10 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from engine.persistent.errors import InputError, NoInstanceError, PersistentError
-from engine.persistent.language.parser import parse_file
-from engine.persistent.model import Model
-from engine.persistent.simulator import Executor, Simulator
-from engine.persistent.storage.store import PersistentStore
+from engine.persistent.parser import parse_file
+from engine.persistent.simulator import Executor, Model, Simulator
+from engine.persistent.storage import PersistentStore
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,34 +5,75 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
 import redis
+import xxhash
 
-from engine.persistent.compiler.compile import compile_graph
-from engine.persistent.compiler.frame import Event, Frame
-from engine.persistent.compiler.tensors import Tensors
-from engine.persistent.compiler.variables import resolve
+from engine.persistent.compile import compile_graph
 from engine.persistent.dtypes import named
 from engine.persistent.errors import (
     BrokenExecutorError,
     DeviceError,
     InputError,
+    ModelError,
     NoInstanceError,
     StoreError,
     UnknownNameError,
 )
-from engine.persistent.language.graph import Graph
-from engine.persistent.model import Model
-from engine.persistent.state.memory import Memory
-from engine.persistent.storage.export import export
-from engine.persistent.storage.store import PersistentStore, SavedPages, StoredInstance
+from engine.persistent.graph import Graph
+from engine.persistent.state import Memory
+from engine.persistent.storage import PersistentStore, SavedPages, StoredInstance, body, export
+from engine.persistent.variables import Event, Frame, Tensors, resolve
+
+# -- What a graph is run with: the sizes that its dimensions name, and the tensors that its constants nam --------------
+
+MAX_SIZE = 2**31 - 1  # as MLX counts
+_SIZE = re.compile("[0-9]{1,18}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """Sizes and tensors by name."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    tensors: Mapping[str, mx.array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes.items():
+            if not 0 <= size <= MAX_SIZE:
+                raise ModelError(f"the size {name} must be between 0 and {MAX_SIZE}, got {size}")
+
+    @classmethod
+    def load(cls, path: Path, sizes: Mapping[str, int] | None = None) -> Self:
+        """The tensors of a safetensors file. Its metadata gives sizes as decimal numbers; `sizes` go before those.
+
+        Raises ModelError for what is no such file or has tensors of dtypes that MLX can't load, such as f64.
+        """
+        try:
+            loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(f"{path}: {error}") from None
+        tensors, metadata = loaded
+        named = {name: int(value) for name, value in metadata.items() if _SIZE.fullmatch(value)}
+        return cls(named | dict(sizes or {}), tensors)
+
+    def digest(self) -> str:
+        """128 bits, in hex, of the names, dtypes, shapes and bytes of all tensors."""
+        digest = xxhash.xxh3_128()
+        for name, array in sorted(self.tensors.items()):
+            digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+            digest.update(body(array).data)
+        return digest.hexdigest()
+
 
 log = logging.getLogger(__name__)
 

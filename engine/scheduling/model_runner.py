@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -10,14 +11,50 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.generation.one_pass import SHORT_TOKENS, OnePassGenerator
-from engine.generation.unbatched import UnbatchedGenerator
+from engine.generation.unbatched import SHORT_TOKENS, OnePassGenerator, UnbatchedGenerator
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
 from engine.memory.kvcache import Cache
+from engine.model.identity import Identity, UnknownIdentityError
 from engine.scheduling.request import Request
 from engine.spec import ModelCacheSpec
 from kvpage_server.tracing import is_seen, span
+
+# -- Notices when a model is no longer the one that was probed ---------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+
+class ModelWatch:
+    """Compares the model's objects one by one, and hashes it again only when one has changed."""
+
+    def __init__(self, model: nn.Module, spec: ModelCacheSpec) -> None:
+        self._model = model
+        self._spec = spec
+        self._identity: Identity | None = None  # as seen last; None if unknown
+        self._same = not spec.refusal
+        if not spec.refusal:
+            self._look()
+
+    def same(self) -> bool:
+        """Whether the model computes the same as the probed one; False if unknown."""
+        if not self._spec.refusal and not (self._identity and self._identity.holds()):
+            self._look()
+        return self._same
+
+    def forget(self) -> None:
+        """Hash all of the model again at the next question."""
+        self._identity = None
+
+    def _look(self) -> None:
+        was, why = self._same, "it computes something else"
+        try:
+            self._identity = Identity(self._model, self._identity)
+            self._same = self._identity.digest == self._spec.identity
+        except UnknownIdentityError as error:
+            self._identity, self._same, why = None, False, str(error)
+        if was and not self._same:
+            log.warning("the model is not the one that was probed (%s): nothing is reused or kept", why)
 
 
 class ModelRunner:

@@ -40,16 +40,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import tensor_file
 from engine.caches import MLX_DTYPES, Matrices
 from engine.chains import common_prefix
-from engine.formats import tensor_file
-from engine.formats.tensor_file import DamagedFileError, Tensor, TensorReader
-from engine.memory.agent_id import is_agent_id
-from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id
+from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
+from engine.tensor_file import DamagedFileError, Tensor, TensorReader
 from engine.tiers.server.manifest import Miss
-from kvpage_server.bounded import json_bounds
+from kvpage_server import bounded
 from kvpage_server.page import DType, KVType
 from kvpage_server.system.durable import private_directory, remove, remove_unfinished, replacing
 
@@ -265,7 +264,7 @@ def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[t
 
 def _numbers(text: str) -> list[int]:
     """A JSON list of integers. Raises ValueError or RecursionError for anything else."""
-    json_bounds.check(text.encode(errors="replace"), containers=1, strings=0, values=MAX_TOKENS)
+    bounded.check(text.encode(errors="replace"), containers=1, strings=0, values=MAX_TOKENS)
     numbers = json.loads(text)
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         raise ValueError("a list of numbers")

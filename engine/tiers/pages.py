@@ -35,18 +35,17 @@ from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.server import block_writer, reference_counts, reference_marks, tails
 from engine.tiers.server.block_writer import Saved, Write
-from engine.tiers.server.breaker import CircuitBreaker
-from engine.tiers.server.connection import OUTAGES, Outage, ServerConnection
-from engine.tiers.server.cost_model import Rates
+from engine.tiers.server.connection import OUTAGES, CircuitBreaker, Outage, ServerConnection
 from engine.tiers.server.fetch import Fetch
 from engine.tiers.server.lookup import FetchRequest, Remote
 from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
 from engine.tiers.server.reference_counts import MakesManifest, label_key
+from engine.tiers.server.restore_planner import Rates
 from engine.tiers.server.tails import least_tail
 from kvpage_server.client import Refused
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
-from kvpage_server.segments import SEGMENT, tag_of
+from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
 T = TypeVar("T")

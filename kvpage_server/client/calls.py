@@ -5,22 +5,44 @@ So the two clients, for threads and for an event loop, differ only in how they w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Generic, TypeVar
 
 from typing_extensions import Buffer
 
 from kvpage_server import tracing
-from kvpage_server.client.buffers import places
 from kvpage_server.client.commands import BlobCommands, Missed
-from kvpage_server.client.page import BlockBody, BlockName, Page, check_block_sizes, check_names, sized, sized_blocks
-from kvpage_server.client.parts import cut
+from kvpage_server.client.page import (
+    BlockBody,
+    BlockName,
+    Page,
+    check_block_sizes,
+    check_names,
+    places,
+    sized,
+    sized_blocks,
+)
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.core import PageKeys
 from kvpage_server.page import BlockShape, PageKey
+
+# -- A batch cut into parts, one for each connection that it may use ---------------------------------------------------
+
+_LEAST_BYTES = 1024 * 1024  # bytes that are worth a connection of their own
+
+
+def cut(sizes: Sequence[int], connections: int) -> list[slice]:
+    """Parts of neighbours with about the same number of bytes. `sizes` has the bytes of each item."""
+    ends = list(accumulate(sizes))
+    total = ends[-1] if ends else 0
+    parts = max(1, min(connections, total // _LEAST_BYTES))
+    bounds = [0, *(bisect_right(ends, total * i // parts) for i in range(1, parts)), len(ends)]
+    return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
+
 
 T = TypeVar("T")
 _WHOLE = [slice(None)]

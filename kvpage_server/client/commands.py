@@ -9,9 +9,8 @@ from typing import Any
 from kvpage_server.client.errors import Unsupported
 from kvpage_server.client.page import BlockName, Page, amiss, header_of, pages_of_block
 from kvpage_server.client.questions import array, integer, ok, up_to
-from kvpage_server.client.wire.exchange import Piece, Request
+from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
-from kvpage_server.client.wire.words import around_set, command, word
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
-from kvpage_server.client.buffers import readable
 from kvpage_server.client.errors import BadBuffer
-from kvpage_server.core import SentPages
-from kvpage_server.core.buffers import Unusable
+from kvpage_server.core import Memory, SentPages
+from kvpage_server.core.pieces import Unusable, as_bytes
 from kvpage_server.page import (
     HEADER_SIZE,
     MAX_PAGE,
@@ -28,6 +27,27 @@ from kvpage_server.page import (
     check_req_id,
     checksum,
 )
+
+# -- The caller's memory as bytes, without a copy: numpy arrays, mx.arrays, bytearrays, memoryviews --------------------
+
+
+def readable(buffer: Buffer) -> memoryview:
+    """The bytes of a C-contiguous buffer of any element type. Raises BadBuffer."""
+    try:
+        return as_bytes(buffer)
+    except Unusable as error:
+        raise BadBuffer(error.why) from None
+
+
+def places(buffers: Sequence[Buffer], count: int) -> Memory:
+    """Writable memory for `count` values. Raises BadBuffer, which names the buffer that can't be used."""
+    if len(buffers) != count:
+        raise BadBuffer(f"{count} values need {count} buffers, got {len(buffers)}")
+    try:
+        return Memory(buffers, writable=True)
+    except Unusable as error:
+        raise BadBuffer(str(error)) from None
+
 
 BlockName = tuple[bytes, int]  # req_id, page_id
 BlockBody = Buffer | Sequence[Buffer]  # memory in one piece, or in several, one after the other

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from kvpage_server.client.errors import Refused, Unsupported, WrongReply
 from kvpage_server.client.page import BlockName
-from kvpage_server.client.wire.exchange import Request
+from kvpage_server.client.wire.exchange import Request, command
 from kvpage_server.client.wire.reply import Values
-from kvpage_server.client.wire.words import command
 
 Word = str | bytes | int
 

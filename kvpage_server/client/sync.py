@@ -18,8 +18,7 @@ from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_keys
 from kvpage_server.client.questions import Question, Word, ask, commit, encoded, watch
-from kvpage_server.client.wire.connection import PagePool, page_pool, pause_before_retry
-from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.connection import Deadline, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 from kvpage_server.tracing import span

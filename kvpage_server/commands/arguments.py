@@ -8,7 +8,7 @@ from kvpage_server.core import Argument
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import I64, as_integer, shorten
 from kvpage_server.page import MAX_U32, PageError
-from kvpage_server.resp.reply import ReplyError
+from kvpage_server.resp import ReplyError
 
 __all__ = [
     "I64",

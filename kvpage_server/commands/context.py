@@ -14,18 +14,49 @@ from kvpage_server.commands.access.guesses import Guesses
 from kvpage_server.commands.access.user import User
 from kvpage_server.commands.access.users import Refusals, Users
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
-from kvpage_server.commands.notifying.channels import Channels
+from kvpage_server.commands.notifying.channels import Channels, Mode
 from kvpage_server.commands.notifying.events import KeyEvents
-from kvpage_server.commands.notifying.recipient import Mode
 from kvpage_server.commands.notifying.tracking import Tracking
-from kvpage_server.commands.queued import Transaction
-from kvpage_server.commands.table.keys import READ
-from kvpage_server.commands.table.spec import Spec
+from kvpage_server.commands.table import READ, Spec
 from kvpage_server.configuration.config import Config
 from kvpage_server.core import Command
+from kvpage_server.core.protocol import WORD
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.reply import Reply
+from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
+
+# -- The commands that a client has queued since MULTI -----------------------------------------------------------------
+
+MOST_QUEUED = 65_536  # words: EXEC runs them without a pause
+_COMMAND = 192  # bytes of memory of a queued command beside its words
+
+
+def too_much_queued() -> ReplyError:
+    """The error for more than `MOST_QUEUED`."""
+    return ReplyError(f"ERR a transaction takes at most {MOST_QUEUED} words: EXEC runs it without a pause")
+
+
+class Transaction:
+    """The commands queued since MULTI. Long arguments stay in the arena."""
+
+    __slots__ = ("commands", "refused", "size", "words")
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[Spec, Command]] = []
+        self.refused = False  # a command could not be queued: EXEC will run none
+        self.size = 0  # bytes of memory
+        self.words = 0  # how many these are, with the commands' names
+
+    def queue(self, spec: Spec, words: Command) -> Reply:
+        self.words += len(words)
+        if self.words > MOST_QUEUED:
+            self.refused = True
+            return too_much_queued()
+        self.commands.append((spec, words))
+        sizes = (len(word) if isinstance(word, bytes) else word.size for word in words)
+        self.size += sum(sizes) + WORD * len(words) + _COMMAND
+        return QUEUED
+
 
 NEVER = 1 << 62  # nanoseconds: longer than any call
 MANY_BYTES = 16 << 20  # of values, that are found before they are sent

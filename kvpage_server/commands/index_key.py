@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 from kvpage_server.commands.arguments import WRONG_TYPE
-from kvpage_server.commands.table.spec import Spec
+from kvpage_server.commands.table import Spec
 from kvpage_server.core import Command
-from kvpage_server.resp.reply import ReplyError
+from kvpage_server.resp import ReplyError
 from kvpage_server.store.keyspace import Keyspace
 
 READ_ONLY = "ERR an index key is read-only: it lists the pages that its request has"

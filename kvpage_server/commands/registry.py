@@ -22,12 +22,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.table.keys import READ, WRITE, Naming, Uses
-from kvpage_server.commands.table.needs import Needs, everything, nothing
-from kvpage_server.commands.table.spec import BY_WORD, CATEGORIES, FLAGS, SUBCOMMANDS, TABLE, Parts, Spec, subcommands
-from kvpage_server.commands.table.usage import arity as arity_of
+from kvpage_server.commands.table import (
+    BY_WORD,
+    CATEGORIES,
+    FLAGS,
+    READ,
+    SUBCOMMANDS,
+    TABLE,
+    WRITE,
+    Naming,
+    Needs,
+    Parts,
+    Spec,
+    Uses,
+    everything,
+    nothing,
+    subcommands,
+)
+from kvpage_server.commands.table import arity as arity_of
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import Reply, simple
+from kvpage_server.resp import Reply, simple
 
 _OF_SUBCOMMAND = "Depends on subcommand."  # as Redis says
 

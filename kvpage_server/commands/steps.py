@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
-from kvpage_server.resp.reply import Reply, Stream, Wait
+from kvpage_server.commands.context import Server, Totals
+from kvpage_server.resp import Reply, Stream, Wait
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -65,3 +66,17 @@ def freed(things: list[T]) -> Iterator[Reply]:
     while things:
         del things[-_FREED:]
         yield ()
+
+
+# -- Counts what all connections together hold and have been sent, in steps, since there may be very many --------------
+
+
+def counted(server: Server) -> Steps[None]:
+    """Steps until every connection is counted in `server.totals`."""
+    totals, clients = Totals(), list(server.clients.values())
+    for start in range(0, len(clients), STEP):
+        for client in clients[start : start + STEP]:
+            if not client.gone:
+                totals.add(client)
+        yield ()
+    server.totals = totals

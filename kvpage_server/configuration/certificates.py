@@ -7,7 +7,7 @@ import os
 import ssl
 from pathlib import Path
 
-from kvpage_server.bounded.files import read_regular
+from kvpage_server.bounded import read_regular
 from kvpage_server.configuration.config import Config
 
 PARAMETERS = ("tls-cert-file", "tls-key-file", "tls-key-file-pass", "tls-ca-cert-file", "tls-auth-clients")

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from kvpage_server.configuration.config import Config
 from kvpage_server.system.durable import private, tighten
-from kvpage_server.system.log_lines import LogLines
+from kvpage_server.system.text import LogLines
 
 LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
 _NOBODY_READS = (errno.EIO, errno.EPIPE)  # of a terminal that is gone, and of a pipe

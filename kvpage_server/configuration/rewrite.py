@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from kvpage_server.configuration.config import Config, ConfigError
-from kvpage_server.core.inline import split_words
+from kvpage_server.core.protocol import split_words
 
 _HEADING = b"# Written by CONFIG REWRITE"
 _PLAIN = re.compile(rb"[!#-&(-\[\]-~]+\Z")  # printable, without quotes, backslashes and spaces

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvpage_server.core import python
 from kvpage_server.core.choice import NAME, REASON
 from kvpage_server.core.protocol import Limits, ProtocolError
-from kvpage_server.core.python.words import Argument, Command
+from kvpage_server.core.python.frames import Argument, Command
 
 if TYPE_CHECKING or NAME == "python":
     from kvpage_server.core.python import *  # noqa: F403

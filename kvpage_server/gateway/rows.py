@@ -2,19 +2,370 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
+from kvpage_server.client import BlockName
+from kvpage_server.client.cluster.commands import Write, block_key, block_writes, get_opening, shape_of, simple
+from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.table.needs import nothing
-from kvpage_server.commands.table.spec import TABLE, Spec
-from kvpage_server.core import Argument, Command
-from kvpage_server.gateway.overlap import OVERLAP, Overlap
-from kvpage_server.gateway.pages import PagesBehind
-from kvpage_server.gateway.strings import COUNTED, PASSED, StringsBehind
-from kvpage_server.gateway.upstream import Upstream
-from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.commands.dispatch.disk import Postponed
+from kvpage_server.commands.families.keys.value import checked_page
+from kvpage_server.commands.families.pages.block import read_shape
+from kvpage_server.commands.families.pages.page import AT_ONCE, new_pages, page_name, told_of
+from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
+from kvpage_server.commands.steps import Steps, each
+from kvpage_server.commands.table import TABLE, Spec, nothing
+from kvpage_server.core import Argument, Command, NewPages, Slot
+from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
+from kvpage_server.gateway.upstream import MOST, NO_PAGE, Plans, Standing, Upstream, Value, waited_for
+from kvpage_server.gateway.words import passed, set_page, spell, told
+from kvpage_server.page import MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
+from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait
+from kvpage_server.store.eviction.leases import LONGEST_LEASE
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+#
+# Blocks that a client writes one after the other, without waiting for each answer, are written together.
+#
+# While some blocks are on their way to the cluster, the next ones are received, and then they go together, in one
+# round trip a node. The answers keep their order. Every other command waits until the client's writes before it are
+# done, so that it finds what they wrote.
+
+OVERLAP = frozenset({"kvblockset"})
+_BLOCKS, _BYTES = 16, 64 * 1024**2  # that are written at once: blocks of one client, and bytes of all clients
+_AT_ONCE = 2  # batches of a client
+
+
+_Block = tuple[list[Write], asyncio.Future[None]]  # and when it is done
+
+
+@dataclass(slots=True)
+class _OfClient:
+    """What one client is writing."""
+
+    names: set[BlockName] = field(default_factory=set)
+    next: list[_Block] = field(default_factory=list)  # to be sent when those on their way are done
+    under_way: int = 0  # batches
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # for a block to be done
+
+    def take(self) -> list[_Block]:
+        """The next ones."""
+        some, self.next = self.next, []
+        return some
+
+
+class Overlap:
+    """The blocks that are being written, by client."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._of: dict[Client, _OfClient] = {}
+        self._bytes = 0
+
+    def check(self, client: Client, spec: Spec, words: Command) -> None:
+        """Raises Postponed if a command has to wait for what its client is writing."""
+        theirs = self._of.get(client)
+        if theirs and not (spec.name in OVERLAP and self._has_room(theirs) and theirs.names.isdisjoint(_named(words))):
+            raise Postponed(Wait(theirs.waiting.append))
+
+    def _has_room(self, theirs: _OfClient) -> bool:
+        return len(theirs.names) < _BLOCKS and self._bytes < _BYTES
+
+    def write(self, client: Client, name: BlockName, nbytes: int, block: list[Write]) -> Steps[None]:
+        """Steps until a block is written. Raises ReplyError."""
+        theirs = self._of.setdefault(client, _OfClient())
+        done = asyncio.get_running_loop().create_future()
+        theirs.names.add(name)
+        theirs.next.append((block, done))
+        if theirs.under_way < _AT_ONCE:
+            self._send(theirs, theirs.take())
+        self._bytes += nbytes
+        client.keep(nbytes)
+        try:
+            yield from waited_for(done)
+        finally:
+            self._bytes -= nbytes
+            client.keep(-nbytes)
+            theirs.names.discard(name)
+            if not theirs.names:
+                del self._of[client]
+            waiting, theirs.waiting = theirs.waiting, []
+            for then in waiting:
+                then()
+
+    def _send(self, theirs: _OfClient, some: Sequence[_Block]) -> None:
+        theirs.under_way += 1
+        task = self._upstream.start(self._upstream.plans.calls.write([one for block, _ in some for one in block]))
+        task.add_done_callback(partial(self._sent, theirs, some))
+
+    def _sent(self, theirs: _OfClient, some: Sequence[_Block], task: asyncio.Task[None]) -> None:
+        """Tell those who wait for these blocks, and write those that came meanwhile."""
+        theirs.under_way -= 1
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error and len(some) > 1:
+            for one in some:  # each alone, since the others may have nothing to do with it
+                self._send(theirs, [one])
+            return
+        for _, done in some:
+            if not done.done():
+                done.set_exception(error) if error else done.set_result(None)
+        if theirs.next:
+            self._send(theirs, theirs.take())
+
+
+def _named(words: Command) -> list[BlockName]:
+    """The block that KVBLOCKSET writes; none if it will be refused."""
+    try:
+        return block_names(words[1:3])
+    except ReplyError:
+        return []
+
+
+# -- The page family, as a gateway does it -----------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PagesBehind:
+    """Each method takes a client and arguments, and returns the steps of the reply."""
+
+    upstream: Upstream
+    overlap: Overlap
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def kvpageset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        try:
+            page = new_pages(client, args, 0, 1, unix_ms())
+        except PageError as error:
+            raise ReplyError(f"ERR {error}") from None
+        yield from self._put([page])
+        yield OK
+
+    def kvpagemset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """All pages are checked before the first is written."""
+        count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
+        now, batches, read = unix_ms(), list[NewPages](), 0
+        while read < count:
+            try:
+                batches.append(new_pages(client, args, 1 + read * PAGE_WORDS, AT_ONCE, now))
+            except BadPage as error:
+                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
+            read += len(batches[-1])
+            yield ()
+        yield from self._put(batches)
+        yield OK
+
+    def kvpageget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        [found] = yield from self.upstream.do(self.upstream.plans.pages([_key(args)]))
+        yield spell(found)
+
+    def kvpagemget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        keys = yield from _keys("KVPAGEMGET", args)
+        yield from self.upstream.fetch(client, keys, self.upstream.plans.pages, _spell_page)
+
+    def kvpageexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        [there] = yield from self.upstream.do(self.upstream.plans.calls.mexists([_key(args)]))
+        yield int(there)
+
+    def kvpagemexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        keys = yield from _keys("KVPAGEMEXISTS", args)
+        there = yield from self.upstream.each(keys, self.upstream.plans.calls.mexists)
+        yield [*map(int, there)]
+
+    def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """A cluster has no leases and pins."""
+        found = yield from self.upstream.do(self.upstream.plans.standing(_key(args)))
+        if not isinstance(found, Standing):
+            yield spell(found)
+            return
+        left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "tier": "cluster"}
+        yield told_of(found.header) | left
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def kvpagedel(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        req_id, pages = request_name(args[0]), (yield from each(args[1:], _page_ids))
+        removed = 0
+        for some in _some(pages):
+            removed += yield from self.upstream.do(self.upstream.plans.calls.delete_request(req_id, some))
+        yield removed
+
+    def kvpagelease(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        req_id, milliseconds = request_name(args[0]), integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
+        pages, leased = (yield from each(args[2:], _page_ids)), 0
+        for some in _some(pages):
+            leased += yield from self.upstream.do(self.upstream.plans.calls.lease(req_id, milliseconds, some))
+        yield leased
+
+    def kvpageprefix(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
+        milliseconds = integer_in("lease_ms", args[1], 0, LONGEST_LEASE)
+        check_batch("KVPAGEPREFIX", args[2:], 2, "block")
+        names, found = (yield from each(args[3:], block_names, 2)), 0
+        for some in _some(names):
+            plan = self.upstream.plans.calls.prefix(some, pages_per_block, milliseconds)
+            here = yield from self.upstream.do(plan)
+            found += here
+            if here < len(some):
+                break
+        yield found
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def kvblockset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        name, ttl = (request_name(args[0]), page_id(args[1])), integer_in("ttl", args[5], 0, MAX_TTL)
+        shape, body = read_shape(*plain_all([*args[2:5], *args[6:-1]])), args[-1]
+        memory = body.body if isinstance(body, Slot) else memoryview(plain(body))
+        if len(memory) != shape.nbytes:
+            raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {len(memory)}")
+        block = block_writes(name, shape, [memory], ttl, unix_ms())
+        yield from self.overlap.write(client, name, len(memory), block)
+        yield OK
+
+    def kvblockget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        [found] = yield from self.upstream.do(self.upstream.plans.blocks(block_names(args)))
+        yield spell(found)
+
+    def kvblockmget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        check_batch("KVBLOCKMGET", args, 2, "block")
+        names = yield from each(args[1:], block_names, 2)
+        yield from self.upstream.fetch(client, names, self.upstream.plans.blocks, spell)
+
+    def kvblockexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        [opening] = yield from self.upstream.do(self.upstream.plans.ask([get_opening(block_names(args)[0])]))
+        yield int(isinstance(opening, memoryview) and shape_of(opening) is not None)
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _put(self, batches: Sequence[NewPages]) -> Steps[None]:
+        for pages in batches:
+            names = [pages.name(i) for i in range(len(pages))]
+            written = [set_page(name.key, slot) for name, slot in zip(names, pages.slots, strict=True)]
+            blocks = [(name.req_id, name.page) for name in names]
+            yield from self.upstream.do(self.upstream.plans.calls.put_pages(written, blocks))
+
+
+def _key(args: Sequence[Argument]) -> PageKey:
+    name = page_name(args)
+    return PageKey(name.req_id, name.layer, name.head, name.page, name.kv_type)
+
+
+def _keys(command: str, args: Sequence[Argument]) -> Steps[list[PageKey]]:
+    check_batch(command, args, NAME_WORDS, "page")
+    return each(args[1:], lambda some: [_key(some[i:]) for i in range(0, len(some), NAME_WORDS)], NAME_WORDS)
+
+
+def _spell_page(body: Value | None) -> Reply:
+    """One of several: what is no page is as good as none."""
+    return spell(None if body is NO_PAGE else body)
+
+
+def _page_ids(args: Sequence[Argument]) -> list[int]:
+    return [*map(page_id, args)]
+
+
+def _some(items: list[T]) -> Iterator[list[T]]:
+    """The items in batches, with an empty batch if there are none."""
+    return (items[start : start + MOST] for start in range(0, len(items) or 1, MOST))
+
+
+# -- strings -----------------------------------------------------------------------------------------------------------
+#
+# The commands of strings and keys on a gateway. When an answer is lost, a command is sent again, so only commands
+# that can safely run twice are supported.
+#
+# A page may be part of a block. So commands on a page's key look for both, or are refused.
+
+_SETS = frozenset({"set", "setex", "psetex"})
+_OF_BLOCK = frozenset({"type", "ttl", "pttl", "expiretime", "pexpiretime"})  # the same for a page and its block
+_OF_STRING = frozenset({"strlen", "getrange", "expire", "pexpire", "expireat", "pexpireat", "persist"})
+PASSED = _SETS | _OF_BLOCK | _OF_STRING
+COUNTED = {"del": b"UNLINK", "unlink": b"UNLINK", "exists": b"EXISTS", "touch": b"TOUCH"}  # of several keys
+_ONCE = frozenset({b"NX", b"XX", b"GET", b"IFEQ"})  # options of SET
+
+
+def page_of(key: bytes) -> PageKey | None:
+    """The page that a key names, or None."""
+    try:
+        return PageKey.parse(key)
+    except PageError:
+        return None
+
+
+@dataclass(frozen=True)
+class StringsBehind:
+    """Each method takes the command's row, a client and arguments, and returns the steps of the reply."""
+
+    upstream: Upstream
+
+    @property
+    def _plans(self) -> Plans:
+        return self.upstream.plans
+
+    def get(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        [value] = yield from self.upstream.do(self._plans.of_keys([_named_strings(plain(args[0]))]))
+        yield spell(value)
+
+    def mget(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        keys = yield from each(args, lambda some: [*map(_named_strings, plain_all(some))])
+        yield from self.upstream.fetch(client, keys, self._plans.of_keys, spell)
+
+    def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """The number of keys that exist, or were deleted."""
+        word, keys = COUNTED[spec.name], plain_all(args)
+        pages = [page for key in keys if (page := page_of(key))]
+        others = [key for key in keys if not page_of(key)]
+        count = 0
+        if pages and word == b"UNLINK":
+            count += yield from self.upstream.do(self._plans.calls.delete(pages))
+        elif pages:
+            count += sum((yield from self.upstream.each(pages, self._plans.calls.taken)))
+        if word == b"TOUCH":
+            blocks = dict.fromkeys(block_key((page.req_id, page.page)) for page in pages)
+            touched = [simple(word, key, writes=spec.writes) for key in (*map(bytes, pages), *blocks)]
+            yield from self.upstream.each(touched, self._plans.ask)
+        asked = [simple(word, key, writes=spec.writes) for key in others]
+        answers = yield from self.upstream.each(asked, self._plans.ask)
+        yield count + sum(answer for answer in answers if isinstance(answer, int))
+
+    def passed(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """Pass a command on to the node unchanged."""
+        if spec.name == "set" and _ONCE & {option.upper() for option in plain_all(args[2:])}:
+            raise ReplyError(
+                "ERR a gateway does not support SET with NX, XX or GET: when a node fails, it sends a command again"
+            )
+        page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
+        if page and spec.name in _SETS:
+            checked_page(client, bytes(page), args[1 if spec.name == "set" else 2])
+            written = [passed(words, writes=True)]
+            yield from self.upstream.do(self._plans.calls.put_pages(written, [(page.req_id, page.page)]))
+            yield OK
+        elif page and spec.name in _OF_BLOCK:
+            block = [words[0], block_key((page.req_id, page.page))]
+            asked = [passed(some, writes=False) for some in (words, block)]
+            alone, in_block = yield from self.upstream.do(self._plans.ask(asked))
+            yield told(in_block if alone in (-2, b"none") else alone)
+        elif page and (yield from self.upstream.do(self._plans.in_block(page))):
+            raise ReplyError(
+                f"ERR '{spec.name}' of a page that lies in a block can't be done before a cluster: a block lives as one"
+            )
+        else:
+            [answer] = yield from self.upstream.do(self._plans.ask([passed(words, writes=spec.writes)]))
+            yield told(answer)
+
+
+def _named_strings(key: bytes) -> PageKey | bytes:
+    """A key, as the page that it names if it names one."""
+    return page_of(key) or key
+
 
 _Steps = Callable[[Client, list[Argument]], Iterator[Reply]]
 _OF_THE_STORE = frozenset({"page", "set", "string", "generic"})  # groups of commands about stored values

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from kvpage_server.client.cluster.commands import Command, around_value
 from kvpage_server.client.cluster.plan import Failed
-from kvpage_server.client.wire.exchange import Piece
+from kvpage_server.client.wire.exchange import Piece, word
 from kvpage_server.client.wire.reply import Answer
-from kvpage_server.client.wire.words import word
 from kvpage_server.commands.arguments import WRONG_TYPE, plain
 from kvpage_server.core import Argument, Slot
-from kvpage_server.gateway.plans import NO_PAGE, Value
+from kvpage_server.gateway.upstream import NO_PAGE, Value
 from kvpage_server.page import FIELD_AT, HEADER_SIZE
-from kvpage_server.resp.reply import Reply, ReplyError, simple
+from kvpage_server.resp import Reply, ReplyError, simple
 
 _TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # of a header
 

@@ -13,13 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.look.hints import is_an_agent, may_say_why
 from kvpage_server.look.output import LookError
+from kvpage_server.look.pages_on_strings import is_an_agent, may_say_why
 from kvpage_server.observe.asking import AskedStore, ask, named
-from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
+from kvpage_server.observe.memory_by_agent import (
+    Agent,
+    Holdings,
+    LookLimits,
+    OtherRequest,
+    SharedPrefix,
+    holdings_of_store,
+)
 from kvpage_server.page import KVType
-from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
+from kvpage_server.system.text import as_size, how_many
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 ROWS = 50  # of a table

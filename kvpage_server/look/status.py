@@ -23,8 +23,8 @@ from kvpage_server.observe.overview import (
     Overview,
     overview_of_store,
 )
-from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out
+from kvpage_server.system.text import as_size, how_many
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import redis
 from starlette.requests import Request
 
-from kvpage_server.monitor.entrance import MONITOR, WITH_TOKEN, Entrance
+from kvpage_server.monitor.store_connections import MONITOR, WITH_TOKEN, Entrance
 from kvpage_server.observe.engines import Engines
 from kvpage_server.observe.observer import Observer
 

@@ -8,18 +8,40 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
+import redis
 import uvloop
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from kvpage_server.http.connections import Door, Unanswered
-from kvpage_server.http.serving import HttpServer
+from kvpage_server.http import Door, HttpServer, Unanswered
 from kvpage_server.monitor.app import HEALTH, make_app
-from kvpage_server.monitor.entrance import Entrance
-from kvpage_server.monitor.listening import listen
 from kvpage_server.monitor.logins import Logins
-from kvpage_server.system.log_lines import log_to_standard_error
+from kvpage_server.monitor.store_connections import MONITOR, Entrance
+from kvpage_server.observe.engines import ALL_CHANNELS, Engines
+from kvpage_server.system.text import log_to_standard_error
+
+# -- Hears what engines tell of themselves, for as long as the process lives -------------------------------------------
+
+AGAIN_SECONDS = 5.0  # after the connection was lost: a server that is full counts who asks
+TURN_SECONDS = 5.0
+
+
+async def listen(entrance: Entrance, engines: Engines) -> None:
+    """Until this is cancelled."""
+    while True:
+        store = entrance.store(MONITOR)
+        with suppress(redis.RedisError, OSError):  # the server ends, or has ended the connection
+            async with store.pubsub(ignore_subscribe_messages=True) as channel:
+                await channel.psubscribe(ALL_CHANNELS)
+                while True:
+                    message = await channel.get_message(timeout=TURN_SECONDS)
+                    if message is not None:
+                        engines.heard(message["channel"], message["data"])
+        await store.aclose()
+        await asyncio.sleep(AGAIN_SECONDS)
+
 
 CONNECTIONS, FOR_EACH = 256, 64  # in all, and from one address
 GRACE_SECONDS = 1.0

@@ -13,10 +13,9 @@ from contextlib import contextmanager, suppress
 from kvpage_server.commands.access.user import User
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
+from kvpage_server.net.run_queue import Line
 from kvpage_server.net.session import Session
-from kvpage_server.net.tls import TLSTransport
-from kvpage_server.net.transport import Ends, SocketTransport, Transport
-from kvpage_server.net.turns import Line
+from kvpage_server.net.transport import Ends, SocketTransport, TLSTransport, Transport
 
 log = logging.getLogger("kvpage")
 

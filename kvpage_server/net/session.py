@@ -9,19 +9,17 @@ from functools import partial
 from time import monotonic, monotonic_ns
 
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.dispatch.admission import Paused
-from kvpage_server.commands.dispatch.disk import Postponed
+from kvpage_server.commands.dispatch.disk import Paused, Postponed
 from kvpage_server.commands.steps import freed
 from kvpage_server.core import Parser, ProtocolError, Scratch
 from kvpage_server.core.protocol import MUCH, RECEIVE_TURN
-from kvpage_server.net import limits
-from kvpage_server.net.answering import Answering
-from kvpage_server.net.load import Load
-from kvpage_server.net.replies import Replies
+from kvpage_server.net import connection_memory
+from kvpage_server.net.connection_memory import Load
+from kvpage_server.net.replies import Answering, Replies
+from kvpage_server.net.run_queue import TURN, Line
 from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEvent, after
 from kvpage_server.net.transport import HIGH_WATER, Ends, Transport
-from kvpage_server.net.turns import TURN, Line
-from kvpage_server.resp.reply import Reply, Wait
+from kvpage_server.resp import Reply, Wait
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
@@ -46,7 +44,9 @@ class Session:
         self._line = line
         self._descriptor = ends.descriptor
         self._events = server.events
-        self._parser = Parser(server.keyspace.arena, scratch, limits.of_frames(server.config), limits.hashed(server))
+        self._parser = Parser(
+            server.keyspace.arena, scratch, connection_memory.of_frames(server.config), connection_memory.hashed(server)
+        )
         self._state = READING
         self._ending = False  # no command is taken any more
         self._pause_end: asyncio.TimerHandle | None = None

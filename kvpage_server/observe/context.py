@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpage_server.observe.asking import Command, Reading, named, parts_of, refused, text
-from kvpage_server.observe.whose import Agent, ContextBlock, Holdings
+from kvpage_server.observe.memory_by_agent import Agent, ContextBlock, Holdings
 from kvpage_server.page import DType
 
 MOST_BLOCKS = 2000

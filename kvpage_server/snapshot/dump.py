@@ -13,24 +13,74 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from operator import add, gt
 from pathlib import Path
 
 from kvpage_server.client.errors import Refused
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
-from kvpage_server.snapshot.ahead import ahead
-from kvpage_server.snapshot.amount import Amount
-from kvpage_server.snapshot.errors import BadFile, DumpError, Failures
-from kvpage_server.snapshot.format import directory
-from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
-from kvpage_server.snapshot.format.files import DumpOf, FileContents, Tensor, write_file
-from kvpage_server.snapshot.format.names import plane_name, string_name, text_of
-from kvpage_server.snapshot.format.planes import FoundPage, tensors_of
-from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Listed, RunningStore, Value
-from kvpage_server.snapshot.unchanged import is_unchanged
+from kvpage_server.snapshot import format
+from kvpage_server.snapshot.format import (
+    FOREVER,
+    BadFile,
+    DumpError,
+    DumpOf,
+    Failures,
+    FileContents,
+    FoundPage,
+    PageTensor,
+    String,
+    Tensor,
+    plane_name,
+    string_name,
+    tensors_of,
+    text_of,
+    write_file,
+)
+from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Amount, Listed, RunningStore, Value, ahead
 from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import private_directory, remove_unfinished
+
+# -- Whether a server still has what is in a file: asked by the pages' headers, without their bodies; str --------------
+
+_AT_ONCE = 1000  # pages asked about in one go
+_SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole seconds
+
+
+def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
+    """Whether the server has everything in a file, to the byte. For a page without a checksum this is unknown."""
+    entries = [span.entry for span in contents.spans]
+    pages = [entry for entry in entries if isinstance(entry, PageTensor)]
+    strings = [entry for entry in entries if isinstance(entry, String)]
+    expected = zip(
+        chain.from_iterable(map(PageTensor.keys, pages)),
+        chain.from_iterable(map(PageTensor.headers, pages)),
+        chain.from_iterable(entry.ttl_left_ms for entry in pages),
+        strict=True,
+    )
+    while some := list(islice(expected, _AT_ONCE)):
+        found = store.headers([bytes(key) for key, _, _ in some])
+        if len(found) != len(some):
+            return False
+        for (_, header, left), (_, head, expires) in zip(some, found, strict=True):
+            if not header.checksum or head != bytes(header) or not _same_moment(contents, left, expires):
+                return False
+    for batch in batches(((entry, entry.size + KEY_COSTS) for entry in strings), BATCH_BYTES):
+        found = store.values([entry.key for entry in batch])
+        if len(found) != len(batch):
+            return False
+        for entry, (_, data, expires) in zip(batch, found, strict=True):
+            if checksum(data) != entry.checksum or not _same_moment(contents, entry.left_ms, expires):
+                return False
+    return True
+
+
+def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
+    """Whether a key with `left_ms` to live when the file was written has the same expiry now."""
+    if FOREVER in (left_ms, expires_ms):
+        return left_ms == expires_ms
+    return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT
+
 
 FILE_BYTES = 128 << 20  # a file's tensors: twice as much is in memory
 _MOST_OF_FILE = 20_000, 200_000, 8 << 20  # tensors, pages, bytes of names: a reader takes five times as many
@@ -82,7 +132,7 @@ def dump(
     OSError, and the errors of `kvpage_server.client.errors`.
     """
     private_directory(path)
-    with directory.locked(path, to_write=True):
+    with format.locked(path, to_write=True):
         remove_unfinished(path)
         return _Dump(store, path, selection, file_bytes, done).run(update)
 
@@ -114,27 +164,27 @@ class _Dump:
 
     def run(self, update: bool) -> Dumped:
         try:
-            summary = directory.read_summary(self._path)
+            summary = format.read_summary(self._path)
         except BadFile as error:
             raise DumpError(f"{self._path}: {error}; name another directory") from None
         if summary is not None:
             self._check_selection(summary.selection)
             if not update:
                 raise DumpError(f"{self._path} holds a finished dump; --update brings it up to date")
-        old = directory.dump_files(self._path)
+        old = format.dump_files(self._path)
         files = dict(self._unchanged(old))
         self._dumped.kept = len(files)
         stale = [file for file in old if file.name not in files]
         finished = summary.files if summary is not None else {}
-        directory.remove(file for file in stale if file.name not in finished)
-        numbers = directory.new_numbers(self._path)
+        format.remove(file for file in stale if file.name not in finished)
+        numbers = format.new_numbers(self._path)
         for kind, tensors in ahead(chain(self._full("strings", self._strings()), self._full("pages", self._pages()))):
             file = self._path / f"{kind}-{next(numbers):06}.safetensors"
             contents = write_file(file, tensors, DumpOf(self._began_ms, str(self._selection)))
             self._dumped.count(contents)
             files[file.name] = contents.digest
-        directory.write_summary(self._path, directory.Summary(self._began_ms, str(self._selection), files))
-        directory.remove(file for file in stale if file.name in finished)
+        format.write_summary(self._path, format.Summary(self._began_ms, str(self._selection), files))
+        format.remove(file for file in stale if file.name in finished)
         return self._dumped
 
     def _check_selection(self, other: str) -> None:
@@ -145,7 +195,7 @@ class _Dump:
 
     def _unchanged(self, files: list[Path]) -> Iterator[tuple[str, str]]:
         """The names and digests of the files that stay."""
-        for file, contents in directory.read_all(files, None):
+        for file, contents in format.read_all(files, None):
             if isinstance(contents, BadFile) or contents.bad:
                 continue
             self._check_selection(contents.of.selection)

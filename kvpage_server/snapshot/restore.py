@@ -8,24 +8,240 @@ string refers to them (a seal, a manifest).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
 from kvpage_server.client.errors import Refused
-from kvpage_server.page import HEADER_SIZE
-from kvpage_server.snapshot.ahead import ahead
-from kvpage_server.snapshot.amount import Amount
-from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile, Failures
-from kvpage_server.snapshot.format import directory
-from kvpage_server.snapshot.format.directory import Summary
-from kvpage_server.snapshot.format.entries import FOREVER, PageTensor
-from kvpage_server.snapshot.format.files import EntrySpan, opened
-from kvpage_server.snapshot.format.names import text_of
-from kvpage_server.snapshot.parts import parts, read_part
-from kvpage_server.snapshot.plan import Item, Plan, PlannedBlock, plan
-from kvpage_server.snapshot.store import BATCH_BYTES, RunningStore, Writes, Written
+from kvpage_server.client.wire.exchange import Piece
+from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, MAX_TTL, BlockShape, PageError, Plane, checksum
+from kvpage_server.snapshot import format
+from kvpage_server.snapshot.format import (
+    FOREVER,
+    NOT_WRITTEN,
+    BadFile,
+    Entry,
+    EntrySpan,
+    Failures,
+    FileContents,
+    PageTensor,
+    Summary,
+    opened,
+    read_data,
+    text_of,
+)
+from kvpage_server.snapshot.store import BATCH_BYTES, Amount, RunningStore, Writes, Written, ahead
+
+# -- A file's bodies in parts that fit into memory: the planes of a block together, unless they are too l --------------
+
+PART_BYTES = 32 << 20
+PART_PAGES = 20_000
+
+
+class Slice(NamedTuple):
+    """The pages `first` to before `stop` of a tensor; of a string, 0 to before 1."""
+
+    span: EntrySpan
+    first: int
+    stop: int
+
+    @property
+    def start(self) -> int:
+        """Where its bytes begin in the file's data."""
+        return self.span.start + self.first * self.span.entry.body_size
+
+    @property
+    def end(self) -> int:
+        return self.span.start + self.stop * self.span.entry.body_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all pages of the tensor."""
+        return self.stop - self.first == len(self.span.entry.checksums)
+
+
+def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
+    """The pieces of some tensors, a part at a time.
+
+    The planes of a block are in the same part unless they have more than `most_bytes`, or more pages than a block may
+    have. So a part has at most PART_BYTES, one block, or one body.
+    """
+    part: list[Slice] = []
+    nbytes = pages = 0
+    for pieces in _together(spans, most_bytes):
+        more_bytes, more = sum(piece.nbytes for piece in pieces), sum(piece.stop - piece.first for piece in pieces)
+        if part and (nbytes + more_bytes > PART_BYTES or pages + more > PART_PAGES):
+            yield part
+            part, nbytes, pages = [], 0, 0
+        part += pieces
+        nbytes += more_bytes
+        pages += more
+    if part:
+        yield part
+
+
+def _together(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
+    """The pieces of each block that belong into the same part, or a single piece; strings last."""
+    blocks: dict[tuple[bytes, int], list[Slice]] = defaultdict(list)
+    strings: list[Slice] = []
+    for span in spans:
+        first = span.entry.first if isinstance(span.entry, PageTensor) else None
+        pieces = strings if first is None else blocks[first.req_id, first.page]
+        pieces.append(Slice(span, 0, len(span.entry.checksums)))
+    for planes in blocks.values():
+        pages = sum(plane.stop for plane in planes)
+        if pages <= MAX_BLOCK_PAGES and sum(plane.nbytes for plane in planes) <= most_bytes:
+            yield planes
+        else:
+            yield from ([piece] for plane in planes for piece in _cut(plane))
+    yield from ([string] for string in strings)
+
+
+def _cut(plane: Slice) -> Iterator[Slice]:
+    step = max(min(PART_PAGES, PART_BYTES // max(plane.span.entry.body_size, 1)), 1)
+    for first in range(0, plane.stop, step):
+        yield Slice(plane.span, first, min(first + step, plane.stop))
+
+
+def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -> list[memoryview]:
+    """The bytes of each piece. Pieces that lie side by side in the file are read at once. Raises BadFile."""
+    bodies = [memoryview(b"")] * len(part)
+    order = sorted(range(len(part)), key=lambda number: part[number].start)
+    at = 0
+    while at < len(order):
+        stop = at + 1
+        while stop < len(order) and part[order[stop]].start == part[order[stop - 1]].end:
+            stop += 1
+        run, begin = order[at:stop], part[order[at]].start
+        data = read_data(file, contents, begin, part[run[-1]].end)
+        for number in run:
+            bodies[number] = data[part[number].start - begin : part[number].end - begin]
+        at = stop
+    return bodies
+
+
+# -- What to send of a file: a block as a whole if it is complete and intact, else its pages; and strings --------------
+
+MAX_LEFT_MS = MAX_TTL * 1000  # four million years: a longer time to live, added to now, may be more than a server takes
+
+
+class Item(NamedTuple):
+    """A page or a string, to be set under its key."""
+
+    key: bytes
+    value: list[Piece]
+    ttl_left_ms: int  # -1: for ever
+    is_page: bool
+
+
+class PlannedBlock(NamedTuple):
+    """A block, to be set whole, or else page by page."""
+
+    req_id: bytes
+    page: int
+    shape: BlockShape
+    body: list[memoryview]
+    pages: list[Item]
+
+    @property
+    def ttl_left_ms(self) -> int:
+        """The time that all of its pages have to live."""
+        return self.pages[0].ttl_left_ms
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to send, and what not."""
+
+    blocks: list[PlannedBlock] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    corrupt: list[str] = field(default_factory=list)  # keys of bodies that do not match their checksum
+    expired: int = 0  # keys whose time is over
+
+
+def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Plan:
+    """The commands for some pieces of tensors and their bytes, `age_ms` after their times to live were counted."""
+    made = Plan()
+    blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
+    for piece, body in zip(part, bodies, strict=True):
+        entry = piece.span.entry
+        items = list(_alive(made, _sound(made, piece, body), age_ms))
+        if isinstance(entry, PageTensor) and piece.is_whole:
+            blocks[entry.first.req_id, entry.first.page].append((entry, body, items))
+        else:
+            made.items += items
+    for planes in blocks.values():
+        planes.sort(key=lambda plane: plane[0].first.kv_type)
+        pages = [item for _, _, items in planes for item in items]
+        shape = _shape([entry for entry, _, _ in planes])
+        if shape is not None and len(pages) == shape.pages and len({page.ttl_left_ms for page in pages}) == 1:
+            first = planes[0][0].first
+            pieces = list(_by_layer([body for _, body, _ in planes], shape.layers))
+            made.blocks.append(PlannedBlock(first.req_id, first.page, shape, pieces, pages))
+        else:
+            made.items += pages
+    return made
+
+
+def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
+    """The pages of a piece, or the string, that match their checksums."""
+    entry, size = piece.span.entry, piece.span.entry.body_size
+    for number in range(piece.first, piece.stop):
+        start = (number - piece.first) * size
+        item = _item(entry, number, body[start : start + size])
+        if checksum(item.value[-1]) == entry.checksums[number]:
+            yield item
+        else:
+            made.corrupt.append(text_of(item.key))
+
+
+def _item(entry: Entry, number: int, body: memoryview) -> Item:
+    """A page of a tensor, or the string."""
+    left = min(entry.ttl_left_ms[number], MAX_LEFT_MS)
+    if isinstance(entry, PageTensor):
+        return Item(bytes(entry.key(number)), [bytes(entry.header(number)), body], left, True)
+    return Item(entry.key, [body], left, False)
+
+
+def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
+    """The items that have not expired, with the time that they have left."""
+    for item in items:
+        left = item.ttl_left_ms
+        if left == FOREVER:
+            yield item
+        elif left > age_ms:
+            yield item._replace(ttl_left_ms=left - age_ms)
+        else:
+            made.expired += 1
+
+
+def _shape(planes: list[PageTensor]) -> BlockShape | None:
+    """The shape of the block that these planes make; None if they do not make one."""
+    first = planes[0]
+    page_size = first.geometry.page_size
+    if any((plane.is_plane, plane.grid, plane.geometry.page_size) != (True, first.grid, page_size) for plane in planes):
+        return None
+    kinds = tuple(Plane(plane.first.kv_type, plane.geometry.dtype, plane.geometry.head_dim) for plane in planes)
+    try:
+        return BlockShape(*first.grid, page_size, kinds)
+    except PageError:  # more pages than a block may have
+        return None
+
+
+def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
+    """A block's body, by layer and plane, from its planes by layer."""
+    for layer in range(layers):
+        for plane in planes:
+            nbytes = len(plane) // layers
+            yield plane[layer * nbytes : (layer + 1) * nbytes]
+
 
 _SHARE = 2  # a block that takes more than one part in so many of what all clients may hold goes page by page
 _AROUND_BYTES = 1 << 10  # bytes of a SET besides its value
@@ -61,7 +277,7 @@ def restore(
 
     Raises DumpError for a directory that holds no dump, OSError, and the errors of `kvpage_server.client.errors`.
     """
-    with directory.locked(path, to_write=False):
+    with format.locked(path, to_write=False):
         return _Restore(store, path, frozenset(requests), replace).run(done)
 
 
@@ -96,7 +312,7 @@ class _Restore:
     def _plans(self) -> Iterator[tuple[int, Plan]]:
         """The commands for each part of each file, and the bytes of the part."""
         summary, corrupt = self._read_summary(), self._restored.corrupt
-        for file, contents in directory.read_all(directory.files_of(self._path, summary), summary):
+        for file, contents in format.read_all(format.files_of(self._path, summary), summary):
             if isinstance(contents, BadFile):
                 corrupt.add(f"{file.name}: {contents}")
                 continue
@@ -118,7 +334,7 @@ class _Restore:
     def _read_summary(self) -> Summary | None:
         """Without a usable dump.json, the files of the directory are restored as those of an unfinished dump."""
         try:
-            summary = directory.read_summary(self._path)
+            summary = format.read_summary(self._path)
         except BadFile as error:
             self._restored.corrupt.add(str(error))
             summary = None

@@ -4,21 +4,55 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain, groupby, islice
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import redis
 
 from kvpage_server.client.errors import Refused
-from kvpage_server.client.wire.connection import PageConnection, page_pool
-from kvpage_server.client.wire.deadline import Deadline
-from kvpage_server.client.wire.exchange import Piece, Request
+from kvpage_server.client.wire.connection import Deadline, PageConnection, page_pool
+from kvpage_server.client.wire.exchange import Piece, Request, command, word
 from kvpage_server.client.wire.reply import Values
-from kvpage_server.client.wire.words import command, word
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageKey, index_key
-from kvpage_server.snapshot.format.entries import FOREVER
+from kvpage_server.snapshot.format import FOREVER
+
+# -- Reads ahead: a thread makes the next item while the current one is used -------------------------------------------
+
+T = TypeVar("T")
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items. Two of them are in memory at a time."""
+    with ThreadPoolExecutor(1, "kvpage-ahead") as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
+
+
+# -- How much was dumped, or restored ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Amount:
+    """Pages, plain strings, and the bytes of all of them."""
+
+    pages: int = 0
+    strings: int = 0
+    nbytes: int = 0
+
+    def add(self, nbytes: int, count: int, *, are_pages: bool) -> None:
+        """Add a number of pages or strings, and their bytes together."""
+        self.nbytes += nbytes
+        if are_pages:
+            self.pages += count
+        else:
+            self.strings += count
+
 
 _WITHIN = 60.0  # seconds for a batch
 _AT_ONCE = 1000  # keys asked about in one go

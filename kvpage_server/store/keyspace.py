@@ -25,28 +25,95 @@ block was stored whole), plain Python does it, a page at a time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
-from typing import Any
+from itertools import chain, islice, zip_longest
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvpage_server.core import NewPages, Slot
 from kvpage_server.core.arguments import PageName
-from kvpage_server.page import HEADER_SIZE, BlockShape
-from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.core.pieces import END, Piece, frame
+from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
+from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.fetching import Loans
+from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.eviction.leases import Bytes
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.listing import Listing
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
-from kvpage_server.store.memory.extent import Extent
-from kvpage_server.store.memory.index import Block, rows_of
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, has_bytes
+from kvpage_server.store.memory.index import Block, Extent, rows_of
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
-from kvpage_server.store.promise import Promise, Takings
-from kvpage_server.store.protection import Protection
 from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
-from kvpage_server.store.reading import Reader
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.store.reading import Listing, Reader
+from kvpage_server.store.reservation import Promise, Takings
+from kvpage_server.system.text import monotonic_ms
+
+# -- protection --------------------------------------------------------------------------------------------------------
+#
+# What may be leased and pinned: half of memory, and half of the disk's room for values.
+#
+# What is protected can't make room for other values. So both memory and disk need enough that is not protected.
+# Memory alone would not do: a store that has just started has all of its values on disk only, so they could all be
+# protected, and the disk would have to refuse what comes. Units of a quota may take half of it, all others half of
+# what quotas leave.
+
+SHARE = 0.5
+PROMISE = 10_000  # milliseconds
+
+
+class Protection:
+    """Leases and pins units, within these limits."""
+
+    def __init__(self, contents: Contents, memory: MemoryLimit, disk: DiskLimit | None) -> None:
+        self._contents = contents
+        self._memory = memory
+        self._disk = disk
+
+    def promise(self, key: bytes, entry: Entry) -> None:
+        """Protect a key for a while, since a client was told that it exists and will read it.
+
+        A client of LMCache that is told so by EXISTS, and then misses with GET, waits for ever.
+        """
+        if (self._memory.maxmemory or self._of_disk) and not isinstance(entry, Text):
+            self.lease(unit_of(key, entry), PROMISE)
+
+    def lease(self, unit: Unit, milliseconds: int) -> bool:
+        """Protect a unit for that long. False if that would be too much."""
+        until = monotonic_ms() + milliseconds
+        return self._contents.leases.lease(unit, self.size_of(unit), until, self.most(unit))
+
+    def pin(self, unit: Unit) -> bool:
+        """Protect a unit until it is unpinned. False if that would be too much."""
+        return self._contents.leases.pin(unit, self.size_of(unit), self.most(unit))
+
+    def size_of(self, unit: Unit) -> Bytes:
+        """What a unit takes. If it waits to be written, it will take as much of the disk as of memory."""
+        entries = self._contents.catalogue.entries
+        memory = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
+        return Bytes(memory, max(memory, self._disk.size_of(unit)) if self._disk is not None else 0)
+
+    def most(self, unit: Unit) -> Bytes:
+        """What leases and pins may take together in a unit's quota, or of all units without one."""
+        disk = self._of_disk
+        return Bytes(self._share(unit, self._memory.maxmemory), self._share(unit, disk) if disk else sys.maxsize)
+
+    @property
+    def _of_disk(self) -> int:
+        return self._disk.most if self._disk is not None else 0
+
+    def _share(self, unit: Unit, room: int) -> int:
+        """A quota's share of the room. Quotas that add up to more than there is are reduced."""
+        quotas = self._contents.evictor.quotas
+        quota, promised = self._contents.evictor.limit_of(unit), quotas.limits if quotas is not None else 0
+        if not room:
+            return int(quota.limit * SHARE) if quota is not None else sys.maxsize
+        if quota is not None:
+            return int(quota.limit * min(1, room / promised) * SHARE)
+        return int((room - min(promised, room)) * SHARE)
+
 
 __all__ = ["Flushed", "Keyspace", "OutOfMemory"]
 
@@ -385,3 +452,117 @@ def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: i
         yield "set", key
         if expires and had.get(key) != expires:
             yield "expire", key
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+#
+# A block as one value: all pages of one (req_id, page_id), written and read together.
+#
+# A block that was written whole is in an extent, and is one borrowed piece of a reply. A block whose pages were
+# written one by one is put together when it is read. It is complete when every layer up to its last has every plane
+# and head up to the last, all pages have the same number of rows, and the pages of each plane have the same dtype and
+# dimension. Whether it is complete is computed once, and again after one of its pages has changed. Costs: O(1) for an
+# extent, else O(pages of the block).
+
+AT_ONCE = 256  # pages that are looked at before others may have their turn
+_TRIES = 4  # times to look at all pages while some come or go
+_GEOMETRY = header_fields("dtype", "kv_type", "page_size", "head_dim")
+_Geometry = tuple[int, int, int, int]  # dtype, page_size, head_dim, bytes
+_NONE: _Geometry = (0, 0, 0, 0)
+
+T = TypeVar("T")
+
+
+class Gathered(NamedTuple):
+    """The pages of a block in the order of its body, and its shape if it is complete."""
+
+    pages: list[Page]
+    shape: BlockShape | None
+
+
+Steps = Generator[tuple[()], None, T]  # others may have their turn after each
+
+
+def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tuple[Piece, ...] | None]:
+    """A complete block's bulk string, in pieces; None if it is not complete. Counts as a use, and a hit or a miss.
+
+    It must be in memory, or `lent` as a whole. If the disk cannot be read, it is a miss.
+    """
+    found = None if block is None else (yield from gathered(keyspace, block))
+    if block is None or found is None or found.shape is None:
+        keyspace.counters.misses += 1
+        return None
+    keyspace.use_block(block)
+    if block.extent is not None:
+        slot = block.extent.slot
+        if isinstance(slot, Cold):
+            return lent[slot].pieces([slot]) if slot in lent else None
+        return (slot,)
+    pieces: list[Piece] = [frame(found.shape.nbytes)]
+    for some in in_parts(found.pages):
+        if not all(map(has_bytes, some)):
+            return None
+        pieces += [page.part(0, page.size) for page in some]
+        yield ()
+    pieces.append(END)
+    return (*pieces,)
+
+
+def has_block(keyspace: Keyspace, block: Block | None) -> Steps[bool]:
+    """Whether a block is complete, without counting it as a use."""
+    return block is not None and (yield from gathered(keyspace, block)).shape is not None
+
+
+def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
+    """The pages of a block, some a step; none if it was stored whole. Overdue pages must have been removed.
+
+    If it changes meanwhile, all pages are looked at again, in the end without steps.
+    """
+    for left in reversed(range(_TRIES)):
+        version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
+        keys = block.page_keys() if block.extent is None else iter(())
+        while (some := keyspace.pages_at(islice(keys, AT_ONCE))) and block.version == version:
+            pages += some
+            if not block.shape_known:
+                _note_geometries(some, planes)
+            if left:
+                yield ()
+                if keyspace.index.block(block.req_id, block.page) is not block:
+                    return Gathered([], None)
+        if block.version == version:
+            break
+    if not block.shape_known:
+        block.shape = _shape_of(block, planes) if block.is_full else None
+        block.shape_known = True
+    return Gathered(pages, block.shape)
+
+
+def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
+    """Some pages at a time."""
+    return (pages[start : start + AT_ONCE] for start in range(0, len(pages), AT_ONCE))
+
+
+def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> None:
+    """Note each plane's common geometry, or `_NONE` if its pages differ."""
+    for page in pages:
+        dtype, kv_type, rows, columns = _GEOMETRY.unpack_from(page.header)
+        geometry = dtype, rows, columns, page.size
+        if planes.setdefault(kv_type, geometry) != geometry:
+            planes[kv_type] = _NONE
+
+
+def _shape_of(block: Block, planes: Mapping[int, _Geometry]) -> BlockShape | None:
+    """The shape of a full block, if its pages agree on one."""
+    if _NONE in planes.values() or len({rows for _, rows, _, _ in planes.values()}) > 1:
+        return None
+    if block.pages > MAX_BLOCK_PAGES:
+        return None
+    layers, heads, _ = block.measure()
+    shape = BlockShape(
+        layers=layers,
+        heads=heads,
+        page_size=next(iter(planes.values()))[1],
+        planes=tuple(Plane(kind, DType(dtype), columns) for kind, (dtype, _, columns, _) in sorted(planes.items())),
+    )
+    as_declared = all(planes[plane.kv_type][-1] == shape.page_nbytes(plane) for plane in shape.planes)
+    return shape if as_declared else None

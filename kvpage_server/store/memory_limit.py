@@ -11,10 +11,10 @@ from typing import Protocol, cast
 
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.system.text import monotonic_ms
 
 MOST_LEAVE = 250  # keys that leave memory before others have their turn
 _MOST_PASSED = 1024  # units that can't leave, before the search ends

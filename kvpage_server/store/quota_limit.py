@@ -12,12 +12,12 @@ from typing import NamedTuple, cast
 from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import OverQuota, Quota, Rule, block_name, text_size
 from kvpage_server.store.memory.entry import Entry, is_page
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.promise import Takings
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.store.reservation import Takings
+from kvpage_server.system.text import monotonic_ms
 
 _AT_ONCE = 20_000  # patterns that names are held against before others have their turn; a value costs as much as some
 _OF_A_VALUE = 16

@@ -16,8 +16,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvpage_server.system.printable import printable
-from kvpage_server.system.streams import prints_every_character
+from kvpage_server.system.program import prints_every_character
+from kvpage_server.system.text import printable
 
 _NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
 

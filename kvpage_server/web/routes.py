@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import redis
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -13,9 +18,158 @@ from starlette.staticfiles import StaticFiles
 
 from kvpage_server.monitor.app import log_in, login_of
 from kvpage_server.monitor.logins import DEFAULT
+from kvpage_server.observe.asking import Reading, named, refused, text
 from kvpage_server.observe.context import pages_of
-from kvpage_server.web import shown
-from kvpage_server.web.feed import feed_of
+from kvpage_server.observe.memory_by_agent import Agent, ContextBlock, Holdings
+from kvpage_server.observe.observer import Observer
+from kvpage_server.web import views
+
+# -- What else the page asks a store: slow calls, connections, and blocks that agents have lost ------------------------
+
+SLOW_CALLS = 32
+MOST_CLIENTS = 200
+MOST_LOSSES = 50
+SHOWN_LETTERS = 80  # of an argument
+
+Shown = dict[str, Any]
+
+
+def slow_calls() -> Reading[list[Shown] | None]:
+    """The last slow calls, newest first; None if the user lacks the right."""
+    (answer,) = yield [[b"SLOWLOG", b"GET", SLOW_CALLS]]
+    if refused(answer):
+        return None
+    return [_slow(call) for call in answer]
+
+
+def _slow(call: Any) -> Shown:
+    if isinstance(call, dict):  # redis-py has read it
+        words, number, at, took = call["command"], call["id"], call["start_time"], call["duration"]
+        said = text(words)
+    else:
+        number, at, took, words, *_ = call
+        said = " ".join(text(word)[:SHOWN_LETTERS] for word in words[:8])
+    return {"number": number, "at": at, "seconds": took / 1e6, "said": said[: 3 * SHOWN_LETTERS]}
+
+
+def connected_clients() -> Reading[Shown | None]:
+    """The connections; None if the user lacks the right."""
+    (answer,) = yield [[b"CLIENT", b"LIST"]]
+    if refused(answer):
+        return None
+    rows = answer.rstrip(b"\n").split(b"\n", MOST_CLIENTS)[:MOST_CLIENTS]
+    lines = [dict(word.partition("=")[::2] for word in text(row).split(" ")) for row in rows]
+    wanted = ("id", "addr", "name", "user", "age", "idle", "cmd", "lib-name", "flags")
+    return {
+        "count": answer.rstrip(b"\n").count(b"\n") + 1,
+        "clients": [{name: line.get(name, "")[:SHOWN_LETTERS] for name in wanted} for line in lines],
+    }
+
+
+def losses_of(holdings: Holdings) -> Reading[list[Shown]]:
+    """For agents with missing blocks: the first missing one, why, and which agent was saved next. Blocks that were
+    stored again meanwhile are left out."""
+    holes = [(agent, *hole) for agent in holdings.agents if (hole := _first_hole(agent))]
+    told = list(islice(holes, MOST_LOSSES))
+    reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in told]
+    return sorted(
+        (
+            _loss(holdings, agent, index, reason)
+            for (agent, index, _), reason in zip(told, reasons, strict=True)
+            if refused(reason) or named(reason).get("reason") != b"stored"
+        ),
+        key=lambda loss: -loss["at"],
+    )
+
+
+def _first_hole(agent: Agent) -> tuple[int, ContextBlock] | None:
+    return next(((index, block) for index, block in enumerate(agent.blocks) if not block.complete), None)
+
+
+def _loss(holdings: Holdings, agent: Agent, index: int, reason: Any) -> Shown:
+    why = {} if refused(reason) else named(reason)
+    at = int(why.get("at", 0))
+    later = [other for other in holdings.agents if at and other.manifest.saved_ms >= at and other is not agent]
+    after = min(later, key=lambda other: other.manifest.saved_ms, default=None)
+    return {
+        "agent": agent.agent_id,
+        "block": index,
+        "missing": agent.missing,
+        "tokens": agent.tokens - agent.found,
+        "why": text(why.get("cause") or why.get("reason", b"unknown")),
+        "by": text(why.get("policy") or why.get("quota") or b""),
+        "at": at,
+        "next": after.agent_id if after else "",
+    }
+
+
+# -- Events for the open pages of one user. The store is asked once for all of them ------------------------------------
+
+EVERY_SECONDS = 1.0
+SLOWLY_SECONDS = 5.0  # between two readings of what changes slowly and takes longer to read
+
+
+class Feed:
+    """The events for one user."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.watchers = 0
+        self._observer = observer
+        self._slowly = b""  # the last events of that kind
+        self._looking: asyncio.Task[None] | None = None
+
+    async def events(self, user: str) -> AsyncIterator[bytes]:
+        """Events, until the store does not answer any more."""
+        self.watchers += 1
+        last, slowly = 0.0, b""
+        try:
+            while True:
+                now = await self._observer.overview()
+                moments = [moment for moment in self._observer.history.moments if moment.at > last]
+                last = moments[-1].at if moments else last
+                engines = await self._observer.engines()
+                told = views.event("overview", views.overview(now, user, engines))
+                if moments:
+                    told += views.event("moments", [views.moment(moment) for moment in moments])
+                if slowly is not self._slowly:
+                    slowly = self._slowly
+                    told += slowly
+                yield told
+                if self._looking is None:
+                    self._looking = asyncio.create_task(self._look())
+                elif self._looking.done():
+                    self._looking.result()  # raises what went wrong
+                    self._looking = None
+                    continue
+                await asyncio.sleep(EVERY_SECONDS)
+        except redis.RedisError:
+            self._looking = None
+        finally:
+            self.watchers -= 1
+
+    async def _look(self) -> None:
+        holdings = await self._observer.holdings()
+        losses = await self._observer.read(losses_of(holdings))
+        slow = await self._observer.read(slow_calls())
+        clients = await self._observer.read(connected_clients())
+        more = {"losses": losses, "slow": slow, "connected": clients}
+        store = (await self._observer.overview()).server.store
+        told = await asyncio.to_thread(_told_slowly, holdings, store, more)
+        self._slowly = told if told != self._slowly else self._slowly
+        await asyncio.sleep(SLOWLY_SECONDS)
+
+
+def _told_slowly(holdings: Holdings, store: str, more: views.Shown) -> bytes:
+    """The events, in a thread: there may be thousands of agents and blocks."""
+    return views.event("holdings", views.holdings(holdings, store)) + views.event("more", more)
+
+
+_FEEDS: WeakKeyDictionary[Observer, Feed] = WeakKeyDictionary()
+
+
+def feed_of(observer: Observer) -> Feed:
+    return _FEEDS.setdefault(observer, Feed(observer))
+
 
 PAGE = Path(__file__).with_name("store")
 MOST_WATCHERS = 64  # of one user
@@ -49,7 +203,7 @@ async def agent(request: Request) -> Response:
     """The contexts of an agent, one for each model, block by block."""
     login = await login_of(request)
     found = await login.observer.agent(request.query_params.get("id", ""))
-    return await asyncio.to_thread(lambda: JSONResponse([shown.context(agent, places) for agent, places in found]))
+    return await asyncio.to_thread(lambda: JSONResponse([views.context(agent, places) for agent, places in found]))
 
 
 async def block(request: Request) -> Response:
@@ -60,7 +214,7 @@ async def block(request: Request) -> Response:
     except ValueError:
         raise HTTPException(400, "a block's name is given in hexadecimal digits") from None
     found = await login.observer.read(pages_of(name))
-    return await asyncio.to_thread(lambda: JSONResponse(shown.pages(found) if found else None))
+    return await asyncio.to_thread(lambda: JSONResponse(views.pages(found) if found else None))
 
 
 ROUTES: list[BaseRoute] = [

@@ -10,7 +10,7 @@ import pytest
 from documents import ROOT
 
 from benchmarks.demo_cluster import Outcome
-from engine.demo.turn import Turn
+from engine.demo.story import Turn
 
 TURNS = (
     Turn("one", 100, 0, "none", 1.0, "absent"),

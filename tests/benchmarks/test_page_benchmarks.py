@@ -24,7 +24,7 @@ from benchmarks.pages.rounds import OPS, Contestant, Plan, Target, Trials, besid
 from benchmarks.pages.tables import Found
 from benchmarks.pages.work import ORDERS, SHORT, Work, blocks, mixed_pages, pages
 from benchmarks.servers import start_kvpage
-from kvpage_server.bench.work import SMOLLM2_16
+from kvpage_server.bench import SMOLLM2_16
 from kvpage_server.page import decode_page
 
 RANDOM = "random ids"

@@ -23,10 +23,9 @@ from servers import RunningServer
 from waiting import PATIENCE
 
 import kvpage_server.commands.families  # noqa: F401  # fills the table
-from kvpage_server.commands.families.pages.misses import REASONS
-from kvpage_server.commands.reference.document import reference
-from kvpage_server.commands.reference.examples import EXAMPLES
-from kvpage_server.commands.table.spec import TABLE
+from kvpage_server.commands.families.pages.request import REASONS
+from kvpage_server.commands.reference import EXAMPLES, reference
+from kvpage_server.commands.table import TABLE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
 REDIS_CLI = shutil.which("redis-cli")

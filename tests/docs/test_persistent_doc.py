@@ -16,9 +16,9 @@ from documents import ROOT, blocks, check, commands, entry_point
 from servers import RunningServer
 
 from engine.persistent import errors
-from engine.persistent.compiler.ops import OPS
+from engine.persistent.compile import OPS
 from engine.persistent.dtypes import DTYPES
-from engine.persistent.language.parser import ATTRIBUTES
+from engine.persistent.parser import ATTRIBUTES
 
 NAME = "docs/persistent.md"
 DOCUMENT = (ROOT / NAME).read_text(encoding="utf-8")

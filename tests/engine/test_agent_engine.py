@@ -19,19 +19,17 @@ from mlx_lm.generate import generate_step
 from proxy import start_proxy
 from servers import RunningServer, start_server
 
-from engine.agent_engine import AgentEngine
-from engine.agent_job import Answer
+from engine.agent_engine import AgentEngine, Answer
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.generation.tokens import EmptyPromptError, PromptTooLongError, UnknownTokenError
 from engine.memory.blocks import BlockError
 from engine.pool import BlockPool, PoolExhaustedError
-from engine.scheduling.model_watch import ModelWatch
+from engine.scheduling.model_runner import ModelWatch
 from engine.scheduling.request import EngineClosedError, Token
 from engine.spec import ModelCacheSpec
-from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
-from engine.tiers.store import AgentCacheStore
+from engine.tiers.store import AgentCacheStore, CacheConfig
 
 MODEL = tiny_llama()
 TOKENIZER = letter_tokenizer()

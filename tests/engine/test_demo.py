@@ -18,8 +18,7 @@ from rich.console import Console
 from waiting import eventually
 
 from engine.demo import story
-from engine.demo.processes import ProcessError, listens, running_engine, running_store
-from engine.demo.turn import Turn
+from engine.demo.story import ProcessError, Turn, listens, running_engine, running_store
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
 

@@ -179,7 +179,7 @@ def test_the_limit_of_open_files_is_kept() -> None:
     """mlx_lm would set it, and lower the hard one for good."""
     program = (
         "import resource\nfiles = resource.RLIMIT_NOFILE\nresource.setrlimit(files, (1000, 1001))\n"
-        "from engine.platform.open_files import import_mlx_lm\nimport_mlx_lm()\nimport engine.startup\n"
+        "from engine.platform import import_mlx_lm\nimport_mlx_lm()\nimport engine.startup\n"
         "print(resource.getrlimit(files))"
     )
     done = subprocess.run(

@@ -15,8 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.agent_engine import AgentEngine
-from engine.agent_job import Answer
+from engine.agent_engine import AgentEngine, Answer
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.generation.sampling import SamplerError
 from engine.generation.tokens import UnknownTokenError

@@ -25,10 +25,10 @@ from waiting import PATIENCE
 # isort: split
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.persistent.errors import PersistentError
-from engine.persistent.storage.store import PersistentStore
+from engine.persistent.storage import PersistentStore
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
-from engine.tiers.server.breaker import CircuitBreaker
+from engine.tiers.server.connection import CircuitBreaker
 
 SECONDS = float(os.environ.get("WEATHER_SECONDS", 600))  # under `make soak`
 LINES = [

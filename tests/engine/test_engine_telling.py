@@ -13,7 +13,7 @@ from rich.console import Console
 from test_agent_engine import SYSTEM, Bench
 from waiting import eventually, until
 
-from engine.tiers import telling
+from engine.tiers import metrics
 from kvpage_server.look.top import _View
 
 TENANT = ("--user", "tenant", "on", ">sesame", "~*:*", "&kvpage:engines:tenant", "+@all")
@@ -29,7 +29,7 @@ def seen() -> Iterator[SeenServer]:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(metrics, "EVERY_SECONDS", 0.1)
 
 
 def tokens(seen: SeenServer, **options: object) -> dict[str, float]:
@@ -105,7 +105,7 @@ def test_an_engine_that_may_not_tell_asks_once_and_works(seen: SeenServer) -> No
 def test_what_is_told_is_short_and_names_no_agent(seen: SeenServer) -> None:
     bench = Bench(seen.server.url)
     with seen.server.client() as client, client.pubsub(ignore_subscribe_messages=True) as channel:
-        channel.subscribe(f"{telling.CHANNEL}:default")
+        channel.subscribe(f"{metrics.CHANNEL}:default")
         bench.ask("alice", SYSTEM[:20])
         bench.store.keep_telling()
         heard: list[Any] = []

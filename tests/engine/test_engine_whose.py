@@ -18,10 +18,10 @@ import redis
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
 from engine.tiers.server.manifest import ContextManifest, manifest_key
-from kvpage_server.observe import manifests
+from kvpage_server.observe import memory_by_agent
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.context import context_of, pages_of
-from kvpage_server.observe.whose import Holdings, Known, LookLimits, holdings_of_store
+from kvpage_server.observe.memory_by_agent import Holdings, Known, LookLimits, holdings_of_store
 
 SYSTEM = some_tokens(7, 24)  # the beginning of everybody's prompt: three blocks
 TOOLS = some_tokens(8, 16)  # and of those who have tools: two more
@@ -219,7 +219,7 @@ def test_manifests_of_earlier_versions_are_read(server: RunningServer, client: r
     raw = client.get(key)
     told = json.loads(raw[17:])
     older = {name: told[name] for name in ("format", "fingerprint", "tokens", "chain")}
-    found = manifests.parse(key, b"0123456789abcdef " + json.dumps(older).encode())
+    found = memory_by_agent.parse(key, b"0123456789abcdef " + json.dumps(older).encode())
     assert found is not None
     assert (found.tokens, len(found.blocks), found.model, found.saved_ms) == (52, 7, "", 0)
     assert found.block_tokens == 8
@@ -230,7 +230,7 @@ def test_the_head_of_a_manifest_is_enough(three: Engine, client: redis.Redis) ->
     key = manifest_key("alice", SPEC.fingerprint).encode()
     raw = client.get(key)
     head = raw[: raw.index(b'"tokens"') + 20]
-    assert manifests.parse(key, head) == manifests.parse(key, raw)
+    assert memory_by_agent.parse(key, head) == memory_by_agent.parse(key, raw)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"x" * 100, b'0123456789abcdef {"chain": 5}', b"[" * 100_000, b"\xff{}"])

@@ -14,13 +14,11 @@ from servers import RunningServer
 from waiting import PATIENCE
 
 # isort: split
-from engine.agent_engine import AgentEngine
-from engine.agent_job import Answer
+from engine.agent_engine import AgentEngine, Answer
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.pool import BlockPool
-from engine.tiers.cache_config import CacheConfig
 from engine.tiers.pages import PageTier
-from engine.tiers.store import AgentCacheStore
+from engine.tiers.store import AgentCacheStore, CacheConfig
 
 BLOCK = 64
 ANSWER = 6  # tokens

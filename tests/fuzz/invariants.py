@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from kvpage_server.core import Arena, Limits, Parser, ProtocolError
-from kvpage_server.core.inline import split_words
+from kvpage_server.core.protocol import split_words
 from kvpage_server.page import HEADER_SIZE, PageError, PageKey, decode_page
 
 Commands = tuple[list[list[bytes]], str]

@@ -16,7 +16,7 @@ import redis
 from servers import CLIENT_OPTIONS
 from test_app import CONF
 
-from kvpage_server.configuration import defaults
+from kvpage_server.configuration import config
 from kvpage_server.configuration.config import from_arguments
 
 MIB = 1 << 20
@@ -151,7 +151,7 @@ class TestDirectory:
 
 class TestMemory:
     def test_a_quarter_of_the_machines_is_taken_and_said(self, home: Home) -> None:
-        expected = defaults.memory() // 4 // MIB * MIB
+        expected = config.default_memory() // 4 // MIB * MIB
         with home.server("--store", "memory") as (client, told):
             assert client.config_get("maxmemory") == {"maxmemory": str(expected)}
             assert client.info("memory")["maxmemory"] == expected
@@ -189,11 +189,11 @@ class TestMemory:
             (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "groups" / name).write_text(value, encoding="utf-8")
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = defaults.memory(tmp_path / "cgroup", tmp_path / "groups")
+        found = config.default_memory(tmp_path / "cgroup", tmp_path / "groups")
         assert found == (machine if expected is None else expected * MIB)
 
     def test_a_file_that_says_nothing_of_it_sets_no_limit(self, tmp_path: Path) -> None:
         (tmp_path / "kvpage.conf").write_text("port 0\n", encoding="utf-8")
         config = from_arguments([str(tmp_path / "kvpage.conf")])
-        defaults.choose(config)
+        config.choose_defaults(config)
         assert (config.maxmemory, config.dir, config.chosen) == (0, ".", set())

@@ -14,7 +14,7 @@ from stored_pages import ask, prefix, set_block, set_page
 from waiting import until
 from wire import Wire, parse
 
-from kvpage_server.observe.history import History
+from kvpage_server.observe.observer import History
 from kvpage_server.observe.overview import parse as overview_of
 
 HOUR = 3600 * 10**9  # nanoseconds

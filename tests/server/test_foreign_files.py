@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvpage_server.bounded import json_bounds
-from kvpage_server.bounded.files import open_regular, read_regular
+from kvpage_server import bounded
+from kvpage_server.bounded import open_regular, read_regular
 from kvpage_server.cli import main
 from kvpage_server.client import PageClient
 from kvpage_server.configuration.config import ConfigError, from_arguments
-from kvpage_server.replay.trace import TraceError, read_trace
+from kvpage_server.replay import TraceError, read_trace
 
 BOUNDS = {"containers": 10_000, "strings": 100, "values": 100}
 
@@ -41,13 +41,13 @@ BOUNDS = {"containers": 10_000, "strings": 100, "values": 100}
 )
 def test_json_is_refused_with_the_reason(text: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        json_bounds.parse(text, **BOUNDS)
+        bounded.parse(text, **BOUNDS)
 
 
 def test_json_within_its_bounds_is_parsed() -> None:
     text = b'{"a": [1, -2.5, 1e300, true, null], "b": {"a": "\\u00e9"}}'
     wanted: Any = {"a": [1, -2.5, 1e300, True, None], "b": {"a": "é"}}
-    assert json_bounds.parse(text, **BOUNDS) == wanted
+    assert bounded.parse(text, **BOUNDS) == wanted
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from browsing import SeenServer, start_seen_server
 from servers import RunningServer
 from test_kvpage_cli import kvpage, set_block
 
-from kvpage_server.look.engines import engines_table
+from kvpage_server.look.top import engines_table
 from kvpage_server.observe.engines import TIERS, EngineFigures, TierFigures
 
 REQ = b"\xff\xfe\xc2\x9b31m\xe2\x80\xae"  # no UTF-8, and what a terminal may obey

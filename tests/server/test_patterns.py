@@ -9,8 +9,7 @@ from servers import RunningServer
 from wire import spell
 
 from kvpage_server.commands.families.connections.pubsub import MOST_PATTERNS
-from kvpage_server.glob import glob
-from kvpage_server.patterns import Patterns
+from kvpage_server.glob import Patterns, glob
 
 
 def confirmed(reply: bytes) -> int:

@@ -22,8 +22,8 @@ from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, free_port
 from waiting import until
 
 from kvpage_server.page import DType
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.lmdb_file import DiskError
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.system.durable import private_directory, replacing, tighten
 
 BODY = os.urandom(50_000)

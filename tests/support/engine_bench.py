@@ -10,9 +10,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.pool import BlockPool
-from engine.scheduling.config import SchedulerConfig
-from engine.scheduling.model_watch import ModelWatch
-from engine.scheduling.request import CompletedGeneration
+from engine.scheduling.model_runner import ModelWatch
+from engine.scheduling.request import CompletedGeneration, SchedulerConfig
 
 
 class Watched:

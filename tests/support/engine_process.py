@@ -32,10 +32,9 @@ from engine.agent_engine import AgentEngine
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
-from engine.tiers.store import AgentCacheStore
+from engine.tiers.store import AgentCacheStore, CacheConfig
 
 WITHIN = 60.0  # seconds, for anything that is asked of it
 

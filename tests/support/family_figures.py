@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.memory.blocks import AgentBlocks
-from engine.scheduling.model_watch import ModelWatch
+from engine.scheduling.model_runner import ModelWatch
 from engine.scheduling.request import CompletedGeneration
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier

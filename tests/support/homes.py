@@ -17,7 +17,7 @@ from engine.memory.blocks import block_names
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
-from kvpage_server.segments import SEGMENT, tag_of
+from kvpage_server.page import SEGMENT, tag_of
 
 
 @dataclass

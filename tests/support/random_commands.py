@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvpage_server.commands.table.spec import Spec
-from kvpage_server.commands.table.usage import arguments
+from kvpage_server.commands.table import Spec, arguments
 
 Words = list[bytes]
 

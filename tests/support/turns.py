@@ -19,11 +19,11 @@ from kvpage_server.app import _calm_the_collector
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.configuration.config import from_arguments
+from kvpage_server.net.connection_memory import Watch
 from kvpage_server.net.listener import Listener
 from kvpage_server.net.session import Session
-from kvpage_server.net.watch import Watch
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.keyspace import Keyspace
 
 _MARK = b"$4\r\nmark\r\n"

@@ -17,12 +17,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from engine.api.openai.errors import invalid
-from engine.api.openai.markup import Markup
+from engine.api.openai.reading import Markup
 from engine.api.openai.schema import ChatBody, Message, Tool
-from engine.api.templates.control_tokens import ControlTokens
-from engine.api.templates.renderer import Renderer, TemplateFailedError
-from engine.api.templates.tool_arguments import takes_text
-from engine.generation.token_text import TokenText, template_writes_space
+from engine.api.openai.templates import ControlTokens, Renderer, TemplateFailedError, takes_text
+from engine.generation.text import TokenText, template_writes_space
 from engine.generation.tokens import PromptError, encode
 from engine.spec import ModelCacheSpec
 

@@ -13,7 +13,7 @@ from engine.memory.blocks import AgentBlocks, Arrays
 from engine.tiers.server.connection import OUTAGES, ServerConnection
 from engine.tiers.server.manifest import BlockLayout, BlockPlace
 from kvpage_server.client import Refused
-from kvpage_server.client.buffers import readable
+from kvpage_server.client.page import readable
 from kvpage_server.client.questions import Question, up_to
 
 Parts = Mapping[BlockPlace, Sequence[Buffer]]  # the arrays of each place, in canonical order

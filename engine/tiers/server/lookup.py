@@ -14,9 +14,8 @@ from engine.memory.blocks import KVBlock
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.cost_model import Decision
 from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key, older_key
-from engine.tiers.server.restore_planner import Offer, Plan, StoredBranch
+from engine.tiers.server.restore_planner import Decision, Offer, Plan, StoredBranch
 from engine.tiers.server.tails import Parent, parse
 
 MOST_BRANCHES = 4  # of a record: the others have fewer tokens in common with the prompt

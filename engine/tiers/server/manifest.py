@@ -17,10 +17,9 @@ from engine.chains import chain_hash, root_of
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import block_names
 from engine.spec import ModelCacheSpec, Shapes
-from kvpage_server.bounded import json_bounds
+from kvpage_server import bounded
 from kvpage_server.client import BlockName
-from kvpage_server.page import BlockShape, DType, Plane, unix_ms
-from kvpage_server.segments import tag_of
+from kvpage_server.page import BlockShape, DType, Plane, tag_of, unix_ms
 
 FORMAT = 4  # of manifests
 OLDER = 3  # one for each agent, without a digest
@@ -303,7 +302,7 @@ def _opened(raw: bytes, key: str) -> Any:
     older = key.count(":") == 1
     text = raw if older else unsealed(raw, key)
     try:
-        stored = json_bounds.parse(text, containers=CONTAINERS, strings=STRINGS, values=VALUES)
+        stored = bounded.parse(text, containers=CONTAINERS, strings=STRINGS, values=VALUES)
         if stored["format"] != (OLDER if older else FORMAT):
             raise Miss("manifest")
     except (ValueError, KeyError, TypeError) as error:

@@ -26,7 +26,7 @@ from engine.tiers.server.manifest import digest_of, manifest_key, moved, named_i
 from engine.tiers.server.reference_counts import MakesManifest, count_key, forget_block
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
-from kvpage_server.segments import SEGMENT
+from kvpage_server.page import SEGMENT
 
 _AT_ONCE = 8  # segments whose references are changed at once
 _TRIES = 10  # of a fork, while the context is being saved

@@ -27,10 +27,9 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, sealed, unsealed
 from engine.tiers.server.reference_counts import count_key, label_key
-from kvpage_server.bounded import json_bounds
+from kvpage_server import bounded
 from kvpage_server.client.questions import Question, integer, ok, text
-from kvpage_server.page import unix_ms
-from kvpage_server.segments import tag_of
+from kvpage_server.page import tag_of, unix_ms
 
 FORMAT = 1
 MOST_TAILS = 64  # in a record
@@ -113,7 +112,7 @@ def parse(raw: bytes, key: str, spec: ModelCacheSpec) -> list[Tail]:
     try:
         if len(raw) > 2 * MOST_BYTES:
             raise Miss("tails")
-        stored = json_bounds.parse(unsealed(raw, key), containers=CONTAINERS, strings=STRINGS, values=VALUES)
+        stored = bounded.parse(unsealed(raw, key), containers=CONTAINERS, strings=STRINGS, values=VALUES)
         if (stored["format"], stored["fingerprint"]) != (FORMAT, f"{spec.fingerprint:016x}"):
             raise Miss("tails")
         found = [

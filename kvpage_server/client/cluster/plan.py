@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvpage_server.client.errors import PageClientError
-from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_names
 from kvpage_server.client.questions import BlockWords, Question, ask, key_of
-from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 

@@ -3,22 +3,384 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from kvpage_server.client.calls import Calls
-from kvpage_server.client.cluster.asking import Router
-from kvpage_server.client.cluster.calls import ClusterCalls
-from kvpage_server.client.cluster.peers import SILENCE, Peers
+import numpy as np
+from typing_extensions import Buffer
+
+from kvpage_server.client.calls import Calls, count_misses, count_sent
+from kvpage_server.client.cluster import commands
+from kvpage_server.client.cluster.commands import Command, Router, Scattered, Write, block_key, block_writes, simple
+from kvpage_server.client.cluster.nodes import SILENCE, Peers
+from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
-from kvpage_server.client.cluster.topology import SCHEMES, Address
-from kvpage_server.client.errors import PageClientError
-from kvpage_server.client.wire.connection import PagePool
-from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.cluster.topology import SCHEMES, Address, Node
+from kvpage_server.client.errors import PageClientError, Refused, Unsupported, WrongReply
+from kvpage_server.client.page import (
+    BlockBody,
+    BlockName,
+    Page,
+    amiss,
+    check_block_sizes,
+    check_names,
+    header_of,
+    pages_of_block,
+    places,
+    sized,
+    sized_blocks,
+)
+from kvpage_server.client.questions import BlockWords, Question, integer, up_to
+from kvpage_server.client.wire.connection import Deadline, PagePool
+from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Answer, Place
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, unix_ms
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+#
+# What each method of a client does on a cluster, as plans.
+#
+# A block is one string. A page that is written by itself is a string, too. Writing a page deletes the block that it
+# would belong to, writing a block deletes its pages that were written alone, and reads look for the block first. So a
+# read finds what was written last, or nothing.
+
+_APART = 256  # commands that are sent at once, so that other tasks have their turn
+_SPELLED = 4096  # likewise, of those that are spelled without an object for each
+
+
+def _memory(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data
+
+
+class StringWords(BlockWords):
+    """How a cluster is asked about blocks."""
+
+    @staticmethod
+    def exists(name: BlockName) -> Question:
+        return Question(["EXISTS", block_key(name)], up_to(1))
+
+    @staticmethod
+    def delete(req_id: bytes, pages: Sequence[int]) -> Question:
+        return Question(["UNLINK", *(block_key((req_id, page)) for page in pages)], integer)
+
+
+@dataclass
+class ClusterCalls:
+    """The methods of a client. Misses are counted by reason."""
+
+    router: Router
+    verify: bool
+    misses: Counter[str]
+    words: ClassVar[type[BlockWords]] = StringWords
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    @timed
+    def mset(self, end: Deadline, pages: Sequence[Page], ttl: int) -> Plan[None]:
+        bodies, created = sized(pages, ttl).bodies, unix_ms()
+        written = [commands.set_page(page, ttl, created) for page in pages]
+        yield from self.put_pages(written, [(page.key.req_id, page.key.page) for page in pages])(end)
+        count_sent(bodies.sizes)
+
+    @timed
+    def put_pages(self, end: Deadline, written: Sequence[Command], names: Sequence[BlockName]) -> Plan[None]:
+        """Run commands that write pages of these blocks, and delete the blocks as such."""
+        yield from self.write(written)(end)
+        blocks = map(block_key, dict.fromkeys(names))
+        yield from self._integers([simple(b"UNLINK", key, writes=True) for key in blocks], end)
+
+    @timed
+    def mget_into(self, end: Deadline, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Plan[list[bool]]:
+        into = places(buffers, len(keys)).views()
+        rooms = [Place(_memory(HEADER_SIZE), body) for body in into]
+        missed = yield from self._read_pages(keys, rooms, end)
+        return self._hits(missed, rooms)
+
+    @timed
+    def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
+        sizes, shapes = yield from self._with_shapes(keys, [simple(b"STRLEN", bytes(key)) for key in keys], end)
+        rooms = []
+        for key, size in zip(keys, sizes, strict=True):
+            ranges = _ranges(key, shapes)
+            nbytes = ranges[1][1] + 1 - ranges[1][0] if ranges else size - HEADER_SIZE if isinstance(size, int) else 0
+            rooms.append(Place(_memory(HEADER_SIZE), _memory(max(nbytes, 0))))
+        missed = yield from self._read_pages(keys, rooms, end, shapes)
+        self._hits(missed, rooms)
+        found: list[Page | None] = []
+        for key, room, reason in zip(keys, rooms, missed, strict=True):
+            if reason:
+                found.append(None)
+                continue
+            header = PageHeader.parse(room.head)
+            found.append(Page(key, room.body, header.dtype, header.page_size, header.head_dim))
+        return found
+
+    @timed
+    def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
+        """Which pages are there."""
+        alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
+        found = yield from self._beside_blocks(keys, alone, end)
+        return [
+            in_block or header_of(key, answer) is not None for key, (answer, in_block) in zip(keys, found, strict=True)
+        ]
+
+    @timed
+    def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
+        """Which keys of pages have a value, whether it is a page or not."""
+        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
+        return [in_block or answer == 1 for answer, in_block in found]
+
+    @timed
+    def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
+        """Delete pages. Returns how many existed. A block with one of them is deleted as a whole."""
+        keys = list(dict.fromkeys(keys))
+        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
+        blocks = {block_key((key.req_id, key.page)) for key, (_, in_block) in zip(keys, found, strict=True) if in_block}
+        gone = [simple(b"UNLINK", key, writes=True) for key in (*map(bytes, keys), *blocks)]
+        yield from self._integers(gone, end)
+        return sum(in_block or answer == 1 for answer, in_block in found)
+
+    @timed
+    def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
+        """Delete blocks of a request. Returns how many pages they had."""
+        names = _named(req_id, pages)
+        shapes = _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
+        gone = yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
+        return sum(shapes[name].pages for name, count in zip(names, gone, strict=True) if count and name in shapes)
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    @timed
+    def mset_blocks(
+        self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
+    ) -> Plan[None]:
+        found, created = sized_blocks(names, shape, bodies, ttl), unix_ms()
+        written = [
+            one
+            for name, body in zip(names, found, strict=True)
+            for one in block_writes(name, shape, commands.whole_pages(shape, body), ttl, created)
+        ]
+        yield from self.write(written)(end)
+        count_sent(lambda: [shape.nbytes] * len(found))
+
+    @timed
+    def fetch_blocks_into(
+        self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
+    ) -> Plan[list[str | None]]:
+        """Receive blocks into buffers. Those that are absent may be there as pages."""
+        check_names(names)
+        into = places(buffers, len(names))
+        check_block_sizes(into.sizes(), shape)
+        before = commands.head_size(shape)
+        rooms = [Place(_memory(before), body) for body in into.views()]
+        answers = yield from self.router.ask(
+            [commands.get_block(name, room) for name, room in zip(names, rooms, strict=True)], end
+        )
+        missed = [
+            _reason(answer) or commands.amiss(name[1], shape, room.head, room.body, verify=self.verify)
+            for name, room, answer in zip(names, rooms, answers, strict=True)
+        ]
+        absent = [i for i, reason in enumerate(missed) if reason == "absent"]
+        if absent:
+            yield from self._blocks_of_pages(absent, missed, names, shape, rooms, end)
+        self._hits(missed, rooms)
+        return missed
+
+    @timed
+    def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
+        """The number of blocks that exist as blocks, from the first one. They are kept from expiring."""
+        check_names(names)
+        asked = [commands.get_opening(name) for name in names]
+        leased = [_lease(name, lease_ms, at_primary=True) for name in names] if lease_ms else []
+        answers = yield from self.router.ask([*asked, *leased], end)
+        shapes = _shapes(names, answers[: len(names)])
+        for i, name in enumerate(names):
+            if name not in shapes or shapes[name].pages != pages_per_block:
+                return i
+        return len(names)
+
+    @timed
+    def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
+        """Keep blocks from expiring for a while. Returns how many exist."""
+        names = _named(req_id, pages)
+        touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
+        found = yield from self._integers([*touched, *(_lease(name, lease_ms, writes=True) for name in names)], end)
+        return sum(found[: len(names)])
+
+    # -- anything else -----------------------------------------------------------------------------------------------
+
+    @timed
+    def write(self, end: Deadline, written: Sequence[Write]) -> Plan[None]:
+        """Run commands that write, and are answered OK or a count. What is done apart comes last, some at a time."""
+        yield from self._delete_scattered([one for one in written if isinstance(one, Scattered)], end)
+        together, apart = [one for one in written if isinstance(one, Command)], []
+        for one, answer in zip(together, (yield from self.router.ask(together, end)), strict=True):
+            if isinstance(answer, Refused) and one.apart:
+                apart.append(one.apart())
+            elif answer != b"OK" and not isinstance(answer, int):
+                raise WrongReply(f"instead of OK came {answer!r:.80}")
+        yield from self._singly(chain.from_iterable(apart), end)
+
+    @timed
+    def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
+        """Ask each of the node that has its key. Returns the answers, Failed for those without one. Raises refusals."""
+        return (yield from self.router.answers([commands.of_question(one, once=not again) for one in questions], end))
+
+    @timed
+    def home(self, end: Deadline, key: bytes) -> Plan[Node]:
+        """The node that has a key."""
+        return (yield from self.router.home(key))
+
+    @timed
+    def nodes(self, end: Deadline) -> Plan[list[Node]]:
+        """The nodes that have keys."""
+        return (yield from self.router.primaries())
+
+    def strayed(self, error: PageClientError) -> bool:
+        return self.router.strayed(error)
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _delete_scattered(self, scattered: Sequence[Scattered], end: Deadline) -> Plan[None]:
+        """Delete pages of some blocks at a time. What has to be redirected or tried again is asked singly."""
+        blocks, most = iter(scattered), max((one.shape.pages for one in scattered), default=1)
+        while some := [*islice(blocks, max(_SPELLED // most, 1))]:
+            spelled = [one.spelled() for one in some]
+            slots, texts = [*chain.from_iterable(s for s, _ in spelled)], [*chain.from_iterable(t for _, t in spelled)]
+            left = yield from self.router.scatter(slots, texts)
+            if left:
+                asked = [*chain.from_iterable(one.singly() for one in some)]
+                yield from self._singly((asked[i] for i in left), end)
+
+    def _singly(self, asked: Iterator[Command], end: Deadline) -> Plan[None]:
+        while some := [*islice(asked, _APART)]:
+            yield from self._integers(some, end)
+
+    def _read_pages(
+        self,
+        keys: Sequence[PageKey],
+        rooms: Sequence[Place],
+        end: Deadline,
+        shapes: dict[BlockName, BlockShape] | None = None,
+    ) -> Plan[list[str | None]]:
+        """Receive pages that are strings, and pages in blocks. Returns why each was missed, or None."""
+        single = [
+            Command(bytes(key), commands.simple(b"GET", bytes(key)).pieces, room)
+            for key, room in zip(keys, rooms, strict=True)
+        ]
+        if shapes is None:
+            answers, shapes = yield from self._with_shapes(keys, single, end)
+        else:
+            answers = yield from self.router.answers(single, end)
+        missed = [_reason(answer) for answer in answers]
+        in_blocks = {i: ranges for i, key in enumerate(keys) if (ranges := _ranges(key, shapes))}
+        parts = []
+        for i, (header, body) in in_blocks.items():
+            key = block_key((keys[i].req_id, keys[i].page))
+            for part, memory in ((header, rooms[i].head), (body, rooms[i].body)):
+                parts.append(Command(key, commands.get_range(key, *part).pieces, Place(memory[:0], memory)))
+        reasons = map(_reason, (yield from self.router.answers(parts, end)))
+        for i, of_header, of_body in zip(in_blocks, reasons, reasons, strict=False):
+            missed[i] = of_header or of_body
+        return [
+            reason or amiss(header_of(key, room.head), room.body, verify=self.verify)
+            for key, room, reason in zip(keys, rooms, missed, strict=True)
+        ]
+
+    def _blocks_of_pages(
+        self,
+        absent: Sequence[int],
+        missed: list[str | None],
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        rooms: Sequence[Place],
+        end: Deadline,
+    ) -> Plan[None]:
+        """Receive the absent blocks' pages, for those that were written page by page. They have a first one."""
+        firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
+        there = yield from self.router.answers([simple(b"EXISTS", bytes(key)) for key in firsts], end)
+        for i, answer in zip(absent, there, strict=True):
+            missed[i] = GONE if isinstance(answer, Failed) else missed[i]
+        absent = [i for i, answer in zip(absent, there, strict=True) if answer == 1]
+        wanted = [(i, key, rooms[i].body[span]) for i in absent for key, _, span in pages_of_block(names[i], shape)]
+        found = yield from self._read_pages(
+            [key for _, key, _ in wanted], [Place(_memory(HEADER_SIZE), body) for *_, body in wanted], end, {}
+        )
+        for i in absent:
+            missed[i] = None
+        for (i, _, _), reason in zip(wanted, found, strict=True):
+            missed[i] = missed[i] or reason
+
+    def _beside_blocks(
+        self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
+    ) -> Plan[list[tuple[Answer | Failed, bool]]]:
+        """The answer to a command for each page, and whether the page is in a block."""
+        answers, shapes = yield from self._with_shapes(keys, asked, end)
+        return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=True)]
+
+    def _with_shapes(
+        self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
+    ) -> Plan[tuple[list[Answer | Failed], dict[BlockName, BlockShape]]]:
+        """The answer to a command for each page, and the shapes of the blocks that the pages would belong to."""
+        names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
+        answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
+        return answers[: len(keys)], _shapes(names, answers[len(keys) :])
+
+    def _integers(self, asked: Sequence[Command], end: Deadline) -> Plan[list[int]]:
+        return [integer(answer) for answer in (yield from self.router.ask(asked, end))]
+
+    def _hits(self, missed: Sequence[str | None], rooms: Sequence[Place]) -> list[bool]:
+        def came() -> Iterator[int]:
+            return (room.body.nbytes for room, reason in zip(rooms, missed, strict=True) if reason is None)
+
+        count_misses(self.misses, [reason for reason in missed if reason], came)
+        return [reason is None for reason in missed]
+
+
+def _named(req_id: bytes, pages: Sequence[int]) -> list[BlockName]:
+    """Blocks of a request. Raises Unsupported for all of them."""
+    names = [(req_id, page) for page in pages]
+    check_names(names or [(req_id, 0)])
+    if not names:
+        raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
+    return names
+
+
+def _lease(name: BlockName, lease_ms: int, **how: bool) -> Command:
+    """Keep a block at least that long, if it expires."""
+    return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", **how)
+
+
+def _reason(answer: Answer | Failed) -> str | None:
+    """Why a string did not arrive in its place, or None. Raises WrongReply for an answer that does not fit a read."""
+    if answer is ARRIVED:
+        return None
+    if answer is None:
+        return "absent"
+    if answer is OTHER_SIZE:
+        return "size"
+    if isinstance(answer, Failed):
+        return GONE
+    raise WrongReply(f"instead of a string came {answer!r:.80}")
+
+
+def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[BlockName, BlockShape]:
+    """The shapes of the blocks that exist."""
+    found = {}
+    for name, opening in zip(names, answers, strict=True):
+        if isinstance(opening, memoryview) and (shape := commands.shape_of(opening)):
+            found[name] = shape
+    return found
+
+
+def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    shape = shapes.get((key.req_id, key.page))
+    return commands.ranges_of_page(key, shape) if shape else None
+
 
 PAUSE = 0.05  # seconds until something is attempted again
 

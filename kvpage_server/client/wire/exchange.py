@@ -16,7 +16,26 @@ from typing import Any, Generic, TypeVar
 from kvpage_server.client.errors import Disconnected, WrongReply
 from kvpage_server.client.wire.reply import Receiver, refusal
 from kvpage_server.core import Chunk, Outgoing
-from kvpage_server.core.answers import ErrorAnswer, WrongAnswer
+from kvpage_server.core.pieces import ErrorAnswer, WrongAnswer
+
+# -- Commands as they go over the wire ---------------------------------------------------------------------------------
+
+
+def word(text: bytes | int) -> bytes:
+    text = text if isinstance(text, bytes) else b"%d" % text
+    return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
+def command(*words: bytes | int) -> bytes:
+    return b"*%d\r\n%b" % (len(words), b"".join(map(word, words)))
+
+
+def around_set(ttl: int) -> tuple[bytes, bytes]:
+    """The bytes before the key and after the value of a SET; `ttl` in seconds, 0 for none."""
+    if ttl:
+        return b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)
+    return b"*3\r\n" + word(b"SET"), b"\r\n"
+
 
 T = TypeVar("T")
 

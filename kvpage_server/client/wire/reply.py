@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvpage_server.client.errors import Refused, WrongReply
-from kvpage_server.core.answers import MAX_BULK, MAX_FRAME, MAX_LINE
+from kvpage_server.core.pieces import MAX_BULK, MAX_FRAME, MAX_LINE
 
 MAX_DEPTH = 8
 _DIRECT_BYTES = 4096  # a bulk of at least this size is received into its own memory

@@ -14,13 +14,161 @@ from copy import copy
 from functools import cache, partial
 from typing import NamedTuple
 
-from kvpage_server.commands.access.absent import ABSENT
-from kvpage_server.commands.access.key_rules import KeyRules, spelt
-from kvpage_server.commands.table.keys import READ, WRITE
-from kvpage_server.commands.table.spec import CATEGORIES, TABLE, Spec
+from kvpage_server.commands.table import CATEGORIES, READ, TABLE, WRITE, KeyPrefix, Spec
 from kvpage_server.core import Argument
-from kvpage_server.glob import Matches, PatternTooLong, glob
-from kvpage_server.patterns import Patterns
+from kvpage_server.glob import Matches, Patterns, PatternTooLong, glob
+
+# -- absent ------------------------------------------------------------------------------------------------------------
+#
+# The commands of Redis 7 that do not exist here, and their ACL categories.
+#
+# Rules for users may name them, so that an aclfile written for Redis can be used. They are kept in the rules and have
+# no effect. docs/compatibility.md lists them for people.
+
+_BY_CATEGORIES = """
+admin dangerous hyperloglog slow: pfselftest
+admin dangerous hyperloglog slow write: pfdebug
+admin dangerous slow: bgrewriteaof cluster|addslots cluster|addslotsrange cluster|bumpepoch
+    cluster|count-failure-reports cluster|delslots cluster|delslotsrange cluster|failover cluster|flushslots
+    cluster|forget cluster|meet cluster|replicas cluster|replicate cluster|reset cluster|saveconfig
+    cluster|set-config-epoch cluster|setslot cluster|slaves debug failover latency|graph module|load module|loadex
+    module|unload psync replconf replicaof slaveof sync
+bitmap fast read: bitfield_ro getbit
+bitmap read slow: bitcount bitpos
+bitmap slow write: bitfield bitop setbit
+blocking connection slow: waitaof
+blocking fast sortedset write: bzpopmax bzpopmin
+blocking list slow write: blmove blmpop blpop brpop brpoplpush
+blocking read slow stream: xread
+blocking slow sortedset write: bzmpop
+blocking slow stream write: xreadgroup
+connection fast: asking
+dangerous fast keyspace write: swapdb
+dangerous keyspace slow write: migrate restore restore-asking
+dangerous list read set slow sortedset: sort_ro
+dangerous list set slow sortedset write: sort
+fast hash read: hexists hexpiretime hget hlen hmget hpexpiretime hpttl hstrlen httl
+fast hash write: hdel hexpire hexpireat hincrby hincrbyfloat hmset hpersist hpexpire hpexpireat hset hsetnx
+fast hyperloglog write: pfadd
+fast keyspace write: move renamenx
+fast list read: llen
+fast list write: lpop lpush lpushx rpop rpush rpushx
+fast pubsub: spublish
+fast read: lolwut
+fast read set: smismember
+fast read sortedset: zcard zcount zlexcount zmscore zrank zrevrank zscore
+fast read stream: xlen
+fast set write: sadd smove spop srem
+fast sortedset write: zadd zincrby zpopmax zpopmin zrem
+fast stream write: xack xadd xautoclaim xclaim xdel xsetid
+fast string write: append incrbyfloat
+geo read slow: geodist geohash geopos georadius_ro georadiusbymember_ro geosearch
+geo slow write: geoadd georadius georadiusbymember geosearchstore
+hash read slow: hgetall hkeys hrandfield hscan hvals
+hyperloglog read slow: pfcount
+hyperloglog slow write: pfmerge
+keyspace read slow: dump
+keyspace slow write: copy rename
+list read slow: lindex lpos lrange
+list slow write: linsert lmove lmpop lrem lset ltrim rpoplpush
+pubsub slow: pubsub|shardchannels pubsub|shardnumsub ssubscribe sunsubscribe
+read set slow: sdiff sinter sintercard srandmember sunion
+read slow sortedset: zdiff zinter zintercard zrandmember zrange zrangebylex zrangebyscore zrevrange zrevrangebylex
+    zrevrangebyscore zscan zunion
+read slow stream: xinfo|consumers xinfo|groups xinfo|stream xpending xrange xrevrange
+read slow string: lcs
+scripting slow: eval eval_ro evalsha evalsha_ro fcall fcall_ro function|dump function|help function|kill
+    function|list function|stats script|debug script|exists script|flush script|help script|kill script|load
+scripting slow write: function|delete function|flush function|load function|restore
+set slow write: sdiffstore sinterstore sunionstore
+slow: cluster|countkeysinslot cluster|getkeysinslot cluster|links cluster|myshardid function memory|malloc-stats
+    memory|purge script xgroup xinfo
+slow sortedset write: zdiffstore zinterstore zmpop zrangestore zremrangebylex zremrangebyrank zremrangebyscore
+    zunionstore
+slow stream: xgroup|help xinfo|help
+slow stream write: xgroup|create xgroup|createconsumer xgroup|delconsumer xgroup|destroy xgroup|setid xtrim
+slow string write: setrange
+"""
+
+
+def _read(table: str) -> dict[str, frozenset[str]]:
+    rows = (row.split(":") for row in re.sub(r"\n +", " ", table).strip().splitlines())
+    return {name: frozenset(categories.split()) for categories, names in rows for name in names.split()}
+
+
+ABSENT = _read(_BY_CATEGORIES)  # categories by name; a subcommand is named `container|sub`
+
+
+# -- Which keys a user may use: glob patterns, each with the right to read, to write, or both --------------------------
+
+_SPELT = {READ: b"%R~", WRITE: b"%W~", READ | WRITE: b"~"}
+_ACCESSES = (READ, WRITE, READ | WRITE)
+
+
+class _Rights(NamedTuple):
+    """The rights to the keys of one pattern."""
+
+    open_ended: bool  # whatever begins like a match is one too
+    accesses: frozenset[int]
+
+    def cover(self, key: bytes, access: int) -> bool:
+        """Whether they allow this for a matching key, or for all keys with a Prefix."""
+        if type(key) is KeyPrefix and not self.open_ended:
+            return False
+        return any(given & access == access for given in self.accesses)
+
+
+def spelt(access: int, pattern: bytes) -> bytes:
+    """The rule that gives access to the keys of a pattern: `%R~news:*`."""
+    return _SPELT[access] + pattern
+
+
+class KeyRules:
+    """Patterns and rights in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[bytes, int], None] = {}
+        self._rights: Patterns[_Rights] = Patterns()
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
+    def __bytes__(self) -> bytes:
+        return b" ".join(spelt(access, pattern) for pattern, access in self._given)
+
+    def copy(self) -> KeyRules:
+        new = KeyRules()
+        new._given, new._rights = self._given.copy(), self._rights.copy()
+        return new
+
+    def add(self, pattern: bytes, access: int, matches: Matches) -> None:
+        """Give a right to the keys of a pattern. `matches` is the compiled pattern."""
+        before = self._rights.get(pattern)
+        accesses = {access} if before is None else before.accesses | {access}
+        self._rights.add(pattern, _Rights(_is_open_ended(pattern), frozenset(accesses)), matches)
+        self._given[pattern, access] = None
+
+    def all(self, access: int) -> bool:
+        """Whether the rules allow this for every key."""
+        return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
+
+    def cover(self, key: bytes, access: int) -> bool:
+        """Whether the rules allow this for a key, or for all keys with a Prefix."""
+        return any(rights.cover(key, access) for rights in self._rights.matching(key))
+
+    def readable(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The keys among some that may be read."""
+        return [key for key in keys if self.cover(key, READ)]
+
+    @property
+    def cost(self) -> int:
+        """The number of patterns a key is compared with."""
+        return self._rights.cost
+
+
+def _is_open_ended(pattern: bytes) -> bool:
+    return b"\\" not in pattern and pattern.rfind(b"]") >= pattern.rfind(b"[") and pattern.endswith(b"*")
+
 
 _UNKNOWN = "Unknown command or category name in ACL"
 _SYNTAX = "Syntax error"

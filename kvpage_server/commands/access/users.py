@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from kvpage_server.bounded.files import read_regular
-from kvpage_server.commands.access.absent import ABSENT
-from kvpage_server.commands.access.user import Change, RuleError, User, digest, has_spaces
+from kvpage_server.bounded import read_regular
+from kvpage_server.commands.access.user import ABSENT, Change, RuleError, User, digest, has_spaces
 from kvpage_server.page import unix_ms
 from kvpage_server.system.durable import replacing
 

@@ -3,21 +3,79 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.admission import check_rights, end_caching
-from kvpage_server.commands.dispatch.disk import Postponed
-from kvpage_server.commands.dispatch.shown import note_slow, show_monitors
-from kvpage_server.commands.index_key import refuse_to_write
-from kvpage_server.commands.table.spec import Spec, too_many
-from kvpage_server.core import Command
-from kvpage_server.core.piece import Piece
+from kvpage_server.commands.dispatch.disk import Postponed, check_rights, end_caching, is_at_hand
+from kvpage_server.commands.index_key import TAIL, names_index, refuse_to_write
+from kvpage_server.commands.measure import SLOW_WORD
+from kvpage_server.commands.table import AT_ONCE, BY_WORD, SUBCOMMANDS, Spec, too_many
+from kvpage_server.core import Argument, Callee, Caller, Command, Parser
+from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong
-from kvpage_server.resp.reply import Reply, ReplyError, Stream, Wait, bare, encode
+from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, bare, encode
 from kvpage_server.store.eviction.quotas import OverLimit
+
+# -- Commands as MONITOR and SLOWLOG show them -------------------------------------------------------------------------
+
+_MOST_SHOWN = AT_ONCE  # words of a command that MONITOR shows
+_LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
+_ALL_SHOWN = 32 * 1024  # bytes of all words together, because every byte is escaped
+
+
+def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
+    """A command's first words as other users may see them. Long words are cut, so that no page is copied."""
+    cut: list[bytes] = []
+    left = _ALL_SHOWN
+    for at, word in enumerate(words[:_MOST_SHOWN]):
+        cut.append(b"(redacted)" if spec.secret and at >= spec.words else _cut(word, most))
+        left -= len(cut[-1])
+        if left <= 0:
+            break
+    more = len(words) - len(cut)
+    return [*cut, *([b"... (%d more words)" % more] if more else [])]
+
+
+def _cut(word: Argument, most: int) -> bytes:
+    body = word if isinstance(word, bytes) else word.body
+    if len(body) <= most:
+        return bytes(body)
+    return b"%b... (%d more bytes)" % (bytes(body[:most]), len(body) - most)
+
+
+def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
+    server = client.server
+    threshold = server.config.slowlog_log_slower_than
+    if 0 <= threshold <= took // 1000 and "skip_slowlog" not in spec.flags:
+        server.slow_log.note(shown(spec, words, SLOW_WORD), took, client.address, client.name)
+    milliseconds = took // 1_000_000
+    if 0 < server.config.latency_monitor_threshold <= milliseconds:
+        server.latency.note("fast-command" if "fast" in spec.flags else "command", milliseconds)
+
+
+def show_monitors(client: Client, spec: Spec, words: Command) -> None:
+    """Show a command to the clients that MONITOR, in Redis's format. Administration is not shown."""
+    if spec.flags & {"admin", "skip_monitor"}:
+        return
+    quoted = b" ".join(_quote(word) for word in shown(spec, words, _LONGEST_SHOWN))
+    now = time.time_ns() // 1000
+    line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
+    for monitor in client.server.monitors:
+        monitor.push(line)
+
+
+_SPELT = {byte: b"\\x%02x" % byte for byte in range(256)} | {byte: b"%c" % byte for byte in range(0x20, 0x7F)}
+_SPELT |= {0x22: b'\\"', 0x5C: b"\\\\", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t", 0x07: b"\\a", 0x08: b"\\b"}
+
+
+def _quote(word: bytes) -> bytes:
+    """In quotes, with escapes for what is not printable."""
+    return b'"%b"' % b"".join(map(_SPELT.__getitem__, word))
+
 
 log = logging.getLogger("kvpage")
 
@@ -166,3 +224,41 @@ def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
     client.server.stats.calls[spec.name].failed += 1
     client.server.stats.note_error(str(error))
     return bare(error)
+
+
+# -- Commands that the core calls by itself, one after another: those that need no decision, of clients t --------------
+
+
+def caller_of(client: Client, parser: Parser) -> Caller:
+    """What calls them. Whoever uses it sees to it that nobody monitors."""
+    return Caller(client, parser, _rows(), _may_run, note_slow)
+
+
+def came_of(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
+    """The reply to a command that was called and handed back. Raises Postponed."""
+    if error is None:
+        return in_steps(client, spec, reply) if type(reply) is Stream else reply
+    return told(client, spec, words, error)
+
+
+@cache
+def _rows() -> dict[Argument, Callee]:
+    """What the core calls for the words that clients send."""
+    return {word: _row(spec) for word, spec in BY_WORD.items() if spec.name not in SUBCOMMANDS and not spec.runs_queued}
+
+
+def _row(spec: Spec) -> Callee:
+    most = spec.arity if spec.arity > 0 else AT_ONCE
+    written = spec.keys[0] if spec.writes_keys and not spec.writes_several else 0
+    asks = spec.stores or spec.writes_keys
+    return Callee(spec, spec.name, spec.handler, abs(spec.arity), most, asks, written, TAIL)
+
+
+def _may_run(client: Client, spec: Spec, words: Command) -> bool:
+    """Whether a command needs no decision, and waits for nothing. Its row says when this is asked."""
+    tiered = client.server.tiered
+    if spec.stores and client.keyspace.memory.is_full:
+        return False
+    if tiered is not None and not is_at_hand(client, tiered, spec):
+        return False
+    return not (spec.writes_several and names_index(spec, words))

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, starmap
 
 from kvpage_server.commands.index_key import derived_from
-from kvpage_server.commands.notifying.channels import Channels
-from kvpage_server.commands.notifying.recipient import Mode, Recipient
+from kvpage_server.commands.notifying.channels import Channels, Mode, Recipient
 from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import page_named

@@ -15,7 +15,7 @@ from kvpage_server.core.native.page_keys cimport Name, PageKeys, put_number
 from kvpage_server.core.native.sockets cimport iovec, msghdr, recvmsg
 
 from kvpage_server.core import answers
-from kvpage_server.core.answers import ErrorAnswer, WrongAnswer, wrong_answer
+from kvpage_server.core.pieces import ErrorAnswer, WrongAnswer, wrong_answer
 from kvpage_server.core.python import bodies as twin
 from kvpage_server.page import FIELD_AT, HEADER_SIZE
 from kvpage_server.page import MAGIC as _MAGIC

@@ -13,7 +13,7 @@ from kvpage_server.core.native.frames cimport Parser
 from kvpage_server.core.native.slots cimport Slot
 
 from kvpage_server.core.python.calls import FEW as _FEW
-from kvpage_server.core.python.gather import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
 
 cdef Py_ssize_t FEW = _FEW
 cdef Py_ssize_t AT_ONCE = _AT_ONCE

@@ -1,4 +1,4 @@
-"""Digests of what lies in several pieces. `core/python/digests.py` says what it does."""
+"""Digests of what lies in several pieces. `core/python/bodies.py` says what it does."""
 
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -6,7 +6,7 @@ from libc.string cimport memcpy
 from kvpage_server.core.native.hashing cimport Digest, digest_of
 from kvpage_server.core.native.memory cimport Memory
 
-from kvpage_server.core.python.digests import MISFIT
+from kvpage_server.core.python.bodies import MISFIT
 from kvpage_server.page import FIELD_AT, HEADER_SIZE
 
 cdef enum:

@@ -20,7 +20,7 @@ from kvpage_server.core.native.words cimport Packed, all_of
 
 from kvpage_server.core import protocol
 from kvpage_server.core.protocol import Limits, ProtocolError, count_of, inline_words, length_of
-from kvpage_server.core.sizes import IN_PLACE as _IN_PLACE
+from kvpage_server.core.regions import IN_PLACE as _IN_PLACE
 
 cdef Py_ssize_t MAX_LINE = protocol.MAX_LINE
 cdef Py_ssize_t KEEP_FROM = protocol.KEEP_FROM

@@ -1,5 +1,5 @@
 # cython: auto_pickle=False
-"""See the twin in `core/python/gather.py`, which says what is done here.
+"""See the twin in `core/python/bodies.py`, which says what is done here.
 
 A piece that is a slot, a part of one, or bytes is looked at in C, without a view of it. Short bytes in a row are joined
 where they come in: that costs less than to hand each of them to the kernel.
@@ -19,8 +19,8 @@ from kvpage_server.core.native.slots cimport Part, Slot, frame_size
 from kvpage_server.core.native.sockets cimport MSG_DONTWAIT, iovec, msghdr, sendmsg
 from kvpage_server.core.native.unlocked cimport UNLOCKED_FROM
 
-from kvpage_server.core.python.gather import AT_ONCE as _AT_ONCE
-from kvpage_server.core.python.gather import SEND_TURN as _SEND_TURN
+from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.bodies import SEND_TURN as _SEND_TURN
 
 cdef enum:
     MOST_PIECES = 1024  # in one call: IOV_MAX

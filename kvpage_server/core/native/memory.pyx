@@ -1,9 +1,9 @@
-"""The caller's memory, buffer after buffer. `core/python/memory.py` says what it does."""
+"""The caller's memory, buffer after buffer. `core/python/bodies.py` says what it does."""
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 
-from kvpage_server.core.buffers import as_bytes
+from kvpage_server.core.pieces import as_bytes
 
 
 cdef class Memory:

@@ -9,7 +9,7 @@ from kvpage_server.core.native.memory cimport Memory
 from kvpage_server.core.native.sent_pages cimport Chunk
 from kvpage_server.core.native.sockets cimport MSG_NOSIGNAL, iovec, msghdr, sendmsg
 
-from kvpage_server.core.python.gather import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
 from kvpage_server.core.python.outgoing import RECORD_BYTES as _RECORD_BYTES
 
 cdef enum:

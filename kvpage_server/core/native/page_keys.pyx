@@ -1,4 +1,4 @@
-"""The names of pages in columns, and how they are spelt. `core/python/sent_pages.py` says what it does."""
+"""The names of pages in columns, and how they are spelt. `core/python/bodies.py` says what it does."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc

@@ -1,4 +1,4 @@
-"""Pages on their way out. `core/python/sent_pages.py` says what it does."""
+"""Pages on their way out. `core/python/bodies.py` says what it does."""
 
 import sys
 
@@ -19,8 +19,8 @@ from kvpage_server.core.native.page_keys cimport (
     room_for,
 )
 
-from kvpage_server.core.python.gather import AT_ONCE as _AT_ONCE
-from kvpage_server.core.python.sent_pages import PAGES_AT_ONCE as _PAGES_AT_ONCE
+from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.bodies import PAGES_AT_ONCE as _PAGES_AT_ONCE
 from kvpage_server.page import FIELD_AT, DType, HEADER_SIZE, MAX_U32, pack_header
 
 if sys.byteorder != "little":

@@ -13,8 +13,8 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdlib cimport calloc, free, malloc
 
 from kvpage_server.core.regions import Regions
-from kvpage_server.core.sizes import LARGEST as _LARGEST
-from kvpage_server.core.sizes import chunk_shape, slot_shape
+from kvpage_server.core.regions import LARGEST as _LARGEST
+from kvpage_server.core.regions import chunk_shape, slot_shape
 from kvpage_server.page import HEADER_SIZE
 
 cdef extern from * nogil:

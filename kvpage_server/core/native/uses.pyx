@@ -1,9 +1,9 @@
-"""Queues of units in columns, many units at a time: see `core/python/uses.py`, which says what is done here."""
+"""Queues of units in columns, many units at a time: see `core/python/lru.py`, which says what is done here."""
 
 from cpython.dict cimport PyDict_SetItem
 from cpython.object cimport PyObject
 
-from kvpage_server.core.python.uses import SLOT_BITS as _SLOT_BITS
+from kvpage_server.core.python.lru import SLOT_BITS as _SLOT_BITS
 
 cdef extern from "Python.h":
     PyObject *PyDict_GetItemWithError(object, object) except? NULL

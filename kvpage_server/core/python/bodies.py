@@ -9,14 +9,316 @@ and the others still arrive. A place is written to by its own page alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
+import xxhash
+from typing_extensions import Buffer
 
-from kvpage_server.core.answers import MAX_BULK, MAX_FRAME, MAX_LINE, ErrorAnswer, WrongAnswer, wrong_answer
-from kvpage_server.core.python.memory import Memory
-from kvpage_server.core.python.sent_pages import PageKeys
-from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageKey, checksum
+from kvpage_server.core.pieces import MAX_BULK, MAX_FRAME, MAX_LINE, ErrorAnswer, WrongAnswer, as_bytes, wrong_answer
+from kvpage_server.core.python.slots import Slot
+from kvpage_server.page import (
+    FIELD_AT,
+    HEADER_SIZE,
+    LAYOUT,
+    MAGIC,
+    MAX_U32,
+    VERSION,
+    DType,
+    PageKey,
+    checksum,
+    pack_header,
+)
+
+# -- The caller's memory, buffer after buffer --------------------------------------------------------------------------
+
+
+class Memory:
+    """Held as long as this is."""
+
+    def __init__(self, buffers: Sequence[Buffer], *, writable: bool = False) -> None:
+        """Raises Unusable for one that can't be sent from or, with `writable`, received into."""
+        self._views = [as_bytes(buffer, i, writable=writable) for i, buffer in enumerate(buffers)]
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __getitem__(self, part: slice) -> Memory:
+        """Neighbours, still held together with all the others."""
+        some = Memory(())
+        some._views = self._views[part]
+        return some
+
+    def sizes(self) -> list[int]:
+        """The bytes of each."""
+        return list(map(len, self._views))
+
+    def views(self) -> list[memoryview]:
+        """Each as bytes."""
+        return self._views
+
+
+# -- Digests of what lies in several pieces: of all of it, and of the pages in it --------------------------------------
+
+BODY_SIZE = slice(FIELD_AT["body_size"], FIELD_AT["body_size"] + 4)
+CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
+
+
+def digest(pieces: Sequence[Buffer]) -> int:
+    """XXH3-64 of the pieces as one."""
+    found = xxhash.xxh3_64()
+    for piece in pieces:
+        found.update(piece)
+    return found.intdigest()
+
+
+def fill_digests(headers: Buffer, pieces: Sequence[Buffer]) -> None:
+    """Write each page's digest into its header. The pages are in the pieces in the order of their headers, each in one.
+
+    Raises ValueError if they are not."""
+    (table,) = Memory([headers], writable=True).views()
+    left = Memory(pieces).views()
+    for start in range(0, len(table), HEADER_SIZE):
+        header = table[start : start + HEADER_SIZE]
+        size = int.from_bytes(header[BODY_SIZE], "little")
+        while left and not left[0]:
+            left = left[1:]
+        if not left or len(left[0]) < size or len(header) < HEADER_SIZE:
+            raise ValueError(MISFIT)
+        header[CHECKSUM] = checksum(left[0][:size]).to_bytes(8, "little")
+        left[0] = left[0][size:]
+    if any(map(len, left)):
+        raise ValueError(MISFIT)
+
+
+MISFIT = "the pieces are not the pages of the headers"
+
+
+# -- What waits to be sent: borrowed memory, piece by piece, each kept until the kernel has all of it ------------------
+
+# Bytes in one call, which frees no memory of the socket, however much the peer reads meanwhile. Found by trying: less
+# costs more calls, and a megabyte a tenth to a third more time (docs/performance.md).
+AT_ONCE = 768 << 10
+SEND_TURN = 4 << 20  # bytes sent in one call: others wait meanwhile
+MOST_PIECES = 1024  # in one call: IOV_MAX
+
+
+class Lent(Protocol):
+    """Memory that is not reused while the object lives."""
+
+    @property
+    def view(self) -> memoryview:
+        """Where it is now."""
+
+
+class Outbox:
+    """Pieces in their order. Costs: O(1) a piece, and no copy of what is lent."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes | Lent] = []  # the owners of the memory, which is not reused before
+        self._buffers: list[bytes | memoryview] = []
+        self._ends: list[int] = []  # of each, in bytes from where the first that ever waited began
+        self._sent = 0  # likewise
+        self._gone = 0  # so many of the first are sent, and nothing but their places is left
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait."""
+        return self._ends[-1] - self._sent if self._ends else 0
+
+    def add(self, pieces: Sequence[bytes | Lent]) -> None:
+        """Pieces that are to be sent after those that wait: bytes, and whatever has a `view`."""
+        buffers = _views(pieces)
+        if not all(buffers):
+            pieces = [piece for piece, buffer in zip(pieces, buffers, strict=True) if buffer]
+            buffers = list(filter(None, buffers))
+        ends = accumulate(map(len, buffers), initial=self._ends[-1] if self._ends else self._sent)
+        next(ends)
+        self._ends += ends
+        self._buffers += buffers
+        self._pieces += pieces
+
+    def send(self, descriptor: int) -> int:
+        """Send what waits, until the kernel takes no more or a turn is over: how many bytes. Raises OSError."""
+        sent = 0
+        while self.nbytes and sent < SEND_TURN:
+            buffers = self.next()
+            try:
+                count = os.writev(descriptor, buffers)
+            except BlockingIOError:
+                break
+            except OSError:
+                if sent:
+                    break  # it will be met again
+                raise
+            self.sent(count)
+            sent += count
+            if count < sum(map(len, buffers)):
+                break  # it has no room for more
+        return sent
+
+    def next(self) -> list[bytes | memoryview]:
+        """What to hand over next."""
+        if not self._ends:
+            return []
+        first, ends = self._gone, self._ends
+        buffers = self._buffers[first : first + MOST_PIECES]
+        if begun := self._sent - (ends[first] - len(buffers[0])):
+            buffers[0] = memoryview(buffers[0])[begun:]
+        if self.nbytes <= AT_ONCE:
+            return buffers
+        last = bisect_left(ends, self._sent + AT_ONCE, first, first + len(buffers)) - first
+        if last < len(buffers):
+            beyond = ends[first + last] - self._sent - AT_ONCE
+            buffers[last:] = [memoryview(buffers[last])[: len(buffers[last]) - beyond]]
+        return buffers
+
+    def sent(self, count: int) -> None:
+        """The kernel took so many bytes."""
+        if not 0 <= count <= self.nbytes:
+            raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
+        self._sent += count
+        before, gone = self._gone, bisect_right(self._ends, self._sent, self._gone)
+        if 2 * gone >= len(self._ends):  # no earlier: what is left moves up
+            del self._pieces[:gone], self._buffers[:gone], self._ends[:gone]
+            self._gone = 0
+        else:
+            self._pieces[before:gone] = [b""] * (gone - before)
+            self._buffers[before:gone] = [b""] * (gone - before)
+            self._gone = gone
+
+    def renew(self) -> None:
+        """The memory has moved: look at each piece where it is now."""
+        self._buffers = _views(self._pieces)
+
+    def clear(self) -> None:
+        """Drop what waits."""
+        self.sent(self.nbytes)
+
+
+def _views(pieces: Sequence[bytes | Lent]) -> list[bytes | memoryview]:
+    return [
+        piece if isinstance(piece, bytes) else piece.borrowed if type(piece) is Slot else piece.view for piece in pieces
+    ]
+
+
+# -- Pages on their way out: words and bodies in turn, made for some pages at a time -----------------------------------
+
+
+def spelt(*words: bytes | int) -> bytes:
+    """Words of a command as they go over the wire."""
+    texts = [word if isinstance(word, bytes) else b"%d" % word for word in words]
+    return b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
+
+
+class PageKeys:
+    """Of pages, in the order that they were given in."""
+
+    def __init__(self, keys: Sequence[PageKey]) -> None:
+        self.names = [*keys]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, part: slice) -> PageKeys:
+        """Neighbours."""
+        return PageKeys(self.names[part])
+
+    def words(self) -> bytes:
+        """The five words of each, as page commands take them: req_id, layer, head, page, kv_type."""
+        return b"".join(map(words_of, self.names))
+
+    def keys(self) -> bytes:
+        """The key of each, one word."""
+        return spelt(*map(bytes, self.names))
+
+
+def words_of(name: PageKey) -> bytes:
+    """The five words of one."""
+    return spelt(name.req_id, name.layer, name.head, name.page, name.kv_type)
+
+
+PAGES_AT_ONCE = 1024  # pages in a chunk
+_ITEMSIZES = {int(dtype): dtype.itemsize for dtype in DType}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Text and bodies in turn, ending with text; `stop` is where the pages end that it was made from."""
+
+    pieces: list[bytes | memoryview]
+    stop: int
+
+
+class SentPages:
+    """Pages to be written, each a key, a body, dtype, page_size and head_dim."""
+
+    def __init__(self, pages: Sequence[tuple[PageKey, Buffer, int, int, int]]) -> None:
+        """Raises Unusable for a body that can't be sent."""
+        self.names = PageKeys([page[0] for page in pages])
+        self.bodies = Memory([page[1] for page in pages])
+        self.shapes = [page[2:] for page in pages]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, part: slice) -> SentPages:
+        """Neighbours, still held together with all the others."""
+        some = SentPages(())
+        some.names, some.bodies, some.shapes = self.names[part], self.bodies[part], self.shapes[part]
+        return some
+
+    def misfit(self) -> int:
+        """The first whose body is not as long as its shape says, or whose shape is none; -1 if there is none."""
+        for i, ((dtype, page_size, head_dim), nbytes) in enumerate(zip(self.shapes, self.bodies.sizes(), strict=True)):
+            if not (0 < page_size <= MAX_U32 and 0 < head_dim <= MAX_U32 and nbytes <= MAX_U32):
+                return i
+            if dtype not in _ITEMSIZES or page_size * head_dim * _ITEMSIZES[dtype] != nbytes:
+                return i
+        return -1
+
+    def as_words(self, start: int, ttl: int) -> Chunk:
+        """The arguments of a page command that writes, of some pages from `start` on."""
+        pieces: list[bytes | memoryview] = []
+        stop = self._stop(start)
+        before = b""
+        for name, shape, body in self._some(start, stop):
+            pieces += [b"%b%b%b$%d\r\n" % (before, words_of(name), spelt(*shape, ttl), len(body)), body]
+            before = b"\r\n"
+        pieces.append(before)
+        return Chunk(pieces, stop)
+
+    def as_blobs(self, start: int, before: bytes, after: bytes, ttl: int, created: int) -> Chunk:
+        """Keys and blobs of some pages from `start` on, with the same text before and after each."""
+        pieces: list[bytes | memoryview] = []
+        stop = self._stop(start)
+        between = before
+        for name, (dtype, page_size, head_dim), body in self._some(start, stop):
+            about = dtype, name.kv_type, page_size, head_dim, name.layer, name.head, name.page
+            header = pack_header(*about, created, ttl, len(body), checksum(body))
+            key = spelt(bytes(name))
+            pieces += [b"%b%b$%d\r\n%b" % (between, key, len(header) + len(body), header), body]
+            between = after + before
+        pieces.append(after)
+        return Chunk(pieces, stop)
+
+    def _some(self, start: int, stop: int) -> zip[tuple[PageKey, tuple[int, int, int], memoryview]]:
+        part = slice(start, stop)
+        return zip(self.names.names[part], self.shapes[part], self.bodies.views()[part], strict=True)
+
+    def _stop(self, start: int) -> int:
+        """Where a chunk from `start` on ends."""
+        nbytes = 0
+        for stop in range(start, min(start + PAGES_AT_ONCE, len(self))):
+            if nbytes >= AT_ONCE:
+                return stop
+            nbytes += len(self.bodies.views()[stop])
+        return min(start + PAGES_AT_ONCE, len(self))
+
 
 SCRATCH_BYTES = 256 * 1024
 LONG_BYTES = 16 * 1024  # of a body that is worth a call. A server, which can't know what follows, takes longer ones

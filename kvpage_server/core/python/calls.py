@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 
-from kvpage_server.core.piece import Piece, lent
-from kvpage_server.core.python.frames import Parser
-from kvpage_server.core.python.gather import AT_ONCE
-from kvpage_server.core.python.words import Argument, Command
+from kvpage_server.core.pieces import Piece, lent
+from kvpage_server.core.python.bodies import AT_ONCE
+from kvpage_server.core.python.frames import Argument, Command, Parser
 
 FEW = 4  # pieces that a plain reply has at most
 

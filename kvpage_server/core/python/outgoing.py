@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 from typing_extensions import Buffer
 
-from kvpage_server.core.python.gather import AT_ONCE
-from kvpage_server.core.python.memory import Memory
-from kvpage_server.core.python.sent_pages import Chunk
+from kvpage_server.core.python.bodies import AT_ONCE, Chunk, Memory
 
 PIECES = 1024  # in one call: IOV_MAX
 RECORD_BYTES = 64 * 1024  # bytes that are joined for TLS

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName, Word, page_name, page_shape
+from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
 from kvpage_server.core.python.slots import Arena, Slot
-from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
 from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageError, checksum
 
 MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed or copied at once: some 0.5 ms

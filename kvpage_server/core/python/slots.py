@@ -17,8 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from kvpage_server.core.regions import Regions, Stretch
-from kvpage_server.core.sizes import LARGEST, SUFFIX, SlotShape, capacity_for, chunk_shape, slot_shape
+from kvpage_server.core.regions import (
+    LARGEST,
+    SUFFIX,
+    Regions,
+    SlotShape,
+    Stretch,
+    capacity_for,
+    chunk_shape,
+    slot_shape,
+)
 from kvpage_server.page import HEADER_SIZE
 
 _AT_ONCE = 256  # chunks that are returned before others have their turn

@@ -21,22 +21,20 @@ from typing import TypeAlias, cast
 
 from kvpage_server.core import Arena, Slot
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file.bodies import Found, Outcome
-from kvpage_server.store.disk.file.encoding import Corrupt
-from kvpage_server.store.disk.file.lmdb_file import DiskError
-from kvpage_server.store.disk.file.readers import DiskReader
-from kvpage_server.store.disk.holds import Hold, Holds, TooMuch
-from kvpage_server.store.disk.loan import Copies, Loan
-from kvpage_server.store.disk.mapped import Mapped, MappedLoans
+from kvpage_server.store.disk.bodies import Found, Outcome
+from kvpage_server.store.disk.borrowed_reads import Copies, Loan, Mapped, MappedLoans
+from kvpage_server.store.disk.encoding import Corrupt
+from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.naming import described, name_of_unit, unit_of_cold
-from kvpage_server.store.disk.needed import Needed
-from kvpage_server.store.disk.stored import Stored
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.disk.pins import Hold, Holds, TooMuch
+from kvpage_server.store.disk.prefetch import Needed
+from kvpage_server.store.disk.readers import DiskReader
+from kvpage_server.store.disk.usage import Stored
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.extent import Extent
-from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
-from kvpage_server.system.durations import Durations
+from kvpage_server.system.text import Durations
 
 _COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")

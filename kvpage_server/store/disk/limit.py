@@ -21,14 +21,14 @@ more of them, writes fail until there is room.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import filterfalse, islice
+from itertools import filterfalse, islice, pairwise
 from math import ceil
 from typing import cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
+from kvpage_server.store import records
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file.lmdb_file import DiskFull, MaxDisk
-from kvpage_server.store.disk.holds import Holds
+from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.naming import (
     is_there,
     name_of_unit,
@@ -36,19 +36,83 @@ from kvpage_server.store.disk.naming import (
     parse_block,
     unit_named,
 )
-from kvpage_server.store.disk.stored import Stored
+from kvpage_server.store.disk.pins import Holds
+from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.eviction.policies import NO_EVICTION, PREFIX, VOLATILE_TTL
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import OverLimit
-from kvpage_server.store.memory.chains import Chains
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
-from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.index import Block, PageIndex
 from kvpage_server.store.memory_limit import MemoryLimit
-from kvpage_server.store.promise import Account, Takings
 from kvpage_server.store.quota_limit import Coming
-from kvpage_server.store.records import sheet
-from kvpage_server.store.records.record import footprint, name_of_block, name_of_key
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.store.records import footprint, name_of_block, name_of_key
+from kvpage_server.store.reservation import Account, Takings
+from kvpage_server.system.text import monotonic_ms
+
+# -- chains ------------------------------------------------------------------------------------------------------------
+#
+# The links between blocks: a block is useless to a reader without the one that it extends.
+#
+# Page 7 of a request extends page 6. Clients that name blocks by their content say which block extends which, with
+# KVPAGEPREFIX and KVBLOCKMGET. Costs: O(1) a block, except for a new link to a block that has extensions already:
+# that one is checked for a circle.
+
+_MOST_STEPS = 4096  # up a chain, in the search for a circle
+
+BlockName = tuple[bytes, int]
+
+
+class Chains:
+    """The links between blocks, whether these are in memory or on disk only."""
+
+    def __init__(self, index: PageIndex) -> None:
+        self._index = index
+        self._before: dict[Block, Block] = {}  # the block that it extends
+        self._extensions: dict[Block, int] = {}  # how many blocks extend it
+
+    def follow(self, blocks: Sequence[Block]) -> None:
+        """Note that each of these blocks extends the one before it."""
+        for before, block in pairwise(blocks):
+            known = self._before.get(block)
+            if known is before or (block.req_id == before.req_id and block.page == before.page + 1):
+                continue
+            if (known is None or not self._index.still_has(known)) and not self._descends(before, block):
+                self._before[block] = before
+                self._extensions[before] = self._extensions.get(before, 0) + 1
+
+    def _descends(self, block: Block, ancestor: Block) -> bool:
+        """Whether a block extends another, directly or not. Assumed if there are too many steps."""
+        if ancestor not in self._extensions:
+            return block is ancestor
+        at: Block | None = block
+        for _ in range(_MOST_STEPS):
+            if at is None or at is ancestor:
+                return at is ancestor
+            at = self._before.get(at)
+        return True
+
+    def is_extended(self, req_id: bytes, page: int) -> bool:
+        """Whether any block extends this one."""
+        request = self._index.requests.get(req_id, {})
+        return page + 1 in request or request.get(page) in self._extensions
+
+    def removed(self, block: Block) -> Iterator[BlockName]:
+        """Forget a block. Returns the names of the blocks that it extended."""
+        self._extensions.pop(block, None)
+        before = self._before.pop(block, None)
+        if before is not None and before in self._extensions:
+            self._extensions[before] -= 1
+            if not self._extensions[before]:
+                del self._extensions[before]
+            yield before.req_id, before.page
+        if block.page:
+            yield block.req_id, block.page - 1
+
+    def clear(self) -> None:
+        """Forget all links."""
+        self._before.clear()
+        self._extensions.clear()
+
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for what it replaces
 _SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
@@ -170,7 +234,7 @@ class DiskLimit:
         name = name_of_unit(block)
         if block.extent is None or not self._stored.keeps(name):
             return {}
-        return {name: block.pages * sheet.footprint_of(len(block.req_id), block.extent.slot.size // block.pages)}
+        return {name: block.pages * records.footprint_of(len(block.req_id), block.extent.slot.size // block.pages)}
 
     def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
         """Make room for values of these sizes; the units in `stay` are not evicted. Raises DiskUsedUp."""
@@ -318,5 +382,5 @@ class DiskLimit:
 
 def _takes_coming(value: Coming) -> int:
     if value.block is not None:
-        return sheet.footprint_of(len(value.block[0]), value.size - HEADER_SIZE)
+        return records.footprint_of(len(value.block[0]), value.size - HEADER_SIZE)
     return footprint(name_of_key(value.key), value.size - len(value.key) - TEXT_OVERHEAD)

@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpage_server.page import unix_ms
+from kvpage_server.store import records
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.encoding import extent_of
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import extent_of
 from kvpage_server.store.disk.naming import block_name_of, name_of_unit, parse_block
-from kvpage_server.store.disk.stored import Stored
+from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.eviction.policies import PREFIX
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.records import sheet
-from kvpage_server.store.records.record import Damaged, Record, footprint, name_of_key
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.store.records import Damaged, Record, footprint, name_of_key
+from kvpage_server.system.text import monotonic_ms
 
 _TOGETHER = 14  # bits of milliseconds: 16 seconds
 
@@ -77,13 +77,13 @@ class Loader:
 
     def _load_sheets(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
         every = defaultdict[int, list[bytes]](list)  # by the size of the request's id
-        rest, used_at = self._contents.index.note_resting, sheet.used
+        rest, used_at = self._contents.index.note_resting, records.used
         for key, found in self._disk.sheets():
             if isinstance(found, Damaged):
                 self._stored.counts.corrupt += 1
                 continue
             soonest, rows = found
-            block, req_id, page = sheet.block_of(key)
+            block, req_id, page = records.block_of(key)
             rest(req_id, page, rows)
             units.append(block)
             used.append(used_at(rows))
@@ -91,19 +91,19 @@ class Loader:
             every[len(req_id)].append(rows)
             if soonest:
                 self._note_expiring(req_id, page, rows)
-        return sum(sheet.footprint(id_size, b"".join(rows)) for id_size, rows in every.items())
+        return sum(records.sheet_footprint(id_size, b"".join(rows)) for id_size, rows in every.items())
 
     def _note_expiring(self, req_id: bytes, page: int, rows: bytes) -> None:
         """Note one page for all. When it is due, the block is woken."""
-        count, row = sheet.expiring(rows)
-        [(key, _, expires, _)] = sheet.pages(req_id, page, row)
+        count, row = records.expiring(rows)
+        [(key, _, expires, _)] = records.pages(req_id, page, row)
         self._expirer.keys += count
         self._expirer.note(key, expires)
 
     def _load_records(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
         size = 0
         for key, record in self._disk.records():
-            if key.startswith(sheet.PREFIX):
+            if key.startswith(records.PREFIX):
                 break
             if isinstance(record, Damaged):
                 self._stored.counts.corrupt += 1
@@ -157,14 +157,14 @@ class Loader:
     def _wake(self, block: Block, rows: bytes) -> None:
         """Give a block the pages in these rows, all of them cold."""
         entries, know, note = self._catalogue.entries, self._stored.usage.know, self._expirer.note
-        pages, unit = sheet.pages(block.req_id, block.page, rows), name_of_unit(block)
-        for header, (key, (kv_type, layer, head), expires, used) in zip(sheet.headers(rows), pages, strict=True):
+        pages, unit = records.pages(block.req_id, block.page, rows), name_of_unit(block)
+        for header, (key, (kv_type, layer, head), expires, used) in zip(records.headers(rows), pages, strict=True):
             name = name_of_key(key)
-            size, last = sheet.size_of(header), self._seconds(used)
+            size, last = records.size_of(header), self._seconds(used)
             cold = Cold(name, size, expires=expires, header=header, unit=block, used=last)
             entries[key] = cold
             block.add(layer, head, kv_type)
-            know(name, unit, sheet.footprint_of(len(block.req_id), cold.size))
+            know(name, unit, records.footprint_of(len(block.req_id), cold.size))
             if expires:
                 block.expires_at(expires)
                 note(key, expires)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, is_page, page_named
-from kvpage_server.store.memory.extent import Extent
-from kvpage_server.store.memory.index import Block
-from kvpage_server.store.records.record import name_of_block, name_of_key
-from kvpage_server.system.printable import printable
+from kvpage_server.store.memory.index import Block, Extent
+from kvpage_server.store.records import name_of_block, name_of_key
+from kvpage_server.system.text import printable
 
 _MOST_SHOWN = 256  # bytes of a key
 

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
-from kvpage_server.core import NewPages
+from kvpage_server.core import NewPages, Slot
+from kvpage_server.store import records
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.changes import Changes
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import Change, Corrupt, Retime, Value, change_of
 from kvpage_server.store.disk.fetching import Fetching
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.encoding import Value
-from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
-from kvpage_server.store.disk.file.readers import DiskReader
-from kvpage_server.store.disk.file.scrub import Scrubber
-from kvpage_server.store.disk.file.write_behind import WriteBehind
 from kvpage_server.store.disk.limit import DiskLimit
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.loading import Loader
 from kvpage_server.store.disk.naming import (
+    block_name_of,
     described,
     each_name_in,
     is_cold_named,
@@ -39,17 +37,76 @@ from kvpage_server.store.disk.naming import (
     parse_block,
     value_named,
 )
-from kvpage_server.store.disk.needed import Needs
-from kvpage_server.store.disk.stored import Stored
+from kvpage_server.store.disk.prefetch import Needs
+from kvpage_server.store.disk.readers import DiskReader, Scrubber
+from kvpage_server.store.disk.usage import Stored, takes
+from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.cold import Absent, Cold
 from kvpage_server.store.memory.entry import Entry, Page, Text
-from kvpage_server.store.memory.extent import Extent, ExtentPage
-from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory_limit import MemoryLimit
-from kvpage_server.store.records import sheet
-from kvpage_server.store.records.record import Damaged, name_of_block, name_of_key
+from kvpage_server.store.records import Damaged, name_of_block, name_of_key
+
+# -- What the write-behind asks the store about changes, and what it tells the store of them: see `Owner` --------------
+
+_AT_ONCE = 256  # values that are noted before others have their turn
+
+
+class Changes:
+    def __init__(self, contents: Contents, stored: Stored, limit: DiskLimit) -> None:
+        self._contents = contents
+        self._stored = stored
+        self._limit = limit
+
+    def spell(self, name: bytes, value: Value) -> Change:
+        """The change that stores a value. Called in the writing thread."""
+        return change_of(name, value)
+
+    def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
+        """Steps that make room, since the disk is full and so many bytes wait."""
+        return self._limit.give_up(error, size)
+
+    def is_gone(self, name: bytes) -> bool:
+        """Whether the store has nothing of that name."""
+        return is_gone(self._contents, name)
+
+    def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
+        """Steps until it is known that a batch is on disk."""
+        usage = self._stored.usage
+        if batch.clears:
+            usage.was_cleared()
+        last: object = None
+        unit = b""
+        for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
+            if not number % _AT_ONCE:
+                yield
+            if isinstance(value, Cold | Retime):
+                continue
+            if value is None or isinstance(value, Corrupt):
+                self._removed(name)
+            elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
+                if value.unit is not last:
+                    last, unit = value.unit, name_of_unit(value.unit)
+                usage.add(name, unit, takes(name, value), again=self._comes_again(name))
+            else:
+                if block := block_name_of(name):
+                    usage.note_stray(name, block)
+                usage.add(name, name, takes(name, value), again=self._comes_again(name))
+
+    def _removed(self, name: bytes) -> None:
+        """A value is gone. Forget its unit too if nothing of it is left."""
+        usage = self._stored.usage
+        unit = (not usage.is_stray(name) and block_name_of(name)) or name
+        usage.remove(name, unit, again=self._comes_again(name))
+        if unit[:1] != b"b" or not self._contents.index.has(*parse_block(unit)):
+            usage.remove_unit(unit)
+
+    def _comes_again(self, name: bytes) -> bool:
+        """Whether a value is to be written again, where somebody counts what is expected."""
+        return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
+
 
 _SHARE_OF_TEXTS = 0.5  # of maxmemory that short strings may take before they are evicted; memory always has them
 
@@ -286,10 +343,10 @@ class DiskTier:
 
     def _found_damaged(self, name: bytes) -> None:
         """The scrubber found a value or sheet damaged. It is written again if memory has it."""
-        if name.startswith(sheet.PREFIX):
-            block = self._contents.index.block(*parse_block(sheet.block_of(name)[0]))
+        if name.startswith(records.PREFIX):
+            block = self._contents.index.block(*parse_block(records.block_of(name)[0]))
             for one in [] if block is None else names_in(block):
-                if sheet.is_in(one, name):
+                if records.is_in(one, name):
                     self._found_damaged(one)
             return
         self._contents.catalogue.get(name[1:])  # this wakes its block

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpage_server.store.eviction.policies import POLICIES
-from kvpage_server.store.eviction.policy import Unit
-from kvpage_server.store.eviction.queues import Queues, successor
+from kvpage_server.store.eviction.queues import Queues, Unit, successor
 from kvpage_server.store.eviction.quotas import Quota, Quotas, Rule
 from kvpage_server.store.memory.index import Block, PageIndex
 

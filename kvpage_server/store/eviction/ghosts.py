@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvpage_server.core.rows import bit_of, row_of
+from kvpage_server.core.pieces import bit_of, row_of
 from kvpage_server.page import unix_ms
 from kvpage_server.store.memory.index import Block
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Unit
 
 _AT_ONCE = 1000  # leases that are removed at once
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect something for longer, pin it

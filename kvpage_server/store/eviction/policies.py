@@ -2,10 +2,149 @@
 
 from __future__ import annotations
 
-from kvpage_server.store.eviction.lru import LRU
+from collections import OrderedDict
+from collections.abc import Iterator
+
 from kvpage_server.store.eviction.prefix import Prefix
-from kvpage_server.store.eviction.queues import Queues
-from kvpage_server.store.eviction.s3fifo import S3FIFO
+from kvpage_server.store.eviction.queues import BURST, FIRST, Queues, Unit, name_of
+
+# -- allkeys-lru: what was used longest ago goes first -----------------------------------------------------------------
+
+_NO_TIME = -1  # no unit has this time
+
+
+class LRU(Queues):
+    """Least recently used first. Every operation is O(1)."""
+
+    def used(self, unit: Unit) -> None:
+        place = self._places.get(unit)
+        if place is None:
+            place = self._place_of(unit)
+        elif self._after[place] == self._home + 1:  # nothing was used since
+            self._at[place] = self.now
+            return
+        else:
+            self.leave(place)
+        self._at[place] = self.now
+        self._enter(place, self._before[self._home + 1])
+
+    def used_all(self, units: list[Unit]) -> None:
+        if self.hands_over:
+            super().used_all(units)
+            return
+        new, _, _ = self._use_again(units, _NO_TIME, _NO_TIME)
+        if new:
+            self._enter_all(new, 1, 0)
+
+    def _enter(self, place: int, behind: int) -> None:
+        self._queue[place] = self._home + 1
+        self._link(place, behind)
+
+    def inherit(self, place: int) -> None:
+        self._enter(place, self._home + 1)
+
+    def victims(self) -> Iterator[Unit]:
+        yield from self._older_victims()
+        queue = self._home + 1
+        for _ in range(len(self._places)):
+            place = self._after[queue]
+            unit = self._units[place]
+            if unit is None:
+                return
+            yield unit
+            if self._places.get(unit) == place:
+                self._unlink(place)
+                self._link(place, self._before[queue])
+
+
+# -- s3fifo ------------------------------------------------------------------------------------------------------------
+#
+# S3-FIFO: queues in the order of arrival.
+#
+# Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP '23, algorithm 1. New units
+# enter a small queue, a tenth of all. Those used more than once in it move to the main queue; the others are evicted
+# and remembered as ghosts. A ghost that comes back enters the main queue, where each use, up to three, gives it
+# another round.
+
+_SMALL = 0.1  # of all units
+_MOST_USES = 3
+_NEW, _MAIN = 1, 2  # queues
+
+
+class S3FIFO(Queues):
+    """Evicts quickly what was used once. Every operation is amortised O(1)."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()  # names of units that left the small queue
+        self._sizes = [0] * FIRST  # of the queues
+
+    def used(self, unit: Unit) -> None:
+        place = self._places.get(unit)
+        if place is None:
+            name = name_of(unit)
+            came_back = name in self._ghosts
+            if came_back:
+                del self._ghosts[name]
+            self._come(self._place_of(unit), _MAIN if came_back else _NEW)
+            return
+        if self._waits(place):
+            self._take(place)
+            self._come(place, _NEW)
+        self._at[place] = self.now
+        if self.now - self._counted[place] >= BURST:
+            self._counted[place] = self.now
+            self._uses[place] = min(self._uses[place] + 1, _MOST_USES)
+
+    def _come(self, place: int, queue: int) -> None:
+        self._uses[place] = 0
+        self._at[place] = self._counted[place] = self.now
+        self._enter(place, queue, self._before[self._home + queue])
+
+    def _enter(self, place: int, queue: int, behind: int) -> None:
+        self._sizes[queue] += 1
+        self._queue[place] = self._home + queue
+        self._link(place, behind)
+
+    def leave(self, place: int) -> None:
+        if not self._waits(place):
+            self._sizes[self._queue[place] - self._home] -= 1
+        super().leave(place)
+
+    def inherit(self, place: int) -> None:
+        self._uses[place] = 0
+        self._counted[place] = self._at[place]
+        self._enter(place, _NEW, self._home + _NEW)
+
+    def evicted(self, unit: Unit) -> None:
+        place = self._places.get(unit)
+        if place is not None and self._queue[place] == self._home + _NEW:
+            self._ghosts[name_of(unit)] = None
+            while len(self._ghosts) > len(self) * (1 - _SMALL):
+                self._ghosts.popitem(last=False)
+        self.removed(unit)
+
+    def victims(self) -> Iterator[Unit]:
+        yield from self._older_victims()
+        spared: set[Unit] = set()  # each unit is offered once
+        while len(spared) < len(self):
+            small, main = self._sizes[_NEW], self._sizes[_MAIN]
+            all_spared = len(spared) >= main  # all that are left in MAIN are spared
+            queue = _NEW if small and (small >= _SMALL * len(self) or all_spared) else _MAIN
+            place = self._after[self._home + queue]
+            unit = self._units[place]
+            assert unit is not None
+            if self._uses[place] > (1 if queue == _NEW else 0):
+                self._uses[place] = 0 if queue == _NEW else self._uses[place] - 1
+            elif unit not in spared:
+                spared.add(unit)
+                yield unit
+                if self._places.get(unit) != place or self._queue[place] != self._home + queue:
+                    spared.discard(unit)
+                    continue
+            self.leave(place)
+            self._enter(place, _MAIN, self._before[self._home + _MAIN])
+
 
 PREFIX = "allkeys-prefix"
 NO_EVICTION = "noeviction"

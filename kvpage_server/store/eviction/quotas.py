@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvpage_server.store.eviction.policy import Unit
-from kvpage_server.store.eviction.queues import Queues
+from kvpage_server.store.eviction.queues import Queues, Unit
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.promise import Account
+from kvpage_server.store.reservation import Account
 
 _MOST_NAMES = 1 << 17  # that are remembered
 

@@ -12,12 +12,10 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvpage_server.store import records
 from kvpage_server.store.memory.entry import Entry, page_named
-from kvpage_server.store.memory.extent import Extent, ExtentPage
-from kvpage_server.store.memory.index import Block, PageIndex
-from kvpage_server.store.memory.scan import ScanOrder
-from kvpage_server.store.records import sheet
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage, PageIndex, ScanOrder
+from kvpage_server.system.text import monotonic_ms
 
 Place = bytes | Block | tuple[bytes, int]  # in the order of scans; a block that was resting is known by its name
 
@@ -82,7 +80,7 @@ class Catalogue:
         if isinstance(place, tuple):
             rows = self.index.rows(*place)
             if rows is not None:  # each is looked at once: to look up one of them is O(rows)
-                return (key for key, _, expires, _ in sheet.pages(*place, rows) if not 0 < expires <= now)
+                return (key for key, _, expires, _ in records.pages(*place, rows) if not 0 < expires <= now)
             block = self.index.block(*place)
         else:
             block = place if self.index.still_has(place) else None
@@ -118,7 +116,7 @@ class Catalogue:
         if self.index.resting and key not in self.entries and (page := page_named(key)):
             rows = self.index.rows(page.req_id, page.page)
             if rows is not None:
-                return sheet.expires_of(rows, (page.kv_type, page.layer, page.head))
+                return records.expires_of(rows, (page.kv_type, page.layer, page.head))
         entry = self.get(key)
         return entry.expires if entry is not None else 0
 

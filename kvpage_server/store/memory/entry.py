@@ -8,8 +8,7 @@ from typing import TypeGuard
 from kvpage_server.core import Slot
 from kvpage_server.page import PageError, PageHeader, PageKey
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.extent import ExtentPage
-from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.index import Block, ExtentPage
 
 TEXT_OVERHEAD = 200  # bytes that a short string costs besides its own: dict entry, key, objects
 

@@ -9,18 +9,210 @@ add and discard O(1); listing O(pages listed).
 
 from __future__ import annotations
 
+import random
+from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
-from kvpage_server.core import PageSet
-from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, row_of
-from kvpage_server.page import BlockShape
-from kvpage_server.store.memory.extent import Extent
-from kvpage_server.store.memory.scan import ScanOrder
-from kvpage_server.store.records.sheet import ROW
+from kvpage_server.core import PageSet, Part, Slot
+from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, row_of
+from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.records import ROW
+
+# -- scan --------------------------------------------------------------------------------------------------------------
+#
+# The order in which keys are scanned. SCAN's cursors name places in it, and random keys are drawn from it.
+#
+# It is kept only while somebody scans. A list has the keys that there were when it was begun, then those that came
+# since. A scan starts at the end of the list and goes back to its beginning. So it ends however many keys are added,
+# and finds every key that exists from its start to its end, since places do not change. It also finds deleted keys,
+# which the caller leaves out. A key that was deleted and set again is in the list twice, and so is a page whose block
+# was stored whole after that.
+#
+# A list with more dead keys than living ones gets no more keys, and the next scan begins a new one. Cursors into the
+# last few lists stay valid. Any other cursor starts again, which repeats keys but skips none.
+#
+# Costs: O(keys) to begin a list, paid for by as many deletions or by minutes; O(1) a key added or returned.
+
+_PLACE_BITS = 40
+_OLD_LISTS = 2
+_SLACK = 1024
+REST_AFTER = 300_000  # milliseconds without a scan after which the lists are dropped
+
+
+T = TypeVar("T")
+
+
+class ScanOrder(Generic[T]):
+    """Lists of what is scanned, by generation. A cursor has a generation and the number of places that are left.
+
+    `everything()` lists what there is, and `count()` says how much that is.
+    """
+
+    def __init__(self, everything: Callable[[], list[T]], count: Callable[[], int]) -> None:
+        self._everything = everything
+        self._count = count
+        self._lists: dict[int, list[T]] = {}
+        self._generation = random.randrange(1, 1 << 22)  # so that cursors of an earlier process do not fit
+        self.current: list[T] | None = None  # the owner adds what is new with `add`
+        self._last_used = 0  # monotonic milliseconds
+
+    def add(self, name: T) -> None:
+        assert self.current is not None
+        self.current.append(name)
+        if len(self.current) > 2 * self._count() + _SLACK:
+            self.current = None
+
+    def visit(self, cursor: int, count: int, now: int) -> tuple[int, list[T]]:
+        """The next cursor, 0 at the end, and up to `count` names, some of which may be dead."""
+        self._last_used = now
+        generation, left = cursor >> _PLACE_BITS, cursor & ((1 << _PLACE_BITS) - 1)
+        if generation not in self._lists:
+            generation, left = self._begin()
+        order = self._lists[generation]
+        left = min(left, len(order))
+        names = order[max(left - count, 0) : left]
+        left -= len(names)
+        return (generation << _PLACE_BITS | left if left else 0), names[::-1]
+
+    def draw(self, now: int) -> T | None:
+        """A random name, about half of which exist; None if there is none."""
+        self._last_used = now
+        generation, places = self._begin()
+        return random.choice(self._lists[generation]) if places else None
+
+    def _begin(self) -> tuple[int, int]:
+        """The generation and number of places for a new scan."""
+        if self.current is None or len(self.current) > 2 * self._count() + _SLACK:
+            self.current = self._everything()
+            self._generation += 1
+            self._lists[self._generation] = self.current
+            for old in list(self._lists)[: -1 - _OLD_LISTS]:
+                del self._lists[old]
+        return self._generation, len(self.current)
+
+    def rest(self, now: int) -> None:
+        """Drop the lists if nobody has scanned for a while."""
+        if self._lists and now - self._last_used > REST_AFTER:
+            self.clear()
+
+    def clear(self) -> None:
+        self.current = None
+        self._lists.clear()
+
+
+# -- extent ------------------------------------------------------------------------------------------------------------
+#
+# A block's body in one piece of memory, from which its pages are computed.
+#
+# It has one slot, one digest and one entry in the index, however many pages it has. A page is made when somebody asks
+# for it. Its header needs a checksum; those of all pages are computed together, when the first one is needed, from a
+# body that was checked.
+
+_WRONG = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Extent:
+    """The body of a block, in `slot`, which may be on disk only. `digest` is its XXH3-64, 0 if not known.
+
+    `created` and `expires` are in unix milliseconds, `ttl`, as it was given, in seconds; 0 for never.
+    """
+
+    __slots__ = ("_checksums", "created", "digest", "expires", "shape", "slot", "ttl")
+
+    def __init__(self, shape: BlockShape, slot: Slot | Cold, digest: int, created: int, ttl: int) -> None:
+        self.shape = shape
+        self.slot = slot
+        self.digest = digest
+        self.created = created
+        self.ttl = ttl
+        self.expires = created + ttl * 1000 if ttl else 0
+        self._checksums: array[int] | None = None  # of its pages, in the body's order
+
+    def page(self, unit: object, page: int, layer: int, head: int, kv_type: int) -> ExtentPage | None:
+        """One of its pages; None if it has no such page. `unit` is its block, and `page` the block's page id."""
+        try:
+            span = self.shape.page_span(layer, head, kv_type)
+        except PageError:
+            return None
+        return ExtentPage(self, span, unit, page, (layer, head, kv_type))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the body is what was stored, as far as is known."""
+        return not self.digest or checksum(self.slot.body) == self.digest
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether `checksum_of` can answer now."""
+        return self._checksums is not None or not self.digest or type(self.slot) is not Cold
+
+    def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
+        """The XXH3-64 of a page. It is wrong if the body is damaged, so that no reader accepts the page."""
+        if not self.digest:
+            return 0
+        if self._checksums is None:
+            mask = 0 if self.is_intact else _WRONG
+            body = self.slot.body
+            self._checksums = array("Q", [checksum(body[span]) ^ mask for span in self.shape.page_spans()])
+        planes = self.shape.planes
+        return self._checksums[(layer * len(planes) + planes.index(plane)) * self.shape.heads + head]
+
+
+class ExtentPage:
+    """A page that lies in a block's body. `expires` is a unix time in milliseconds, 0 for never."""
+
+    __slots__ = ("expires", "extent", "head", "kv_type", "layer", "page", "size", "start", "unit")
+
+    def __init__(self, extent: Extent, span: slice, unit: object, page: int, spot: Sequence[int]) -> None:
+        self.extent = extent
+        self.start: int = span.start
+        self.size: int = span.stop - span.start
+        self.expires = extent.expires
+        self.unit = unit
+        self.page = page
+        self.layer, self.head, self.kv_type = spot
+
+    @property
+    def body(self) -> memoryview:
+        return self.extent.slot.body[self.start : self.start + self.size]
+
+    def part(self, start: int, stop: int) -> Part:
+        """The bytes of the body from `start` to before `stop`."""
+        return self.extent.slot.part(self.start + start, self.start + stop)
+
+    @property
+    def footprint(self) -> int:
+        """The page's share of the block's memory, in bytes."""
+        return self.size
+
+    @property
+    def header(self) -> bytes:
+        extent = self.extent
+        return self.header_with(extent.checksum_of(self.layer, self.head, extent.shape.plane(self.kv_type)))
+
+    def header_with(self, checksum: int) -> bytes:
+        """The header with a given checksum."""
+        extent = self.extent
+        plane = extent.shape.plane(self.kv_type)
+        return pack_header(
+            plane.dtype,
+            self.kv_type,
+            extent.shape.page_size,
+            plane.head_dim,
+            self.layer,
+            self.head,
+            self.page,
+            extent.created,
+            extent.ttl,
+            self.size,
+            checksum,
+        )
 
 
 def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:

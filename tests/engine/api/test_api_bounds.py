@@ -25,7 +25,7 @@ from servers import resident
 from engine.api.openai import schema
 from engine.api.openai.errors import ApiError
 from engine.api.openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
-from kvpage_server.bounded import json_bounds
+from kvpage_server import bounded
 
 MEGABYTE = 1 << 20
 
@@ -125,12 +125,12 @@ def test_what_a_body_holds_is_counted_as_a_parser_would(value: Any, piece: int) 
     limits = dict(zip(("containers", "strings", "values"), counted(value), strict=True))
     raw = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bounds, "PIECE_BYTES", piece)
-        json_bounds.check(raw, **limits)
+        patch.setattr(bounded, "PIECE_BYTES", piece)
+        bounded.check(raw, **limits)
         for name, found in limits.items():
             if found:
-                with pytest.raises(json_bounds.TooMuchError):
-                    json_bounds.check(raw, **{**limits, name: found - 1})
+                with pytest.raises(bounded.TooMuchError):
+                    bounded.check(raw, **{**limits, name: found - 1})
 
 
 def counted(value: Any) -> tuple[int, int, int]:

@@ -17,8 +17,7 @@ from engine_models import letter_tokenizer
 # isort: split
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
-from engine.api.openai.markup import Markup
-from engine.api.openai.reading import Reader, Said
+from engine.api.openai.reading import Markup, Reader, Said
 from engine.scheduling.request import Token
 
 CALLS = {  # weather(city="Oslo"), without the marks around it

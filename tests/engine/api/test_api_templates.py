@@ -19,7 +19,7 @@ from mlx_lm.utils import load_tokenizer
 from engine.api.openai.errors import ApiError
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import ChatBody
-from engine.api.templates.renderer import Renderer
+from engine.api.openai.templates import Renderer
 from engine.spec import ModelCacheSpec
 
 LETTERS = ModelCacheSpec.probe(tiny_llama(), letter_tokenizer())

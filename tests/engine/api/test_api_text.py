@@ -16,8 +16,8 @@ from engine_models import letter_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from engine.api.openai.likelihoods import TextLikelihoods
-from engine.generation.token_text import TokenText
+from engine.api.openai.shapes import TextLikelihoods
+from engine.generation.text import TokenText
 from engine.scheduling.request import Token
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"

@@ -23,8 +23,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory import kvcache
 from engine.pool import BlockPool
-from engine.scheduling.config import SchedulerConfig
-from engine.scheduling.request import CompletedGeneration
+from engine.scheduling.request import CompletedGeneration, SchedulerConfig
 from engine.spec import ModelCacheSpec
 
 MODEL = tiny_llama(head_dim=64)

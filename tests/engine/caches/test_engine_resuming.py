@@ -13,7 +13,7 @@ from engine_models import letter_tokenizer
 import numpy as np
 import pytest
 
-from engine.generation.one_pass import SHORT_TOKENS
+from engine.generation.unbatched import SHORT_TOKENS
 from engine.memory.blocks import AgentBlocks
 from engine.scheduling.request import Token
 

@@ -23,8 +23,7 @@ import pytest
 import redis
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from engine.agent_engine import AgentEngine
-from engine.agent_job import Answer
+from engine.agent_engine import AgentEngine, Answer
 from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.scheduling.request import CompletedGeneration

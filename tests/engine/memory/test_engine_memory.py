@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine.platform.freed_memory import keep_freed
+from engine.platform import keep_freed
 
 MIB = 1 << 20
 CONTEXT = """

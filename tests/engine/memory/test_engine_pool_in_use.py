@@ -16,8 +16,7 @@ from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool, PoolExhaustedError
-from engine.scheduling.config import SchedulerConfig
-from engine.scheduling.request import EngineClosedError
+from engine.scheduling.request import EngineClosedError, SchedulerConfig
 from engine.spec import ModelCacheSpec
 
 MODEL = tiny_llama(head_dim=32)

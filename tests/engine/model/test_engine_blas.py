@@ -27,7 +27,7 @@ def run(code: str, **environment: str) -> str:
 
 
 def loads_openblas() -> bool:
-    return run("from engine.platform.openblas import prefer_openblas; print(prefer_openblas())") == "True\n"
+    return run("from engine.platform import prefer_openblas; print(prefer_openblas())") == "True\n"
 
 
 needs_openblas = pytest.mark.skipif(not loads_openblas(), reason="no OpenBLAS for MLX's CPU wheel here")
@@ -49,14 +49,11 @@ def test_mlx_multiplies_with_it_once_the_engine_is_imported() -> None:
 
 
 def test_it_is_too_late_once_mlx_is_there() -> None:
-    assert (
-        run("import mlx.core; from engine.platform.openblas import prefer_openblas; print(prefer_openblas())")
-        == "False\n"
-    )
+    assert run("import mlx.core; from engine.platform import prefer_openblas; print(prefer_openblas())") == "False\n"
 
 
 def test_it_can_be_turned_off() -> None:
-    code = "from engine.platform.openblas import prefer_openblas; print(prefer_openblas())"
+    code = "from engine.platform import prefer_openblas; print(prefer_openblas())"
     assert run(code, KVPAGE_BLAS="stock") == "False\n"
 
 

@@ -34,8 +34,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from engine.batch_engine import CHANGED, BlockPoolBatchEngine
 from engine.model.identity import Identity
 from engine.pool import BlockPool
-from engine.scheduling.config import SchedulerConfig
-from engine.scheduling.request import CompletedGeneration
+from engine.scheduling.request import CompletedGeneration, SchedulerConfig
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 

@@ -16,8 +16,7 @@ from chat_families import BYTE_LEVEL, FAMILIES, reused
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from engine.generation.answer_text import AnswerText
-from engine.generation.token_text import Detokenizer, TokenText, rendering, template_writes_space
+from engine.generation.text import AnswerText, Detokenizer, TokenText, rendering, template_writes_space
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
 TEXTS = ["def f(n):\n    return n", " Paris, of course.", "a→ü🦭b  c", "  two\n\n three ", "naïve 日本語\t\x00end"]

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.batch_engine import BlockPoolBatchEngine
-from engine.generation.answer_text import AnswerText
+from engine.generation.text import AnswerText
 from engine.generation.tokens import UnknownTokenError
 from engine.memory.blocks import AgentBlocks
 from engine.scheduling.request import CompletedGeneration, Token

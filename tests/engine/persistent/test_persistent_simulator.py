@@ -14,7 +14,7 @@ import pytest
 from persistent_models import EXAMPLES, attention
 
 from engine.persistent import Executor, Graph, GraphBuilder, Model, Simulator, parse
-from engine.persistent.compiler.ops import OPS
+from engine.persistent.compile import OPS
 from engine.persistent.errors import BrokenExecutorError, InputError, ModelError, UnknownNameError
 
 

@@ -20,9 +20,7 @@ from engine.persistent.errors import (
     ShapeError,
     SliceRangeError,
 )
-from engine.persistent.state.journal import Journal
-from engine.persistent.state.memory import Scalar
-from engine.persistent.state.table import Layout, Table
+from engine.persistent.state import Journal, Layout, Scalar, Table
 
 SHAPE = (2, 3)
 Entry = tuple[int, ...]

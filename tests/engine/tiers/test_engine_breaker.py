@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.tiers.server.breaker import FAILURES, LONGEST, SHORTEST, CircuitBreaker, State
+from engine.tiers.server.connection import FAILURES, LONGEST, SHORTEST, CircuitBreaker, State
 
 
 @dataclass

@@ -22,7 +22,7 @@ import mlx.core as mx
 from engine.memory.blocks import AgentBlocks, block_names
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
-from engine.tiers.server.breaker import FAILURES, SHORTEST, State
+from engine.tiers.server.connection import FAILURES, SHORTEST, State
 from engine.tiers.server.manifest import manifest_key
 
 pool = pool_of(32)
@@ -98,7 +98,7 @@ def test_the_rest_is_computed_when_it_comes_more_slowly(
     proxy: Proxy, tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link was fast when it was decided to fetch."""
-    monkeypatch.setattr("engine.tiers.server.receive.LEAST_BYTES", 1)
+    monkeypatch.setattr("engine.tiers.server.fetch.LEAST_BYTES", 1)
     tier.rates.received(1 << 30, 1.0, 1 << 30)
     assert held(pool, tier.load("alice")) == 700
     tier.rates.prefilled(1000, 1.0)

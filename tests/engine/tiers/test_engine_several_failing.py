@@ -25,7 +25,7 @@ from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import SLOTS, Cluster
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
-from engine.tiers.server.breaker import State
+from engine.tiers.server.connection import State
 
 pool = pool_of(256)
 

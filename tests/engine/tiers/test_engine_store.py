@@ -37,12 +37,11 @@ from engine.memory.context_tree import HOLDER
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers import flush, loading
-from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.loading import Loaded
 from engine.tiers.pages import PageTier
 from engine.tiers.server.manifest import manifest_key
-from engine.tiers.store import AgentCacheStore
+from engine.tiers.store import AgentCacheStore, CacheConfig
 
 TOKENS = some_tokens(1, 60)
 

@@ -12,7 +12,7 @@ from test_engine_pages import SPEC, TOKENS, context, held
 
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
-from engine.tiers.server.cost_model import VALID_SECONDS, Decision, Rate, Rates
+from engine.tiers.server.restore_planner import VALID_SECONDS, Decision, Rate, Rates
 
 MB = 1 << 20
 
@@ -114,7 +114,7 @@ def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
 
 
 def test_the_link_is_measured_by_what_comes_over_it(tier: PageTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tiers.server.cost_model.LEAST_BYTES", 1000)
+    monkeypatch.setattr("engine.tiers.server.restore_planner.LEAST_BYTES", 1000)
     assert (tier.rates.link_rate, tier.rates.latency) == (None, None)
     fetch = tier.fetch("alice", TOKENS)
     held(tier._remote.pool, fetch.result())

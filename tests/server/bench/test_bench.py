@@ -13,9 +13,19 @@ import numpy as np
 import pytest
 from servers import RunningServer, start_redis, start_server
 
-from kvpage_server.bench.measure import ClientStore, Store, measure_reads, measure_writes
-from kvpage_server.bench.raw import start_raw
-from kvpage_server.bench.work import LLAMA3_16, SMOLLM2_16, SMOLLM2_256, Blocks, PageWork, Work
+from kvpage_server.bench import (
+    LLAMA3_16,
+    SMOLLM2_16,
+    SMOLLM2_256,
+    Blocks,
+    ClientStore,
+    PageWork,
+    Store,
+    Work,
+    measure_reads,
+    measure_writes,
+    start_raw,
+)
 from kvpage_server.client import PageClient
 
 SECONDS = 0.02

@@ -39,8 +39,7 @@ from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
 from kvpage_server.cli import main
 from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
-from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size
-from kvpage_server.client.cluster.commands import Scattered
+from kvpage_server.client.cluster.commands import OPENING_SIZE, Scattered, block_key, head_size
 from kvpage_server.client.cluster.topology import Node as NodeAddress
 from kvpage_server.client.cluster.topology import has_tag, redirection, slot_of
 from kvpage_server.client.page import pages_of_block

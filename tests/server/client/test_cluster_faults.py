@@ -38,7 +38,7 @@ from kvpage_server.client import (
     PageClientError,
     Refused,
 )
-from kvpage_server.client.cluster.block_value import block_key
+from kvpage_server.client.cluster.commands import block_key
 from kvpage_server.client.cluster.topology import slot_of
 from kvpage_server.client.page import pages_of_block
 from kvpage_server.page import DType, PageKey

@@ -307,8 +307,8 @@ def test_options_may_stand_in_the_url(cluster: Cluster) -> None:
 
 FAULTY = """
 from kvpage_server.app import main
-from kvpage_server.gateway.pages import PagesBehind
-from kvpage_server.resp.reply import Raw
+from kvpage_server.gateway.rows import PagesBehind
+from kvpage_server.resp import Raw
 
 def at_once(self, client, args):
     yield ()

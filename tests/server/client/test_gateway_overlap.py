@@ -13,7 +13,7 @@ from wire import Wire, spell
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
-from kvpage_server.client.cluster.block_value import block_key
+from kvpage_server.client.cluster.commands import block_key
 from kvpage_server.client.cluster.topology import slot_of
 
 NUMBERS = [SHAPE.layers, SHAPE.heads, SHAPE.page_size, 0, len(SHAPE.planes)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvpage_server.client import Refused, WrongReply
 from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Place, Receiver, Values
-from kvpage_server.core.answers import ErrorAnswer, WrongAnswer
+from kvpage_server.core.pieces import ErrorAnswer, WrongAnswer
 from kvpage_server.page import FIELD_AT, DType, PageKey, encode_page
 
 

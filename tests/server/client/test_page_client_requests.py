@@ -14,7 +14,7 @@ from cores import CORES, on_each_core
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpage_server.core.buffers import Unusable
+from kvpage_server.core.pieces import Unusable
 from kvpage_server.page import DType, PageKey, encode_page
 
 CREATED = 1_700_000_000_000

@@ -14,7 +14,7 @@ from servers import NO_REDIS, REDIS_SERVER, RunningServer
 from waiting import until
 
 from kvpage_server.glob import LONGEST, PatternTooLong, glob
-from kvpage_server.store.memory.scan import REST_AFTER, ScanOrder
+from kvpage_server.store.memory.index import REST_AFTER, ScanOrder
 
 
 class TestScan:

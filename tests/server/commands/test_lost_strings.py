@@ -11,7 +11,7 @@ from servers import start_server
 from stored_pages import ask, set_page
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.lost_strings import LONGEST_KEY, LostStrings
+from kvpage_server.store.contents import LONGEST_KEY, LostStrings
 
 
 def lost(client: redis.Redis, pattern: str | bytes, *words: object) -> dict[str, str]:

@@ -9,7 +9,7 @@ import redis
 from servers import start_server
 from wire import Error, Wire, parse
 
-from kvpage_server.commands.table.spec import AT_ONCE
+from kvpage_server.commands.table import AT_ONCE
 
 COUNT = AT_ONCE + 476  # more than run at once, and the last part is not a full one
 KEYS = [b"k%d" % i for i in range(COUNT)]

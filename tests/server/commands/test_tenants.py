@@ -14,8 +14,7 @@ from servers import RunningServer, start_server
 from wire import Wire, spell
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.table.spec import TABLE, Spec
-from kvpage_server.commands.table.usage import arguments
+from kvpage_server.commands.table import TABLE, Spec, arguments
 
 Words = list[bytes]
 

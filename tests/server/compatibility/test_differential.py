@@ -18,8 +18,8 @@ from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_se
 from wire import Wire, items, parse, spell
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.access.absent import ABSENT
-from kvpage_server.commands.table.spec import SUBCOMMANDS, TABLE, Spec
+from kvpage_server.commands.access.user import ABSENT
+from kvpage_server.commands.table import SUBCOMMANDS, TABLE, Spec
 
 SEEDS = 20
 COMMANDS_A_SEED = 1000

@@ -22,7 +22,7 @@ from archives import unpack
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from test_differential import table_under
 
-from kvpage_server.commands.access.absent import ABSENT
+from kvpage_server.commands.access.user import ABSENT
 
 ROOT = Path(__file__).parents[3]
 SUITES = [

@@ -20,7 +20,7 @@ from waiting import until
 from kvpage_server.commands.context import Server
 from kvpage_server.configuration import log
 from kvpage_server.configuration.config import Config
-from kvpage_server.service.renewal import renew_when
+from kvpage_server.service import renew_when
 from kvpage_server.store.keyspace import Keyspace
 
 __all__ = ["certificates"]  # a fixture

@@ -20,7 +20,7 @@ from kvpage_server.commands.access.user import RuleError, change_of
 from kvpage_server.commands.access.users import UserFileError, Users, lines_of, save_file
 from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.configuration.rewrite import rewritten
-from kvpage_server.system.log_lines import LogLines
+from kvpage_server.system.text import LogLines
 
 SPACES = [b" ", b"\t", b"\n", b"\v", b"\f", b"\r", b"\0"]  # they end a word of an ACL file
 ODD = [b"\x01", b"\x1b", b"\x1c", b"\x7f", b"\x85", b"\xa0", b'"', b"'", b"\\", b"#", b"\xff", "é".encode()]

@@ -22,8 +22,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from servers import resident
 from waiting import until
 
-from kvpage_server.core.regions import HUGE, SPARE_FOR, Regions, Spans
-from kvpage_server.core.sizes import capacity_for, chunk_shape, slot_shape
+from kvpage_server.core.regions import HUGE, SPARE_FOR, Regions, Spans, capacity_for, chunk_shape, slot_shape
 
 MIB = 1 << 20
 SIZES = [0, 1, 9, 10, 99, 100, 1024, 4096, 5000, 9999, 10_000, 16384, 65536, 99_999, 100_000, 3_000_000]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpage_server.core import python
-from kvpage_server.core.python.uses import SLOT_BITS
+from kvpage_server.core.python.lru import SLOT_BITS
 
 native = pytest.importorskip("kvpage_server.core.native.uses", reason="the core is not built here")
 

@@ -12,8 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from kvpage_server.http.connections import Door
-from kvpage_server.http.serving import HttpServer
+from kvpage_server.http import Door, HttpServer
 
 CONNECTIONS = 8  # of which 7 may have a request
 Ask = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]

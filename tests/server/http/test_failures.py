@@ -11,9 +11,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from kvpage_server.http.connections import Door
-from kvpage_server.http.failures import MOST_KINDS, Seldom
-from kvpage_server.http.serving import HttpServer
+from kvpage_server.http import MOST_KINDS, Door, HttpServer, Seldom
 
 
 async def fail(scope: Scope, receive: Receive, send: Send) -> None:

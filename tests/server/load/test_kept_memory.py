@@ -15,7 +15,7 @@ from wire import Wire, parse, spell
 
 from kvpage_server.commands.families.connections.caching import MOST_PREFIXES
 from kvpage_server.commands.families.connections.connection import MOST_OF_A_NAME
-from kvpage_server.commands.notifying.prefixes import Prefixes
+from kvpage_server.commands.notifying.tracking import Prefixes
 
 LIMIT = 16 * MIB  # of all clients
 

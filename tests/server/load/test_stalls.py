@@ -15,7 +15,7 @@ from wire import spell
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from benchmarks.worst import NOT_ASKED, Scene, scene_name, scenes
-from kvpage_server.commands.table.spec import TABLE, subcommands
+from kvpage_server.commands.table import TABLE, subcommands
 
 FEW, FOUR_TIMES = 1100, 4400
 # Seconds of a turn that are not looked at: what else runs here, and how slow the machine is. A command that goes by

@@ -14,8 +14,7 @@ from waiting import until
 
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.context import PIECE_BYTES, pages_of
-from kvpage_server.observe.manifests import MOST_BYTES, MOST_KEY
-from kvpage_server.observe.whose import Known, holdings_of_store
+from kvpage_server.observe.memory_by_agent import MOST_BYTES, MOST_KEY, Known, holdings_of_store
 
 MIB = 1 << 20
 

@@ -11,10 +11,10 @@ from servers import resident
 from waiting import until
 from wire import Wire, spell
 
-from kvpage_server.monitor.exposition import MOST_LABELS, OTHERS
+from kvpage_server.monitor.app import MOST_LABELS, OTHERS
 from kvpage_server.observe.engines import MOST_ENGINES, TIERS
-from kvpage_server.observe.whose import LookLimits
-from kvpage_server.web.shown import MOST_AGENTS, MOST_REQUESTS
+from kvpage_server.observe.memory_by_agent import LookLimits
+from kvpage_server.web.views import MOST_AGENTS, MOST_REQUESTS
 
 MIB = 1 << 20
 TIER = {"hits": 1, "tokens": 1, "bytes": 1}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvpage_server.net.turns import Line
-from kvpage_server.resp.reply import Reply
+from kvpage_server.net.run_queue import Line
+from kvpage_server.resp import Reply
 
 
 class Turn:

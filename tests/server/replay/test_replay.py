@@ -12,13 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from kvpage_server.replay.clairvoyant import clairvoyant
-from kvpage_server.replay.nodes import simulate_nodes
-from kvpage_server.replay.simulate import simulate, simulate_noeviction
-from kvpage_server.replay.trace import TracedPrompt, TraceError, read_trace
-from kvpage_server.store.eviction.lru import LRU
+from kvpage_server.replay import (
+    TracedPrompt,
+    TraceError,
+    clairvoyant,
+    read_trace,
+    simulate,
+    simulate_nodes,
+    simulate_noeviction,
+)
+from kvpage_server.store.eviction.policies import LRU, S3FIFO
 from kvpage_server.store.eviction.prefix import Prefix
-from kvpage_server.store.eviction.s3fifo import S3FIFO
 
 
 def trace_of(*chains: str) -> list[TracedPrompt]:

@@ -19,8 +19,16 @@ from servers import RunningServer
 from wire import spell
 
 from kvpage_server.core import Limits, Parser, ProtocolError
-from kvpage_server.core.inline import split_words
-from kvpage_server.core.protocol import AHEAD, DIRECT, KEEP_FROM, MAX_LINE, MOST_LISTED, RECEIVE_TURN, SCRATCH_SIZE
+from kvpage_server.core.protocol import (
+    AHEAD,
+    DIRECT,
+    KEEP_FROM,
+    MAX_LINE,
+    MOST_LISTED,
+    RECEIVE_TURN,
+    SCRATCH_SIZE,
+    split_words,
+)
 from kvpage_server.page import checksum
 
 Words = list[bytes]

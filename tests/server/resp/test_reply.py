@@ -16,8 +16,8 @@ from redis._parsers import Encoder, _RESP2Parser, _RESP3Parser
 from redis.exceptions import RedisError
 
 from kvpage_server.core import Arena
-from kvpage_server.core.piece import Piece
-from kvpage_server.resp.reply import NULL_ARRAY, OK, Push, Raw, ReplyError, Stream, Verbatim, encode, simple
+from kvpage_server.core.pieces import Piece
+from kvpage_server.resp import NULL_ARRAY, OK, Push, Raw, ReplyError, Stream, Verbatim, encode, simple
 
 
 def wire(value: Any, protocol: int) -> bytes:

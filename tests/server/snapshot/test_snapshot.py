@@ -22,9 +22,7 @@ from test_kvpage_cli import flip_a_bit, kvpage
 
 from kvpage_server.page import DType, PageKey, encode_page
 from kvpage_server.snapshot.dump import Dumped, Selection, dump
-from kvpage_server.snapshot.errors import DumpError
-from kvpage_server.snapshot.format.directory import read_summary
-from kvpage_server.snapshot.format.files import intact, opened, read_contents
+from kvpage_server.snapshot.format import DumpError, intact, opened, read_contents, read_summary
 from kvpage_server.snapshot.restore import Restored, restore
 from kvpage_server.snapshot.store import RunningStore
 

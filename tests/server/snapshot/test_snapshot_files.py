@@ -20,19 +20,22 @@ from test_kvpage_cli import kvpage
 
 from kvpage_server.layouts import to_mlx
 from kvpage_server.page import DType, PageHeader, PageKey, checksum
-from kvpage_server.snapshot.errors import BadFile
-from kvpage_server.snapshot.format.entries import String, entry_of
-from kvpage_server.snapshot.format.files import (
+from kvpage_server.snapshot.format import (
+    BadFile,
     DumpOf,
     FileContents,
+    FoundPage,
+    String,
     Tensor,
+    bytes_of,
+    entry_of,
     intact,
     opened,
     read_contents,
+    tensors_of,
+    text_of,
     write_file,
 )
-from kvpage_server.snapshot.format.names import bytes_of, text_of
-from kvpage_server.snapshot.format.planes import FoundPage, tensors_of
 
 
 def found(

@@ -12,7 +12,7 @@ import redis
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, PageError, Plane, checksum, decode_page, unix_ms
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
-from kvpage_server.store.memory.extent import Extent, ExtentPage
+from kvpage_server.store.memory.index import Extent, ExtentPage
 
 SHAPE = BlockShape(layers=8, heads=8, page_size=4, planes=(Plane(0, DType.FLOAT16, 8), Plane(1, DType.FLOAT16, 8)))
 BODY = random.Random(7).randbytes(SHAPE.nbytes)

@@ -16,10 +16,10 @@ from wire import spell
 
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
-from kvpage_server.commands.table.spec import find
-from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.commands.table import find
+from kvpage_server.resp import Reply, ReplyError, Stream
 from kvpage_server.store.eviction.quotas import OverQuota
-from kvpage_server.store.promise import Account, Promise
+from kvpage_server.store.reservation import Account, Promise
 
 PAGES = 1100  # three steps or more
 SIZE = 1000

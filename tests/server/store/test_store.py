@@ -16,7 +16,7 @@ from kvpage_server.core.arguments import PageName
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, checksum, encode_page, unix_ms
 from kvpage_server.store.keyspace import Keyspace, OutOfMemory
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
-from kvpage_server.store.memory.extent import Extent, ExtentPage
+from kvpage_server.store.memory.index import Extent, ExtentPage
 
 MIB = 1024 * 1024
 

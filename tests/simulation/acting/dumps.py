@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from kvpage_server.client import PageClientError
+from kvpage_server.snapshot.command import inspect
 from kvpage_server.snapshot.dump import Selection, dump
-from kvpage_server.snapshot.format.directory import files_of, read_all, read_summary
-from kvpage_server.snapshot.format.entries import PageTensor
-from kvpage_server.snapshot.format.files import BadFile
-from kvpage_server.snapshot.inspect import inspect
+from kvpage_server.snapshot.format import BadFile, PageTensor, files_of, read_all, read_summary
 from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import RunningStore
 from tests.simulation.acting.process import SOCKET

@@ -27,10 +27,9 @@ from engine.chains import common_prefix
 from engine.memory.blocks import AgentBlocks, KVBlock
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
-from engine.tiers.store import AgentCacheStore, StoreUnavailableError
+from engine.tiers.store import AgentCacheStore, CacheConfig, StoreUnavailableError
 from kvpage_server.page import DType, Plane
 from tests.simulation.world import threads
 

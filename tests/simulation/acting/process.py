@@ -19,9 +19,9 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.notifying.tracking import _NOTE, _SHARE
 from kvpage_server.core import Caller, NewPages, Parser
 from kvpage_server.core.python import calls
-from kvpage_server.net import answering
+from kvpage_server.net import replies
 from kvpage_server.store.disk.naming import unit_of_cold
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Block
 from tests.simulation.programs.seed import Seed
@@ -33,7 +33,7 @@ SOCKET = "socket"
 Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; what is sent for that
 
 calls.monotonic_ns = real_monotonic_ns  # see `_OneByOne`
-_execute, _caller_of, _came_of = answering.execute, answering.caller_of, answering.came_of
+_execute, _caller_of, _came_of = replies.execute, replies.caller_of, replies.came_of
 _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 
 
@@ -70,8 +70,8 @@ class Process:
             self.machine.disk.map_size = seed.maxdisk
         app._load_users(self.server)
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
-        answering.execute, answering.came_of = self._execute, self._came_of
-        answering.caller_of = _OneByOne  # type: ignore[assignment]
+        replies.execute, replies.came_of = self._execute, self._came_of
+        replies.caller_of = _OneByOne  # type: ignore[assignment]
         self._attend()
         gc.freeze()  # a server that starts looks through all that is not
         self.ready = True

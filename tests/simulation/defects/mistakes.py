@@ -180,7 +180,7 @@ MISTAKES = [
     ),
     Mistake(
         "receiving-never-settled",
-        "kvpage_server.net.load",
+        "kvpage_server.net.connection_memory",
         "Load.settle",
         "            self._keyspace.memory.receiving += receiving - self._receiving\n",
         "            self._keyspace.memory.receiving += max(receiving - self._receiving, 0)\n",
@@ -252,7 +252,7 @@ MISTAKES = [
     ),
     Mistake(
         "postponed-runs-twice",
-        "kvpage_server.net.answering",
+        "kvpage_server.net.replies",
         "Answering._answer",
         "        self._postponed, load.postponed = None, 0\n        queued = 0\n",
         "        load.postponed = 0\n        queued = 0\n",
@@ -284,7 +284,7 @@ MISTAKES = [
     ),
     Mistake(
         "file-is-believed",
-        "engine.formats.tensor_file",
+        "engine.tensor_file",
         "TensorReader.bodies",
         "        if digest.hexdigest() != written:\n",
         "        if digest.hexdigest() != written and not self.tensors:\n",

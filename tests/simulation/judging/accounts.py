@@ -8,13 +8,12 @@ from typing import cast
 
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Slot
+from kvpage_server.store import records
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text
-from kvpage_server.store.memory.extent import ExtentPage
-from kvpage_server.store.memory.index import Block
-from kvpage_server.store.records import sheet
+from kvpage_server.store.memory.index import Block, ExtentPage
 
 ROOM = 1 << 16  # bytes: what a limit may be passed by, for what was stored last
 
@@ -53,7 +52,7 @@ def _mistaken_expiry(keyspace: Keyspace) -> Iterator[str]:
     found = sum(bool(entry.expires) for entry in contents.catalogue.entries.values())
     found += sum(block.pages for block in keyspace.index if block.extent is not None and block.extent.expires)
     for _, rows in _resting(keyspace):
-        found += sum(bool(expires) for _, _, expires, _ in sheet.pages(b"", 0, rows))
+        found += sum(bool(expires) for _, _, expires, _ in records.pages(b"", 0, rows))
     if contents.expirer.keys != found:
         yield f"{contents.expirer.keys} keys are counted that expire, there are {found}"
 
@@ -102,7 +101,9 @@ def _missed_by_scans(keyspace: Keyspace) -> Iterator[str]:
 def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
     """What values take on disk, when nothing waits to be written."""
     usage = tiered.stored.usage
-    found = sum(usage._sizes.values()) + sum(sheet.footprint(len(req_id), rows) for req_id, rows in _resting(keyspace))
+    found = sum(usage._sizes.values()) + sum(
+        records.sheet_footprint(len(req_id), rows) for req_id, rows in _resting(keyspace)
+    )
     if usage.used != found or usage.expected != found:
         yield f"{usage.used} bytes of the disk are counted, {usage.expected} are expected, values take {found}"
     if usage.replaced:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.shown import shown
-from kvpage_server.commands.table.spec import find
-from kvpage_server.resp.reply import NULL_ARRAY, QUEUED, ReplyError, Stream
+from kvpage_server.commands.dispatch.run import shown
+from kvpage_server.commands.table import find
+from kvpage_server.resp import NULL_ARRAY, QUEUED, ReplyError, Stream
 from tests.simulation.acting.peers import Peer
 from tests.simulation.model.model import Conversation, Model, Words
 

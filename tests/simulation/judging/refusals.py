@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpage_server.commands.table.spec import named
+from kvpage_server.commands.table import named
 from kvpage_server.store.eviction.policies import NO_EVICTION
 from tests.simulation.acting.peers import shown
 from tests.simulation.acting.process import Process

@@ -7,10 +7,10 @@ from typing import Any
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.notifying.recipient import Mode
+from kvpage_server.commands.notifying.channels import Mode
 from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError
+from kvpage_server.resp import OK, Reply, ReplyError
 
 MOST_PREFIXES = 1024  # of a client, and bytes of a prefix
 _TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabling it with a different mode."

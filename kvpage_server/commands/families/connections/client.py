@@ -12,7 +12,7 @@ from kvpage_server.commands.families.connections.connection import checked_name,
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
+from kvpage_server.resp import OK, Reply, ReplyError, Verbatim
 
 _OWN = "noscript loading stale keeps_caching"
 _OTHERS = "admin noscript loading stale keeps_caching"

@@ -15,7 +15,7 @@ from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.families.server.info import REDIS_VERSION
 from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import OK, PONG, Push, Reply, ReplyError, Wait, simple
+from kvpage_server.resp import OK, PONG, Push, Reply, ReplyError, Wait, simple
 
 MOST_OF_A_NAME = 1024  # bytes: CLIENT LIST, SLOWLOG and ACL LOG have it, too
 _PRINTABLE = re.compile(rb"[!-~]*\Z")

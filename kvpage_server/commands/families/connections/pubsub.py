@@ -9,11 +9,11 @@ from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table.spec import Parts
+from kvpage_server.commands.table import Parts
 from kvpage_server.core import Argument
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import channel_glob
-from kvpage_server.resp.reply import Push, Reply, ReplyError, Stream, encode
+from kvpage_server.resp import Push, Reply, ReplyError, Stream, encode
 
 _LISTENING = "pubsub noscript loading stale while_subscribed"
 _EACH = Parts(joined="apart")

@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvpage_server.commands.arguments import plain_all
-from kvpage_server.commands.context import Client
+from kvpage_server.commands.context import Client, Transaction
 from kvpage_server.commands.dispatch.run import run_queued
 from kvpage_server.commands.families.pages.request import blocks_of
 from kvpage_server.commands.index_key import derived_from
-from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table.needs import nothing
-from kvpage_server.commands.table.spec import AT_ONCE, Parts, Spec
+from kvpage_server.commands.table import AT_ONCE, Parts, Spec, nothing
 from kvpage_server.core import Argument
-from kvpage_server.core.piece import Piece, lent
+from kvpage_server.core.pieces import Piece, lent
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.reply import NULL_ARRAY, OK, Reply, ReplyError
+from kvpage_server.resp import NULL_ARRAY, OK, Reply, ReplyError
 
 MOST_WATCHED = 8192  # keys of a client
 

@@ -1,5 +1,5 @@
 """The families of keys and their values as Redis has them: keys, strings, counters, sets, expiry."""
 
-from kvpage_server.commands.families.keys import counter, expire, inspection, keyspace, lost, set, string
+from kvpage_server.commands.families.keys import expire, inspection, keyspace, set, string
 
 __all__ = ["counter", "expire", "inspection", "keyspace", "lost", "set", "string"]

@@ -12,9 +12,9 @@ from kvpage_server.commands.families.pages.request import are_few, blocks_of, ke
 from kvpage_server.commands.index_key import request_of
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps, stepwise
-from kvpage_server.commands.table.needs import nothing
+from kvpage_server.commands.table import nothing
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
+from kvpage_server.resp import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.memory.entry import is_page
 
 

@@ -9,20 +9,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
+from kvpage_server.commands.arguments import I64, NOT_AN_INTEGER, SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import MANY_BYTES, Client
 from kvpage_server.commands.dispatch.disk import fetched
 from kvpage_server.commands.families.keys.value import admit, length_of, page_of, part_of, put, store, string_of
 from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.table.keys import READ, WRITE, key_of_set
-from kvpage_server.commands.table.needs import as_used, extents, nothing, values
-from kvpage_server.commands.table.spec import Parts
+from kvpage_server.commands.table import READ, WRITE, Parts, as_used, extents, key_of_set, nothing, values
 from kvpage_server.core import Argument
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.pieces import Piece
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, encode
-from kvpage_server.store.disk.needed import Needed
+from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, encode
+from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.entry import Entry, Text, is_cold
 
@@ -324,3 +322,60 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
     if first > last or (start < 0 and end < 0 and start > end) or not size:
         return b""
     return part_of(entry, first, last + 1)
+
+
+# -- Numbers in strings: the INCR commands. A page is no number --------------------------------------------------------
+
+
+def _add(client: Client, key: bytes, amount: int) -> Reply:
+    """The INCR commands. They keep the time to live."""
+    keyspace = client.server.keyspace
+    entry = keyspace.find(key)
+    old = 0 if entry is None else as_integer(entry.data) if isinstance(entry, Text) else None
+    if old is None:
+        raise ReplyError(NOT_AN_INTEGER)
+    new = old + amount
+    if not I64[0] <= new <= I64[1]:
+        raise ReplyError("ERR increment or decrement would overflow")
+    value = b"%d" % new
+    admit(client, [(key, value, None)])
+    keyspace.set_string(key, value, entry.expires if entry is not None else 0, "incrby")
+    return new
+
+
+_counter = partial(
+    command,
+    flags="write denyoom fast",
+    keys=(1, 1, 1),
+    needs=extents,
+    access=READ | WRITE,
+    group="string",
+    reply="integer",
+)
+
+
+@_counter("incr key", summary="Adds one to a number.")
+def incr(client: Client, args: list[Argument]) -> Reply:
+    """The new number. A missing key counts as 0."""
+    return _add(client, plain(args[0]), 1)
+
+
+@_counter("decr key", summary="Subtracts one from a number.")
+def decr(client: Client, args: list[Argument]) -> Reply:
+    """The new number. A missing key counts as 0."""
+    return _add(client, plain(args[0]), -1)
+
+
+@_counter("incrby key increment", summary="Adds to a number.")
+def incrby(client: Client, args: list[Argument]) -> Reply:
+    """The new number. A missing key counts as 0."""
+    return _add(client, plain(args[0]), integer(args[1]))
+
+
+@_counter("decrby key decrement", summary="Subtracts from a number.")
+def decrby(client: Client, args: list[Argument]) -> Reply:
+    """The new number. A missing key counts as 0."""
+    amount = integer(args[1])
+    if amount == I64[0]:
+        raise ReplyError("ERR decrement would overflow")
+    return _add(client, plain(args[0]), -amount)

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from kvpage_server.commands.context import Client
 from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import PageName
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.pieces import Piece
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
-from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Text, is_page

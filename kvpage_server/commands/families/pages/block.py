@@ -12,13 +12,17 @@ from functools import lru_cache, partial
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import ReadAhead
-from kvpage_server.commands.families.pages.misses import block_missed
-from kvpage_server.commands.families.pages.request import block_names, chained, hash_in_steps, page_id, request_name
+from kvpage_server.commands.families.pages.request import (
+    block_missed,
+    block_names,
+    chained,
+    hash_in_steps,
+    page_id,
+    request_name,
+)
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps, each, stepwise
-from kvpage_server.commands.table.keys import requests
-from kvpage_server.commands.table.needs import blocks, nothing
-from kvpage_server.commands.table.spec import Parts
+from kvpage_server.commands.table import Parts, blocks, nothing, requests
 from kvpage_server.core import Argument, Slot
 from kvpage_server.page import (
     MAX_HEAD,
@@ -32,12 +36,12 @@ from kvpage_server.page import (
     check_dtype,
     unix_ms,
 )
-from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.blocks import AT_ONCE, has_block, read_block
+from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.fetching import Loans
 from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.keyspace import AT_ONCE, has_block, read_block
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Extent
 
 _PLANE = 3  # type dtype head_dim
 

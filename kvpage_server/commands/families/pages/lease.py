@@ -1,7 +1,7 @@
 """The page family's protection: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
 
 Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. How many bytes they may
-take together, `store/protection.py` says.
+take together, `store/keyspace.py` says.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from functools import partial
 
 from kvpage_server.commands.arguments import check_batch, integer_in
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.families.pages.misses import HOLE, block_missed, count_miss
-from kvpage_server.commands.families.pages.request import are_few, block_names, chained, named_blocks
+from kvpage_server.commands.families.pages.request import (
+    HOLE,
+    are_few,
+    block_missed,
+    block_names,
+    chained,
+    count_miss,
+    named_blocks,
+)
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table.keys import requests
-from kvpage_server.commands.table.needs import nothing
-from kvpage_server.commands.table.spec import AT_ONCE, Parts
+from kvpage_server.commands.table import AT_ONCE, Parts, nothing, requests
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32
-from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.eviction.leases import LONGEST_LEASE, Bytes
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.system.text import monotonic_ms
 
 
 def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:

@@ -6,16 +6,14 @@ from itertools import count
 
 from kvpage_server.commands.arguments import WRONG_TYPE
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.families.pages.misses import HOLE, INCOMPLETE
 from kvpage_server.commands.families.pages.page import page_name
-from kvpage_server.commands.families.pages.request import are_few, blocks_of, request_name
+from kvpage_server.commands.families.pages.request import HOLE, INCOMPLETE, are_few, blocks_of, request_name
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, stepwise
-from kvpage_server.commands.table.keys import requests
-from kvpage_server.commands.table.needs import nothing
+from kvpage_server.commands.table import nothing, requests
 from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
-from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.contents import NEVER_STORED, OVER_QUOTA
 from kvpage_server.store.eviction.ghosts import Ghost
 from kvpage_server.store.keyspace import Keyspace

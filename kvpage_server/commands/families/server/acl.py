@@ -16,9 +16,9 @@ from kvpage_server.commands.arguments import as_integer, integer, plain, plain_a
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, each, in_thread, stepwise
-from kvpage_server.commands.table.spec import CATEGORIES, TABLE, find
+from kvpage_server.commands.table import CATEGORIES, TABLE, find
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
+from kvpage_server.resp import OK, Reply, ReplyError, Stream
 
 _ADMIN = "admin noscript loading stale"
 _NO_FILE = (

@@ -8,13 +8,22 @@ from typing import Any
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, help_of
-from kvpage_server.commands.table.keys import READ, WRITE, Use
-from kvpage_server.commands.table.shape import schema
-from kvpage_server.commands.table.spec import SUBCOMMANDS, TABLE, Parts, Spec, subcommands, top_level
-from kvpage_server.commands.table.usage import arguments
+from kvpage_server.commands.table import (
+    READ,
+    SUBCOMMANDS,
+    TABLE,
+    WRITE,
+    Parts,
+    Spec,
+    Use,
+    arguments,
+    schema,
+    subcommands,
+    top_level,
+)
 from kvpage_server.core import Argument
 from kvpage_server.glob import glob
-from kvpage_server.resp.reply import Raw, Reply, ReplyError, encode, simple
+from kvpage_server.resp import Raw, Reply, ReplyError, encode, simple
 
 
 def describe(spec: Spec) -> list[Any]:

@@ -12,14 +12,13 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import NEVER, Client, Server
 from kvpage_server.commands.measure import Stats
 from kvpage_server.commands.registry import command, container
-from kvpage_server.commands.steps import STEP, Steps, each, in_thread, stepwise
-from kvpage_server.commands.totals import counted
+from kvpage_server.commands.steps import STEP, Steps, counted, each, in_thread, stepwise
 from kvpage_server.configuration import certificates, log
 from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.configuration.rewrite import rewritten
 from kvpage_server.core import Argument
 from kvpage_server.glob import glob
-from kvpage_server.resp.reply import OK, Reply, ReplyError
+from kvpage_server.resp import OK, Reply, ReplyError
 from kvpage_server.store.eviction.quotas import Rule
 from kvpage_server.system.durable import replacing
 

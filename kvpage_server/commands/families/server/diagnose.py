@@ -13,7 +13,7 @@ from kvpage_server.commands.measure import CallCounts, LatencyEvent, SlowCall
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, freed, stepwise
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, Verbatim
+from kvpage_server.resp import OK, Reply, ReplyError, Stream, Verbatim
 
 _slowlog = partial(command, flags="admin loading stale", group="server", since="2.2.12")
 _latency = partial(command, flags="admin noscript loading stale", group="server", since="2.8.13")

@@ -12,13 +12,12 @@ from collections.abc import Callable
 
 from kvpage_server import __version__, core
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.families.pages.misses import OF_STRINGS, REASONS
+from kvpage_server.commands.families.pages.request import OF_STRINGS, REASONS
 from kvpage_server.commands.measure import CallCounts
-from kvpage_server.commands.table.spec import TABLE
+from kvpage_server.commands.table import TABLE
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.system.durations import monotonic_ms, within
-from kvpage_server.system.printable import printable
+from kvpage_server.system.text import monotonic_ms, printable, within
 
 REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.server.info import info_text
-from kvpage_server.commands.families.server.save import saved
 from kvpage_server.commands.registry import command, container
-from kvpage_server.commands.steps import STEP, Steps, stepwise
-from kvpage_server.commands.totals import counted
+from kvpage_server.commands.steps import STEP, Steps, counted, stepwise
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import Reply, ReplyError, Stream, Verbatim
+from kvpage_server.resp import OK, Reply, ReplyError, Stream, Verbatim, Wait, simple
+from kvpage_server.store.disk.tier import DiskTier
 
 log = logging.getLogger("kvpage")
 
@@ -117,3 +116,98 @@ def shutdown(client: Client, args: list[Argument]) -> Reply:
         client.close()
 
     return Stream(None, steps())
+
+
+# -- CLUSTER: refused, so that clients of Redis Cluster recognise a server that is not a node of one -------------------
+
+_cluster = partial(
+    command,
+    flags="stale",
+    group="cluster",
+    since="3.0.0",
+    summary="Refused, as by a Redis without cluster support.",
+)
+
+container("cluster", group="cluster", since="3.0.0", summary="A container for Redis Cluster's commands.")
+
+
+@_cluster("cluster|info", reply="bulk")
+@_cluster("cluster|keyslot key", reply="integer")
+@_cluster("cluster|myid", reply="bulk")
+@_cluster("cluster|nodes", reply="bulk")
+@_cluster("cluster|shards", since="7.0.0", reply="array of map")
+@_cluster("cluster|slots", reply="array of array")
+def cluster_disabled(client: Client, args: list[Argument]) -> Reply:
+    """Raises ReplyError, from which a client of a cluster knows that this server stands alone."""
+    raise ReplyError("ERR This instance has cluster support disabled")
+
+
+# -- SAVE, BGSAVE, LASTSAVE: what was stored goes to disk by itself; these have it go now, and tell when  --------------
+
+
+def _tiered(client: Client) -> DiskTier:
+    tiered = client.server.tiered
+    if tiered is None:
+        raise ReplyError("ERR there is no disk to save to: the parameter `store` is memory")
+    return tiered
+
+
+def saved(tiered: DiskTier) -> Generator[Reply, None, None]:
+    """Steps of a reply until everything was written. Raises ReplyError saying what could not be, and why."""
+    saving = tiered.begin_save()
+    yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
+    if reason := saving.result():
+        raise ReplyError(f"ERR Errors writing to disk: {reason}")
+
+
+_save = partial(command, group="server")
+
+
+@_save(
+    "save",
+    flags="admin noscript no_async_loading no_multi dangerous",
+    complexity="O(N) with N changes that are not on disk",
+    reply="OK",
+    summary="Writes everything to disk before it answers.",
+)
+def save(client: Client, args: list[Argument]) -> Reply:
+    """OK, once it is there; an error that says what is not, and why. Others do not wait."""
+    tiered = _tiered(client)
+
+    def steps() -> Iterator[Reply]:
+        try:
+            yield from saved(tiered)
+        except ReplyError as error:
+            client.server.stats.note_error(str(error))
+            yield error
+        else:
+            yield OK
+
+    return Stream(None, steps())
+
+
+@_save(
+    "bgsave [SCHEDULE]",
+    flags="admin noscript no_async_loading dangerous",
+    reply="simple",
+    summary="Starts writing everything to disk, and returns at once.",
+)
+def bgsave(client: Client, args: list[Argument]) -> Reply:
+    """A simple string, as Redis words it."""
+    if [word.upper() for word in plain_all(args)] not in ([], [b"SCHEDULE"]):
+        raise ReplyError(SYNTAX_ERROR)
+    _tiered(client).begin_save()
+    return simple("Background saving started")
+
+
+@_save(
+    "lastsave",
+    flags="loading stale fast admin dangerous",
+    tips="nondeterministic_output",
+    reply="integer",
+    summary="Returns the unix second of the last commit to disk, or of the start if there was none.",
+)
+def lastsave(client: Client, args: list[Argument]) -> Reply:
+    """Unix seconds."""
+    server = client.server
+    return (server.started_ms if server.tiered is None else server.tiered.behind.last_commit) // 1000

@@ -15,7 +15,7 @@ from kvpage_server.page import PageKey, unix_ms
 from kvpage_server.store.eviction.leases import Bytes, Leases
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
-from kvpage_server.system.durations import monotonic_ms
+from kvpage_server.system.text import monotonic_ms
 
 
 def test_a_prefix_ends_at_the_first_block_that_is_not_complete(client: redis.Redis) -> None:

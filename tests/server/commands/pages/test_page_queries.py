@@ -16,10 +16,10 @@ from stored_pages import Here, ask, held, set_block, set_page
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.pages.page import AT_ONCE
-from kvpage_server.commands.table.spec import find
+from kvpage_server.commands.table import find
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.reply import encode
+from kvpage_server.resp import encode
 
 # -- KVPAGEMEXISTS, KVPAGESTAT -------------------------------------------------------------------------------------
 

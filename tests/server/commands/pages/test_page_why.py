@@ -12,7 +12,7 @@ from servers import start_server
 from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.file.database import FILE
+from kvpage_server.store.disk.database import FILE
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.memory.index import Block
 

@@ -19,8 +19,8 @@ from waiting import until
 from wire import Wire, parse, spell
 
 from kvpage_server.core import NewPages
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.holds import Holds
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.pins import Holds
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
 
@@ -292,7 +292,7 @@ def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyP
     assert [b"a" in holds, b"b" in holds] == [True, True]
     del first
     assert [b"a" in holds, b"b" in holds, ended] == [False, True, [5]]
-    monkeypatch.setattr("kvpage_server.store.disk.holds.LONGEST", 0.0)
+    monkeypatch.setattr("kvpage_server.store.disk.pins.LONGEST", 0.0)
     holds.end_old()
     assert [b"b" in holds, ended] == [False, [5, 0]]
     del second

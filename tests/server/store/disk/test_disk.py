@@ -13,10 +13,10 @@ import lmdb
 import pytest
 
 from kvpage_server.page import DType, PageKey, encode_page
-from kvpage_server.store.disk.file.change import Clear, Delete, Quarantine, Retime, Write
-from kvpage_server.store.disk.file.database import FILE, Disk
-from kvpage_server.store.disk.file.lmdb_file import FORMAT, DiskError, DiskFull
-from kvpage_server.store.records.record import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
+from kvpage_server.store.disk.database import FILE, Disk
+from kvpage_server.store.disk.encoding import Clear, Delete, Quarantine, Retime, Write
+from kvpage_server.store.disk.lmdb_file import FORMAT, DiskError, DiskFull
+from kvpage_server.store.records import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
 
 SIZES = [0, 1, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 5_000_000]
 
@@ -278,10 +278,10 @@ import sys
 from pathlib import Path
 sys.path[:0] = {path}
 from test_disk import body, read
-from kvpage_server.store.disk.file.change import Quarantine
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.lmdb_file import DiskError
-from kvpage_server.store.records.record import Damaged, Record
+from kvpage_server.store.disk.encoding import Quarantine
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.lmdb_file import DiskError
+from kvpage_server.store.records import Damaged, Record
 try:
     disk = Disk(Path(sys.argv[1]))
 except DiskError as error:

@@ -22,8 +22,8 @@ from small_disks import small_disk
 from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tiered
 from waiting import until
 
-from kvpage_server.store.disk.file.database import FILE
-from kvpage_server.store.disk.file.lmdb_file import DiskFull, told
+from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.disk.lmdb_file import DiskFull, told
 
 SIZE = 100_000
 
@@ -224,7 +224,7 @@ def test_a_server_that_is_told_to_stop_ends_with_an_error_when_it_could_not_writ
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
 def test_a_server_that_promised_nothing_says_at_its_end_that_it_could_not_write_all(tmp_path: Path) -> None:
     options = (*TIERED, "--appendfsync", "no")
-    prompt = with_constants("kvpage_server.store.disk.file.write_behind", LONGEST=1.0)
+    prompt = with_constants("kvpage_server.store.disk.write_behind", LONGEST=1.0)
     with start_server(*options, directory=tmp_path, killed=True, program=prompt) as server:
         limits = ((tmp_path / FILE).stat().st_size, resource.RLIM_INFINITY)
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)

@@ -13,11 +13,11 @@ import redis
 from servers import start_server
 from test_tiered import BLOCK, MB, TIERED, body, disk_info, get_page, page_args, set_block, set_page, settle, tiered
 
-from kvpage_server.store.disk.file.change import Delete, Write
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.lmdb_file import MaxDisk
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import Delete, Write
+from kvpage_server.store.disk.lmdb_file import MaxDisk
 from kvpage_server.store.disk.usage import DiskUsage
-from kvpage_server.store.records.record import Record
+from kvpage_server.store.records import Record
 
 SMALL = ("--maxdisk", "16mb")  # of which 12 are for values
 USED_UP = "command not allowed when used disk > 'maxdisk'"

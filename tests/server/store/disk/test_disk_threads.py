@@ -18,16 +18,14 @@ import lmdb
 import pytest
 from waiting import PATIENCE, until
 
-from kvpage_server.net.limits import keep_large_blocks_apart
-from kvpage_server.store.disk.file.bodies import Outcome
-from kvpage_server.store.disk.file.change import Write
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
-from kvpage_server.store.disk.file.readers import THREADS, DiskReader
-from kvpage_server.store.disk.file.scrub import Scrubber
-from kvpage_server.store.disk.file.write_behind import MOVES, Event, State, WriteBehind, after
-from kvpage_server.store.disk.file.writer import Batch
-from kvpage_server.store.records.record import Damaged
+from kvpage_server.net.connection_memory import keep_large_blocks_apart
+from kvpage_server.store.disk.bodies import Outcome
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import Write
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.disk.readers import THREADS, DiskReader, Scrubber
+from kvpage_server.store.disk.write_behind import MOVES, Batch, Event, State, WriteBehind, after
+from kvpage_server.store.records import Damaged
 from kvpage_server.system import malloc
 
 MB = 1024**2
@@ -340,7 +338,7 @@ class TestMemoryOfCommits:
                 await write(writer)
                 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
             assert faults < count * len(large) // mmap.PAGESIZE // 4
-            monkeypatch.setattr("kvpage_server.store.disk.file.writer._SPARE_FOR", 0.1)
+            monkeypatch.setattr("kvpage_server.store.disk.write_behind._SPARE_FOR", 0.1)
             await write(writer)
             until(lambda: _own_memory() < before - count * len(large) // 2)
 

@@ -15,13 +15,12 @@ from waiting import PATIENCE
 
 from kvpage_server.core import NewPages
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.file.change import Change
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.encoding import Value
-from kvpage_server.store.disk.file.lmdb_file import DiskError
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import Change, Value
+from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.records.record import Record
+from kvpage_server.store.records import Record
 
 PAGE, LONG, SHORT = b"kv:r:0:0:0:0", b"long", b"short"
 LATER = unix_ms() + 3_600_000

@@ -13,7 +13,7 @@ from test_tiered import BLOCK, SHAPE, body, disk_info, settle, tiered
 from waiting import eventually, until
 
 LONG = body(100_000, 7)
-PROMPT = with_constants("kvpage_server.store.disk.file.write_behind", LONGEST=1.0)
+PROMPT = with_constants("kvpage_server.store.disk.write_behind", LONGEST=1.0)
 PAGES = [body(20_000, seed) for seed in range(4)]
 WHOLE = body(BLOCK, 9)
 

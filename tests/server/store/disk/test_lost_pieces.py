@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvpage_server.page import HEADER_SIZE, DType, PageKey, encode_page
-from kvpage_server.store.disk.file.change import Clear, Delete, Quarantine, Write
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.file.lmdb_file import DiskFull
-from kvpage_server.store.records.record import name_of_key
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import Clear, Delete, Quarantine, Write
+from kvpage_server.store.disk.lmdb_file import DiskFull
+from kvpage_server.store.records import name_of_key
 
 MAXDISK = 16 << 20
 BIG = 6 << 20  # two fit

@@ -11,11 +11,11 @@ import redis
 from servers import start_server
 from wire import Wire, parse, spell
 
-from kvpage_server.store.disk.file.change import Write
-from kvpage_server.store.disk.file.database import Disk
-from kvpage_server.store.disk.mapped import AT_ONCE, LONGEST, MOST, Mapped, MappedLoans
+from kvpage_server.store.disk.borrowed_reads import AT_ONCE, LONGEST, MOST, Mapped, MappedLoans
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import Write
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.records.record import name_of_block
+from kvpage_server.store.records import name_of_block
 
 SHAPE = (2, 2, 64, 0, 1, 0, 1, 1024)  # layers heads page_size ttl P, then the plane: 512 KiB of float16
 BLOCK = 2 * 2 * 64 * 1024 * 2

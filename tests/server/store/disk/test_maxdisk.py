@@ -16,11 +16,11 @@ from test_tiered import MB, TIERED, body, disk_info, tiered
 from waiting import until
 
 from kvpage_server.app import _open_store
-from kvpage_server.configuration import defaults
+from kvpage_server.configuration import config
 from kvpage_server.configuration.config import from_arguments
 from kvpage_server.page import BlockShape, DType, Plane
-from kvpage_server.store.disk.file.database import FILE
-from kvpage_server.store.memory.chains import Chains
+from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.disk.limit import Chains
 from kvpage_server.store.memory.index import Block, PageIndex
 
 ROOT = Path(__file__).parents[4]
@@ -73,11 +73,11 @@ def test_the_default_limit_is_never_below_what_the_store_holds(tmp_path: Path, m
 
 def test_the_default_limit_counts_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * MB, 0, 80 * MB))
-    assert defaults.disk(tmp_path) == 40 * MB
+    assert config.default_maxdisk(tmp_path) == 40 * MB
     (tmp_path / FILE).write_bytes(bytes(20 * MB))
-    assert defaults.disk(tmp_path) == 50 * MB
+    assert config.default_maxdisk(tmp_path) == 50 * MB
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * MB, 0, 0))
-    assert defaults.disk(tmp_path) == 20 * MB
+    assert config.default_maxdisk(tmp_path) == 20 * MB
 
 
 def test_a_disk_that_is_full_is_shown_in_red(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from test_tiered import MB, settle, tiered
 
 from kvpage_server.core import NewPages
 from kvpage_server.page import unix_ms
-from kvpage_server.store import listing
-from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store import reading, records
+from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.records import sheet
 
 START = unix_ms()
 HOUR = 3_600_000
@@ -74,7 +73,7 @@ async def test_of_a_resting_block_those_pages_are_listed_that_are_not_overdue(
     now = START + later
     living = [key_of(number) for number, expires in enumerate(expiries) if not expires or expires > now]
     async with resting(tmp_path, expiries) as keyspace:
-        monkeypatch.setattr(listing, "unix_ms", lambda: now)
+        monkeypatch.setattr(reading, "unix_ms", lambda: now)
         assert sorted(keyspace.listing.keys()) == sorted(scanned(keyspace)) == sorted(living)
         assert len(keyspace.listing.names()) == keyspace.index.resting == 90
         keyspace.index.block(b"r", 7)  # this wakes it: the scan that has begun knows it by its name still
@@ -95,7 +94,7 @@ async def test_who_lists_a_resting_block_looks_at_each_of_its_rows_once(
                 yield row
 
     async with resting(tmp_path, [START + HOUR] * 500) as keyspace:
-        monkeypatch.setattr(sheet, "_ROW", Counted(sheet._ROW.format))
+        monkeypatch.setattr(records, "_ROW", Counted(records._ROW.format))
         asked: list[Iterable[bytes]] = [keyspace.listing.keys(), scanned(keyspace), keyspace.listing.names()]
         assert [len(list(keys)) for keys in asked] == [500] * 3
         assert rows == 3 * 500

@@ -25,7 +25,7 @@ from waiting import until
 from kvpage_server.app import _open_store
 from kvpage_server.configuration.config import from_arguments
 from kvpage_server.page import DType, PageKey, encode_page
-from kvpage_server.store.disk.file.database import FILE
+from kvpage_server.store.disk.database import FILE
 
 MB = 1024**2
 TIERED = ("--store", "tiered", "--loglevel", "debug")

@@ -18,12 +18,9 @@ from waiting import until
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store import keyspace
-from kvpage_server.store.eviction.lru import LRU
-from kvpage_server.store.eviction.policies import POLICIES
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.policies import LRU, POLICIES, S3FIFO
 from kvpage_server.store.eviction.prefix import Prefix
-from kvpage_server.store.eviction.queues import Queues, successor
-from kvpage_server.store.eviction.s3fifo import S3FIFO
+from kvpage_server.store.eviction.queues import Queues, Unit, successor
 from kvpage_server.store.keyspace import Keyspace, OutOfMemory
 from kvpage_server.store.memory_limit import MOST_LEAVE
 

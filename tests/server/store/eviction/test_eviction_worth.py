@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvpage_server.store.eviction.prefix import Prefix
-from kvpage_server.store.eviction.worth import Worth
+from kvpage_server.store.eviction.prefix import Prefix, Worth
 
 RARE, OFTEN = 0, 1
 

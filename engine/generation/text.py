@@ -1,0 +1,256 @@
+"""The text of tokens: the bytes of one token, and the continuation of a prompt by the tokens of an answer."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
+from tokenizers.pre_tokenizers import ByteLevel
+
+LONGEST_CHARACTER = 4  # bytes of UTF-8
+CONTEXT = 8  # tokens before a token that may decide its spelling, for a tokenizer of an unknown kind
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a single byte
+
+
+class Detokenizer(Protocol):
+    """The interface of mlx-lm's StreamingDetokenizer that the engine uses."""
+
+    @property
+    def text(self) -> str:
+        """The text so far, without an incomplete character."""
+
+    def add_token(self, token: int) -> None:
+        """Add a token's text."""
+
+    def finalize(self) -> None:
+        """Add the rest, an incomplete character, as U+FFFD."""
+
+
+class TokenText:
+    """The spelling of one tokenizer's tokens. A token without a spelling, such as a padding row of the model, is ""."""
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        self._spell: Callable[[str], bytes] | None = None  # None: the tokenizer decodes in an unknown way
+        kind = tokenizer.detokenizer
+        if isinstance(kind, BPEStreamingDetokenizer):
+            self._spell = _byte_level
+        elif isinstance(kind, SPMStreamingDetokenizer):
+            self._spell = _sentence_piece
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes that a token adds to a text. None where the tokenizer does not give those of a part of a
+        character."""
+        piece = self.piece(token)
+        if piece is None:
+            return b""
+        if self._spell:
+            return self._spell(piece)
+        once, twice = self._decode([token]), self._decode([token, token])
+        text = twice[len(once) :] if twice.startswith(once) else once  # the first token of a text may lose its space
+        return None if REPLACEMENT in text else text.encode()
+
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's entry for a token, if it has one."""
+        if token >= len(self._tokenizer) and not getattr(self._tokenizer, "is_fast", False):
+            return None  # tokenizers in Python raise all kinds of errors
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        return piece
+
+    def as_generated(self) -> Detokenizer:
+        """A detokenizer for the text that mlx_lm.generate makes, which drops the first space."""
+        detokenizer = self._tokenizer.detokenizer
+        size = len(detokenizer.tokenmap) if self._spell else None
+        return _Known(detokenizer, lambda token: self.piece(token) is not None and (size is None or token < size))
+
+    def after(self, prompt: Sequence[int]) -> Detokenizer:
+        """A detokenizer for the continuation of a prompt: the text of prompt and answer, less that of the prompt. A
+        character that the prompt begins and the answer completes belongs to the answer."""
+        if self._spell:
+            return _Bytes(self, prompt)
+        return _Windowed(self, self._decode, prompt)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens))
+        return text
+
+
+def rendering(tokenizer: TokenizerWrapper) -> Callable[[list[dict[str, Any]], bool], str]:
+    """A function that renders messages with the tokenizer's chat template, in this process."""
+    return lambda messages, asks: str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    )
+
+
+def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
+    """Whether the chat template puts a space before an answer, in addition to the answer's own. Then an answer whose
+    first token begins with a space is given back without it, so that the next prompt has the same tokens.
+
+    `render` renders messages, with a beginning of the next answer if its second argument is true.
+    """
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": " b"}
+    try:
+        prompt, whole = render([asked], True), render([asked, answered], False)
+    except Exception:  # noqa: BLE001 - templates raise all kinds of errors
+        return False
+    return bool(whole.startswith(prompt + "  b"))
+
+
+class _Known:
+    """mlx-lm's detokenizer, but for tokens that it cannot spell."""
+
+    def __init__(self, detokenizer: Any, known: Callable[[int], bool]) -> None:
+        self._detokenizer = detokenizer
+        self._known = known
+
+    @property
+    def text(self) -> str:
+        return str(self._detokenizer.text)
+
+    def add_token(self, token: int) -> None:
+        if self._known(token):
+            self._detokenizer.add_token(token)
+
+    def finalize(self) -> None:
+        self._detokenizer.finalize()
+
+
+class _Bytes:
+    """The continuation, where every token has its bytes."""
+
+    def __init__(self, tokens: TokenText, prompt: Sequence[int]) -> None:
+        self.text = ""
+        self._tokens = tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        end = b""
+        for token in reversed(prompt):
+            end = (tokens.bytes_of(token) or b"") + end
+            if len(end) >= LONGEST_CHARACTER:
+                break
+        self._decoder.decode(end)  # it keeps an incomplete character
+
+    def add_token(self, token: int) -> None:
+        self.text += self._decoder.decode(self._tokens.bytes_of(token) or b"")
+
+    def finalize(self) -> None:
+        self.text += self._decoder.decode(b"", final=True)
+
+
+class _Windowed:
+    """The continuation, for other tokenizers: each text is decoded behind the tokens before it, and cut."""
+
+    def __init__(self, tokens: TokenText, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
+        self.text = ""
+        self._tokens = tokens
+        self._decode = decode
+        self._before = [token for token in prompt[-CONTEXT:] if tokens.piece(token) is not None]
+        self._held: list[int] = []  # not in the text yet
+        while self._before and decode(self._before).startswith(REPLACEMENT):
+            self._before.pop(0)  # within a character
+        while self._before and decode(self._before).endswith(REPLACEMENT):
+            self._held.insert(0, self._before.pop())
+
+    def add_token(self, token: int) -> None:
+        if self._tokens.piece(token) is not None:
+            self._held.append(token)
+            self._read(CONTEXT)
+
+    def finalize(self) -> None:
+        self._read(0)
+
+    def _read(self, most: int) -> None:
+        """Add the text of the held tokens. A character may be incomplete for `most` tokens."""
+        text = self._decode([*self._before, *self._held])
+        if text.endswith(REPLACEMENT) and len(self._held) <= most:
+            return
+        self.text += text[len(self._decode(self._before)) :]
+        self._before, self._held = self._held or self._before, []
+
+
+def _alphabet() -> dict[str, int]:
+    """The byte of each character in which byte-level vocabularies are spelled (GPT-2's)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
+assert _ALPHABET.keys() == set(ByteLevel.alphabet())
+
+
+def _byte_level(piece: str) -> bytes:
+    """Decode a piece like the tokenizers package: bytes if it has only characters of the byte alphabet, else text."""
+    try:
+        return bytes([_ALPHABET[character] for character in piece])
+    except KeyError:
+        return piece.encode("utf-8", "replace")
+
+
+def _sentence_piece(piece: str) -> bytes:
+    if byte := _BYTE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8", "replace")
+
+
+# -- The text of an answer as its tokens come, up to a stop string -----------------------------------------------------
+
+
+class AnswerText:
+    """Text from tokens. What has been read is never taken back: half a character, and a possible beginning of a stop
+    string, are held back."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        """`detokenizer`: fresh; the text ends before the first of the `stop` strings."""
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._text = ""
+        self._read = 0  # characters that `read` has handed out
+        self._held = 0  # characters at the end that may be the beginning of a stop string
+        self._finished = False
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All of it, when it is finished, without a stop string and what follows it."""
+        return self._text
+
+    def add(self, token: int) -> None:
+        self._detokenizer.add_token(token)
+        if self._stop:
+            self._look()
+
+    def finish(self) -> None:
+        """There are no more tokens: what was held back is text now."""
+        if not self.stopped:
+            self._detokenizer.finalize()
+            self._look()
+        self._finished = True
+        self._held = 0
+
+    def read(self) -> str:
+        """The text that is complete since the last call."""
+        if not (self._stop or self._finished):
+            self._look()
+        start, self._read = self._read, len(self._text) - self._held
+        return self._text[start : self._read]
+
+    def _look(self) -> None:
+        before, self._text = len(self._text), self._detokenizer.text
+        start = max(0, before - self._longest)  # what comes before was looked at
+        at = min((at for word in self._stop if (at := self._text.find(word, start)) >= 0), default=-1)
+        self.stopped = at >= 0
+        if self.stopped:
+            self._text = self._text[:at]
+        self._held = 0 if self.stopped else self._beginning_of_a_stop()
+
+    def _beginning_of_a_stop(self) -> int:
+        """How many characters at the end are the beginning of a stop string, at most."""
+        lengths = range(min(self._longest - 1, len(self._text)), 0, -1)
+        ends = (length for length in lengths if any(word.startswith(self._text[-length:]) for word in self._stop))
+        return next(ends, 0)

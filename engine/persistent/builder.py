@@ -1,0 +1,214 @@
+"""The same graphs, built in Python.
+
+::
+
+    g = GraphBuilder()
+    x = g.dynamic("x", "f32", ["D"])
+    t = g.persistent("t", "i32", init=0)
+    K = g.persistent("K", "f32", ["D"], indices=["i"], table=True)
+    y = g.volatile("y", "f32", [3, "D"])
+    with g.block("entry") as b:
+        b.write(x, K[t])
+        b.increment(t)
+        b.read(K["0..3"], y)
+        b.stop()
+    graph = g.graph()
+
+Sizes, bounds and indices are integers, variables or expressions as in the text; slices are Python's or the text's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.persistent import graph as nodes
+from engine.persistent.parser import parse_expression
+
+
+@dataclass(frozen=True, slots=True)
+class VariableRef:
+    """A declared variable: itself, or with brackets some of it."""
+
+    name: str
+
+    def __getitem__(
+        self, indices: int | str | VariableRef | slice | tuple[int | str | VariableRef | slice, ...]
+    ) -> nodes.Access:
+        """``K[l, 0:t]``, ``K["l", "0..t"]``, and ``K[()]`` for all of it."""
+        given = indices if isinstance(indices, tuple) else (indices,)
+        return nodes.Access(self.name, tuple(_index(index) for index in given))
+
+
+class GraphBuilder:
+    """Collects declarations and blocks."""
+
+    def __init__(self) -> None:
+        self._declarations: list[nodes.Declaration] = []
+        self._blocks: list[nodes.Block] = []
+
+    def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
+        """A variable that is inserted before each step."""
+        return self._declare(nodes.Declaration("dynamic", name, dtype, _dims(dims)))
+
+    def volatile(
+        self,
+        name: str,
+        dtype: str,
+        dims: Sequence[int | str] = (),
+        *,
+        init: bool | int | float | None = None,
+        indices: Sequence[str] = (),
+        reference: str | None = None,
+    ) -> VariableRef:
+        """What each step begins anew: the model's tensor, `init` or zeros. `reference` as @ref and @pattern say it."""
+        return self._declare(
+            nodes.Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
+        )
+
+    def constant(
+        self,
+        name: str,
+        dtype: str,
+        dims: Sequence[int | str] = (),
+        *,
+        indices: Sequence[str] = (),
+        reference: str | None = None,
+    ) -> VariableRef:
+        """A tensor of the model, or with `indices` a family of them."""
+        return self._declare(
+            nodes.Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference)
+        )
+
+    def persistent(
+        self,
+        name: str,
+        dtype: str,
+        dims: Sequence[int | str] = (),
+        *,
+        init: bool | int | float | None = None,
+        indices: Sequence[str] = (),
+        table: bool = False,
+        auto_dim: Sequence[str] = (),
+        fixed: Mapping[str, int] | None = None,
+    ) -> VariableRef:
+        """A variable that keeps its value from step to step."""
+        limits = tuple((fixed or {}).items())
+        return self._declare(
+            nodes.Declaration(
+                "persistent", name, dtype, _dims(dims), tuple(indices), table, tuple(auto_dim), limits, init=init
+            )
+        )
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[Body]:
+        """A block, whose statements are what is called on the body."""
+        body = Body()
+        yield body
+        self._blocks.append(nodes.Block(name, body.statements()))
+
+    def graph(self) -> nodes.Graph:
+        return nodes.Graph(tuple(self._declarations), tuple(self._blocks))
+
+    def _declare(self, declaration: nodes.Declaration) -> VariableRef:
+        self._declarations.append(declaration)
+        return VariableRef(declaration.name)
+
+
+class Body:
+    """The statements of a block or a loop, in the order in which they are called."""
+
+    def __init__(self) -> None:
+        self._statements: list[nodes.Statement] = []
+
+    def statements(self) -> tuple[nodes.Statement, ...]:
+        return tuple(self._statements)
+
+    def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
+        """A variable of this step."""
+        self._statements.append(nodes.Assign(nodes.Declaration("volatile", name, dtype, _dims(dims))))
+        return VariableRef(name)
+
+    def op(self, name: str, *arguments: VariableRef | nodes.Access, to: VariableRef, **parameters: _Parameter) -> None:
+        """``op name(arguments, parameters) >> to``"""
+        given = tuple((key, _value(value)) for key, value in parameters.items())
+        self._statements.append(nodes.Operation(name, tuple(map(_access, arguments)), given, to.name))
+
+    def transfer(self, source: VariableRef | nodes.Access, to: VariableRef) -> None:
+        self._statements.append(nodes.Transfer(_access(source), to.name))
+
+    @contextmanager
+    def loop(
+        self, name: str, variable: str, start: int | str | VariableRef, stop: int | str | VariableRef
+    ) -> Iterator[Body]:
+        """A loop, whose statements are what is called on the body; the stop is not included."""
+        body = Body()
+        yield body
+        self._statements.append(nodes.Loop(name, variable, _expression(start), _expression(stop), body.statements()))
+
+    def branch(self, condition: VariableRef, then: str, otherwise: str) -> None:
+        """``branch condition then otherwise``"""
+        self._statements.append(nodes.Branch(condition.name, then, otherwise))
+
+    def go(self, block: str) -> None:
+        """``branch block``, without a condition."""
+        self._statements.append(nodes.Branch(None, block))
+
+    def stop(self) -> None:
+        """``return``"""
+        self._statements.append(nodes.Return())
+
+    def read(self, source: VariableRef | nodes.Access, to: VariableRef) -> None:
+        self._statements.append(nodes.Read(_access(source), to.name))
+
+    def write(self, source: VariableRef | nodes.Access, to: VariableRef | nodes.Access) -> None:
+        self._statements.append(nodes.Write(_access(source), _access(to)))
+
+    def increment(self, scalar: VariableRef, amount: int = 1) -> None:
+        """``cache.increment amount scalar``"""
+        self._statements.append(nodes.Increment(scalar.name, amount))
+
+    def decrement(self, scalar: VariableRef, amount: int = 1) -> None:
+        """``cache.decrement amount scalar``"""
+        self._statements.append(nodes.Increment(scalar.name, -amount))
+
+    def reset(self, what: VariableRef | nodes.Access) -> None:
+        self._statements.append(nodes.Reset(_access(what)))
+
+
+_Parameter = int | float | str | VariableRef | tuple[int | str | VariableRef, ...] | list[int | str | VariableRef]
+
+
+def _access(what: VariableRef | nodes.Access) -> nodes.Access:
+    return what if isinstance(what, nodes.Access) else nodes.Access(what.name)
+
+
+def _dims(dims: Sequence[int | str]) -> tuple[nodes.Expression, ...]:
+    return tuple(_expression(dim) for dim in dims)
+
+
+def _expression(given: int | str | VariableRef) -> nodes.Expression:
+    if isinstance(given, VariableRef):
+        return nodes.Name(given.name)
+    return parse_expression(given) if isinstance(given, str) else given
+
+
+def _index(given: int | str | VariableRef | slice) -> nodes.Index:
+    if isinstance(given, str) and ".." in given:
+        start, stop = (bound.strip() or None for bound in given.split("..", 1))
+        given = slice(start, stop)
+    if isinstance(given, slice):
+        if given.step is not None:
+            raise ValueError(f"slices of persistent memory have no step, got {given.step}")
+        first, last = (None if bound is None else _expression(bound) for bound in (given.start, given.stop))
+        return nodes.Slice(first, last)
+    return _expression(given)
+
+
+def _value(given: _Parameter) -> nodes.Value:
+    if isinstance(given, bool):
+        return nodes.Name(str(given).lower())
+    if isinstance(given, tuple | list):
+        return tuple(_expression(item) for item in given)
+    return given if isinstance(given, float) else _expression(given)

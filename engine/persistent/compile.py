@@ -1,0 +1,708 @@
+"""From a graph to Python functions: declarations checked, sizes resolved, operations called.
+
+May lie here: what is known before a step, and what one step holds. May not come in: a store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, assert_never
+
+import mlx.core as mx
+
+from engine.persistent import graph as nodes
+from engine.persistent.dtypes import DTYPES, WORDS, DType, named
+from engine.persistent.errors import (
+    AccessError,
+    BlockCycleError,
+    DTypeError,
+    GraphError,
+    GrowthError,
+    NegativeIndexError,
+    OperationError,
+    Place,
+    RankError,
+    ShapeError,
+    SliceResetError,
+    SliceWriteError,
+    UnknownNameError,
+)
+from engine.persistent.graph import (
+    Access,
+    Arithmetic,
+    Expression,
+    Graph,
+    Index,
+    Name,
+    Operation,
+    Read,
+    Slice,
+    Transfer,
+    Value,
+)
+from engine.persistent.state import MEMORY_BYTES, Layout
+from engine.persistent.variables import Action, Frame, Tensors, Variable, arithmetic, constant
+
+# -- The operations: what they compute, how many arguments they take, and of which dtype their result is ---------------
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operation. ``result`` is the dtype of what comes out:
+
+    * ``same``: that of the arguments, which must all have one; ``float``: likewise, and it is a float;
+    * ``first``: that of the first argument; ``second``: that of the second;
+    * ``target``: that of the variable it goes to; else the dtype with this name.
+
+    Parameters are named, and of the type given here; those in ``required`` have no default.
+    """
+
+    compute: Callable[..., mx.array]
+    arity: range
+    result: str
+    parameters: Mapping[str, type] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+
+
+def relu(x: mx.array, *, alpha: float = 0.0, clamp_max: float = math.inf) -> mx.array:
+    """x where it is above 0, else alpha x; at most clamp_max."""
+    zero = mx.array(0, dtype=x.dtype)
+    rectified = mx.maximum(x, zero) if alpha == 0 else mx.where(x > zero, x, x * mx.array(alpha, dtype=x.dtype))
+    return rectified if clamp_max == math.inf else mx.minimum(rectified, mx.array(clamp_max, dtype=x.dtype))
+
+
+def fill(x: mx.array, *, value: float) -> mx.array:
+    return mx.full(x.shape, value, dtype=x.dtype)
+
+
+def softmax(x: mx.array, *, axis: int = -1) -> mx.array:
+    return mx.softmax(x, axis=axis)
+
+
+def rms_norm(x: mx.array, weight: mx.array, *, eps: float = 1e-5) -> mx.array:
+    """Root mean square norm of the last axis, times `weight`."""
+    return mx.fast.rms_norm(x, weight, eps)
+
+
+def rope(x: mx.array, *, offset: int = 0, dims: int = 0, base: float = 10000.0, traditional: bool = False) -> mx.array:
+    """Rotary position embedding of ``[heads, dim]`` at position `offset`, or of ``[tokens, heads, dim]`` from there on.
+
+    `dims` of each head's elements are rotated, all for 0.
+    """
+    by_head = mx.expand_dims(x, 1) if x.ndim == 2 else x.swapaxes(0, 1)  # [heads, tokens, dim]
+    rotated = mx.fast.rope(by_head, dims or x.shape[-1], traditional=traditional, base=base, scale=1.0, offset=offset)
+    return mx.squeeze(rotated, 1) if x.ndim == 2 else rotated.swapaxes(0, 1)
+
+
+def concat(*arrays: mx.array, axis: int = 0) -> mx.array:
+    return mx.concatenate(list(arrays), axis=axis)
+
+
+def transpose(x: mx.array, *, axes: tuple[int, ...] = ()) -> mx.array:
+    """The axes in another order, reversed if none is given."""
+    return mx.transpose(x, axes or None)
+
+
+def reshape(x: mx.array, *, shape: tuple[int, ...]) -> mx.array:
+    return mx.reshape(x, shape)
+
+
+def take(table: mx.array, indices: mx.array) -> mx.array:
+    """Rows of a table, as an embedding is looked up."""
+    return mx.take(table, indices, axis=0)
+
+
+def argmax(x: mx.array, *, axis: int = -1) -> mx.array:
+    """Where along an axis the largest element is, the first of several."""
+    return mx.argmax(x, axis=axis)
+
+
+def is_finite(x: mx.array) -> mx.array:
+    return mx.all(mx.isfinite(x))
+
+
+def attn(
+    q: mx.array, k: mx.array, v: mx.array, wq: mx.array | None = None, *, scale: float = 0.0, causal: bool = False
+) -> mx.array:
+    """Attention of queries to keys and values of a table, ``[tokens, kv heads, dim]``, or ``[kv heads, dim]`` of one.
+
+    Queries are ``[heads, dim]`` of one token or ``[n, heads, dim]``; with `wq`, ``[n, width]`` that are multiplied by
+    it first, ``width = heads * dim``. The result has the shape and dtype of `q`. Heads share keys as in grouped-query
+    attention. `scale` is ``1 / sqrt(dim)`` for 0. With `causal` the last query is the last key's.
+    """
+    if k.ndim == 2:
+        k, v = mx.expand_dims(k, 0), mx.expand_dims(v, 0)
+    dim = k.shape[-1]
+    queries = q if wq is None else (q @ wq).reshape(q.shape[0], -1, dim)
+    one = queries.ndim == 2
+    by_head = (
+        mx.expand_dims(queries, (0, 2)) if one else mx.expand_dims(queries.swapaxes(0, 1), 0)
+    )  # [1, heads, n, dim]
+    keys, values = [mx.expand_dims(array.astype(q.dtype).swapaxes(0, 1), 0) for array in (k, v)]
+    mask = "causal" if causal else None
+    attended = mx.fast.scaled_dot_product_attention(by_head, keys, values, scale=scale or dim**-0.5, mask=mask)
+    return (attended if one else attended.swapaxes(1, 2)).reshape(q.shape)
+
+
+_ONE, _TWO = range(1, 2), range(2, 3)
+
+OPS: dict[str, Op] = {
+    "add": Op(mx.add, _TWO, "same"),
+    "sub": Op(mx.subtract, _TWO, "same"),
+    "mul": Op(mx.multiply, _TWO, "same"),
+    "div": Op(mx.divide, _TWO, "float"),
+    "min": Op(mx.minimum, _TWO, "same"),
+    "max": Op(mx.maximum, _TWO, "same"),
+    "mod": Op(mx.remainder, _TWO, "same"),
+    "abs": Op(mx.abs, _ONE, "same"),
+    "neg": Op(mx.negative, _ONE, "same"),
+    "exp": Op(mx.exp, _ONE, "float"),
+    "tanh": Op(mx.tanh, _ONE, "float"),
+    "sigmoid": Op(mx.sigmoid, _ONE, "float"),
+    "matmul": Op(mx.matmul, _TWO, "float"),
+    "relu": Op(relu, _ONE, "same", {"alpha": float, "clamp_max": float}),
+    "fill": Op(fill, _ONE, "same", {"value": float}, frozenset({"value"})),
+    "is_finite": Op(is_finite, _ONE, "bool"),
+    "cast": Op(lambda x: x, _ONE, "target"),
+    "softmax": Op(softmax, _ONE, "float", {"axis": int}),
+    "rms_norm": Op(rms_norm, _TWO, "float", {"eps": float}),
+    "rope": Op(rope, _ONE, "float", {"offset": int, "dims": int, "base": float, "traditional": bool}),
+    "concat": Op(concat, range(1, 65), "same", {"axis": int}),
+    "transpose": Op(transpose, _ONE, "same", {"axes": tuple}),
+    "reshape": Op(reshape, _ONE, "same", {"shape": tuple}, frozenset({"shape"})),
+    "take": Op(take, _TWO, "first"),
+    "argmax": Op(argmax, _ONE, "u32", {"axis": int}),
+    "attn": Op(attn, range(3, 5), "first", {"scale": float, "causal": bool}),
+}
+
+
+# -- Calls of operations: the dtype that comes out, and the parameters that go in --------------------------------------
+
+
+def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
+    """The dtype of an operation's result. Raises DTypeError for arguments that it doesn't take."""
+    if op.result == "target":
+        return target
+    if op.result in DTYPES:
+        return DTYPES[op.result]
+    if op.result == "first":
+        return dtypes[0]
+    if len(set(dtypes)) > 1:
+        given = ", ".join(dtype.name for dtype in dtypes)
+        raise DTypeError(f"{statement.name} takes arguments of one dtype, got {given}", statement.at)
+    if op.result == "float" and not dtypes[0].is_float:
+        raise DTypeError(f"{statement.name} takes floats, got {dtypes[0].name}", statement.at)
+    return dtypes[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Those that are the same in every step, and how the others are had."""
+
+    fixed: dict[str, Any]
+    counted: dict[str, Callable[[Frame], Any]]
+
+
+def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting) -> Parameters:
+    """The parameters that are given. Raises UnknownNameError or DTypeError for one that is wrong."""
+    given = dict(statement.parameters)
+    unknown = [name for name in given if name not in op.parameters]
+    if unknown or len(given) < len(statement.parameters):
+        takes = ", ".join(op.parameters) or "none"
+        what = f"has no parameter {unknown[0]}, only {takes}" if unknown else "is given a parameter twice"
+        raise UnknownNameError(f"{statement.name} {what}", statement.at)
+    if missing := op.required - set(given):
+        raise UnknownNameError(f"{statement.name} needs the parameter {', '.join(sorted(missing))}", statement.at)
+    parameters = Parameters({}, {})
+    for key, value in given.items():
+        _add(parameters, statement, key, value, op.parameters[key], scope, counting)
+    return parameters
+
+
+def call(
+    compute: Callable[..., mx.array], gets: Sequence[Callable[[Frame], mx.array]], parameters: Parameters
+) -> Callable[[Frame], mx.array]:
+    """The operation as a function of the step alone, and the usual ones a short one."""
+    counted = parameters.counted
+    computed = partial(compute, **parameters.fixed) if parameters.fixed else compute
+    if counted:
+        return lambda frame: computed(
+            *[get(frame) for get in gets], **{key: count(frame) for key, count in counted.items()}
+        )
+    match gets:
+        case [only]:
+            return lambda frame: computed(only(frame))
+        case [first, second]:
+            return lambda frame: computed(first(frame), second(frame))
+    return lambda frame: computed(*[get(frame) for get in gets])
+
+
+def _add(
+    parameters: Parameters,
+    statement: Operation,
+    key: str,
+    value: Value,
+    kind: type,
+    scope: Scope,
+    counting: Counting,
+) -> None:
+    if isinstance(value, Name) and value.text in WORDS:
+        value = WORDS[value.text]
+    if kind is tuple and isinstance(value, tuple):
+        items = [item for item in value if isinstance(item, int | Name | Arithmetic)]
+        if len(items) == len(value):
+            counts = [counting.count(item, scope) for item in items]
+            if all(counting.is_known(item, scope) for item in items):
+                parameters.fixed[key] = tuple(constant(item, counting.sizes) for item in items)
+            else:
+                parameters.counted[key] = lambda frame: tuple([count(frame) for count in counts])
+            return
+    elif type(value) is kind or (kind is float and isinstance(value, int)):
+        parameters.fixed[key] = value
+        return
+    elif kind in (int, float) and isinstance(value, Name | Arithmetic):
+        parameters.counted[key] = counting.count(value, scope)
+        return
+    shown = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of integers"}[kind]
+    raise DTypeError(f"the parameter {key} of {statement.name} is {shown}", statement.at)
+
+
+# -- Integers of a step: indices, bounds of slices and loops, and what operations are told by number -------------------
+
+Count = Callable[[Frame], int]
+Scope = frozenset[str]  # the loop variables that can be used
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """How integers are had. A name is a loop variable, else an integer scalar, else a size of the model."""
+
+    variables: Mapping[str, Variable]
+    sizes: Mapping[str, int]
+    tensors: Tensors
+
+    def selection(self, access: Access, layout: Layout, scope: Scope) -> Callable[[Frame], tuple[int | slice, ...]]:
+        """The indices of an access to persistent memory, as numbers."""
+        given, names = access.indices or (), layout.names
+        if len(given) > len(names):
+            takes = f"takes at most {len(names)} ({', '.join(names)})" if names else "takes no indices"
+            raise RankError(f"{layout.name} {takes}, got {len(given)}", access.at)
+        parts: list[Callable[[Frame], int | slice]] = []
+        for index in given:
+            if isinstance(index, Slice):
+                parts.append(self._slice(index, layout, scope, access.at))
+            elif isinstance(index, int) and index < 0:
+                raise NegativeIndexError(f"an index of {layout.name} is 0 or more, got {index}", access.at)
+            else:
+                parts.append(self.count(index, scope))
+        return lambda frame: tuple([part(frame) for part in parts])
+
+    def _slice(self, index: Slice, layout: Layout, scope: Scope, at: Place | None) -> Callable[[Frame], slice]:
+        if isinstance(index.start, int) and index.start < 0:
+            raise NegativeIndexError(f"a slice of {layout.name} starts at 0 or more, got {index.start}", index.at or at)
+        start, stop = (
+            None if bound is None else self.count(bound, scope, layout) for bound in (index.start, index.stop)
+        )
+        return lambda frame: slice(start and start(frame), stop and stop(frame))
+
+    def count(self, expression: Expression, scope: Scope, layout: Layout | None = None) -> Count:
+        """How an integer is had. Within the slices of `layout`, its indices stand for their lengths and counts."""
+        if isinstance(expression, int):
+            return lambda frame: expression
+        if isinstance(expression, Name):
+            return self._named(expression, scope, layout)
+        operation = expression
+        left = self.count(operation.left, scope, layout)
+        right = self.count(operation.right, scope, layout)
+        return lambda frame: arithmetic(operation, left(frame), right(frame))
+
+    def is_known(self, expression: Expression, scope: Scope) -> bool:
+        """Whether it is the same in every step: made of numbers and sizes."""
+        if isinstance(expression, Name):
+            variable = self.variables.get(expression.text)
+            hidden = expression.text in scope or (variable is not None and variable.is_index)
+            return expression.text in self.sizes and not hidden
+        if isinstance(expression, int):
+            return True
+        return self.is_known(expression.left, scope) and self.is_known(expression.right, scope)
+
+    def _named(self, name: Name, scope: Scope, layout: Layout | None) -> Count:
+        text = name.text
+        if text in scope:
+            return lambda frame: frame.loops[text]
+        variable = self.variables.get(text)
+        if variable is not None and variable.is_index:
+            if variable.section == "persistent":
+                return lambda frame: frame.memory.scalars[text].index()
+            get = self.tensors.getter(variable)
+            return lambda frame: int(get(frame).item())  # type: ignore[arg-type]
+        if layout is not None and text in layout.names:
+            table = layout.name
+            return lambda frame: frame.memory.tables[table].size(text)
+        if text in self.sizes:
+            size = self.sizes[text]
+            return lambda frame: size
+        if variable is not None:
+            raise DTypeError(f"{text} is no integer without dimensions, it can't be an index", name.at)
+        raise UnknownNameError(f"{text} is no loop variable, integer scalar or size", name.at)
+
+
+# -- elastic -----------------------------------------------------------------------------------------------------------
+#
+# Which variables may take values of several sizes.
+#
+# A slice with variable ends, an auto_dim tensor and a table that grows have no size that is known beforehand. A
+# variable that takes one of those, or what was computed from one, is *elastic*: its declaration says its rank and
+# dtype, and the sizes it begins with. All others have exactly the sizes that they declare.
+
+
+def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozenset[str]:
+    flows: list[tuple[set[str], str]] = []  # from which to which
+    elastic: set[str] = set()
+    for block in graph.blocks:
+        for statement in block.statements():
+            match statement:
+                case Read(access, to):
+                    source = variables.get(access.name)
+                    if source and source.section == "persistent" and not _is_known(access, source.layout):
+                        elastic.add(to)
+                case Transfer(source=source_access, to=to):
+                    flows.append(({source_access.name}, to))
+                case Operation(arguments=arguments, to=to):
+                    flows.append(({argument.name for argument in arguments}, to))
+    found = True
+    while found:
+        more = {to for sources, to in flows if sources & elastic} - elastic
+        elastic |= more
+        found = bool(more)
+    return frozenset(elastic)
+
+
+def selected_rank(access: Access, layout: Layout) -> int:
+    """How many dimensions a read has: scalars drop an axis, but scalars alone of auto_dim give the whole tensor."""
+    given = access.indices or ()
+    table, auto = given[: len(layout.indices)], given[len(layout.indices) :]
+    dropped = sum(not isinstance(index, Slice) for index in table)
+    if any(isinstance(index, Slice) for index in auto):
+        dropped += sum(not isinstance(index, Slice) for index in auto)
+    return len(layout.indices) + len(layout.shape) - dropped
+
+
+def _is_known(access: Access, layout: Layout) -> bool:
+    """Whether the sizes of what is read are certain before it is read."""
+    given = [*(access.indices or ()), *[Slice(None, None)] * len(layout.indices)][: len(layout.indices)]
+    lengths = [_is_fixed(index, layout.limit(name)) for name, index in zip(layout.indices, given, strict=True)]
+    return not layout.auto and all(lengths)
+
+
+def _is_fixed(index: Index, limit: int | None) -> bool:
+    if not isinstance(index, Slice):
+        return True
+    stop = limit if index.stop is None else index.stop
+    return isinstance(index.start, int | None) and isinstance(stop, int) and (stop >= 0 or limit is not None)
+
+
+# -- compile -----------------------------------------------------------------------------------------------------------
+#
+# A graph made into Python functions, once, so that a step only calls them. All that can be known before a step is
+# checked here: names, dtypes, the number of indices, what is written to, and that blocks don't go round in circles.
+
+Get = Callable[[Frame], mx.array]
+
+
+def compile_graph(
+    graph: nodes.Graph, variables: Mapping[str, Variable], sizes: Mapping[str, int], tensors: Tensors
+) -> list[Action]:
+    """What a step does, in order. Raises a GraphError with the place of what is wrong."""
+    check_cycles(graph)
+    return _Compiler(graph, variables, sizes, tensors).block("entry")
+
+
+def check_cycles(graph: nodes.Graph) -> None:
+    """Raise UnknownNameError for a block that is not there, BlockCycleError for those that branch in a circle."""
+    blocks = {block.name: block for block in graph.blocks}
+    done: set[str] = set()
+
+    def visit(name: str, at: Place | None, path: tuple[str, ...]) -> None:
+        if name in path:
+            circle = " -> ".join((*path[path.index(name) :], name))
+            raise BlockCycleError(f"blocks branch in a circle: {circle}", at)
+        if name not in blocks:
+            raise UnknownNameError(f"there is no block {name}, only {', '.join(blocks) or 'none'}", at)
+        if name not in done:
+            for statement in blocks[name].statements():
+                if isinstance(statement, nodes.Branch):
+                    for to in (statement.then, statement.otherwise):
+                        if to is not None:
+                            visit(to, statement.at, (*path, name))
+            done.add(name)
+
+    visit("entry", None, ())
+
+
+@dataclass
+class _Compiler:
+    graph: nodes.Graph
+    variables: Mapping[str, Variable]
+    sizes: Mapping[str, int]
+    tensors: Tensors
+
+    def __post_init__(self) -> None:
+        self._blocks: dict[str, list[Action]] = {}
+        self._elastic = elastic_variables(self.graph, self.variables)
+        self._counting = Counting(self.variables, self.sizes, self.tensors)
+
+    def block(self, name: str) -> list[Action]:
+        """The actions of a block and, before them, those of all that it branches to."""
+        if name not in self._blocks:
+            (block,) = [block for block in self.graph.blocks if block.name == name]
+            self._blocks[name] = self._body(block.body, frozenset())
+        return self._blocks[name]
+
+    def _body(self, body: Sequence[nodes.Statement], scope: Scope) -> list[Action]:
+        return [self._statement(statement, scope) for statement in body]
+
+    def _statement(self, statement: nodes.Statement, scope: Scope) -> Action:
+        match statement:
+            case nodes.Assign():
+                return self._assign(statement)
+            case nodes.Operation():
+                return self._operation(statement, scope)
+            case nodes.Transfer():
+                return self._transfer(statement, scope)
+            case nodes.Loop():
+                return self._loop(statement, scope)
+            case nodes.Branch():
+                return self._branch(statement)
+            case nodes.Return():
+                return Action(lambda frame: True, "return", at=statement.at)
+            case nodes.Read():
+                return self._read(statement, scope)
+            case nodes.Write():
+                return self._write(statement, scope)
+            case nodes.Increment():
+                return self._increment(statement)
+            case nodes.Reset():
+                return self._reset(statement, scope)
+            case _:
+                assert_never(statement)
+
+    # -- statements ----------------------------------------------------------------------------------------------------
+
+    def _assign(self, statement: nodes.Assign) -> Action:
+        name = statement.declaration.name
+
+        def run(frame: Frame) -> None:
+            frame.values.pop(name, None)
+
+        return Action(run, f"assign {name}", at=statement.at)
+
+    def _operation(self, statement: nodes.Operation, scope: Scope) -> Action:
+        op = OPS.get(statement.name)
+        if op is None:
+            raise UnknownNameError(f"there is no operation {statement.name}, only {', '.join(OPS)}", statement.at)
+        if len(statement.arguments) not in op.arity:
+            takes = str(op.arity[0]) if len(op.arity) == 1 else f"{op.arity[0]} to {op.arity[-1]}"
+            raise RankError(f"{statement.name} takes {takes} arguments, got {len(statement.arguments)}", statement.at)
+        target = self._target(statement.to, statement.at)
+        getters = [self._getter(argument, scope) for argument in statement.arguments]
+        dtypes = [dtype for _, dtype in getters]
+        result = result_dtype(statement, op, dtypes, target.dtype)
+        self._same_dtype(statement.name, result, target, statement.at)
+        parameters = parameters_of(statement, op, scope, self._counting)
+        gets = [get for get, _ in getters]
+        compute, put, name = call(op.compute, gets, parameters), self._putter(target), statement.name
+        casts = target.dtype.mlx if op.result == "target" else None
+
+        def run(frame: Frame) -> None:
+            try:
+                value = compute(frame)
+                put(frame, value if casts is None else value.astype(casts))
+            except (ValueError, TypeError, IndexError, RuntimeError) as error:
+                if isinstance(error, GraphError):
+                    raise
+                shapes = ", ".join(str(list(get(frame).shape)) for get in gets)
+                raise OperationError(f"{name} of {shapes}: {error}") from None
+
+        return Action(run, f"op {name}", statement.to, statement.at)
+
+    def _transfer(self, statement: nodes.Transfer, scope: Scope) -> Action:
+        target = self._target(statement.to, statement.at)
+        get, dtype = self._getter(statement.source, scope)
+        self._same_dtype(statement.source.name, dtype, target, statement.at)
+        put = self._putter(target)
+        return Action(lambda frame: put(frame, get(frame)), "transfer", statement.to, statement.at)
+
+    def _loop(self, statement: nodes.Loop, scope: Scope) -> Action:
+        variable = statement.variable
+        if variable in scope:
+            raise AccessError(f"the loop variable {variable} is already in use", statement.at)
+        start, stop = self._counting.count(statement.start, scope), self._counting.count(statement.stop, scope)
+        body = self._body(statement.body, scope | {variable})
+
+        def run(frame: Frame) -> bool:
+            outer = dict(frame.loops)  # a block that is branched to may loop with the same name
+            over = False
+            for i in range(start(frame), stop(frame)):
+                frame.loops[variable] = i
+                over = frame.run(body)
+                if over:
+                    break
+            frame.loops = outer
+            return over
+
+        return Action(run, f"loop {statement.name}", at=statement.at)
+
+    def _branch(self, statement: nodes.Branch) -> Action:
+        then = self.block(statement.then)
+        if statement.condition is None or statement.otherwise is None:
+
+            def go(frame: Frame) -> None:
+                frame.run(then)
+
+            return Action(go, f"branch {statement.then}", at=statement.at)
+        otherwise = self.block(statement.otherwise)
+        get, dtype = self._getter(nodes.Access(statement.condition, at=statement.at), frozenset())
+        variable = self.variables[statement.condition]
+        if dtype.name != "bool" or variable.shape:
+            shown = f"{dtype.name}{list(variable.shape)}"
+            raise DTypeError(f"a branch takes one bool, {statement.condition} is {shown}", statement.at)
+
+        def run(frame: Frame) -> None:
+            frame.run(then if get(frame).item() else otherwise)
+
+        return Action(run, f"branch {statement.condition}", at=statement.at)
+
+    def _read(self, statement: nodes.Read, scope: Scope) -> Action:
+        access, to = statement.access, statement.to
+        layout = self._persistent(access)
+        target = self._target(to, statement.at)
+        self._same_dtype(access.name, layout.dtype, target, access.at)
+        put, name = self._putter(target), layout.name
+        what = f"cache.read {name}"
+        if layout.is_scalar:
+            return Action(lambda frame: put(frame, frame.memory.scalars[name].read()), what, to, access.at)
+        select = self._counting.selection(access, layout, scope)
+        rank = selected_rank(access, layout)
+        if rank != len(target.shape):
+            raise RankError(f"{_spelt(access)} has {rank} dimensions, {to} has {len(target.shape)}", access.at)
+        return Action(lambda frame: put(frame, frame.memory.tables[name].read(select(frame))), what, to, access.at)
+
+    def _write(self, statement: nodes.Write, scope: Scope) -> Action:
+        access, source = statement.access, statement.source
+        layout = self._persistent(access)
+        get, dtype = self._getter(source, scope)
+        name, what = layout.name, f"cache.write {layout.name}"
+        if dtype != layout.dtype:
+            raise DTypeError(f"{name} holds {layout.dtype.name}, {source.name} is {dtype.name}", source.at)
+        if layout.is_scalar:
+            return Action(lambda frame: frame.memory.scalars[name].write(get(frame)), what, at=access.at)
+        given = access.indices or ()
+        if any(isinstance(index, nodes.Slice) for index in given) or len(given) < len(layout.indices):
+            whole = f"{name}[{', '.join(layout.indices)}]" if layout.indices else name
+            raise SliceWriteError(f"a write takes one entry, {whole}, no slice of {name}", access.at)
+        select = self._counting.selection(access, layout, scope)
+        return Action(lambda frame: frame.memory.tables[name].write(select(frame), get(frame)), what, at=access.at)
+
+    def _increment(self, statement: nodes.Increment) -> Action:
+        layout = self._persistent(nodes.Access(statement.name, at=statement.at), bare=True)
+        if not layout.is_scalar or layout.dtype.name == "bool":
+            raise DTypeError(f"increment and decrement need a numeric scalar, {statement.name} is none", statement.at)
+        name, amount = statement.name, statement.amount
+        return Action(
+            lambda frame: frame.memory.scalars[name].increment(amount), f"cache.increment {name}", at=statement.at
+        )
+
+    def _reset(self, statement: nodes.Reset, scope: Scope) -> Action:
+        access = statement.access
+        layout = self._persistent(access, bare=True)
+        what = f"cache.reset {layout.name}"
+        if layout.is_scalar:
+            return Action(lambda frame: frame.memory.scalars[layout.name].reset(), what, at=access.at)
+        given = access.indices or ()
+        if any(isinstance(index, nodes.Slice) for index in given):
+            raise SliceResetError(f"a reset takes {layout.name}, an entry or its first indices, no slice", access.at)
+        if len(given) > len(layout.indices) and len(given) <= len(layout.names):
+            raise RankError(f"the dimensions of {layout.name} can't be reset alone", access.at)
+        select = self._counting.selection(access, layout, scope)
+        return Action(lambda frame: frame.memory.tables[layout.name].reset(select(frame)), what, at=access.at)
+
+    # -- what statements are made of -----------------------------------------------------------------------------------
+
+    def _variable(self, name: str, at: Place | None) -> Variable:
+        variable = self.variables.get(name)
+        if variable is None:
+            raise UnknownNameError(f"there is no variable {name}, only {', '.join(self.variables) or 'none'}", at)
+        return variable
+
+    def _target(self, name: str, at: Place | None) -> Variable:
+        """A variable that a value may go to."""
+        variable = self._variable(name, at)
+        if variable.section == "persistent":
+            raise AccessError(f"{name} is persistent: cache.write puts values into it", at)
+        if variable.section == "constant" or variable.declaration.indices:
+            raise AccessError(f"{name} comes from the model and cannot be written", at)
+        return variable
+
+    def _persistent(self, access: nodes.Access, *, bare: bool = False) -> Layout:
+        """What cache statements work on; `bare` when they may name a table without brackets."""
+        variable = self._variable(access.name, access.at)
+        if variable.section != "persistent":
+            raise AccessError(
+                f"{access.name} is {variable.section}, cache statements take persistent memory", access.at
+            )
+        layout = variable.layout
+        if access.indices is not None and not layout.names:
+            raise RankError(f"{access.name} takes no indices", access.at)
+        if access.indices is None and layout.indices and not bare:
+            raise RankError(f"{access.name} is a table: {access.name}[] is all of it", access.at)
+        return layout
+
+    def _getter(self, access: nodes.Access, scope: Scope) -> tuple[Get, DType]:
+        """How the value of a variable is had, and its dtype."""
+        if access.name in scope:
+            raise AccessError(f"{access.name} is a loop variable, which is an index and no value", access.at)
+        variable = self._variable(access.name, access.at)
+        if variable.section == "persistent":
+            raise AccessError(f"{access.name} is persistent: cache.read takes values out of it", access.at)
+        wanted, given = variable.declaration.indices, access.indices
+        if len(given or ()) != len(wanted) or (given is None) != (not wanted):
+            takes = f"takes {len(wanted)} indices ({', '.join(wanted)})" if wanted else "takes no indices"
+            raise RankError(f"{access.name} {takes}, got {len(given or ())}", access.at)
+        if not wanted:
+            return self.tensors.getter(variable), variable.dtype
+        counts = []
+        for index in given or ():
+            if isinstance(index, nodes.Slice):
+                raise RankError(f"{access.name} is read one tensor at a time, not by slices", access.at)
+            counts.append(self._counting.count(index, scope))
+        return self.tensors.entry_getter(variable, counts), variable.dtype
+
+    def _putter(self, target: Variable) -> Callable[[Frame, mx.array], None]:
+        """How a value is put into a variable, once it has been found to have its dtype and shape."""
+        name, dtype, shape, rank = target.name, target.dtype.mlx, target.shape, len(target.shape)
+        elastic = name in self._elastic
+
+        def put(frame: Frame, value: mx.array) -> None:
+            if value.dtype != dtype:
+                raise DTypeError(f"{name} is {target.dtype.name}, got {named(value.dtype)}")
+            if (value.ndim != rank) if elastic else (value.shape != shape):
+                if value.ndim != rank:
+                    raise RankError(f"{name} has {rank} dimensions, got the shape {list(value.shape)}")
+                raise ShapeError(f"{name} has the shape {list(shape)}, got {list(value.shape)}")
+            if elastic and value.nbytes > MEMORY_BYTES:  # MLX would take the process down with it
+                raise GrowthError(f"{name} would take {value.nbytes} bytes, this machine has {MEMORY_BYTES}")
+            frame.values[name] = value
+
+        return put
+
+    def _same_dtype(self, what: str, dtype: DType, target: Variable, at: Place | None) -> None:
+        if dtype != target.dtype:
+            raise DTypeError(f"{what} gives {dtype.name}, {target.name} is {target.dtype.name}", at)
+
+
+def _spelt(access: nodes.Access) -> str:
+    return access.name if access.indices is None else f"{access.name}[...]" if access.indices else f"{access.name}[]"

@@ -1,0 +1,549 @@
+"""Persistent memory elsewhere: instances on a page server, and safetensors files.
+
+May lie here: what is written and read back. May not come in: graphs, or how a step runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+import redis
+import xxhash
+from numpy.typing import NDArray
+
+from engine.persistent.dtypes import named
+from engine.persistent.errors import ConflictError, DamagedError, StoreError, WrongProgramError
+from engine.persistent.state import Entry, Layout, Memory, Shape, Table
+from engine.tensor_file import Tensor, write
+from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
+from kvpage_server.client.cluster.plan import GONE
+from kvpage_server.client.questions import Question, ok, text, up_to
+from kvpage_server.page import MAX_HEAD, PageKey
+from kvpage_server.system.batches import batches
+from kvpage_server.system.durable import replacing
+
+# -- What is stored of an instance: everything but the bytes of its tensors --------------------------------------------
+
+FORMAT = 1
+
+
+@dataclass
+class StoredLane:
+    """Where the entries of a lane lie."""
+
+    number: int
+    slots: dict[int, int] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)  # not part of the manifest, which has their sum
+    shapes: dict[int, Shape] = field(default_factory=dict)  # of entries that can differ in shape
+    _runs: list[list[int]] | None = field(default_factory=list)  # None when it has to be found anew
+
+    def enter(self, index: int, slot: int, digest: int, shape: Shape | None) -> None:
+        runs = self._runs
+        if runs and index not in self.slots and runs[-1][1:] == [index, slot]:
+            runs[-1][1] += 1
+        else:
+            self._runs = None
+        self.slots[index], self.digests[index] = slot, digest
+        if shape is not None:
+            self.shapes[index] = shape
+
+    def forget(self, index: int) -> None:
+        del self.slots[index], self.digests[index]
+        self.shapes.pop(index, None)
+        self._runs = None
+
+    def runs(self) -> list[list[int]]:
+        """``[start, stop, slot]`` of consecutive entries in the same slot."""
+        if self._runs is None:
+            self._runs = []
+            for index in sorted(self.slots):
+                slot = self.slots[index]
+                if self._runs and self._runs[-1][1:] == [index, slot]:
+                    self._runs[-1][1] += 1
+                else:
+                    self._runs.append([index, index + 1, slot])
+        return self._runs
+
+    def copy(self) -> StoredLane:
+        runs = None if self._runs is None else [list(run) for run in self._runs]
+        return StoredLane(self.number, dict(self.slots), dict(self.digests), dict(self.shapes), runs)
+
+
+@dataclass
+class StoredTable:
+    """A table's lengths, counts and lanes."""
+
+    sizes: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    lanes: dict[Entry, StoredLane] = field(default_factory=dict)
+
+
+@dataclass
+class Manifest:
+    """An instance as it was saved once."""
+
+    fingerprint: int
+    token: str = ""  # of the save, no two are alike
+    steps: int = 0
+    scalars: dict[str, int | str] = field(default_factory=dict)
+    tables: dict[str, StoredTable] = field(default_factory=dict)
+    next_lane: int = 0
+    digest: int = 0  # the sum, modulo 2^64, of the digests of all entries
+
+    def successor(self, token: str, steps: int) -> Manifest:
+        """What the next save begins with. Lanes are shared with this one until they are replaced."""
+        tables = {
+            name: StoredTable(list(table.sizes), list(table.counts), dict(table.lanes))
+            for name, table in self.tables.items()
+        }
+        return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest)
+
+    def dump(self) -> str:
+        """The text that is stored: a digest of the rest, and JSON."""
+        text = json.dumps(
+            {
+                "format": FORMAT,
+                "fingerprint": f"{self.fingerprint:016x}",
+                "token": self.token,
+                "steps": self.steps,
+                "digest": f"{self.digest:016x}",
+                "next_lane": self.next_lane,
+                "scalars": self.scalars,
+                "tables": {name: _dump_table(table) for name, table in self.tables.items()},
+            },
+            separators=(",", ":"),
+        )
+        return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}"
+
+    @classmethod
+    def parse(cls, raw: bytes, instance: str) -> Self:
+        """What `dump` made. Raises DamagedError for anything else."""
+        check, _, text = raw.partition(b" ")
+        if xxhash.xxh3_64_hexdigest(text).encode() != check:
+            raise DamagedError(f"instance {instance}: its manifest is not what was written")
+        try:
+            return cls._of(json.loads(text), instance)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"instance {instance}: its manifest makes no sense: {error!r:.80}") from error
+
+    @classmethod
+    def _of(cls, stored: Any, instance: str) -> Self:
+        if stored["format"] != FORMAT:
+            raise DamagedError(f"instance {instance}: format {stored['format']} is not supported, only {FORMAT}")
+        return cls(
+            int(stored["fingerprint"], 16),
+            stored["token"],
+            stored["steps"],
+            stored["scalars"],
+            {name: _parse_table(table) for name, table in stored["tables"].items()},
+            stored["next_lane"],
+            int(stored["digest"], 16),
+        )
+
+
+def _dump_table(table: StoredTable) -> dict[str, Any]:
+    return {
+        "sizes": table.sizes,
+        "counts": table.counts,
+        "lanes": [
+            {"number": lane.number, "prefix": list(prefix), "runs": lane.runs(), "shapes": list(lane.shapes.items())}
+            for prefix, lane in table.lanes.items()
+        ],
+    }
+
+
+def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
+    lanes = {}
+    for lane in stored["lanes"]:
+        slots = {index: slot for start, stop, slot in lane["runs"] for index in range(start, stop)}
+        shapes = {index: tuple(shape) for index, shape in lane["shapes"]}
+        lanes[tuple(lane["prefix"])] = StoredLane(lane["number"], slots, {}, shapes, lane["runs"])
+    return StoredTable(stored["sizes"], stored["counts"], lanes)
+
+
+# -- store -------------------------------------------------------------------------------------------------------------
+#
+# Instances on a page server.
+#
+# What lies where::
+#
+#     kv:{fingerprint}.{instance}:{layer}:{head}:{index}:{slot}   one entry of a table, or one tensor
+#     persistent:{instance}                                       the manifest, written last
+#
+# The entries of a lane, which share all indices but the last, share a number: ``layer * 65536 + head``. An entry has
+# two slots. It is first written to slot 0, and every later version to the slot that the manifest does not name. So
+# the last saved state stays readable until the manifest is replaced, and a crash in between only leaves pages that
+# nothing refers to. Replaced pages are deleted after the manifest is written.
+#
+# The manifest has the fingerprint, the scalars, the lengths and counts, which slots hold which entries, and a digest
+# over all of them. It is replaced only if it is still the one last read or written here, so two processes cannot both
+# continue from the same state. What is read must match the manifest's digest, or an error is raised.
+
+CHUNK_BYTES = 8 << 20  # of pages in one command, at most, but for one page
+TRIES = 10  # to read an instance that another process keeps saving
+_INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
+
+
+_Received = tuple[str, Entry, mx.array]  # of which table, from which entry on, [n, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPages:
+    """What a save wrote."""
+
+    pages: int
+    nbytes: int  # of pages
+
+
+@dataclass
+class _Version:
+    """A save's effect on one lane: where its entries lie now."""
+
+    slots: dict[int, int] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)  # of those that can differ
+    gone: set[int] = field(default_factory=set)
+
+
+class PersistentStore:
+    """A page server that holds instances, several of them side by side, or a cluster. Can be shared by the simulators
+    of one thread."""
+
+    def __init__(self, url: str, *, deadline: float = 30.0) -> None:
+        """`url` as PageClient takes it; `deadline` in seconds, for every call. Raises ValueError for no URL."""
+        self.server = PageClient(url, deadline=deadline)
+
+    def close(self) -> None:
+        self.server.close()
+
+    def instance(self, name: str, fingerprint: int) -> StoredInstance:
+        """An instance by name, stored or not. Raises StoreError for a name that cannot be one."""
+        if not _INSTANCE.match(name):
+            raise StoreError(f"an instance's name is 1 to 128 of A-Z a-z 0-9 . _ -, got {name!r}")
+        return StoredInstance(self, name, fingerprint)
+
+    def manifest(self, instance: str) -> Manifest | None:
+        """The manifest of an instance; None if there is none. Raises DamagedError."""
+        (raw,) = self.server.ask([_read(instance)])
+        return None if raw is None else Manifest.parse(raw, instance)
+
+    def delete(self, instance: str) -> bool:
+        """Delete an instance; whether there was one. Pages of a damaged one are left for eviction.
+
+        Raises redis.RedisError if the server does not answer: then it may still be there.
+        """
+        try:
+            manifest = self.manifest(instance)
+        except DamagedError:
+            manifest = None
+        (there,) = self.server.ask([Question(["DEL", _key(instance)], up_to(1))])
+        if manifest is not None:
+            request = _request(instance, manifest.fingerprint)
+            try:
+                self.server.delete_request(request)
+            except Unsupported:  # a Redis or a cluster, which does not know what pages a request has
+                self.server.delete(list(_every_page(request, manifest)))
+        return bool(there)
+
+    def receive(self, keys: Sequence[PageKey], into: Sequence[Any]) -> list[bool]:
+        """Receive pages; which ones are there. Raises Disconnected when a server that has some does not answer."""
+        before = self.server.misses[GONE]
+        found = self.server.mget_into(keys, into)
+        if self.server.misses[GONE] > before:
+            raise Disconnected("a server that has pages of the instance does not answer")
+        return found
+
+
+class StoredInstance:
+    """One instance on the server, and where its pages are."""
+
+    def __init__(self, store: PersistentStore, name: str, fingerprint: int) -> None:
+        self.name = name
+        self._store = store
+        self._fingerprint = fingerprint
+        self._request = _request(name, fingerprint)
+        self._known = Manifest(fingerprint)  # what is stored; its token is "" while nothing is
+        self._attempt: Manifest | None = None  # one that may have been stored: the connection broke
+        self._stale: list[PageKey] = []
+
+    def load(self, memory: Memory) -> int | None:
+        """Load the instance into a new memory; the number of its steps, or None if nothing is stored.
+
+        Raises WrongProgramError, DamagedError, and ConflictError if another process saves it faster than it is read.
+        """
+        for _ in range(TRIES):
+            manifest = self._store.manifest(self.name)
+            if manifest is None:
+                return None
+            self._check(manifest)
+            try:
+                received = list(self._receive(memory, manifest))
+            except DamagedError:
+                now = self._store.manifest(self.name)
+                if now is None or now.token == manifest.token:
+                    raise
+                continue  # it was saved while it was read
+            self._fill(memory, manifest, received)
+            self._known = manifest
+            return manifest.steps
+        raise ConflictError(f"instance {self.name} is being saved by somebody else all the time")
+
+    def save(self, memory: Memory, steps: int) -> SavedPages:
+        """Write the entries that changed, then the manifest, then delete what it replaced.
+
+        Raises WrongProgramError or ConflictError when the manifest is not the one that was last seen here.
+        """
+        self._settle()
+        versions: dict[tuple[str, Entry], _Version] = {}
+        written = [page for name, table in memory.tables.items() for page in self._changed(name, table, versions)]
+        for run in batches(((page, memoryview(page.body).nbytes) for page in written), CHUNK_BYTES):
+            self._store.server.mset(run)
+        manifest = self._known.successor(secrets.token_hex(8), steps)
+        manifest.scalars = {name: _scalar(scalar.read()) for name, scalar in memory.scalars.items()}
+        stale = list(self._stale)
+        for name, table in memory.tables.items():
+            manifest.tables[name].sizes, manifest.tables[name].counts = list(table.sizes), list(table.counts)
+        for (name, prefix), version in versions.items():
+            stale += self._apply(manifest, manifest.tables[name], prefix, version)
+        self._publish(manifest)
+        for table in memory.tables.values():
+            table.dirty.clear()
+        self._stale = stale
+        with suppress(redis.RedisError):  # nothing refers to them; the next save tries again
+            self._store.server.delete(stale)
+            self._stale = []
+        return SavedPages(len(written), sum(memoryview(page.body).nbytes for page in written))
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Check that the stored manifest is the one known here."""
+        stored = self._store.manifest(self.name)
+        if stored is not None:
+            self._check(stored)
+        token = stored.token if stored is not None else ""
+        if self._attempt is not None and token == self._attempt.token:
+            self._known = self._attempt
+        self._attempt = None
+        if token != self._known.token:
+            what = "is stored already: resume it" if not self._known.token else "was saved by somebody else"
+            raise ConflictError(f"instance {self.name} {what}")
+
+    def _changed(self, name: str, table: Table, versions: dict[tuple[str, Entry], _Version]) -> Iterator[Page]:
+        """The pages to write, and in `versions` where they lie."""
+        stored = self._known.tables.setdefault(name, StoredTable())
+        for entries, tensors in table.stored_runs(table.dirty):
+            bodies = [None] * len(entries) if tensors is None else _bodies(tensors)
+            for entry, body in zip(entries, bodies, strict=True):
+                prefix, index = _place(entry)
+                version = versions.setdefault((name, prefix), _Version())
+                if body is None or tensors is None:
+                    version.gone.add(index)
+                    continue
+                digest = _digest(name, entry, body)
+                lane = stored.lanes.get(prefix)
+                if lane is not None and lane.digests.get(index) == digest:
+                    continue  # written again as it was
+                slot = 1 - lane.slots[index] if lane is not None and index in lane.slots else 0
+                version.slots[index], version.digests[index] = slot, digest
+                if table.layout.auto:
+                    version.shapes[index] = tensors.shape[1:]
+                key = self._page_key(self._number(stored, prefix), index, slot)
+                if len(body):
+                    yield Page(key, body, table.layout.dtype.page, *_matrix(table.layout, tensors.shape[1:]))
+
+    def _number(self, stored: StoredTable, prefix: Entry) -> int:
+        lane = stored.lanes.get(prefix)
+        if lane is None:
+            lane = stored.lanes[prefix] = StoredLane(self._known.next_lane)
+            self._known.next_lane += 1
+        return lane.number
+
+    def _apply(self, manifest: Manifest, table: StoredTable, prefix: Entry, version: _Version) -> list[PageKey]:
+        """Put a version of a lane into a manifest; returns the pages that it replaces."""
+        if prefix not in table.lanes:
+            return []
+        lane = table.lanes[prefix] = table.lanes[prefix].copy()
+        stale = []
+        for index in [*version.slots, *version.gone]:
+            if index in lane.slots:
+                stale.append(self._page_key(lane.number, index, lane.slots[index]))
+                manifest.digest -= lane.digests[index]
+                lane.forget(index)
+        for index, slot in version.slots.items():
+            lane.enter(index, slot, version.digests[index], version.shapes.get(index))
+            manifest.digest += version.digests[index]
+        manifest.digest %= 2**64
+        if not lane.slots:
+            del table.lanes[prefix]
+        return stale
+
+    def _publish(self, manifest: Manifest) -> None:
+        """Replace the manifest that is known here. Raises ConflictError where it is not the stored one any more."""
+        self._attempt = manifest
+
+        def replace(raw: bytes | None) -> list[Question]:
+            token = Manifest.parse(raw, self.name).token if raw is not None else ""
+            if token not in (self._known.token, manifest.token):  # the last: it is tried again, and was done
+                raise ConflictError(f"instance {self.name} was saved by somebody else")
+            return [Question(["SET", _key(self.name), manifest.dump()], ok)]
+
+        self._store.server.transaction([_key(self.name)], _read(self.name), replace)
+        self._known, self._attempt = manifest, None
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _check(self, manifest: Manifest) -> None:
+        if manifest.fingerprint != self._fingerprint:
+            raise WrongProgramError(
+                f"instance {self.name} was made by program {manifest.fingerprint:016x}, this is "
+                f"{self._fingerprint:016x}: another graph, other sizes or another model"
+            )
+
+    def _receive(self, memory: Memory, manifest: Manifest) -> Iterator[_Received]:
+        """Receive all tensors. Raises DamagedError, at the latest after the last, if they are not the saved ones."""
+        digest = 0
+        for name, stored in manifest.tables.items():
+            layout = memory.tables[name].layout
+            for prefix, lane in stored.lanes.items():
+                for run, shape in _runs(lane, layout):
+                    rows = np.empty((len(run), prod(shape) * layout.dtype.itemsize), np.uint8)
+                    self._receive_rows(name, prefix, lane, run, rows)
+                    for index, row in zip(run, rows, strict=True):
+                        lane.digests[index] = _digest(name, _entry(layout, prefix, index), row)
+                        digest += lane.digests[index]
+                    yield name, _entry(layout, prefix, run[0]), _tensors(rows, layout, shape)
+        if digest % 2**64 != manifest.digest:
+            raise DamagedError(f"instance {self.name}: its pages are not those that its manifest was written for")
+
+    def _receive_rows(self, name: str, prefix: Entry, lane: StoredLane, run: list[int], rows: Any) -> None:
+        if not rows.size:
+            return
+        step = max(1, CHUNK_BYTES // rows.shape[1])
+        for start in range(0, len(run), step):
+            indices = run[start : start + step]
+            keys = [self._page_key(lane.number, index, lane.slots[index]) for index in indices]
+            found = self._store.receive(keys, list(rows[start : start + step]))
+            if not all(found):
+                lost = [*prefix, indices[found.index(False)]]
+                raise DamagedError(f"instance {self.name}: the page of {name}{lost} is gone, or not what was written")
+
+    def _fill(self, memory: Memory, manifest: Manifest, received: list[_Received]) -> None:
+        for name, stored in manifest.tables.items():
+            memory.tables[name].load_lengths(stored.sizes, stored.counts)
+        for name, first, tensors in received:
+            memory.tables[name].load(first, tensors)
+        for name, value in manifest.scalars.items():
+            scalar = memory.scalars[name]
+            scalar.load(value if isinstance(value, int) else _float(value, scalar.layout))
+
+    def _page_key(self, lane: int, index: int, slot: int) -> PageKey:
+        return _page_key(self._request, lane, index, slot)
+
+
+def _read(instance: str) -> Question:
+    return Question(["GET", _key(instance)], text)
+
+
+def _key(instance: str) -> str:
+    return f"persistent:{instance}"
+
+
+def _request(instance: str, fingerprint: int) -> bytes:
+    return f"{fingerprint:016x}.{instance}".encode()
+
+
+def _page_key(request: bytes, lane: int, index: int, slot: int) -> PageKey:
+    layer, head = divmod(lane, MAX_HEAD + 1)
+    return PageKey(request, layer, head, index, slot)
+
+
+def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
+    """Both slots of every entry: what a save that broke off has left may be in the other one."""
+    for table in manifest.tables.values():
+        for lane in table.lanes.values():
+            for index in lane.slots:
+                yield from (_page_key(request, lane.number, index, slot) for slot in (0, 1))
+
+
+def _place(entry: Entry) -> tuple[Entry, int]:
+    """The lane of an entry and its index there; a tensor that is no table's is entry 0 of the lane ()."""
+    return (entry[:-1], entry[-1]) if entry else ((), 0)
+
+
+def _entry(layout: Layout, prefix: Entry, index: int) -> Entry:
+    return (*prefix, index) if layout.indices else ()
+
+
+def _runs(lane: StoredLane, layout: Layout) -> Iterator[tuple[list[int], Shape]]:
+    """A lane's entries, those together that follow one another and have one shape."""
+    indices = enumerate(sorted(lane.slots))
+    for (_, shape), run in groupby(indices, lambda at: (at[1] - at[0], lane.shapes.get(at[1], layout.shape))):
+        yield [index for _, index in run], shape
+
+
+def _bodies(tensors: mx.array) -> list[Any]:
+    """The bytes of each tensor of ``[n, ...]``."""
+    if not tensors.size:
+        return [memoryview(b"")] * len(tensors)
+    flat = mx.contiguous(tensors).reshape(len(tensors), -1)
+    return list(np.asarray(flat.view(mx.uint8)))
+
+
+def _tensors(rows: Any, layout: Layout, shape: Shape) -> mx.array:
+    """The tensors ``[n, *shape]`` whose bytes are ``rows``."""
+    if not rows.size:
+        return mx.zeros((len(rows), *shape), dtype=layout.dtype.mlx)
+    return mx.array(rows.reshape(-1)).view(layout.dtype.mlx).reshape(len(rows), *shape)
+
+
+def _matrix(layout: Layout, shape: Shape) -> tuple[int, int]:
+    """Rows and elements a row, as the page's header says them. Bytes, for dtypes that a header has no name for."""
+    width = shape[-1] if shape else 1
+    elements = layout.dtype.itemsize // layout.dtype.page.itemsize
+    return prod(shape) // width, width * elements
+
+
+def _digest(name: str, entry: Entry, body: Any) -> int:
+    digest = xxhash.xxh3_64(f"{name}{list(entry)}".encode())
+    digest.update(body)
+    return digest.intdigest()
+
+
+def _scalar(value: mx.array) -> int | str:
+    """An integer, or the bytes of a float in hex: what a decimal number may not say exactly."""
+    if value.dtype in (mx.float16, mx.bfloat16, mx.float32, mx.float64):
+        return bytes(np.asarray(value.reshape(-1).view(mx.uint8))).hex()
+    return int(value.item())  # type: ignore[arg-type]
+
+
+def _float(text: str, layout: Layout) -> mx.array:
+    return mx.array(np.frombuffer(bytes.fromhex(text), np.uint8)).view(layout.dtype.mlx).reshape(())
+
+
+# -- Persistent memory as a safetensors file, for any tool -------------------------------------------------------------
+
+
+def body(array: mx.array) -> NDArray[np.uint8]:
+    """An array's bytes, in row-major order."""
+    flat = mx.contiguous(array).reshape(-1)
+    return np.asarray(flat.view(mx.uint8)) if flat.size else np.empty(0, np.uint8)
+
+
+def export(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+    """Write `tensors` to `path`, all of them or none. Raises OSError."""
+    described = {name: Tensor(named(array.dtype).upper(), array.shape) for name, array in tensors.items()}
+    bodies: list[NDArray[Any]] = [body(array) for array in tensors.values()]
+    with replacing(path) as file:
+        write(file, described, metadata, bodies)

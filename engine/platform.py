@@ -1,0 +1,157 @@
+"""Settings of the process before MLX is imported.
+
+May lie here: BLAS, memory allocator, open files. May not come in: anything that imports MLX, or another part of the
+engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvpage_server.system import malloc
+
+# -- freed memory ------------------------------------------------------------------------------------------------------
+#
+# Makes glibc keep freed memory.
+#
+# New memory from the system costs a page fault for every 4 KiB, on a virtual machine up to a second for a gigabyte.
+# That is more than receiving or copying a context takes. MLX's CPU backend keeps 32 MiB of what it frees; glibc
+# returns the rest to the system, and asks for it again with the next context. So glibc is told to keep it. A process
+# then keeps no more than it once used, which the block pool limits.
+
+_KEPT_BYTES = 512 << 20  # kept free at the heap's end: a few contexts of a few thousand tokens
+_LARGEST_BYTES = 32 << 20  # glibc's maximum; larger blocks are mapped, and unmapped when freed
+
+
+def keep_freed() -> bool:
+    """Make glibc keep freed memory; False with another C library. Call it before threads start.
+
+    All threads then share one heap, because blocks are received on one thread and used on another.
+    """
+    return malloc.tune({malloc.ARENA_MAX: 1, malloc.MMAP_THRESHOLD: _LARGEST_BYTES, malloc.TRIM_THRESHOLD: _KEPT_BYTES})
+
+
+# -- open files --------------------------------------------------------------------------------------------------------
+#
+# Keeps the limit of open files.
+#
+# Importing mlx_lm sets it to 2048, and the hard limit to 4096, which only root could raise again. A server with many
+# clients needs more.
+
+OTHERS = 256  # files and sockets besides those of clients
+
+
+def room_for(connections: int) -> int:
+    """Raise the limit for so many connections; returns how many it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHERS
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - OTHERS)
+
+
+def import_mlx_lm() -> None:
+    """Import mlx_lm and leave the limit of open files as it is."""
+    setrlimit = resource.setrlimit
+    resource.setrlimit = lambda which, limits: None
+    try:
+        importlib.import_module("mlx_lm.utils")
+    finally:
+        resource.setrlimit = setrlimit
+
+
+# -- openblas ----------------------------------------------------------------------------------------------------------
+#
+# OpenBLAS under MLX on a Linux CPU.
+#
+# MLX's CPU wheel links the reference BLAS, which is single-threaded and 20 to 30 times slower. Its symbols
+# (``cblas_sgemm`` and friends) are looked up in the process's global scope first, so an OpenBLAS that was loaded
+# there before MLX takes their place: what ``LD_PRELOAD`` does, without a second process.
+
+log = logging.getLogger(__name__)
+
+THREADS_SET = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")  # the variables that OpenBLAS reads
+ADVICE = (
+    "pip install ngsolve-openblas (x86-64), or the package libopenblas0-pthread (Debian) or openblas-threads (Fedora)"
+)
+
+
+def prefer_openblas() -> bool:
+    """Load OpenBLAS for MLX to use; True when it did.
+
+    False, and nothing changed, where it does not apply: not Linux, MLX's CPU wheel is not what is installed, MLX is
+    already imported, no OpenBLAS on this machine, or ``KVPAGE_BLAS=stock`` in the environment.
+    Raises ValueError for any other KVPAGE_BLAS than "openblas" (the default) and "stock".
+    """
+    choice = os.environ.get("KVPAGE_BLAS", "openblas")
+    if choice not in ("openblas", "stock"):
+        raise ValueError(f"KVPAGE_BLAS must be openblas or stock, got {choice!r}")
+    bundled = _directory("mlx", "../mlx_cpu.libs") if sys.platform == "linux" else None
+    if choice == "stock" or bundled is None or "mlx.core" in sys.modules:
+        return False
+    for library in _libraries():
+        try:
+            loaded = _load(library, bundled)
+        except OSError as error:
+            log.debug("%s is of no use: %s", library, error)
+            continue
+        if hasattr(loaded, "cblas_sgemm"):
+            _limit_threads(loaded)
+            log.debug("MLX multiplies with %s", library)
+            return True
+    log.info("MLX multiplies with its slow reference BLAS. For 20 times the speed: %s", ADVICE)
+    return False
+
+
+def _limit_threads(library: ctypes.CDLL) -> None:
+    """Use a quarter of the cores, at least one, unless the environment sets a number of threads.
+
+    OpenBLAS uses all cores, and its threads wait for each other at every multiplication. While another program uses one
+    of these cores, the model runs many times slower. docs/engine.md has the measurement.
+    """
+    if not any(name in os.environ for name in THREADS_SET) and hasattr(library, "openblas_set_num_threads"):
+        library.openblas_set_num_threads(max(1, len(os.sched_getaffinity(0)) // 4))
+
+
+def _libraries() -> Iterator[Path]:
+    """OpenBLAS wherever it may be, multi-threaded builds first: PyPI's, Debian's, Fedora's, what the linker knows."""
+    if wheel := _directory("ngsolve_openblas"):
+        yield from wheel.glob("libopenblas*.so*")
+    yield from Path("/usr/lib").glob("*-linux-gnu/openblas-pthread/libopenblas.so.0")
+    yield from (Path("libopenblasp.so.0"), Path("libopenblas.so.0"))
+
+
+def _load(library: Path, bundled: Path) -> ctypes.CDLL:
+    """Put `library` into the global scope. Raises OSError.
+
+    PyPI's needs a libgfortran.so.5, which few machines have. MLX's wheel has one under another name. With links to both
+    in one directory, the library finds it.
+    """
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with TemporaryDirectory() as directory:
+        link = Path(directory, library.name)
+        link.symlink_to(library)
+        for quadmath in bundled.glob("libquadmath*"):
+            ctypes.CDLL(str(quadmath))
+        for fortran in bundled.glob("libgfortran*.so.5*"):
+            link.with_name("libgfortran.so.5").symlink_to(fortran)
+        return ctypes.CDLL(str(link), mode=ctypes.RTLD_GLOBAL)
+
+
+def _directory(package: str, relative: str = ".") -> Path | None:
+    """The directory at `relative` to an installed package, found without importing it; None when there is none."""
+    spec = find_spec(package)
+    places = [Path(place, relative) for place in (spec.submodule_search_locations or [])] if spec else []
+    return next((place.resolve() for place in places if place.is_dir()), None)

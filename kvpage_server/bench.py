@@ -1,0 +1,589 @@
+"""How fast pages travel on this machine: what `kvpage bench` measures, and the repository's benchmarks with it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import redis
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from kvpage_server import __version__
+from kvpage_server.client import BlockName, Page, PageClient
+from kvpage_server.client.page import pages_of_block
+from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
+from kvpage_server.system.text import how_many
+
+# -- What is moved: batches of pages or of blocks, in generations of keys, so that none is found in the C --------------
+
+Array = np.ndarray[Any, np.dtype[np.uint8]]
+
+REQ_ID = b"kvpage-bench"
+
+
+class BatchMemory:
+    """The memory of one batch: where it is written from, and where it is read into. Both ``[count, nbytes]``."""
+
+    def __init__(self, count: int, nbytes: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.written: Array = np.frombuffer(rng.bytes(count * nbytes), np.uint8).reshape(count, nbytes)
+        self.read: Array = np.zeros_like(self.written)
+
+    def spoil(self) -> None:
+        """Make every item of `read` wrong, at both ends."""
+        self.read[:, 0] = ~self.written[:, 0]
+        self.read[:, -1] = ~self.written[:, -1]
+
+    def check(self) -> None:
+        """Raises AssertionError if the bytes read differ from those written."""
+        if not np.array_equal(self.written, self.read):
+            raise AssertionError("the bytes that were read are not those that were written")
+
+
+class Work:
+    """`count` items of `nbytes` each, again under other keys for each of `generations`."""
+
+    def __init__(self, kind: str, count: int, nbytes: int, generations: int) -> None:
+        self.name = f"{count} {kind} of {spell(nbytes)}"
+        self.count = count
+        self.nbytes = nbytes
+        self.batches = [BatchMemory(count, nbytes, seed) for seed in range(generations)]
+
+    @property
+    def total(self) -> int:
+        return self.count * self.nbytes
+
+    def page_keys(self, generation: int) -> list[PageKey]:
+        """What a batch is stored under, page by page."""
+        raise NotImplementedError
+
+
+class PageWork(Work):
+    """Pages of bytes: eight heads and two planes, in as many layers as there must be."""
+
+    def __init__(self, count: int, nbytes: int, generations: int) -> None:
+        super().__init__("pages", count, nbytes, generations)
+        rows = 128
+        self.pages = [
+            [
+                Page(PageKey(REQ_ID, i // 16, i // 2 % 8, generation, i % 2), body, DType.UINT8, rows, nbytes // rows)
+                for i, body in enumerate(batch.written)
+            ]
+            for generation, batch in enumerate(self.batches)
+        ]
+        self.keys = [[page.key for page in pages] for pages in self.pages]
+
+    def page_keys(self, generation: int) -> list[PageKey]:
+        """What a batch is stored under."""
+        return self.keys[generation]
+
+
+class Blocks(Work):
+    """Blocks of one shape."""
+
+    def __init__(self, count: int, shape: BlockShape, generations: int) -> None:
+        super().__init__("blocks", count, shape.nbytes, generations)
+        self.shape = shape
+        self.names: list[list[BlockName]] = [
+            [(REQ_ID, generation * count + i) for i in range(count)] for generation in range(generations)
+        ]
+
+    def page_keys(self, generation: int) -> list[PageKey]:
+        """What a batch is stored under, page by page."""
+        return [key for name in self.names[generation] for key, _, _ in pages_of_block(name, self.shape)]
+
+
+def spell(nbytes: int) -> str:
+    """Bytes for people: 64 KiB, 5.6 MiB."""
+    return f"{nbytes / (1 << 10):.4g} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.2g} MiB"
+
+
+def _model(layers: int, heads: int, head_dim: int, tokens: int) -> BlockShape:
+    """A block of K and V in bfloat16."""
+    planes = tuple(Plane(kv_type, DType.BFLOAT16, head_dim) for kv_type in (KVType.K, KVType.V))
+    return BlockShape(layers, heads, tokens, planes)
+
+
+SMOLLM2_16 = _model(30, 3, 64, 16)  # 360 KiB
+LLAMA3_16 = _model(32, 8, 128, 16)  # the 8B: 2 MiB, 512 pages of 4 KiB
+SMOLLM2_256 = _model(30, 3, 64, 256)  # 5.6 MiB
+LLAMA3_256 = _model(32, 8, 128, 256)  # 32 MiB
+
+
+# -- A store under load: GB/s, the server's CPU seconds a GB, and how long a call takes. Every byte is ch --------------
+
+GB = 1e9
+_DEADLINE = 60.0  # seconds
+
+
+class Store(Protocol):
+    """Whatever batches are written to and read from."""
+
+    def write(self, work: Work, generation: int) -> None:
+        """Store a batch."""
+
+    def read(self, work: Work, generation: int) -> None:
+        """Read it into its memory."""
+
+
+class ClientStore:
+    """A server through PageClient."""
+
+    def __init__(self, client: PageClient) -> None:
+        self._client = client
+
+    def write(self, work: Work, generation: int) -> None:
+        if isinstance(work, PageWork):
+            self._client.mset(work.pages[generation], deadline=_DEADLINE)
+        elif isinstance(work, Blocks):
+            bodies = list(work.batches[generation].written)
+            self._client.mset_blocks(work.names[generation], work.shape, bodies, deadline=_DEADLINE)
+
+    def read(self, work: Work, generation: int) -> None:
+        """Receive them into their memory."""
+        into = list(work.batches[generation].read)
+        if isinstance(work, PageWork):
+            found = self._client.mget_into(work.keys[generation], into, deadline=_DEADLINE)
+        elif isinstance(work, Blocks):
+            found = self._client.mget_blocks_into(work.names[generation], work.shape, into, deadline=_DEADLINE)
+        if not all(found):
+            raise AssertionError(f"{found.count(False)} of {len(found)} are not there: the store has no room for them")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured of one kind of call."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float | None  # of the server; None where it does not tell
+    p50_ms: float  # of a call
+    p99_ms: float
+    calls: int
+
+
+def measure_writes(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
+    """Write generation after generation for a while."""
+    return _measure(store.write, work, seconds, cpu)
+
+
+def measure_reads(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
+    """Read them likewise, as they have been written. Raises AssertionError for wrong bytes."""
+    return _measure(store.read, work, seconds, cpu, check=True)
+
+
+def _measure(
+    move: Callable[[Work, int], None],
+    work: Work,
+    seconds: float,
+    cpu: Callable[[], float] | None,
+    *,
+    check: bool = False,
+) -> Figures:
+    times: list[float] = []
+    before = 0.0
+    for call in range(-len(work.batches), 1_000_000):  # the first round is for warming up
+        if call == 0:
+            before, times = cpu() if cpu else 0.0, []
+        generation = call % len(work.batches)
+        if check:
+            work.batches[generation].spoil()
+        started = time.perf_counter()
+        move(work, generation)
+        times.append(time.perf_counter() - started)
+        if check:
+            work.batches[generation].check()
+        if call >= 2 and sum(times) >= seconds:
+            break
+    gigabytes = len(times) * work.total / GB
+    used = cpu() - before if cpu else None
+    p50, p99 = np.percentile(times, [50, 99]) * 1000
+    return Figures(gigabytes / sum(times), None if used is None else used / gigabytes, p50, p99, len(times))
+
+
+# -- raw ---------------------------------------------------------------------------------------------------------------
+#
+# The ceiling: a process that keeps batches in memory and moves them over raw sockets, with no protocol to speak of.
+#
+# `python -m kvpage_server.bench ADDRESS` is that process. It serves until its standard input ends.
+
+_QUESTION = struct.Struct("<cIIII")  # W or R, generation, the connection's number, items, bytes of each
+_DONE = b"."
+_SENT_AT_ONCE, _RECEIVED_AT_ONCE = 1024 * 1024, 256 * 1024  # bytes: what is soonest
+_GATHER = 512
+
+Generation = tuple[int, int, int, int]
+
+
+def _move(buffers: list[memoryview], step: Callable[[list[memoryview]], int], most: int) -> None:
+    """Give all buffers to `sendmsg` or `recvmsg_into`, at most so many bytes at a time."""
+    ends = list(accumulate(map(len, buffers)))
+    moved = at = 0
+    while at < len(buffers):
+        some = buffers[at : min(bisect_left(ends, moved + most, at) + 1, at + _GATHER)]
+        begun, beyond = moved - ends[at] + len(some[0]), ends[at + len(some) - 1] - moved - most
+        if beyond > 0:
+            some[-1] = some[-1][:-beyond]
+        some[0] = some[0][begun:]
+        count = step(some)
+        if not count:
+            raise EOFError("the other end is gone")
+        moved += count
+        at = bisect_right(ends, moved)
+
+
+def _raw_rows(items: Array) -> list[memoryview]:
+    return [memoryview(item) for item in items]
+
+
+def _receive(sock: socket.socket, buffers: list[memoryview]) -> None:
+    _move(buffers, lambda some: sock.recvmsg_into(some)[0], _RECEIVED_AT_ONCE)
+
+
+def _receive_bytes(sock: socket.socket, count: int) -> bytes:
+    text = bytearray(count)
+    _receive(sock, [memoryview(text)])
+    return bytes(text)
+
+
+def _serve(sock: socket.socket, kept: dict[Generation, list[memoryview]]) -> None:
+    with sock, suppress(EOFError, ConnectionError):
+        while True:
+            op, *generation, nbytes = _QUESTION.unpack(_receive_bytes(sock, _QUESTION.size))
+            key = (*generation, nbytes)
+            if op == b"W":
+                if key not in kept:
+                    kept[key] = _raw_rows(np.zeros((generation[-1], nbytes), np.uint8))
+                _receive(sock, kept[key])
+                sock.sendall(_DONE)
+            else:
+                _move(kept[key], sock.sendmsg, _SENT_AT_ONCE)
+
+
+def _listen(address: str) -> socket.socket:
+    if address.startswith("/"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(address)
+        sock.listen()
+        return sock
+    return socket.create_server(("127.0.0.1", int(address)))
+
+
+def _main(address: str) -> None:
+    listening = _listen(address)
+    print(address if address.startswith("/") else listening.getsockname()[1], flush=True)
+
+    def accept() -> None:
+        while True:
+            sock, _ = listening.accept()
+            threading.Thread(target=_serve, args=(sock, {}), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    sys.stdin.read()
+    os._exit(0)  # whatever the threads are at
+
+
+class RawClient:
+    """The client's end: writes and reads as a store does, on one or more connections."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str, connections: int) -> None:
+        self.pid = process.pid
+        self._sockets = [_connect(address) for _ in range(connections)]
+        self._threads = ThreadPoolExecutor(connections)
+
+    def write(self, work: Work, generation: int) -> None:
+        """Send a batch and wait until it is there."""
+
+        def part(sock: socket.socket, number: int, items: Array) -> None:
+            sock.sendall(_QUESTION.pack(b"W", generation, number, *items.shape))
+            _move(_raw_rows(items), sock.sendmsg, _SENT_AT_ONCE)
+            _receive_bytes(sock, len(_DONE))
+
+        self._each(work.batches[generation].written, part)
+
+    def read(self, work: Work, generation: int) -> None:
+        """Receive a batch."""
+
+        def part(sock: socket.socket, number: int, items: Array) -> None:
+            sock.sendall(_QUESTION.pack(b"R", generation, number, *items.shape))
+            _receive(sock, _raw_rows(items))
+
+        self._each(work.batches[generation].read, part)
+
+    def _each(self, items: Array, part: Callable[[socket.socket, int, Array], None]) -> None:
+        parts = np.array_split(items, len(self._sockets))
+        numbers = range(len(parts))
+        if len(parts) == 1:
+            part(self._sockets[0], 0, items)
+        else:
+            for _ in self._threads.map(part, self._sockets, numbers, parts):
+                pass
+
+    def close(self) -> None:
+        """Close the connections, and with them what is kept for them."""
+        for sock in self._sockets:
+            sock.close()
+        self._threads.shutdown()
+
+
+def _connect(address: str) -> socket.socket:
+    if address.startswith("/"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address)
+        return sock
+    sock = socket.create_connection(("127.0.0.1", int(address)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+@contextmanager
+def start_raw(*, unix: bool = False) -> Iterator[Callable[[int], RawClient]]:
+    """Start the process; what connects to it."""
+    with tempfile.TemporaryDirectory() as directory:
+        address = str(Path(directory, "raw")) if unix else "0"
+        command = [sys.executable, "-m", "kvpage_server.bench", address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin
+            assert process.stdout
+            try:
+                found = process.stdout.readline().decode().strip()
+                yield lambda connections: RawClient(process, found, connections)
+            finally:
+                process.stdin.close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    with suppress(BrokenPipeError):  # and may have ended itself
+        _main(sys.argv[1])
+
+
+# -- What was measured as a table, as JSON, and as a picture -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of call, measured against each server and against raw sockets."""
+
+    work: str
+    op: str  # write or read
+    figures: dict[str, Figures]  # by server
+    raw_gb_per_s: float
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "kvpage": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+    }
+
+
+def table(rows: list[Row]) -> Table:
+    servers = list(rows[0].figures)
+    found = Table(title="raw: the same bytes over bare sockets on this machine", title_justify="left")
+    found.add_column("work")
+    found.add_column("")
+    for server in servers:
+        for column in (f"{server}\nGB/s", "of raw", "CPU s/GB", "p50 ms", "p99 ms"):
+            found.add_column(column, justify="right")
+    found.add_column("raw\nGB/s", justify="right")
+    before = ""
+    for row in rows:
+        cells = ["" if row.work == before else row.work, row.op]
+        before = row.work
+        for figures in row.figures.values():
+            cpu = "" if figures.cpu_s_per_gb is None else f"{figures.cpu_s_per_gb:.2f}"
+            of_raw = f"{figures.gb_per_s / row.raw_gb_per_s:.0%}"
+            cells += [f"{figures.gb_per_s:.2f}", of_raw, cpu, f"{figures.p50_ms:.2f}", f"{figures.p99_ms:.2f}"]
+        found.add_row(*cells, f"{row.raw_gb_per_s:.2f}")
+    return found
+
+
+def write_json(rows: list[Row], path: Path) -> None:
+    path.write_text(
+        json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8"
+    )
+
+
+def write_plot(rows: list[Row], path: Path) -> None:
+    """GB/s of every row as bars, writes and reads side by side, raw sockets as a line above. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    servers = list(rows[0].figures)
+    works = list(dict.fromkeys(row.work for row in rows))
+    figure = Figure(figsize=(12, 1.2 + 0.42 * len(works)), layout="constrained")
+    for axes, op in zip(figure.subplots(1, 2, sharey=True), ("write", "read"), strict=True):
+        found = [row for row in rows if row.op == op]
+        height = 0.8 / len(servers)
+        for i, server in enumerate(servers):
+            bars = [(works.index(row.work), row.figures[server].gb_per_s) for row in found if server in row.figures]
+            places = [work + (i + 0.5) * height - 0.4 for work, _ in bars]
+            axes.barh(places, [speed for _, speed in bars], height * 0.92, label=server)
+        ceilings = [works.index(row.work) for row in found]
+        axes.plot([row.raw_gb_per_s for row in found], ceilings, "|", color="black", ms=14, label="raw sockets")
+        axes.set_title(op)
+        axes.set_xlabel("GB/s")
+        axes.set_yticks(range(len(works)), works)
+        axes.grid(axis="x", alpha=0.3)
+    figure.axes[0].invert_yaxis()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=120)
+
+
+# -- `kvpage bench`: what pages and blocks of all sizes cost on this machine and over this network ---------------------
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_GENERATIONS = 8
+_HELD = 256 * _MIB  # bytes that a server is asked to hold at once
+_DELETED_AT_ONCE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Work and its connections."""
+
+    make: Callable[[int], Work]  # for so many generations
+    total: int  # bytes of a batch
+    connections: int = 1
+    verify: bool = False
+    unix: bool = False
+
+    def name(self, work: Work) -> str:
+        """The work and what is special about it."""
+        several = f"{self.connections} connections" if self.connections > 1 else ""
+        special = [several, "verified" if self.verify else "", "unix socket" if self.unix else ""]
+        return ", ".join([work.name, *filter(None, special)])
+
+
+def _pages(count: int, nbytes: int, *, connections: int = 1, verify: bool = False) -> Case:
+    return Case(lambda generations: PageWork(count, nbytes, generations), count * nbytes, connections, verify)
+
+
+def _blocks(count: int, shape: BlockShape) -> Case:
+    return Case(lambda generations: Blocks(count, shape, generations), count * shape.nbytes)
+
+
+_USUAL = _pages(256, 64 * _KIB)
+_QUICK = [_pages(256, 16 * _KIB), _USUAL, _pages(256, 64 * _KIB, connections=4), _blocks(8, LLAMA3_16)]
+_FULL = [
+    *(_pages(256, size * _KIB) for size in (4, 16, 32)),
+    _USUAL,
+    _pages(256, 256 * _KIB),
+    _pages(64, _MIB),
+    _pages(256, 64 * _KIB, verify=True),
+    *(_pages(count, 64 * _KIB) for count in (16, 64, 1024, 2048)),
+    *(_pages(256, 64 * _KIB, connections=connections) for connections in (2, 4, 16)),
+    _blocks(32, SMOLLM2_16),
+    _blocks(8, LLAMA3_16),
+    _blocks(4, SMOLLM2_256),
+    _blocks(2, LLAMA3_256),
+]
+
+
+class Target:
+    """A server that is measured."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._admin = plain_client(url)
+        info = self._admin.info("server")
+        kinds = {"kvpage-server": "kvpage_version", "Valkey": "valkey_version", "Redis": "redis_version"}
+        self.name = next(f"{kind} {info[field]}" for kind, field in kinds.items() if field in info)
+
+    def cpu_seconds(self) -> float:
+        """The CPU seconds that the server has used, from INFO."""
+        info = self._admin.info("cpu")
+        return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+
+    def room(self) -> int:
+        """The bytes of pages that it can hold."""
+        limit = int(self._admin.info("memory").get("maxmemory", 0))
+        return min(_HELD, limit // 2) if limit else _HELD
+
+    def unix_socket(self) -> str | None:
+        """The path of its unix socket, when that is on this machine."""
+        try:
+            path = self._admin.config_get("unixsocket").get("unixsocket")
+        except redis.ResponseError:  # CONFIG is not for everybody
+            return None
+        return path if path and Path(path).is_socket() else None
+
+    def run(self, case: Case, work: Work, seconds: float) -> tuple[Figures, Figures]:
+        """Write and read; what was written is deleted."""
+        url = f"unix://{self.unix_socket()}" if case.unix else self.url
+        with PageClient(url, connections=case.connections, verify=case.verify, deadline=60) as client:
+            store = ClientStore(client)
+            try:
+                writes = measure_writes(store, work, seconds, self.cpu_seconds)
+                return writes, measure_reads(store, work, seconds, self.cpu_seconds)
+            finally:
+                for generation in range(len(work.batches)):
+                    keys = work.page_keys(generation)
+                    for start in range(0, len(keys), _DELETED_AT_ONCE):
+                        client.delete(keys[start : start + _DELETED_AT_ONCE])
+
+    def close(self) -> None:
+        self._admin.close()
+
+
+def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot: Path | None, out: Console) -> None:
+    """Measure the servers side by side; show what was found, and write it.
+
+    `seconds` is for each kind of call. Raises PageClientError or RedisError when a server is lost or refuses,
+    ModuleNotFoundError when there is nothing to plot with.
+    """
+    if plot:
+        importlib.import_module("matplotlib")
+    with ExitStack() as stack:
+        targets = [stack.enter_context(closing(Target(url))) for url in urls]
+        cases = _QUICK if quick else _FULL
+        if all(target.unix_socket() for target in targets):
+            cases = [*cases, replace(_USUAL, unix=True)]
+        room = min(target.room() for target in targets)
+        fitting = [case for case in cases if 2 * case.total <= room]
+        if len(fitting) < len(cases):
+            left_out = f"{len(cases) - len(fitting)} of {how_many(len(cases), 'case')}"
+            out.print(f"left out, as they need a larger maxmemory: {left_out}")
+        rows = [
+            row for case in track(fitting, console=out, transient=True) for row in _rows(targets, case, room, seconds)
+        ]
+    out.print(table(rows))
+    if json:
+        write_json(rows, json)
+    if plot:
+        write_plot(rows, plot)
+
+
+def _rows(targets: list[Target], case: Case, room: int, seconds: float) -> Iterator[Row]:
+    work = case.make(min(_GENERATIONS, room // case.total))
+    name = case.name(work)
+    found = {target.name: target.run(case, work, seconds) for target in targets}  # first: it may be gone, or refuse
+    with start_raw(unix=case.unix) as connect, closing(connect(case.connections)) as raw:
+        ceilings = measure_writes(raw, work, seconds), measure_reads(raw, work, seconds)
+    for op, name_of_op in enumerate(("write", "read")):
+        figures = {server: of_both[op] for server, of_both in found.items()}
+        yield Row(name, name_of_op, figures, ceilings[op].gb_per_s)

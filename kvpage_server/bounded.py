@@ -1,0 +1,109 @@
+"""Files and JSON of others, read with bounds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections import Counter
+from io import BufferedReader
+from math import isinf
+from pathlib import Path
+from typing import Any
+
+# -- Files of others, such as configurations and dumps: opened without waiting for a writer, and read up  --------------
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read. Raises OSError, also for a directory, a pipe, a socket and a device."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The content of a file of at most `most` bytes. Raises OSError, also for larger files and as `open_regular`."""
+    with open_regular(path) as file:
+        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    if content is None or len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+# -- json bounds -------------------------------------------------------------------------------------------------------
+#
+# JSON of others, such as requests, dumps and traces: bounded before it is parsed.
+#
+# A parser makes all objects in one call that cannot be interrupted. So the objects are counted first, a piece of the
+# text at a time: lists and objects, strings, and values between commas.
+
+PIECE_BYTES = 64 << 10
+LONG_NUMBER = b"0" * 400  # takes as long as thousands of others
+ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+
+
+class TooMuchError(ValueError):
+    """The text holds too much; the message says of what."""
+
+
+def parse(raw: bytes, *, containers: int, strings: int, values: int) -> Any:
+    """The value of a JSON text in UTF-8, within the bounds of `check`.
+
+    Raises ValueError, which says why, for everything else: also for numbers that are no finite number, for a name that
+    an object has twice, and for lists or objects that are nested more deeply than Python can parse.
+    """
+    check(raw, containers=containers, strings=strings, values=values)
+    try:
+        return json.loads(raw.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
+
+
+def check(raw: bytes, *, containers: int, strings: int, values: int) -> None:
+    """Raise TooMuchError for more than so many lists and objects, strings (names included), or values.
+
+    What is no JSON may pass.
+    """
+    found_containers = quotes = commas = 0
+    inside = False  # a string
+    rest = b""  # of an escape that the last piece has begun
+    for start in range(0, len(raw), PIECE_BYTES):
+        piece = (rest + raw[start : start + PIECE_BYTES]).replace(b"\\\\", b"")
+        rest = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece[: len(piece) - len(rest)].replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[1::2] if inside else parts[::2])
+        inside ^= len(parts) % 2 == 0
+        quotes += len(parts) - 1
+        found_containers += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+        if LONG_NUMBER in outside.translate(ZEROS):
+            raise TooMuchError("a number of more than 400 digits")
+        for found, most, what in (
+            (found_containers, containers, "lists and objects"),
+            (quotes // 2, strings, "strings, names included"),
+            (commas, values, "values"),
+        ):
+            if found > most:
+                raise TooMuchError(f"more than {most} {what}")
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(members)
+    if len(made) < len(members):
+        twice, _ = Counter(name for name, _ in members).most_common(1)[0]
+        raise ValueError(f"an object has the name {twice!r:.60} twice")
+    return made
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if isinf(value):
+        raise ValueError(f"the number {text:.40} is too large")
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")

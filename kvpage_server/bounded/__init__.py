@@ -1,1 +1,0 @@
-"""Files and JSON of others, read with bounds."""

@@ -1,0 +1,218 @@
+"""Commands of very many words, which run in parts. Other clients have their turn between the parts.
+
+Up to `AT_ONCE` words, a command runs without a pause, as in Redis, so nobody sees it half done. The table says how a
+longer command is divided, see `Parts`. If it can't be divided it is refused, since it would hold up all clients. The
+rights for all parts are checked before the first part, and not again: a command that has begun is done with the rights
+that it began with. When a part fails, the command ends, and the parts before it stay done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvpage_server.commands.context import MOST_QUEUED, Client, too_much_queued
+from kvpage_server.commands.dispatch.disk import (
+    Postponed,
+    admit,
+    check_rights,
+    end_caching,
+    have_room,
+    prepare,
+    queues,
+    refused,
+    rejected,
+    takes_memory,
+)
+from kvpage_server.commands.dispatch.run import run, run_as_asked, run_part
+from kvpage_server.commands.steps import Steps, freed
+from kvpage_server.commands.table import AT_ONCE, BY_WORD, Parts, Spec, find
+from kvpage_server.core import Command
+from kvpage_server.core.pieces import Piece
+from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, encode
+from kvpage_server.store.disk.pins import Hold
+
+_PART = 128  # items
+_CHECKS = 4000  # comparisons of a key with a pattern in a step
+_RIGHTS = 16 * _CHECKS
+
+
+def begin(client: Client, spec: Spec, words: Command) -> Stream:
+    """The reply to a command of very many words. Raises ReplyError, Paused."""
+    if queues(client, spec):
+        raise too_much_queued()
+    if not client.free:
+        if client.server.instead is not None:
+            spec = client.server.instead(client, spec, words)
+        admit(client, spec)
+    if spec.parts is None:
+        raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
+    client.last_command = spec.name
+    return Stream(None, _steps(client, spec, spec.parts, words), whole=spec.writes)
+
+
+def are_many_rights(client: Client, words: Command) -> bool:
+    """Whether checking the rights takes long, because very many keys are compared with very many patterns."""
+    return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
+
+
+def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
+    """The reply to such a command. Checks the rights in steps, then runs it. Raises ReplyError, Paused."""
+    admit(client, spec)
+    client.last_command = spec.name
+
+    def steps() -> Iterator[Reply]:
+        try:
+            assert client.user is not None
+            at_once = max(_CHECKS // client.user.cost, 1)
+            for number, denial in enumerate(client.user.checks(spec, words[spec.words :]), start=1):
+                if denial is not None:
+                    raise refused(client, denial)
+                if not number % at_once:
+                    yield ()
+            yield from _run_whole(client, spec, words)
+        except ReplyError as error:
+            yield rejected(client, spec, words, error)
+
+    return Stream(None, steps(), whole=spec.writes)
+
+
+def freed_after(error: ReplyError, words: Command) -> Stream:
+    """An error as the reply to a command of very many words, which are freed in steps."""
+
+    def steps() -> Iterator[Reply]:
+        yield error
+        yield from freed(words)
+
+    return Stream(None, steps())
+
+
+def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
+    """Steps that make a command ready, and then the items of its reply. Raises ReplyError."""
+    hold = yield from _ready(client, spec, words)
+    reply = run_as_asked(client, spec, words)
+    del hold
+    yield from _flat(reply)
+
+
+def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
+    try:
+        if not client.free:
+            for part in _divided(spec, parts, words):
+                check_rights(client, spec, part)
+                yield ()
+        if parts.joined:
+            try:
+                yield from _joined(client, spec, parts, words)
+            finally:
+                end_caching(client, spec)
+        else:
+            yield from _run_whole(client, spec, words)
+    except ReplyError as error:
+        yield rejected(client, spec, words, error)
+    yield from freed(words)
+
+
+def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
+    """The words of each part."""
+    first = spec.words + parts.first
+    size = _PART * parts.width
+    return (words[:first] + words[start : start + size] for start in range(first, len(words), size))
+
+
+def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
+    """Steps until there is room, and the values that a command needs are in memory. Keep the result until it has run.
+
+    Raises ReplyError if that is impossible, or if the disk cannot keep up.
+    """
+    hold: Hold | None = None
+    while True:
+        try:
+            if spec.stores:
+                have_room(client)
+            if client.server.tiered is not None:
+                prepare(client, client.server.tiered, spec, words)
+            return hold
+        except Postponed as postponed:
+            hold = postponed.hold or hold
+            yield postponed.wait
+
+
+def _flat(reply: Reply) -> Iterator[Reply]:
+    """The items of a streamed reply."""
+    if not isinstance(reply, Stream):
+        yield reply
+        return
+    if reply.length is not None:
+        yield Raw(b"*%d\r\n" % reply.length)
+    yield from reply.items
+
+
+def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
+    """Runs the parts one after the other, and joins their replies."""
+    total: Reply = 0
+    if parts.joined == "array":
+        yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
+    for part in _divided(spec, parts, words):
+        hold = yield from _ready(client, spec, part)
+        reply = run_part(client, spec, part)
+        del hold
+        if parts.joined == "array":
+            yield from _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
+        elif isinstance(reply, ReplyError):
+            yield reply
+            return
+        elif parts.joined == "apart":
+            yield reply
+        else:
+            total = total + reply if parts.joined == "sum" else reply
+            yield ()
+    if parts.joined in ("sum", "last"):
+        yield total
+
+
+def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
+    """The items of an array without its header. An error that comes instead of the array takes the place of each."""
+    begun = False
+    for step in _flat(reply):
+        if begun or type(step) is Wait or step == ():
+            yield step
+            continue
+        begun, pieces = True, list[Piece]()
+        encode(step, client.protocol, pieces)
+        yield tuple(pieces * count) if isinstance(step, ReplyError) else tuple(pieces[1:])
+
+
+# -- From a client's words to a reply: find the command, check whether it may run, run or queue it ---------------------
+
+
+def execute(client: Client, words: Command) -> Reply:
+    """The reply to one command; errors are replies, too. Raises Paused and Postponed if it has to wait."""
+    spec = None
+    try:
+        count = len(words)
+        spec = BY_WORD.get(words[0])
+        if spec is None or count != spec.arity:
+            spec = find(words)
+        if count > AT_ONCE and not (queues(client, spec) and count <= MOST_QUEUED):
+            return begin(client, spec, words)
+        client.last_command = spec.name
+        server = client.server
+        stores = spec.stores
+        if not client.free:
+            if server.instead is not None:
+                spec = server.instead(client, spec, words)
+            if are_many_rights(client, words):
+                return after_rights(client, spec, words)
+            check_rights(client, spec, words)
+            admit(client, spec)
+            stores = takes_memory(client, spec)
+        if stores and server.keyspace.memory.is_full:
+            have_room(client)
+        if client.transaction is not None and queues(client, spec):
+            return client.transaction.queue(spec, words)
+        if server.tiered is not None:
+            prepare(client, server.tiered, spec, words)
+    except ReplyError as error:
+        reply = rejected(client, spec, words, error)
+        return reply if len(words) <= AT_ONCE else freed_after(reply, words)
+    return run(client, spec, words) if client.free else run_as_asked(client, spec, words)

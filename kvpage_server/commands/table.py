@@ -1,0 +1,489 @@
+"""What a row of the command table has: the keys of the arguments, what has to be in memory, usage, reply.
+
+There are no commands here, and no clients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+from kvpage_server.commands.arguments import plain, plain_all, shorten
+from kvpage_server.core import Argument
+from kvpage_server.resp import Reply, ReplyError
+from kvpage_server.store.disk.prefetch import Needed
+from kvpage_server.store.disk.tier import DiskTier
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+#
+# Which keys a command's arguments name, and what it does to them. ACL checks, WATCH and COMMAND GETKEYS need this.
+#
+# If the keys are at fixed positions, the row of the table says so with `keys=`. The page family's keys are made from
+# several arguments: `uses=` says how, with one of the classes here. Cluster clients are told the positions of the
+# requests, because a request with braces in its name has the same slot as all its pages.
+
+READ, WRITE = 1, 2  # what is done to a key: bits
+
+
+class KeyPrefix(bytes):
+    """Stands for every key with this prefix."""
+
+
+Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
+Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # of a command's arguments and what its row says it does
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The requests: the argument at `first`, or every `step`-th from there on."""
+
+    first: int
+    step: int = 0
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """The positions of the requests among a command's words: first, last, step."""
+        at = self.first + 1
+        return (at, -1, self.step) if self.step else (at, at, 1)
+
+    def _starts(self, args: Sequence[Argument]) -> range:
+        return range(self.first, len(args) if self.step else min(self.first + 1, len(args)), self.step or 1)
+
+
+class pages(Naming):
+    """Pages named by five arguments each."""
+
+    def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
+        for start in self._starts(args):
+            yield b"kv:%b" % b":".join(plain_all(args[start : start + 5])), access
+
+
+class requests(Naming):
+    """Whole requests."""
+
+    def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
+        for req_id in dict.fromkeys(plain(args[start]) for start in self._starts(args)):
+            yield KeyPrefix(b"kv:%b:" % req_id), access
+
+
+def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
+    """SET's key. With the option GET it is read as well as written."""
+    reads = any(plain(word).upper() == b"GET" for word in args[2:])
+    yield plain(args[0]), access | READ if reads else access
+
+
+def placed(args: Sequence[Argument], first: int, last: int, step: int, access: int) -> Iterator[Use]:
+    """Keys at fixed positions: from `first` to `last` (negative: counted from the end), every `step`."""
+    for place in range(first, last + 1 if last >= 0 else len(args) + last + 1, step):
+        yield plain(args[place]), access
+
+
+# -- needs -------------------------------------------------------------------------------------------------------------
+#
+# What has to be in memory for a command to run, when values may be on disk only: `needs=` in its row of the table.
+#
+# Without `needs=`, a command needs everything that its arguments name: the values of its keys, the blocks that it
+# writes pages into, all blocks of its requests. So a new command may be slower than necessary, but never wrong. The
+# result must not depend on what is stored. Then the needs of all commands of a transaction can be found before the
+# first one runs.
+
+
+class Named(Protocol):
+    """The part of a table row that is used here."""
+
+    def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
+        """The keys that arguments name, and what is done to them."""
+
+
+Needs = Callable[[DiskTier, Named, Sequence[Argument]], Iterable[Needed]]
+
+_LONGEST_PAGE = 10  # digits of a page id
+
+
+def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    """Everything that the arguments name."""
+    keys = [key for key, _ in spec.uses_of(args)]
+    named = [key for key in keys if not isinstance(key, KeyPrefix)]
+    requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]
+    blocks = ((req_id, block.page) for req_id in requests for block in tiered.needs.index.of(req_id))
+    return chain(tiered.needs.values_of(named), tiered.needs.extents_of(named), tiered.needs.blocks_at(blocks))
+
+
+def nothing(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    """Nothing: the command needs only the index, or replaces or removes values without reading them."""
+    return ()
+
+
+def values(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    """The values of the keys."""
+    return tiered.needs.values_of([key for key, _ in spec.uses_of(args)])
+
+
+def extents(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    """The blocks, stored as a whole, that have the keys' pages. The command writes into them."""
+    return tiered.needs.extents_of([key for key, _ in spec.uses_of(args)])
+
+
+def as_used(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    """Values or extents, depending on whether the arguments read or write the keys."""
+    uses = list(spec.uses_of(args))
+    read = tiered.needs.values_of(key for key, access in uses if access & READ)
+    return chain(read, tiered.needs.extents_of(key for key, access in uses if access & WRITE))
+
+
+def extents_of_pages(first: int, step: int = 0) -> Needs:
+    """Extents for pages named by `req layer head page type`: one at `first`, or one every `step` from there on."""
+
+    def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+        stop = len(args) if step else first + 1
+        reqs, pages = args[first : stop : step or 1], args[first + 3 : stop + 3 : step or 1]
+        return tiered.needs.extents_at(dict.fromkeys(_names(reqs, pages)))
+
+    return needs
+
+
+def blocks(first: int) -> Needs:
+    """The blocks that pairs of a request and a page id name, from `first` on."""
+
+    def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+        return tiered.needs.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
+
+    return needs
+
+
+def blocks_of_request(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    """The blocks that `req [page ...]` names."""
+    if len(args) == 1:
+        return everything(tiered, spec, args)
+    return tiered.needs.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
+
+
+def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:
+    """The blocks whose names are well formed. The command itself reports the others."""
+    for req_id, page in zip(map(plain, req_ids), map(plain, pages), strict=False):
+        if page.isdigit() and len(page) <= _LONGEST_PAGE:
+            yield req_id, int(page)
+
+
+# -- spec --------------------------------------------------------------------------------------------------------------
+#
+# The command table. A row has everything there is to know about a command.
+#
+# Arity errors, ACL checks, COMMAND and the docs are made from it. Everything that is done only for some commands is a
+# field of the row, too: nothing outside `families/` knows a command by its name.
+
+# Redis's categories, most of which have no command here, and the page family.
+_CATEGORIES = """keyspace read write set sortedset list hash string bitmap hyperloglog geo stream pubsub admin fast slow
+    blocking dangerous connection transaction scripting page"""
+CATEGORIES = tuple(_CATEGORIES.split())
+_FLAGS = """write readonly denyoom admin pubsub noscript blocking loading stale fast no_auth no_multi allow_busy
+    no_async_loading skip_monitor skip_slowlog movablekeys may_replicate no_mandatory_keys"""
+FLAGS = frozenset(_FLAGS.split())
+
+
+AT_ONCE = 1024  # words of a command that is run at once; see `dispatch.parts`
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a command of very many words is divided. Each part has the `first` arguments, and some of the other items.
+
+    `joined` says how the replies of the parts are joined: to their `sum`; to an `array` with `items` for each argument;
+    not at all (`apart`); or only the `last` one counts. A command with an empty `joined` works in steps by itself and
+    is run as a whole. Only its rights are checked part by part.
+    """
+
+    first: int = 0
+    width: int = 1  # arguments of an item
+    joined: str = ""
+    items: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """A row of the table."""
+
+    name: str
+    arity: int  # words with the name; negative: at least that many
+    most: int  # the most words of a subcommand, 0 for no limit
+    parts: Parts | None  # how it is divided if it has more than AT_ONCE words; None if that is refused
+    flags: frozenset[str]  # Redis's command flags
+    stores: bool  # `denyoom`: it is refused when memory is full
+    writes: bool  # `write`
+    writes_keys: bool  # `write`, and the keys are at fixed positions
+    writes_several: bool  # and there may be more than one
+    categories: frozenset[str]  # ACL categories
+    keys: tuple[int, int, int]  # first key, last key, step; the requests in the page family; zeros for no keys
+    uses: Uses | None  # for keys made from several arguments, or used in a way that depends on them
+    access: int  # READ, WRITE or both: what it does to its keys
+    all_keys: bool  # it concerns every key, or something that only an administrator should see
+    filtered: bool  # it shows and changes only what its user may see and change
+    secret: bool  # its arguments are not shown to others
+    hashed: bool  # its long words are bodies of pages, which are hashed as they arrive
+    unqueued: bool  # it runs at once in a transaction; others wait for EXEC
+    runs_queued: bool  # EXEC: it runs the queued commands
+    while_subscribed: bool  # a RESP2 client may call it while it listens to channels
+    keeps_caching: bool  # CLIENT CACHING then still holds for the next command
+    needs: Needs  # what has to be in memory for it, if there is a disk
+    fetches: bool  # it fetches what it needs while its reply is sent; in EXEC everything is fetched before
+    waits: bool  # it needs something, and does not fetch it itself
+    channels: str  # which arguments are pub/sub channels: "", "first", "all"; "patterns": all, as patterns
+    group: str
+    since: str
+    usage: str
+    summary: str
+    complexity: str
+    reply: str  # its shape, see `shape`; empty for a container
+    tips: tuple[str, ...]  # Redis's command tips
+    handler: Callable[[Any, list[Argument]], Reply]  # called with the client, whose type is not known here
+    parent: str  # the container of a subcommand, empty for a command
+    words: int  # of its name: 2 for a subcommand
+
+    def fits(self, count: int) -> bool:
+        """Whether it takes that many words, including its name."""
+        return count == self.arity or 0 < -self.arity <= count
+
+    def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
+        """The keys that its arguments name, and what it does to them."""
+        if self.uses is not None:
+            return self.uses(args, self.access)
+        first, last, step = self.keys
+        if not first:
+            return iter(())
+        before = self.words  # positions count the words of the name
+        return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
+
+    def channels_of(self, args: Sequence[Argument]) -> list[bytes]:
+        """The pub/sub channels, or patterns of channels, that its arguments name."""
+        return plain_all(args[:1] if self.channels == "first" else args)
+
+
+TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case name
+BY_WORD: dict[Argument, Spec] = {}  # commands by the word a client sends, in its usual spellings
+SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
+
+
+def subcommands(name: str) -> list[Spec]:
+    """The rows of a container's subcommands; none for anything else."""
+    return list(dict.fromkeys(SUBCOMMANDS.get(name, {}).values()))
+
+
+def top_level() -> list[Spec]:
+    """Every row but the subcommands."""
+    return [spec for spec in TABLE.values() if not spec.parent]
+
+
+def named(word: Argument) -> Spec | None:
+    """The row of a command by the word that a client sends."""
+    return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # the usual spellings need no folding
+
+
+def meant(words: Sequence[Argument]) -> Spec | None:
+    """The row that a client's words mean, even when there are too many or too few of them."""
+    spec = named(words[0])
+    if spec is None or len(words) == 1 or spec.name not in SUBCOMMANDS:
+        return spec
+    return SUBCOMMANDS[spec.name].get(plain(words[1]).lower())
+
+
+def find(words: Sequence[Argument]) -> Spec:
+    """The row for a client's words. Raises ReplyError for an unknown command or a wrong number of words."""
+    spec = named(words[0])
+    if spec is None:
+        raise ReplyError(_unknown(words))
+    if len(words) > 1 and spec.name in SUBCOMMANDS:
+        spec = _find_sub(spec, plain(words[1]))
+    if not spec.fits(len(words)):
+        raise ReplyError(f"ERR wrong number of arguments for '{spec.name}' command")
+    return spec
+
+
+def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
+    """The error for more words than `Spec.most`, worded as Redis does."""
+    shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
+    return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
+
+
+def _find_sub(spec: Spec, word: bytes) -> Spec:
+    found = SUBCOMMANDS[spec.name].get(word.lower())
+    if found is None:
+        shown = shorten(word, 128)
+        raise ReplyError(f"ERR unknown subcommand '{shown}'. Try {spec.name.upper()} HELP.")
+    return found
+
+
+def _unknown(words: Sequence[Argument]) -> str:
+    """The error in Redis's words: the command and the first of its arguments."""
+    shown, room = "", 128
+    for word in words[1:]:
+        if room <= 0:
+            break
+        shown += f"'{shorten(plain(word), room)}' "
+        room = 128 - len(shown)
+    return f"ERR unknown command '{shorten(plain(words[0]), 128)}', with args beginning with: {shown}"
+
+
+# -- shape -------------------------------------------------------------------------------------------------------------
+#
+# The shape of a reply: in words, as in the row of the table, and as a JSON schema, as in Redis's tables.
+#
+# ``bulk | null`` is one of the two. ``array of bulk or null`` has items of both kinds. The words are those of RESP:
+# `OK`,
+# `simple`, `bulk`, `text`, `integer`, `null`, `map`, `array`, `set`, `push`. `nothing` means no reply at all.
+
+_TYPES: dict[str, dict[str, Any]] = {
+    "OK": {"const": "OK"},
+    "simple": {"type": "string"},
+    "bulk": {"type": "string"},
+    "text": {"type": "string"},
+    "integer": {"type": "integer"},
+    "null": {"type": "null"},
+    "map": {"type": "object"},
+    "array": {"type": "array"},
+    "push": {"type": "array"},
+    "set": {"type": "array", "uniqueItems": True},
+    "nothing": {"const": None},
+}
+
+
+def schema(shape: str) -> dict[str, Any]:
+    """The JSON schema of a shape. Raises KeyError for an unknown word."""
+    return _one_of([_alternative(part) for part in shape.split(" | ")])
+
+
+def _alternative(shape: str) -> dict[str, Any]:
+    whole, _, items = shape.partition(" of ")
+    if not items:
+        return _TYPES[whole]
+    return _TYPES[whole] | {"items": _one_of([_TYPES[item] for item in items.split(" or ")])}
+
+
+def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+
+
+# -- usage -------------------------------------------------------------------------------------------------------------
+#
+# Turns usage strings into the argument trees of COMMAND DOCS, from which redis-cli makes its hints.
+#
+# The grammar is that of Redis's documentation. Lower-case words are values, and upper-case words are tokens. A token
+# before a value names it. ``[ ]`` is optional, and ``< a | b >`` or ``[a | b]`` is one of several. ``key [key ...]``
+# means that the argument before the brackets can be repeated.
+
+_TOKEN = re.compile(r"\.\.\.|[\[\]<>|]|[^\s\[\]<>|]+")
+_INTEGERS = """N P count cursor decrement dtype end head head_dim heads increment index layer layers lease_ms
+    milliseconds numreplicas page page_size pages_per_block protover seconds start timeout ttl type"""
+_KINDS = dict.fromkeys(_INTEGERS.split(), "integer") | {
+    "key": "key",
+    "pattern": "pattern",
+    "unix-time-seconds": "unix-time",
+    "unix-time-milliseconds": "unix-time",
+}
+
+
+def arguments(usage: str) -> list[dict[str, Any]]:
+    """The argument tree of a usage string, as the maps that COMMAND DOCS replies."""
+    words = _TOKEN.findall(usage)
+    found, rest = _sequence(words)
+    assert not rest, f"unbalanced usage: {usage}"
+    return found
+
+
+def arity(name: str, usage: str) -> int:
+    """The number of words of a call, including its name, negative if there can be more, as in Redis's tables."""
+    least, more = _words(arguments(usage))
+    count = name.count("|") + 1 + least
+    return -count if more else count
+
+
+def _words(found: list[dict[str, Any]]) -> tuple[int, bool]:
+    """The least number of words of the arguments, and whether there can be more."""
+    least, may_take_more = 0, False
+    for argument in found:
+        inner = argument.get("arguments", [])
+        if argument["type"] == "oneof":
+            choices = [_words([choice]) for choice in inner]
+            count = min(choice for choice, _ in choices)
+            more = any(open_ended or choice > count for choice, open_ended in choices)
+        elif argument["type"] == "block":
+            count, more = _words(inner)
+        else:
+            count, more = 1 + ("token" in argument and argument["type"] != "pure-token"), False
+        flags = argument.get("flags", [])
+        may_take_more |= more or bool(flags)
+        least += 0 if "optional" in flags else count
+    return least, may_take_more
+
+
+def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Arguments up to a closing bracket or a bar, and the words that follow."""
+    found: list[dict[str, Any]] = []
+    while words and words[0] not in ("]", ">", "|"):
+        word, words = words[0], words[1:]
+        if word in ("[", "<"):
+            group, words = _group(words, optional=word == "[")
+            if group.get("flags") == ["repeats"]:
+                _mark_repeating(found, group)
+            else:
+                found.append(group)
+        elif word == "...":
+            found.append({"name": "...", "type": "string"})
+        elif _is_token(word):
+            found.append({"name": word.lower(), "type": "pure-token", "token": word})
+            if words and not _is_token(words[0]) and words[0] not in ("[", "]", "<", ">", "|", "..."):
+                found[-1] = _named_value(word, words[0])
+                words = words[1:]
+        else:
+            found.append(_value(word))
+    return found, words
+
+
+def _group(words: list[str], *, optional: bool) -> tuple[dict[str, Any], list[str]]:
+    """A bracketed group: one of its alternatives, or all of its arguments."""
+    choices: list[list[dict[str, Any]]] = []
+    while True:
+        choice, words = _sequence(words)
+        choices.append(choice)
+        closing, words = words[0], words[1:]
+        if closing != "|":
+            break
+    if len(choices) == 1 and choices[0] and choices[0][-1]["name"] == "...":
+        return {"flags": ["repeats"], "arguments": choices[0][:-1]}, words
+    parts = [_as_one(choice) for choice in choices]
+    group = parts[0] if len(parts) == 1 else {"name": "choice", "type": "oneof", "arguments": parts}
+    if optional:
+        group = {**group, "flags": ["optional", *group.get("flags", [])]}
+    return group, words
+
+
+def _as_one(arguments: list[dict[str, Any]]) -> dict[str, Any]:
+    return arguments[0] if len(arguments) == 1 else {"name": "group", "type": "block", "arguments": arguments}
+
+
+def _mark_repeating(found: list[dict[str, Any]], group: dict[str, Any]) -> None:
+    """`key [key ...]`: what stands before the group is given once or more."""
+    count = len(group["arguments"])
+    names = [argument["name"] for argument in group["arguments"]]
+    if [argument["name"] for argument in found[-count:]] == names:
+        repeated = _as_one(found[-count:])
+        del found[-count:]
+        found.append({**repeated, "flags": ["multiple"]})
+    else:
+        found.append({**_as_one(group["arguments"]), "flags": ["optional", "multiple"]})
+
+
+def _is_token(word: str) -> bool:
+    return word.isupper() and len(word) > 1
+
+
+def _named_value(token: str, word: str) -> dict[str, Any]:
+    value = {**_value(word), "token": token}
+    return {**value, "type": "string"} if token == "TYPE" else value  # SCAN's, not a page's
+
+
+def _value(word: str) -> dict[str, Any]:
+    value = {"name": word, "type": _KINDS.get(word, "string")}
+    return {**value, "key_spec_index": 0} if word == "key" else value

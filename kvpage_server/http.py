@@ -1,0 +1,451 @@
+"""What the engine's API and the page server's web page share: limits of connections, checks of requests, and a server
+that stops when it is told to. Needs uvicorn and starlette, and nothing of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import math
+import re
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
+
+import h11
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+#
+# Protection against other sites: headers of every reply, and checks of every request.
+#
+# A page of another site can make a browser send requests to this server, by its address or by a name that the site
+# has pointed at it. So the Host of a request must be a name of this machine. A request from another site is answered
+# only if the user followed a link.
+
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+SAID = {
+    "Content-Security-Policy": CSP,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",  # with no-referrer, the Origin of our own forms would be null
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # nobody can own such names, and names without a dot
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+
+
+def own_names() -> frozenset[str]:
+    """The names of this machine."""
+    return frozenset(name.lower() for name in ("localhost", socket.gethostname(), socket.getfqdn()))
+
+
+class Guards:
+    """Wraps an application. A header that a reply already has is kept."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
+        """`names` are those of this machine; any address is accepted as well. `origins` are sites, such as
+        https://chat.example, whose pages may send requests, and whose names this machine may have."""
+        self._app = app
+        self._names = {*names, *(urlsplit(origin).hostname for origin in origins)}
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+
+        async def said(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                of_answer = MutableHeaders(scope=message)
+                for name, value in SAID.items():
+                    of_answer.setdefault(name, value)
+            await send(message)
+
+        refusal = self._refusal(scope["method"], headers)
+        return await (refusal or self._app)(scope, receive, said)
+
+    def _refusal(self, method: str, headers: Headers) -> PlainTextResponse | None:
+        if not _is_own(headers.getlist("host"), self._names):
+            return PlainTextResponse("the Host header names another machine\n", 421)
+        if headers.get("origin") not in self._origins and not _is_from_here(method, headers):
+            return PlainTextResponse("requests of other sites are not answered\n", 403)
+        return None
+
+
+def _is_own(hosts: list[str], names: Collection[str | None]) -> bool:
+    if not hosts:  # no browser leaves it out
+        return True
+    found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    if found is None:
+        return False
+    name = found[1].strip("[]").rstrip(".").lower()
+    return name in names or "." not in name or name.endswith(NOBODY_ELSES) or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_from_here(method: str, headers: Headers) -> bool:
+    """Whether the request comes from our own page, or from a link that the user followed."""
+    site = headers.get("sec-fetch-site", "none")
+    if site not in ("none", "same-origin"):
+        followed = headers.get("sec-fetch-mode") == "navigate"
+        return method == "GET" and followed and headers.get("sec-fetch-dest", "document") == "document"  # not a frame
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+#
+# Limits: how many connections there may be, how long one may be silent, and how much is parsed at a time.
+#
+# uvicorn has no such limits. A client that connects and stays silent keeps a socket for ever, and all headers and
+# chunks of one read, up to 256 KB, are parsed without a pause.
+
+HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
+IDLE_SECONDS = 30  # between two requests; clients close idle connections sooner
+UNREAD_SECONDS = 10.0  # in which a client has to read what was sent to it
+SLICE_BYTES = 2048  # parsed before other connections have their turn: at worst some 500 chunks or headers
+MAX_HEADERS_BYTES = 16_384
+MAX_HEADER_LINES = 512
+MAX_CHUNK_LINES = 65_536  # two a chunk; a chunk takes as long to parse as kilobytes of a plain body
+BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # between two requests, or within headers
+
+
+class Unanswered(NamedTuple):
+    """Why a request is refused. `retry_after` is in seconds, or None if trying again is of no use."""
+
+    status: int
+    message: str
+    code: str
+    retry_after: int | None = None
+
+
+BOTH_LENGTHS = Unanswered(400, "a request has Content-Length or Transfer-Encoding, not both", "invalid_length")
+TOO_MANY = Unanswered(503, "too many connections", "too_many_connections", 1)
+
+
+class Crowd:
+    """Connections of everybody, or of one address."""
+
+    def __init__(self, limit: int) -> None:
+        """At the limit, a new connection replaces the one that has been silent longest. There always is a silent one,
+        since a part of the limit is not available for connections with a request. A connection counts as silent until
+        its request is there as a whole, so requests that are never finished take no place from others."""
+        self._limit = limit
+        self._asked_limit = limit - max(1, limit // 16)
+        self._silent: dict[HttpConnection, None] = {}  # without a whole request, the longest silent one first
+        self._asked: set[HttpConnection] = set()  # with a request that is being answered
+
+    def __len__(self) -> int:
+        return len(self._silent) + len(self._asked)
+
+    @property
+    def full(self) -> bool:
+        """Whether too many connections have a request."""
+        return len(self._asked) > self._asked_limit
+
+    def join(self, connection: HttpConnection) -> None:
+        if len(self) >= self._limit and self._silent:
+            next(iter(self._silent)).drop("crowded")
+        self._silent[connection] = None
+
+    def leave(self, connection: HttpConnection) -> None:
+        self._silent.pop(connection, None)
+        self._asked.discard(connection)
+
+    def asked(self, connection: HttpConnection) -> None:
+        self.leave(connection)
+        self._asked.add(connection)
+
+    def answered(self, connection: HttpConnection) -> None:
+        if connection in self._asked:
+            self._asked.remove(connection)
+            self._silent[connection] = None
+
+
+class Door:
+    """Lets connections in, up to the limits."""
+
+    def __init__(
+        self,
+        connections: int,
+        for_each: int,
+        *,
+        closed: Callable[[str], object],
+        refused: Callable[[Unanswered], Response],
+        always: Collection[str],
+    ) -> None:
+        """At most `connections` in all, and `for_each` from one address. `closed` is called with the reason when one is
+        closed. `refused` makes the reply to a refused request. The paths in `always` are never refused."""
+        self.closed = closed
+        self.refused = refused
+        self.always = always
+        self._everybody = Crowd(connections)
+        self._for_each = for_each
+        self._addresses: dict[str, Crowd] = {}
+
+    def join(self, connection: HttpConnection, host: str) -> tuple[Crowd, Crowd]:
+        """Returns the crowds that it belongs to."""
+        crowds = (self._everybody, self._addresses.setdefault(_address(host), Crowd(self._for_each)))
+        for crowd in crowds:
+            crowd.join(connection)
+        return crowds
+
+    def leave(self, connection: HttpConnection, host: str) -> None:
+        address = _address(host)
+        self._everybody.leave(connection)
+        if (crowd := self._addresses.get(address)) is not None:
+            crowd.leave(connection)
+            if not crowd:
+                del self._addresses[address]
+
+
+def _address(host: str) -> str:
+    """The address that is counted. For IPv6 it is the network, since a client has all addresses of its network."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a unix socket, or a connection that is closed already
+        return host
+    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+
+
+class _Flow(FlowControl):
+    """Continues reading only when everything read so far is parsed."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection.transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        self.read_paused = False
+        self._connection.read_on()
+
+
+class HttpConnection(H11Protocol):
+    """uvicorn's connection, with the limits."""
+
+    def __init__(self, *args: Any, door: Door, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._door = door
+        self._app, self.app = self.app, self._answer
+        self._host = ""
+        self._crowds: tuple[Crowd, ...] = ()
+        self._incoming = bytearray()  # read, and not parsed yet
+        self._lines = 0  # of incomplete headers, or of a chunked body
+        self._chunked = False  # whether the body comes in chunks
+        self._requests = 0  # being answered
+        self._silence: asyncio.TimerHandle | None = None  # closes a silent connection
+        self._unread: asyncio.TimerHandle | None = None  # closes a connection whose client does not read
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(self)
+        self._host = self.client[0] if self.client else ""
+        self._crowds = self._door.join(self, self._host)
+        self._be_patient()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._incoming.clear()
+        self._hear()
+        self._read()
+        self._door.leave(self, self._host)
+        super().connection_lost(exc)
+
+    def drop(self, reason: str) -> None:
+        """Close the connection at once."""
+        self._door.closed(reason)
+        for crowd in self._crowds:
+            crowd.leave(self)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        waiting = bool(self._incoming)
+        self._incoming += data
+        if not waiting:
+            self._parse()
+
+    def _parse(self) -> None:
+        if not self._incoming or self.transport.is_closing():
+            return None
+        part = bytes(self._incoming[:SLICE_BYTES])
+        del self._incoming[:SLICE_BYTES]
+        if not self._requests and not self._silence:
+            self._be_patient()
+        super().data_received(part)
+        self._note_asked()
+        if self.conn.states == BETWEEN:
+            self._lines += part.count(b"\n")
+            if self._lines > MAX_HEADER_LINES:
+                return self.send_400_response("Too many headers.")
+        elif self._chunked:
+            self._lines += part.count(b"\r\n")
+            if self._lines > MAX_CHUNK_LINES:
+                return self.drop("chunks")
+        if self._incoming:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._parse)
+        else:
+            self.read_on()
+        return None
+
+    def read_on(self) -> None:
+        """Continue reading, unless something is still to be parsed or answered."""
+        if not self._incoming and not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._hear()
+        self._lines = 0
+        self._chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
+        self._requests += 1
+        self._note_asked()
+        try:
+            refusal = self._refusal(scope)
+            if refusal:
+                response = self._door.refused(refusal)
+                response.headers["Connection"] = "close"
+                await response(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                for crowd in self._crowds:
+                    crowd.answered(self)
+
+    def _note_asked(self) -> None:
+        if self._requests and self.conn.their_state is not h11.SEND_BODY:
+            for crowd in self._crowds:
+                crowd.asked(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for bytes that make no sense. The answer to the request that they belong to, if there is one, ends
+        here, since the connection is closed."""
+        if self.cycle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # too late for this answer
+            self.transport.close()
+
+    def _refusal(self, scope: Scope) -> Unanswered | None:
+        """Why the request is refused; None if it is not."""
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have gone by the other one
+            return BOTH_LENGTHS
+        if any(crowd.full for crowd in self._crowds) and scope["path"] not in self._door.always:
+            return TOO_MANY
+        return None
+
+    def _be_patient(self) -> None:
+        self._silence = self.loop.call_later(HEADERS_SECONDS, self.drop, "silent")
+
+    def _hear(self) -> None:
+        if self._silence:
+            self._silence.cancel()
+            self._silence = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.drop, "unread")
+
+    def resume_writing(self) -> None:
+        self._read()
+        super().resume_writing()
+
+    def _read(self) -> None:
+        if self._unread:
+            self._unread.cancel()
+            self._unread = None
+
+
+# -- Logs repeated failures rarely, so that a client that can cause a failure can't fill the log -----------------------
+
+EVERY_SECONDS = 60.0
+MOST_KINDS = 256  # further kinds count as one
+
+
+class Seldom(logging.Filter):
+    """Logs an exception once a minute for each place that raises it. Records without an exception always pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._again: dict[tuple[object, ...], float] = {}  # when the next of a kind may pass, in monotonic seconds
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return True
+        kind: tuple[object, ...] = (type(error), *_place(error))
+        now = time.monotonic()
+        if kind not in self._again and len(self._again) >= MOST_KINDS:
+            kind = ()
+        if now < self._again.get(kind, now):
+            return False
+        self._again[kind] = now + EVERY_SECONDS
+        return True
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    """The file and line that raised it."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace else ("", 0)
+
+
+SELDOM = Seldom()
+
+
+# -- uvicorn, with our connections, and without its signal handlers ----------------------------------------------------
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us. uvicorn would end the process as if the signal had killed it."""
+
+    def __init__(self, app: ASGIApp, door: Door, *, grace: float) -> None:
+        """At a stop, running requests have `grace` seconds to finish."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=cast("type[asyncio.Protocol]", partial(HttpConnection, door=door)),
+                h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
+                timeout_keep_alive=IDLE_SECONDS,
+                log_level="error",  # clients can cause warnings at will, and fill the disk
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=math.ceil(grace),
+            )
+        )
+
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(SELDOM)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

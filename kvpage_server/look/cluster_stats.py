@@ -1,0 +1,303 @@
+"""A Valkey or Redis Cluster, whose masters are looked into as one."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvpage_server.address import shown
+from kvpage_server.client.cluster.commands import block_key
+from kvpage_server.client.cluster.side_by_side import ServerUrl
+from kvpage_server.client.cluster.topology import SCHEMES, SLOTS, Address, Node, SlotMap, ranges_of, slot_of
+from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.look.ls import remarks
+from kvpage_server.look.multi_store import NO_ANSWER, AsOne, Gone, SlotsMoved
+from kvpage_server.look.output import LookError, watch
+from kvpage_server.look.top import HeardEngines, Whose, room_for_rows, tables
+from kvpage_server.observe.asking import AskedStore, text
+from kvpage_server.observe.engines import EngineFigures
+from kvpage_server.observe.memory_by_agent import PREFIX, Holdings, holdings_of_store
+from kvpage_server.system.terminal import table_of
+from kvpage_server.system.text import as_size, how_many
+
+
+def is_cluster(url: str) -> bool:
+    """Whether a URL names a cluster by some of its nodes."""
+    return urlsplit(url).scheme in SCHEMES
+
+
+@contextmanager
+def cluster_as_one(args: argparse.Namespace) -> Iterator[AsOne]:
+    """The store that the masters are together. Raises RedisError, ValueError, LookError."""
+    address = Address(args.url)
+    slots = _slots(address)
+
+    def server_of(key: bytes) -> ServerUrl:
+        shard = slots.shard(slot_of(key))
+        if shard is None:
+            raise LookError(f"no node of the cluster has slot {slot_of(key)}")
+        return ServerUrl(address.url(shard.primary))
+
+    def home(key: bytes) -> str:
+        """Of a manifest, or of the blocks of a request."""
+        return shown(server_of(key if key.startswith(PREFIX) else block_key((key, 0))).url)
+
+    with ExitStack() as stack:
+        masters = {ServerUrl(address.url(node)): node for node in slots.primaries()}
+        stores = {server: stack.enter_context(_client(address, node)) for server, node in masters.items()}
+        as_one = AsOne(stores, server_of)
+
+        def changed() -> bool:
+            """Whether slots are served by other masters now, as one says that still answers."""
+            told = as_one.of_each(b"CLUSTER", b"SLOTS").items()
+            server, answer = next((server, answer) for server, answer in told if not isinstance(answer, Gone))
+            return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
+
+        args.home, args.unreachable, args.changed = home, lambda: as_one.unreachable, changed
+        yield as_one
+
+
+def _primaries(slots: SlotMap) -> list[Node | None]:
+    return [shard.primary if shard else None for shard in map(slots.shard, range(SLOTS))]
+
+
+def _client(address: Address, node: Node) -> redis.Redis:
+    tls = {name: value for name, value in address.options.items() if name.startswith("ssl_")}
+    timeouts = {"socket_connect_timeout": 5, "socket_timeout": 10}
+    return plain_client(address.url(node), protocol=3, max_connections=2, **timeouts, **tls)
+
+
+def _slots(address: Address) -> SlotMap:
+    """The first node of the URL that answers knows them all."""
+    failure: redis.RedisError | None = None
+    for seed in address.seeds:
+        try:
+            with _client(address, seed) as store:
+                slots = store.execute_command(b"CLUSTER", b"SLOTS")
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            failure = error
+            continue
+        return SlotMap(ranges_of(slots, seed))
+    raise failure or LookError("no node of the cluster is named")
+
+
+# -- shares ------------------------------------------------------------------------------------------------------------
+#
+# What each of several servers has, and all of them together: `kvpage status` of a cluster, `kvpage top` of several.
+#
+# The servers are kvpage-servers, or the masters of a Valkey or Redis Cluster, whose INFO knows of memory, keys and
+# reads, and nothing of pages.
+
+Share = dict[str, Any]  # what a server has; its `url` and `error` alone if it does not answer
+_COUNTS = {
+    "used_bytes": "used_memory",
+    "limit_bytes": "maxmemory",
+    "hits": "keyspace_hits",
+    "misses": "keyspace_misses",
+    "evicted_keys": "evicted_keys",
+    "clients": "connected_clients",
+    "commands": "total_commands_processed",
+    "bytes_in": "total_net_input_bytes",
+    "bytes_out": "total_net_output_bytes",
+}
+_RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")
+
+
+def _shares_of(several: AsOne) -> list[Share]:
+    """What each of them has. Raises RedisError when none answers, or one refuses to."""
+    return [_share(shown(server.url), answer) for server, answer in several.of_each(b"INFO", b"EVERYTHING").items()]
+
+
+def _shares_now(several: AsOne, args: argparse.Namespace) -> list[Share]:
+    """The same. Raises SlotsMoved if a server does not answer because another one has taken over."""
+    shares = _shares_of(several)
+    if any("error" in share for share in shares) and args.changed():
+        raise SlotsMoved
+    return shares
+
+
+def _share(url: str, answer: Any) -> Share:
+    if isinstance(answer, Gone):
+        return {"url": url, "error": str(answer)}
+    if isinstance(answer, redis.ResponseError):
+        raise answer
+    info = dict(line.split(":", 1) for line in text(answer).split("\r\n") if ":" in line)
+    keys = dict(part.split("=", 1) for part in info.get("db0", "keys=0").split(","))
+    return {"url": url, "server": _name(info), "keys": int(keys["keys"])} | {
+        name: int(info[field]) if field in info else None for name, field in _COUNTS.items()
+    }
+
+
+def _name(info: Mapping[str, str]) -> str:
+    if "kvpage_version" in info:
+        return f"kvpage-server {info['kvpage_version']}"
+    valkey = info.get("valkey_version")
+    return f"Valkey {valkey}" if valkey else f"Redis {info.get('redis_version', '')}".strip()
+
+
+def _telling(shares: list[Share]) -> list[Share]:
+    """Those that answer, and tell this user what they have."""
+    return [share for share in shares if share.get("commands") is not None]
+
+
+def _silent(share: Share) -> Text:
+    """Stands for what a server does not tell."""
+    return Text("does not answer", "red") if "error" in share else Text("tells who may use every key", "dim")
+
+
+def _total(shares: list[Share]) -> dict[str, int]:
+    return {name: sum(share[name] for share in _telling(shares)) for name in ("keys", *_COUNTS)}
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+def status_of_several(several: AsOne, args: argparse.Namespace) -> bool:
+    """Show it once, or every `args.watch` seconds; whether all answered."""
+    shares: list[Share] = []
+
+    def frame() -> RenderableType:
+        shares[:] = _shares_now(several, args)
+        return _status_table(shares)
+
+    def as_json() -> dict[str, Any]:
+        shares[:] = _shares_now(several, args)
+        return {"url": shown(args.url), "nodes": shares, "total": _total(shares)}
+
+    watch(args, frame, as_json)
+    return not any("error" in share for share in shares)
+
+
+def _status_table(shares: list[Share]) -> RenderableType:
+    columns = "node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients"
+    table = table_of(*columns, numbers_from=2, drop=("clients", "server", "limit", "evicted", "reads"))
+    for share in shares:
+        told = [share["server"], *_status_cells(share)] if share in _telling(shares) else [_silent(share)]
+        table.add_row(share["url"], *told)
+    table.add_row(how_many(len(shares), "node"), "", *_status_cells(_total(shares)), style="bold")
+    return Group(table, Text("Valkey and Redis tell nothing of pages, blocks or why something was missed"))
+
+
+def _status_cells(share: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{share['keys']:,}",
+        as_size(share["used_bytes"]),
+        as_size(share["limit_bytes"]) if share["limit_bytes"] else "none",
+        _hits(share),
+        f"{share['hits'] + share['misses']:,}",
+        f"{share['evicted_keys']:,}",
+        f"{share['clients']:,}",
+    ]
+
+
+def _hits(counts: Mapping[str, float]) -> str:
+    reads = counts["hits"] + counts["misses"]
+    return f"{counts['hits'] / reads:.1%}" if reads else ""
+
+
+# -- top ---------------------------------------------------------------------------------------------------------------
+
+
+def top_of_several(several: AsOne, store: AskedStore, args: argparse.Namespace) -> bool:
+    """Show every `args.watch` seconds what each does a second, and who uses the memory of all, as `store` tells."""
+    view = _ViewOfSeveral(several, store, args)
+    return watch(args, view.frame, view.as_json, screen=True)
+
+
+class _ViewOfSeveral:
+    """Servers as shown on the screen."""
+
+    def __init__(self, several: AsOne, store: AskedStore, args: argparse.Namespace) -> None:
+        self._several, self._args = several, args
+        self._whose = Whose(store, holdings_of_store)
+        self._engines = [*_listening(several, args.url)]
+        self._before: tuple[float, list[Share]] = 0.0, []  # when they were asked last, and what they said
+
+    def frame(self) -> RenderableType:
+        """What is shown now."""
+        shares, holdings, engines = self._shares(), self._holdings(), self._connected()
+        return Group(
+            Text(f"{how_many(len(shares), 'server')} at {shown(self._args.url)}\n", "bold"),
+            _top_table(shares),
+            *tables(engines, holdings, room_for_rows(len(shares))),
+            *map(Text, remarks(holdings)),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        shares = self._shares()
+        engines = [asdict(engine) for engine in self._connected()]
+        total = _total(shares) | {"per_second": _total_rates(shares)}
+        return {"url": shown(self._args.url), "at": time.time(), "nodes": shares, "total": total, "engines": engines}
+
+    def _shares(self) -> list[Share]:
+        """What each has, with `per_second`, None when that is unknown: at first, and after a restart."""
+        shares, now = _shares_now(self._several, self._args), time.monotonic()
+        (at, before), self._before = self._before, (now, shares)
+        was = {share["url"]: share for share in _telling(before)}
+        for share in _telling(shares):
+            share["per_second"] = _rates(was.get(share["url"]), share, now - at)
+        return shares
+
+    def _holdings(self) -> Holdings:
+        try:
+            return self._whose.now()
+        except LookError:
+            if self._args.changed():
+                raise SlotsMoved from None
+            raise
+
+    def _connected(self) -> list[EngineFigures]:
+        """Each engine tells all servers."""
+        found: dict[str, EngineFigures] = {}
+        for heard in self._engines:
+            with suppress(*NO_ANSWER):
+                found |= {engine.name: engine for engine in heard.connected()}
+        return sorted(found.values(), key=lambda engine: engine.name)
+
+
+def _listening(several: AsOne, url: str) -> Iterator[HeardEngines]:
+    for store in several.stores.values():
+        with suppress(*NO_ANSWER):
+            yield HeardEngines(store, url)
+
+
+def _rates(was: Share | None, share: Share, seconds: float) -> dict[str, float] | None:
+    if was is None or share["commands"] < was["commands"]:
+        return None
+    return {name: max(share[name] - was[name], 0) / seconds for name in _RATES}
+
+
+def _total_rates(shares: list[Share]) -> dict[str, float] | None:
+    known = [share["per_second"] for share in _telling(shares) if share["per_second"]]
+    return {name: sum(rates[name] for rates in known) for name in _RATES} if known else None
+
+
+def _top_table(shares: list[Share]) -> RenderableType:
+    a_second = "commands/s", "received/s", "sent/s", "reads/s", "hits", "evicted/s"
+    drop = "clients", "limit", "evicted/s", "received/s", "sent/s"
+    table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1, drop=drop)
+    for share in shares:
+        told = _top_cells(share, share["per_second"]) if share in _telling(shares) else [_silent(share)]
+        table.add_row(share["url"], *told)
+    if _telling(shares):
+        table.add_row("together", *_top_cells(_total(shares), _total_rates(shares)), style="bold")
+    return table
+
+
+def _top_cells(share: Mapping[str, Any], rates: Mapping[str, float] | None) -> list[str]:
+    limit = as_size(share["limit_bytes"]) if share["limit_bytes"] else "none"
+    cells = [as_size(share["used_bytes"]), limit, f"{share['clients']:,}"]
+    if rates is None:
+        return cells
+    moved = [as_size(int(rates[name])) for name in ("bytes_in", "bytes_out")]
+    reads = f"{rates['hits'] + rates['misses']:,.0f}"
+    return [*cells, f"{rates['commands']:,.0f}", *moved, reads, _hits(rates), f"{rates['evicted_keys']:,.0f}"]

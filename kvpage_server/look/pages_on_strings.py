@@ -1,0 +1,296 @@
+"""A Valkey or Redis Cluster, asked as if it knew pages.
+
+It knows strings alone: a block is one (client/cluster/commands.py), and so is a page that was written by itself.
+What it cannot tell is left out: why something is not there, what is leased. The blocks of a request are known when a
+scan has met them; those of an agent need none, as they are page 0, and page 1 for a state.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import product
+from typing import Any, TypeAlias
+
+import redis
+
+from kvpage_server.client.cluster.commands import (
+    OPENING_SIZE,
+    amiss,
+    block_key,
+    head_size,
+    ranges_of_page,
+    shape_of,
+)
+from kvpage_server.client.page import BlockName
+from kvpage_server.client.questions import encoded
+from kvpage_server.look.multi_store import AsOne, Pipeline
+from kvpage_server.observe.asking import AskedStore, Command, ask, text
+from kvpage_server.observe.memory_by_agent import holdings_of_agent, literally
+from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
+
+Answers: TypeAlias = list[Any]
+Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]  # what a command is asked as, and what that means
+_OF_AGENTS = (0, 1)  # the page ids of an agent's block
+_THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # nothing is told of leases
+ABSENT = "absent"
+_SCANS = 1_000_000  # of a request's keys
+
+
+class AsStrings:
+    """Answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings. The rest the store
+    answers."""
+
+    def __init__(self, store: AsOne) -> None:
+        self._store = store
+        self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids, by request
+        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # those that were written by themselves
+
+    def execute_command(self, *words: Any) -> Any:
+        """One command. Of its request, all strings are looked for first."""
+        name = encoded(words[0])
+        if name == b"KVPAGESTAT":
+            return self._stat(PageKey(encoded(words[1]), *map(int, words[2:])))
+        if name in (b"KVPAGEINDEX", b"KVPAGEWHY", b"KVPAGEVERIFY"):
+            self._look_for(encoded(words[1]))
+        if name == b"KVPAGEVERIFY":
+            return self._verify(encoded(words[1]), [*map(int, words[2:])])
+        commands, read = self._asked([name, *map(encoded, words[1:])])
+        return read([self._store.execute_command(*command) for command in commands])
+
+    def pipeline(self, transaction: bool) -> Pipeline:
+        """Collects commands, and sends those that they come to together."""
+        return Pipeline(self.answers)
+
+    def answers(self, commands: Sequence[Command]) -> Answers:
+        asked = [self._asked(command) for command in commands]
+        pipeline = self._store.pipeline(transaction=False)
+        for some, _ in asked:
+            for command in some:
+                pipeline.execute_command(*command)
+        told = iter(pipeline.execute(raise_on_error=False))
+        return [read([next(told) for _ in some]) for some, read in asked]
+
+    def _look_for(self, req_id: bytes) -> None:
+        cursor = b"0"
+        for _ in range(_SCANS):
+            (answer,) = self.answers(
+                [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % literally(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
+            )
+            if isinstance(answer, redis.ResponseError):
+                raise answer
+            cursor, _ = answer
+            if cursor == b"0":
+                return
+
+    def _asked(self, command: Command) -> Asked:
+        if command[0] == b"SCAN" and b"MAXLEN" in command:  # which Valkey does not know
+            at = command.index(b"MAXLEN")
+            command = [*command[:at], *command[at + 2 :]]
+        name, req_id, *more = command
+        assert isinstance(req_id, bytes)
+        if name == b"SCAN" and more[-1] == b"set":
+            if req_id == b"0":  # the cursor: what an earlier scan has met may be gone
+                self._blocks.clear()
+                self._pages.clear()
+            return [[*command[:-1], b"string"]], self._requests
+        if name == b"KVPAGEINDEX":
+            asked, read = self._parts(req_id)
+            return asked, (lambda told: _total(read(told))) if more == [b"TOTAL"] else read
+        if name == b"KVPAGESTAT":
+            return [[b"EXISTS", block_key((req_id, int(more[2])))]], lambda told: _THERE if told == [1] else None
+        if name == b"KVPAGEWHY" and more:
+            return self._why_page(PageKey(req_id, *map(int, more)))
+        if name == b"KVPAGEWHY":
+            asked, read = self._parts(req_id)
+            return asked, lambda told: _why(read(told))
+        return [command], lambda told: told[0]
+
+    def _stat(self, key: PageKey) -> dict[str, Any] | None:
+        """KVPAGESTAT's answer for a page, which is a string of its own or in that of its block."""
+        ask, place = self._store.execute_command, (bytes(key), 0, HEADER_SIZE - 1)
+        block = block_key((key.req_id, key.page))
+        shape = shape_of(ask(b"GETRANGE", block, 0, OPENING_SIZE - 1))
+        ranges = ranges_of_page(key, shape) if shape else None
+        if ranges:
+            place = block, *ranges[0]
+        found = ask(b"GETRANGE", *place)
+        if not found:
+            return None
+        told = asdict(PageHeader.parse(found))
+        del told["flags"]
+        named = {"type": told.pop("kv_type"), "bytes": told.pop("body_size"), "checksum": b"%016x" % told["checksum"]}
+        left = {"ttl_left_ms": ask(b"PTTL", place[0]), "url": self._store.home(place[0])}
+        return told | named | _THERE | left
+
+    def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
+        """KVPAGEVERIFY's answer. One string after the other is read; what is not what was written is deleted."""
+        checked, unchecked, corrupt = 0, 0, list[bytes]()
+        blocks = [number for number in sorted(self._blocks[req_id]) if not pages or number in pages]
+        for name in ((req_id, number) for number in blocks):
+            if value := self._store.execute_command(b"GET", block_key(name)):
+                intact, keys = _checked_block(name, value)
+                checked += len(keys)
+                corrupt += [] if intact else self._deleted(block_key(name), keys)
+        for key in sorted(self._pages[req_id], key=bytes):
+            if (not pages or key.page in pages) and (value := self._store.execute_command(b"GET", bytes(key))):
+                hashed, intact = _checked_page(key, value)
+                checked, unchecked = checked + hashed, unchecked + (not hashed)
+                corrupt += [] if intact else self._deleted(bytes(key), [bytes(key)])
+        return {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
+
+    def _deleted(self, key: bytes, pages: list[bytes]) -> list[bytes]:
+        """The keys of the pages that went with a string."""
+        self._store.execute_command(b"UNLINK", key)
+        return pages
+
+    def _requests(self, told: Answers) -> Any:
+        """SCAN's answer, with the requests of the keys as their index keys. Notes what the requests have."""
+        (answer,) = told
+        if isinstance(answer, redis.ResponseError):
+            return answer
+        cursor, keys = answer
+        found = set()
+        for key in keys:
+            req_id, _, rest = key.removeprefix(b"kv:").partition(b":")
+            kind, _, number = rest.partition(b":")
+            if kind == b"block" and number.isdigit():
+                self._blocks[req_id].add(int(number))
+            else:
+                try:
+                    self._pages[req_id].add(PageKey.parse(key))
+                except PageError:
+                    continue
+            found.add(index_key(req_id))
+        return [cursor, sorted(found)]
+
+    def _parts(self, req_id: bytes) -> Asked:
+        """Asks for the openings and lengths of blocks, and the lengths of pages; reads them as KVPAGEINDEX's answer."""
+        numbers = sorted({*_OF_AGENTS, *self._blocks.get(req_id, ())})
+        pages = sorted(self._pages.get(req_id, ()), key=bytes)
+        asked: list[Command] = []
+        for key in (block_key((req_id, number)) for number in numbers):
+            asked += [[b"GETRANGE", key, 0, OPENING_SIZE - 1], [b"STRLEN", key]]
+        asked += [[b"STRLEN", bytes(page)] for page in pages]
+
+        def read(told: Answers) -> Any:
+            if refusal := next((one for one in told if isinstance(one, redis.ResponseError)), None):
+                return refusal
+            openings, lengths = told[: 2 * len(numbers) : 2], told[1 : 2 * len(numbers) : 2]
+            found = [*map(_of_block, numbers, openings, lengths)]
+            found += _of_pages(pages, told[2 * len(numbers) :])
+            return sorted(filter(None, found), key=lambda part: int(part["page"]))
+
+        return asked, read
+
+    def _why_page(self, key: PageKey) -> Asked:
+        block = block_key((key.req_id, key.page))
+
+        def read(told: Answers) -> Any:
+            there, opening = told
+            shape = shape_of(opening) if isinstance(opening, bytes) else None
+            in_block = shape is not None and ranges_of_page(key, shape) is not None
+            where = {"url": self._store.home(bytes(key))} if there == 1 else {}
+            return where | {"reason": b"stored" if there == 1 or in_block else ABSENT.encode()}
+
+        return [[b"EXISTS", bytes(key)], [b"GETRANGE", block, 0, OPENING_SIZE - 1]], read
+
+
+def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
+    """Whether a block is what was written, and the keys of its pages, or its own if it cannot be known which it has."""
+    view, shape = memoryview(value), shape_of(value[:OPENING_SIZE])
+    before = head_size(shape) if shape else 0
+    if shape is None or len(view) != before + shape.nbytes:
+        return False, [block_key(name)]
+    pages = product(range(shape.layers), range(shape.heads), [plane.kv_type for plane in shape.planes])
+    keys = [bytes(PageKey(name[0], layer, head, name[1], plane)) for layer, head, plane in pages]
+    return amiss(name[1], shape, view[:before], view[before:], verify=True) is None, keys
+
+
+def _checked_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
+    """Whether a page was checked, and whether it is what was written."""
+    try:
+        header, _ = decode_page(value)
+    except PageError:
+        return True, False
+    return header.checksum != 0, header.names(key)
+
+
+def _why(parts: Any) -> Any:
+    """KVPAGEWHY's answer for a request."""
+    if isinstance(parts, redis.ResponseError):
+        return parts
+    if not parts:
+        return {b"reason": ABSENT.encode()}
+    hole = next((part for part in parts if not part["complete"]), None)
+    return (
+        {b"reason": b"stored"}
+        if hole is None
+        else {b"reason": b"hole", b"block": hole["page"], b"cause": ABSENT.encode()}
+    )
+
+
+def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None:
+    """A block as KVPAGEINDEX tells of it; None if there is none."""
+    shape = shape_of(opening)
+    if shape is None:
+        return None
+    planes = [int(plane.kv_type) for plane in shape.planes]
+    told = {"page": number, "pages": shape.pages, "layers": shape.layers, "heads": shape.heads, "planes": planes}
+    complete = length == head_size(shape) + shape.nbytes
+    return told | {"complete": int(complete), "bytes": shape.nbytes, "memory": length}
+
+
+def _total(parts: Any) -> Any:
+    """Returns the reply of KVPAGEINDEX with TOTAL."""
+    if isinstance(parts, redis.ResponseError) or not parts:
+        return parts
+    sums = {name: sum(part[name] for part in parts) for name in ("pages", "bytes", "memory")}
+    complete = min(part["complete"] for part in parts)
+    first = {name: parts[0][name] for name in ("page", "planes")}
+    return [sums | first | {"blocks": len(parts), "complete": complete}]
+
+
+def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """The blocks of pages that were written by themselves."""
+    blocks: dict[int, list[tuple[PageKey, int]]] = defaultdict(list)
+    for key, length in zip(keys, lengths, strict=True):
+        if length > HEADER_SIZE:
+            blocks[key.page].append((key, length))
+    found = []
+    for number, pages in blocks.items():
+        layers, heads = (1 + max(getattr(key, name) for key, _ in pages) for name in ("layer", "head"))
+        planes = sorted({int(key.kv_type) for key, _ in pages})
+        told = {"page": number, "pages": len(pages), "layers": layers, "heads": heads, "planes": planes}
+        size = sum(length for _, length in pages)
+        whole = len(pages) == layers * heads * len(planes)
+        found.append(told | {"complete": int(whole), "bytes": size - HEADER_SIZE * len(pages), "memory": size})
+    return found
+
+
+# -- What to type next, as messages say it. Every hint can be pasted into a shell --------------------------------------
+
+
+def typed(name: str) -> str:
+    """A name of the command line as a shell takes it; empty if it cannot be pasted, as bytes that are not UTF-8."""
+    return shlex.quote(name) if name.isprintable() and not name.startswith("-") else ""
+
+
+def is_an_agent(store: AskedStore, name: bytes) -> str:
+    """Returns a message with the commands that show an agent; empty if no agent has this name."""
+    holdings = ask(store, holdings_of_agent(name))
+    if not holdings.agents and not holdings.unreadable:
+        return ""
+    said = text(name)
+    word = typed(os.fsdecode(name))
+    shows = f": kvpage stat {word} shows its blocks, kvpage verify {word} checks them" if word else ""
+    return f"{said} is an agent, and no request{shows}"
+
+
+def may_say_why(store: AskedStore, name: str, *page: str) -> str:
+    """The end of a message that something is not there; empty where nothing tells why."""
+    word = typed(name)
+    return f"; kvpage why {' '.join([word, *page])} may say why" if word and not isinstance(store, AsStrings) else ""

@@ -1,0 +1,267 @@
+"""How much a client may send, hold and leave unread, and which clients are ended when it is too much.
+
+A client that does not read is not answered any more once about a megabyte waits for it (see `transport`), so what piles
+up unasked is what it listens to, or one great reply. A client that sends holds memory until its command is complete.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import select
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvpage_server.commands.context import Client, Server
+from kvpage_server.commands.steps import STEP, counted
+from kvpage_server.commands.table import BY_WORD
+from kvpage_server.configuration.config import Config
+from kvpage_server.configuration.kinds import OutputLimit
+from kvpage_server.core import Limits, Parser
+from kvpage_server.system import malloc
+
+log = logging.getLogger("kvpage")
+
+_LARGE = 512 * 1024  # bytes: more than LMDB takes for a piece of a value, which it frees at every commit
+_SMALL = 16 * 1024  # bytes: a client that holds less is not ended
+_GRACE = 1_000_000_000  # nanoseconds
+
+
+def keep_large_blocks_apart() -> None:
+    """Have glibc map large blocks one by one, always, so that they go back to the system when they are freed.
+
+    Left alone it raises its threshold with the first large block it frees, and lets later ones lie between small ones.
+    """
+    malloc.tune({malloc.MMAP_THRESHOLD: _LARGE})
+
+
+def of_frames(config: Config) -> Limits:
+    """What the parser of a new connection accepts."""
+    return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
+
+
+def hashed(server: Server) -> frozenset[bytes]:
+    """The commands whose long words the parser of a new connection hashes while they arrive."""
+    if not server.config.page_checksums:
+        return frozenset()
+    found = {word: spec for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes)}
+    return frozenset(word for word, spec in found.items() if not server.instead or server.instead.row(spec).hashed)
+
+
+def keep(client: Client) -> None:
+    """What a client holds has changed. End it if that is too much, or others if all together hold too much."""
+    connection, config = client.connection, client.server.config
+    limit = output_limit(client)
+    if limit.hard and connection.outgoing > limit.hard:
+        overflown(client)
+    elif connection.incoming > config.client_query_buffer_limit:
+        log.warning("client %s sent %d bytes of one command: closed", client.address, connection.incoming)
+        client.server.stats.overflown_inputs += 1
+        connection.abort()
+    elif client.server.in_flight > config.client_memory > 0:
+        make_room(client.server)
+
+
+def output_limit(client: Client) -> OutputLimit:
+    """How much may wait to be read by a client."""
+    return client.server.config.client_output_buffer_limit["pubsub" if client.listens else "normal"]
+
+
+def make_room(server: Server) -> None:
+    """End connections until all of them hold no more than maxmemory-clients.
+
+    The next to end is always a connection of the user whose connections hold most together; connections that have not
+    authenticated count as one user. So many small connections of one user do not end a large one of another. Among a
+    user's connections, the first is the one with the largest product of bytes and seconds since it last finished
+    something, a second added: a large upload outlives a connection that sits idle on less. O(n log n) in connections.
+    """
+    now = time.monotonic_ns()
+    of_user = defaultdict[bytes | None, list[Client]](list)
+    for client in server.clients.values():
+        if client.held > _SMALL and not client.spared:
+            of_user[client.user.name if client.user else None].append(client)
+    users = []  # heap: the most bytes first
+    for number, clients in enumerate(of_user.values()):
+        clients.sort(key=lambda client: client.held * (_GRACE + now - client.finished))
+        users.append((-sum(client.held for client in clients), number, clients))
+    heapq.heapify(users)
+    while users and server.in_flight > server.config.client_memory:
+        total, number, clients = heapq.heappop(users)
+        client = clients.pop()
+        if clients:
+            heapq.heappush(users, (total + client.held, number, clients))
+        log.warning(
+            "client %s held %d bytes, all together %d, and maxmemory-clients allows %d: closed",
+            client.address,
+            client.held,
+            server.in_flight,
+            server.config.client_memory,
+        )
+        server.stats.evicted_clients += 1
+        client.connection.abort()
+
+
+def overflown(client: Client) -> None:
+    """End a client that leaves too much unread."""
+    log.warning("client %s left %d bytes unread: closed", client.address, client.connection.outgoing)
+    client.server.stats.overflown_outputs += 1
+    client.connection.abort()
+
+
+# -- Memory of a connection: incoming and queued commands, unread replies, and names that the server keep --------------
+
+
+class Load:
+    """Of one connection. What it is still sending counts against the connection, and evicts nothing."""
+
+    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "kept", "postponed")
+
+    def __init__(self, client: Client, parser: Parser) -> None:
+        self._client = client
+        self._parser = parser
+        self._keyspace = client.server.keyspace
+        self.postponed = 0  # bytes in the arena of a command that has to wait before it runs
+        self._receiving = 0  # of that and of what is being received, as last told to the keyspace
+        self._queued = 0  # of commands that wait for EXEC, as last told to the keyspace
+        self._held = 0  # bytes that pass through it, as last reported to the server
+        self.kept = 0  # bytes that are kept for it, as they were when the limits were last looked at
+        self.is_nothing = True  # it holds nothing, as far as the server knows
+
+    def settle(self) -> None:
+        """Tell the keyspace how much is being received. The command that runs now does not count: it is the store's."""
+        receiving = self._parser.receiving + self.postponed
+        if receiving != self._receiving:
+            self._keyspace.memory.receiving += receiving - self._receiving
+            self._receiving = receiving
+            self._look()
+
+    def queue(self, size: int) -> None:
+        """Add bytes of a command that waits for EXEC. They count against the sender, too."""
+        self._queued += size
+        self._keyspace.memory.receiving += size
+        self._look()
+
+    def unqueue(self) -> int:
+        """The queued commands do not wait any more: how many bytes they were."""
+        queued = self._queued
+        self.queue(-queued)
+        return queued
+
+    def account(self) -> None:
+        """Tell the server how much this connection holds, and enforce the limits."""
+        client = self._client
+        if client.gone:
+            return
+        self.settle()
+        held = client.passing
+        if held != self._held or client.kept != self.kept:
+            client.server.in_flight += held - self._held
+            self._held, self.kept = held, client.kept
+            self._look()
+            keep(client)
+
+    def _look(self) -> None:
+        self.is_nothing = not (self._held or self._receiving or self._queued)
+
+    def drop(self) -> None:
+        """The connection is gone, and what it held."""
+        self.postponed = 0
+        self.settle()
+        self.unqueue()
+        self._client.server.in_flight -= self._held + self._client.kept
+        self._held = self._client.kept = 0
+        self._look()
+
+
+# -- What is done for all clients once a second: those end that are idle, too slow or gone, and traffic i --------------
+
+_MUCH = 16 * 1024 * 1024  # bytes
+_LAST_WORDS = 10.0  # seconds that a closed connection has to read its last replies
+
+
+class Watch:
+    """Looks after all clients once a second."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._over: dict[Client, float] = {}  # above their soft limit, and since when
+        self._most_held = 0  # bytes, since memory was last given back
+        self._before = (time.monotonic(), 0, 0, 0)  # commands, bytes in and out so far, as of the last look
+
+    def look(self, now: float) -> Iterator[None]:
+        """End, in steps, clients that are idle or leave much unread for too long, and closed ones that do not go.
+
+        `now` is in monotonic seconds.
+        """
+        server = self._server
+        if server.pause is not None and server.pause.ends <= now:
+            server.end_pause()
+        if server.in_flight > server.config.client_memory > 0:
+            make_room(server)  # memory of idle clients may have grown
+        yield from counted(server)
+        self._measure(now)
+        self._give_back_memory()
+        clients, self._over, over = list(server.clients.values()), {}, self._over
+        for start in range(0, len(clients), STEP):
+            some = [client for client in clients[start : start + STEP] if not client.gone]
+            _end_broken(some)
+            self._end_slow_readers(some, now, over)
+            self._end_idle(some, now)
+            for client in some:
+                if client.closing and now - client.active > _LAST_WORDS:
+                    client.connection.abort()
+            yield
+
+    def _give_back_memory(self) -> None:
+        """When clients held much and now hold little, let the C library return what lies free in between."""
+        held = self._server.in_flight
+        self._most_held = max(self._most_held, held)
+        if self._most_held > _MUCH and held < self._most_held // 4:
+            self._most_held = held
+            malloc.trim()
+
+    def _measure(self, now: float) -> None:
+        stats = self._server.stats
+        sent = stats.bytes_out + self._server.totals.sent
+        totals = (now, stats.commands, stats.bytes_in, sent)
+        seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
+        self._before = totals
+        if seconds > 0:
+            commands, bytes_in, bytes_out = (
+                max(0, more) for more in (commands, bytes_in, bytes_out)
+            )  # after RESETSTAT
+            self._server.rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
+
+    def _end_slow_readers(self, clients: Iterable[Client], now: float, over: Mapping[Client, float]) -> None:
+        """`over` are those that were above their soft limit when they were looked at before, and since when."""
+        for client in clients:
+            limit = output_limit(client)
+            if limit.soft and client.connection.outgoing > limit.soft:
+                self._over[client] = since = over.get(client, now)
+                if now - since >= limit.seconds:
+                    overflown(client)
+
+    def _end_idle(self, clients: Iterable[Client], now: float) -> None:
+        timeout = self._server.config.timeout
+        if not timeout:
+            return
+        for client in clients:
+            if now - client.active > timeout and not client.listens and not client.closing:
+                log.debug("client %s was idle for %d seconds: closed", client.address, timeout)
+                self._server.stats.idle_closed += 1
+                client.close()
+
+
+def _end_broken(clients: Iterable[Client]) -> None:
+    """End connections that their peers have reset.
+
+    libuv reports a socket's error once and looks at it no more (`uv__poll_io`); a session that then read what came
+    before the reset, and waits for more, would wait for ever.
+    """
+    by_descriptor = {client.descriptor: client for client in clients}
+    errors = select.poll()
+    for descriptor in by_descriptor:
+        errors.register(descriptor, 0)  # errors and hang-ups are reported unasked
+    for descriptor, _ in errors.poll(0):
+        by_descriptor[descriptor].connection.abort()

@@ -1,0 +1,123 @@
+"""Whose turn it is: clients that ask for much wait in line, so that those who ask for little do not.
+
+In every round of the event loop what has just arrived is answered, each session for one turn at the most. Who needs
+more stops reading and joins the line, and in a round the whole line gets no more than `ROUND`. However many are in it,
+a newcomer waits for little more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvpage_server.resp import Reply, Wait
+
+TURN = 1_000_000  # nanoseconds
+ROUND = 2_000_000  # nanoseconds
+_LOOK = 0.005  # seconds
+
+log = logging.getLogger("kvpage")
+
+
+class Waiting(Protocol):
+    """Somebody in the line."""
+
+    def take_turn(self) -> None:
+        """Go on, for one turn. Whoever needs another one joins the line again."""
+
+
+class Line:
+    """Those who wait for their turn, first come, first served."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._line: deque[Waiting] = deque()
+        self._stopped = False
+        self._rests = 0
+
+    def stop(self) -> None:
+        """No client has a turn any more. What has to be completed is."""
+        self._stopped = True
+
+    async def completed(self, within: float) -> None:
+        """Wait until nothing has to be completed any more, for so many seconds at most."""
+        end = time.monotonic() + within
+        while self._rests:
+            if time.monotonic() > end:
+                log.error(
+                    "after %g s %d commands are not complete; the rest of them is left undone", within, self._rests
+                )
+                return
+            await asyncio.sleep(_LOOK)
+
+    def join(self, waiting: Waiting) -> None:
+        """Wait for a turn. Nobody joins twice."""
+        if self._stopped and not isinstance(waiting, _Rest):
+            return
+        self._line.append(waiting)
+        if len(self._line) == 1:
+            self._loop.call_soon(self._serve)
+
+    def _serve(self) -> None:
+        line = self._line
+        if self._stopped:
+            rests = [waiting for waiting in line if isinstance(waiting, _Rest)]
+            line.clear()
+            line.extend(rests)
+        end = time.monotonic_ns() + ROUND
+        for _ in range(len(line)):
+            try:
+                line[0].take_turn()  # it stays in its place meanwhile, so who joins does not begin to serve the line
+            except Exception:
+                log.exception("somebody's turn broke off; the others in the line go on")
+            line.popleft()
+            if time.monotonic_ns() > end:
+                break
+        if line:
+            self._loop.call_soon(self._serve)
+
+    def finish(self, steps: Iterator[Reply] | None) -> None:
+        """Complete the steps that are left of a command whose client is gone."""
+        if steps is None:
+            return
+        self._rests += 1
+        self.join(_Rest(self, steps))
+
+    def note_completed(self) -> None:
+        """One of these is complete, or has broken off."""
+        self._rests -= 1
+
+
+class _Rest:
+    """What is left to do of a command whose client is gone."""
+
+    def __init__(self, line: Line, steps: Iterator[Reply]) -> None:
+        self._line = line
+        self._steps = steps
+
+    def take_turn(self) -> None:
+        """Do some of it."""
+        goes_on = False
+        try:
+            goes_on = self._take_some()
+        finally:
+            if not goes_on:
+                self._line.note_completed()
+
+    def _take_some(self) -> bool:
+        end = time.monotonic_ns() + TURN
+        for step in self._steps:
+            if type(step) is Wait:
+                step.start(self._go_on)
+                return True
+            if time.monotonic_ns() > end:
+                self._go_on()
+                return True
+        return False
+
+    def _go_on(self) -> None:
+        self._line.join(self)

@@ -1,0 +1,542 @@
+"""Reads the manifests that the engine stores for its agents (docs/architecture.md, "How a context travels").
+
+A manifest is a digest and a JSON object. Earlier versions of it have no model and no times, and put all tokens before
+the names of the blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+
+from kvpage_server.observe.asking import Command, Reading, parts_of, refused
+from kvpage_server.page import tag_of
+
+PREFIX = b"manifest:"
+HEAD_BYTES = 1 << 16  # enough for everything but the tokens, in a context of 450,000 tokens
+MOST_BYTES = 1 << 19  # that are read of a manifest; enough in a context of 3.6 million tokens
+MOST_KEY = 512  # bytes of a manifest's key; a longer one is no engine's, whose agents have names of 128 letters
+MOST_LETTERS = 128  # of a model's name, and of the process that saved the agent
+_MOST_NAME = 256  # bytes of a block's name
+DIGEST_BYTES = 16
+_TOKENS = b', "tokens": ['  # the last field
+_USUAL_BLOCK = 256  # tokens
+_MOST = 1 << 53  # of anything: what JSON's readers count exactly
+_LAST_MOMENT = 253_370_764_800_000  # the year 9999 begins, which is the last that Python's clock can show
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An agent's context for one model."""
+
+    key: bytes  # of the manifest itself
+    agent_id: str
+    fingerprint: str  # of the model; empty in manifests of the earliest versions
+    model: str  # its name; empty if unknown
+    tokens: int
+    block_tokens: int  # of every block but the last
+    blocks: tuple[bytes, ...]  # their requests, in order
+    created_ms: int  # when the agent was first saved, in unix milliseconds; 0 if unknown
+    saved_ms: int  # when it was last saved
+    by: str  # the machine and process that saved it last; empty if unknown
+
+    def tokens_in(self, index: int) -> int:
+        return min(self.block_tokens, self.tokens - index * self.block_tokens)
+
+
+def parse(key: bytes, raw: bytes) -> Manifest | None:
+    """The manifest at a key, from its whole value or from the first HEAD_BYTES or MOST_BYTES. None if it is damaged, or
+    if more of it is needed. Long names of the model and of the process that saved it are cut."""
+    agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
+    try:
+        told = _told(raw)
+        names, together = [_text(name) for name in _list(told["chain"])], _count(told.get("together", 0))
+        blocks = tuple((tag_of(names, i, together) + name).encode() for i, name in enumerate(names))
+        if any(len(name) > _MOST_NAME for name in blocks):
+            raise ValueError("a block's name is too long")
+        tokens = _count(told["count"]) if "count" in told else len(_list(told["tokens"]))
+        block_tokens = _count(told.get("block_tokens", 0)) or _block_tokens(tokens, len(blocks))
+        if not (len(blocks) - 1) * block_tokens < tokens <= len(blocks) * block_tokens and (tokens or blocks):
+            raise ValueError("the blocks are too few or too many for the tokens")
+        return Manifest(
+            key,
+            agent,
+            fingerprint,
+            _text(told.get("model", ""))[:MOST_LETTERS],
+            tokens,
+            block_tokens,
+            blocks,
+            _moment(told.get("created", 0)),
+            _moment(told.get("saved", 0)),
+            _text(told.get("by", ""))[:MOST_LETTERS],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _count(told: object) -> int:
+    if type(told) is not int or not 0 <= told < _MOST:
+        raise ValueError("no count")
+    return told
+
+
+def _moment(told: object) -> int:
+    if type(told) is not int or not 0 <= told < _LAST_MOMENT:
+        raise ValueError("no moment in unix milliseconds")
+    return told
+
+
+def _text(told: object) -> str:
+    if not isinstance(told, str):
+        raise ValueError("no text")
+    told.encode()  # raises if a half of a surrogate pair stands alone
+    return told
+
+
+def _list(told: object) -> list[object]:
+    if not isinstance(told, list):
+        raise ValueError("no list")
+    return told
+
+
+def _told(raw: bytes) -> Any:
+    text = raw[raw.index(b"{") :]
+    end = text.find(_TOKENS)
+    return json.loads(text[:end] + b"}" if end >= 0 and b'"count"' in text[:end] else text)
+
+
+def _block_tokens(tokens: int, blocks: int) -> int:
+    """The tokens a block of a manifest that does not say: the usual number if it fits."""
+    usual = _USUAL_BLOCK
+    return usual if (blocks - 1) * usual < tokens <= blocks * usual else -(-tokens // max(blocks, 1))
+
+
+# -- whose -------------------------------------------------------------------------------------------------------------
+#
+# Who uses the memory: agents and their contexts, the prefixes that they share, and requests of nobody.
+#
+# >>> holdings = ask(store, holdings_of_store()) >>> for agent in holdings.agents: ...     print(agent.agent_id,
+# agent.model, agent.tokens, agent.bytes)
+#
+# A chain hash names a block by its tokens and all tokens before them. So agents whose contexts begin with the same
+# tokens have the same first blocks. The work is bounded: LookLimits says how much is looked at, and `cut` what there
+# is more of.
+
+SCAN_COUNT = 250  # the COUNT of a SCAN, during which nobody else has a turn
+MOST_SCANS = 8000
+TURNS = 8  # SCANs for the newest keys, and for those that are next, in a look that is not the first
+REFRESHED = 100  # known requests that are asked for again in a look
+MOST_READ = 16 << 20  # bytes of manifests of which HEAD_BYTES are too few, in a look
+MOST_NAMED = 500_000  # blocks that manifests name, in all
+_SOME = 64  # manifests that are read at a time, HEAD_BYTES of each
+MOST_PREFIXES = 100
+LABEL = b"label:"
+MOST_LABEL = 240  # bytes of a label
+_CHAIN_HASH = re.compile(rb"(^|\})[0-9a-f]{32}\Z")  # after a tag, on several servers
+MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
+
+
+@dataclass(frozen=True, slots=True)
+class LookLimits:
+    """How many of each are looked at."""
+
+    agents: int = 2000
+    blocks: int = 10_000
+    requests: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ContextBlock:
+    """A block of contexts: all pages of the same tokens."""
+
+    name: bytes  # its request
+    tokens: int
+    bytes: int = 0  # of its pages; 0 if it is missing
+    memory: int = 0  # bytes it occupies in memory; 0 if it is on disk only
+    pages: int = 0
+    complete: bool = False  # a load finds only complete blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent's context for one model."""
+
+    manifest: Manifest
+    blocks: tuple[ContextBlock, ...]
+    bytes: int  # of its stored blocks
+    own_bytes: int  # of the blocks that no other agent has
+    memory: int  # bytes that its blocks occupy in memory
+    idle: int | None  # seconds since its manifest was used; None if unknown
+
+    @property
+    def agent_id(self) -> str:
+        """NAME, or NAME@TENANT."""
+        return self.manifest.agent_id
+
+    @property
+    def tenant(self) -> str:
+        """The agent's tenant; empty if the engine has no tenants."""
+        return self.agent_id.rpartition("@")[2] if "@" in self.agent_id else ""
+
+    @property
+    def model(self) -> str:
+        """The name of its model, or else the fingerprint."""
+        return self.manifest.model or self.manifest.fingerprint
+
+    @property
+    def tokens(self) -> int:
+        """The length of the context."""
+        return self.manifest.tokens
+
+    @property
+    def found(self) -> int:
+        """Tokens that a load would find: those before the first missing block."""
+        return sum(block.tokens for block in takewhile(lambda block: block.complete, self.blocks))
+
+    @property
+    def missing(self) -> int:
+        """Blocks that are missing or incomplete."""
+        return sum(not block.complete for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix that several agents have in common. A shorter prefix of it may be shared by more agents."""
+
+    name: bytes  # of its last block, which identifies it
+    tokens: int
+    blocks: int
+    bytes: int
+    agents: tuple[str, ...]
+
+    @property
+    def saved(self) -> int:
+        """Bytes that sharing saves."""
+        return self.bytes * (len(self.agents) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRequest:
+    """A request that no manifest names: another client's pages, or blocks that were left behind. Blocks of contexts
+    without a name are one request for each label, under the name of one of them."""
+
+    req_id: bytes
+    blocks: int
+    pages: int
+    bytes: int
+    memory: int
+    label: str = ""  # the first words of a context without a name, or a hash, as its engine has stored them
+
+
+class KnownManifest(NamedTuple):
+    """A manifest as it was when it was read."""
+
+    digest: bytes
+    manifest: Manifest | None  # None if it is damaged
+    at: float  # before it was read, in monotonic seconds
+
+    def is_as_it_was(self, idle: Any) -> bool:
+        """Whether nobody can have written it since. `idle` are its idle seconds, by a clock of seconds."""
+        return isinstance(idle, int) and idle > time.monotonic() - self.at + 2
+
+
+@dataclass(slots=True)
+class Known:
+    """What earlier looks have found, so that the next one asks for little."""
+
+    manifests: dict[bytes, KnownManifest] = field(default_factory=dict)
+    requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # those that were asked for last come last
+    cursor: bytes = b""  # of a scan for manifests that goes on from look to look; empty before all keys were scanned
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Everything that was found, the largest first."""
+
+    agents: tuple[Agent, ...] = ()
+    prefixes: tuple[SharedPrefix, ...] = ()
+    requests: tuple[OtherRequest, ...] = ()
+    unreadable: tuple[bytes, ...] = ()  # manifests' keys
+    cut: tuple[str, ...] = ()  # of which there are more than were looked at: "agents", "blocks", "requests"
+    owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)  # the agents that have a block, by its name
+    refused: str = ""  # why the store lists no keys, if it does not
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all blocks of agents. A shared block counts once."""
+        return sum({block.name: block.bytes for agent in self.agents for block in agent.blocks}.values())
+
+
+@dataclass(slots=True)
+class _Looked:
+    cut: set[str] = field(default_factory=set)
+    unreadable: list[bytes] = field(default_factory=list)
+    refused: str = ""
+
+
+def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
+    """Looks through the store. With `known`, which is updated, only the newest keys and some of the others are looked
+    through for manifests, manifests that nobody has used since are not read again, and other requests are asked for in
+    turn."""
+    looked, known = _Looked(), Known() if known is None else known
+    keys = yield from _manifest_keys(limits.agents + MOST_UNREADABLE, known, looked)
+    return (yield from _holdings(keys, limits, known, looked))
+
+
+def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[bytes]]:
+    """Keys of manifests, some of which may be gone."""
+    if not known.cursor:
+        keys = yield from _keys(b"manifest:*", b"string", most, "agents", looked)
+        known.cursor = b"" if looked.cut else b"0"
+        return keys
+    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most, looked)  # what came last is scanned first
+    cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most, looked)
+    known.cursor = cursor
+    keys = sorted({*known.manifests, *newest, *others})
+    if len(keys) > most:
+        looked.cut.add("agents")
+    return keys[:most]
+
+
+def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
+    """The contexts of one agent, for every model. Other agents that share its blocks are not looked for."""
+    looked, key, limits = _Looked(), PREFIX + agent_id, LookLimits(requests=0)
+    pattern = literally(key) + b":*"
+    found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
+    (older,) = yield [[b"EXISTS", key]]
+    keys = [key, *found] if older == 1 else found
+    return (yield from _holdings(keys, limits, Known(), looked))
+
+
+def literally(name: bytes) -> bytes:
+    """A pattern that matches this name alone."""
+    return re.sub(rb"([*?\[\]\\])", rb"\\\1", name)
+
+
+def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _Looked) -> Reading[Holdings]:
+    found, idle = yield from _manifests(keys, limits.agents, known.manifests, looked)
+    blocks = yield from _blocks(found, limits.blocks, looked)
+    requests = (yield from _requests(blocks, limits.requests, known.requests, looked)) if limits.requests else []
+    owners = _owners(found)
+    agents = [_agent(manifest, blocks, owners, idle.get(manifest.key)) for manifest in found]
+    agents.sort(key=lambda agent: (-agent.bytes, agent.agent_id))
+    requests.sort(key=lambda request: (-request.bytes, request.req_id))
+    return Holdings(
+        tuple(agents),
+        tuple(_prefixes(found, blocks, owners)),
+        tuple(requests),
+        tuple(looked.unreadable),
+        tuple(sorted(looked.cut)),
+        owners,
+        looked.refused,
+    )
+
+
+def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) -> Reading[list[bytes]]:
+    """At most `most` keys that match, sorted."""
+    cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most, looked)
+    if cursor != b"0" or len(found) > most:
+        looked.cut.add(what)
+    return sorted(found)[:most]
+
+
+def _scan(
+    pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int, looked: _Looked
+) -> Reading[tuple[bytes, set[bytes]]]:
+    """Goes on from a cursor, until there are `most` keys. Returns the next cursor, which is 0 at the end and empty for
+    who may not scan, and the keys."""
+    found = set[bytes]()
+    for _ in range(turns):
+        bounds: Command = [b"COUNT", SCAN_COUNT, b"MAXLEN", MOST_KEY]
+        (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, *bounds, b"TYPE", kind]]
+        if refused(answer):
+            looked.refused = str(answer)
+            return b"", found
+        cursor, some = answer
+        found.update(some)
+        if cursor == b"0" or len(found) > most:
+            break
+    return cursor, found
+
+
+def _manifests(
+    keys: Sequence[bytes], most: int, known: dict[bytes, KnownManifest], looked: _Looked
+) -> Reading[tuple[list[Manifest], dict[bytes, int]]]:
+    """At most `most` readable manifests at these keys, and their idle seconds. Afterwards `known` has exactly these
+    keys."""
+    for key in known.keys() - set(keys):
+        del known[key]
+    found: list[Manifest] = []
+    idle: dict[bytes, int] = {}
+    left, names = MOST_READ, 0
+    for start in range(0, len(keys), _SOME):
+        if len(found) >= most or names >= MOST_NAMED:
+            looked.cut.add("agents")
+            break
+        some = keys[start : start + _SOME]
+        unused, left = yield from _update(known, some, left, looked)
+        idle |= unused
+        for key in some:
+            if (one := known.get(key)) is None:
+                continue
+            if one.manifest is not None:
+                found.append(one.manifest)
+                names += len(one.manifest.blocks)
+            else:
+                looked.unreadable.append(key)
+    if len(found) > most:
+        looked.cut.add("agents")
+    return found[:most], idle
+
+
+def _update(
+    known: dict[bytes, KnownManifest], keys: Sequence[bytes], left: int, looked: _Looked
+) -> Reading[tuple[dict[bytes, int], int]]:
+    """Updates `known` for these keys. At most `left` bytes are read of manifests whose heads are too short. Returns the
+    keys' idle seconds, and how many of these bytes are left."""
+    answers = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
+    idle = dict(zip(keys, answers, strict=True))
+    used = [key for key in keys if key not in known or not known[key].is_as_it_was(idle[key])]
+    now = time.monotonic()
+    digests = yield [[b"GETRANGE", key, 0, DIGEST_BYTES - 1] for key in used]
+    changed = []
+    for key, digest in zip(used, digests, strict=True):
+        if not isinstance(digest, bytes) or idle[key] is None:  # it is gone
+            known.pop(key, None)
+        elif key in known and known[key].digest == digest:
+            known[key] = known[key]._replace(at=now)
+        else:
+            changed.append((key, digest))
+    heads = yield [[b"GETRANGE", key, 0, HEAD_BYTES - 1] for key, _ in changed]
+    for (key, digest), head in zip(changed, heads, strict=True):
+        manifest = parse(key, head) if isinstance(head, bytes) else None
+        if manifest is None and isinstance(head, bytes) and len(head) == HEAD_BYTES:
+            if left < MOST_BYTES:
+                looked.cut.add("agents")
+                continue
+            (more,) = yield [[b"GETRANGE", key, 0, MOST_BYTES - 1]]
+            manifest = parse(key, more) if isinstance(more, bytes) else None
+            left -= len(more) if isinstance(more, bytes) else 0
+        known[key] = KnownManifest(digest, manifest, now)
+    return {key: seconds for key, seconds in idle.items() if isinstance(seconds, int)}, left
+
+
+def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:
+    """At most `most` of the blocks that manifests name."""
+    sizes = {name: manifest.tokens_in(i) for manifest in found for i, name in enumerate(manifest.blocks)}
+    if len(sizes) > most:
+        looked.cut.add("blocks")
+    names = list(sizes)[:most]
+    answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in names]
+    return {name: _block(name, sizes[name], answer) for name, answer in zip(names, answers, strict=True)}
+
+
+def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
+    """The block from KVPAGEINDEX's answer: page 0 has the tokens, page 1 the state after them."""
+    for total in parts_of(answer):
+        return ContextBlock(name, tokens, total["bytes"], total["memory"], total["pages"], bool(total["complete"]))
+    return ContextBlock(name, tokens)
+
+
+def _requests(
+    blocks: Mapping[bytes, ContextBlock], most: int, known: dict[bytes, OtherRequest], looked: _Looked
+) -> Reading[list[OtherRequest]]:
+    """Requests that are not among these blocks. Updates `known`."""
+    keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", looked)
+    names = [name for key in keys if (name := key.removeprefix(b"kv:").removesuffix(b":index")) not in blocks]
+    if len(names) > most:
+        looked.cut.add("requests")
+    for name in known.keys() - set(names[:most]):
+        del known[name]
+    asked = [*islice(known, REFRESHED), *(name for name in names[:most] if name not in known)]
+    answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in asked]
+    labels = yield from _labels(asked, most, looked)
+    for name, answer in zip(asked, answers, strict=True):
+        known.pop(name, None)
+        for total in parts_of(answer):
+            sizes = (total[what] for what in ("blocks", "pages", "bytes", "memory"))
+            known[name] = replace(OtherRequest(name, *sizes), label=labels.get(name, ""))
+    return _by_label(known.values())
+
+
+def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[bytes, str]]:
+    """The labels of those blocks of contexts that have one. Keys that do not exist are not read: that would count as a
+    miss."""
+    blocks = [name for name in names if _CHAIN_HASH.search(name)]
+    if not blocks:
+        return {}
+    keys = {*(yield from _keys(b"label:*", b"string", most, "requests", looked))}
+    labelled = [name for name in blocks if LABEL + name in keys]
+    answers = yield [[b"GETRANGE", LABEL + name, 0, MOST_LABEL - 1] for name in labelled]
+    answered = zip(labelled, answers, strict=True)
+    return {name: label.decode(errors="replace") for name, label in answered if isinstance(label, bytes)}
+
+
+def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:
+    """The requests, those with the same label as one."""
+    found: dict[str | bytes, OtherRequest] = {}
+    for one in requests:
+        key = one.label or one.req_id
+        if (other := found.get(key)) is None:
+            found[key] = one
+            continue
+        sizes = (getattr(one, what) + getattr(other, what) for what in ("blocks", "pages", "bytes", "memory"))
+        found[key] = replace(OtherRequest(other.req_id, *sizes), label=one.label)
+    return [*found.values()]
+
+
+def _owners(found: Iterable[Manifest]) -> dict[bytes, tuple[str, ...]]:
+    owners: dict[bytes, dict[str, None]] = {}
+    for manifest in found:
+        for name in manifest.blocks:
+            owners.setdefault(name, {})[manifest.agent_id] = None
+    return {name: tuple(agents) for name, agents in owners.items()}
+
+
+def _agent(
+    manifest: Manifest, blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, Sequence[str]], idle: int | None
+) -> Agent:
+    its = tuple(blocks.get(name, ContextBlock(name, manifest.tokens_in(i))) for i, name in enumerate(manifest.blocks))
+    return Agent(
+        manifest,
+        its,
+        sum(block.bytes for block in its),
+        sum(block.bytes for block in its if len(owners[block.name]) == 1),
+        sum(block.memory for block in its),
+        idle,
+    )
+
+
+def _prefixes(
+    found: Sequence[Manifest], blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, tuple[str, ...]]
+) -> list[SharedPrefix]:
+    """The prefixes that agents share. A prefix ends at a block that more agents have than any block after it."""
+    longest: Counter[bytes] = Counter()  # by block: the most agents that any next block has
+    for manifest in found:
+        for name, after in zip(manifest.blocks, manifest.blocks[1:], strict=False):
+            longest[name] = max(longest[name], len(owners[after]))
+    shared: dict[bytes, SharedPrefix] = {}
+    for manifest in found:
+        for prefix in _ends(manifest, blocks, owners, longest):
+            shared[prefix.name] = prefix
+    return sorted(shared.values(), key=lambda prefix: (-prefix.saved, -prefix.tokens))[:MOST_PREFIXES]
+
+
+def _ends(
+    manifest: Manifest,
+    blocks: Mapping[bytes, ContextBlock],
+    owners: Mapping[bytes, tuple[str, ...]],
+    longest: Mapping[bytes, int],
+) -> Iterator[SharedPrefix]:
+    tokens = size = 0
+    for i, name in enumerate(manifest.blocks):
+        tokens += manifest.tokens_in(i)
+        size += blocks[name].bytes if name in blocks else 0
+        if len(owners[name]) > max(longest[name], 1):
+            yield SharedPrefix(name, tokens, i + 1, size, owners[name])

@@ -1,0 +1,507 @@
+"""`kvpage replay`: replays recorded requests with the store's policies, to see which policy keeps what is requested
+again."""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from kvpage_server import bounded
+from kvpage_server.bounded import open_regular
+from kvpage_server.page import first_of
+from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.store.eviction.queues import Queues
+from kvpage_server.system.terminal import table_of
+from kvpage_server.system.text import as_size, how_many
+
+# -- trace -------------------------------------------------------------------------------------------------------------
+#
+# Traces in the format that Mooncake publishes: which blocks of a prompt were asked for, and when.
+#
+# An object a line: ``timestamp`` in milliseconds, and ``hash_ids``, the chain of the prompt's blocks, where equal ids
+# mean equal content after an equal prefix. (Qin et al.: Mooncake, FAST '25; the repository kvcache-ai/Mooncake.)
+
+_MOST_BLOCKS = 1_000_000  # of a prompt
+
+
+class TraceError(ValueError):
+    """A line does not have the format; the message says which line, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPrompt:
+    """A prompt's blocks, from its beginning on, and its second within the trace."""
+
+    second: int
+    blocks: list[bytes]
+
+
+def read_trace(path: Path) -> list[TracedPrompt]:
+    """Every request, in order. Raises TraceError, OSError."""
+    names: dict[int, bytes] = {}
+    requests = []
+    with open_regular(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                requests.append(_request(line, names, f"{path}, line {number}"))
+    if not requests:
+        raise TraceError(f"{path} has no requests")
+    return requests
+
+
+def _request(line: bytes, names: dict[int, bytes], where: str) -> TracedPrompt:
+    try:
+        found: Any = bounded.parse(line, containers=100, strings=1000, values=_MOST_BLOCKS)
+    except ValueError as error:
+        raise TraceError(f"{where}: not JSON: {error}") from None
+    if not isinstance(found, dict) or not {"timestamp", "hash_ids"} <= found.keys():
+        raise TraceError(f"{where}: must be an object with timestamp and hash_ids")
+    milliseconds, ids = found["timestamp"], found["hash_ids"]
+    if type(milliseconds) not in (int, float) or not 0 <= milliseconds < 1 << 63:
+        raise TraceError(f"{where}: timestamp must be a number of milliseconds, got {milliseconds!r:.40}")
+    if not isinstance(ids, list) or not all(type(block) is int for block in ids):
+        raise TraceError(f"{where}: hash_ids must be a list of whole numbers")
+    if len(set(ids)) < len(ids):
+        raise TraceError(f"{where}: hash_ids names a block twice; a chain cannot return to one")
+    blocks = [names.get(block) or names.setdefault(block, b"%d" % block) for block in ids]
+    return TracedPrompt(int(milliseconds) // 1000, blocks)
+
+
+# -- clairvoyant -------------------------------------------------------------------------------------------------------
+#
+# How much any policy could have kept: one that knows what will be asked for next.
+#
+# Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), for prefixes: what is asked for
+# again last goes first, and of blocks that are asked for together the one furthest from the beginning. Nothing that
+# is asked for again is behind something that is not, so chains go from their ends. A block that is never asked for
+# again takes no room at all.
+
+_NEVER = -1
+
+
+def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
+    """The best possible outcome of a trace with room for `capacity` blocks. O(n log n) in the requested blocks."""
+    outcome = Outcome()
+    due = _next_uses(trace)
+    there: dict[bytes, int] = {}  # and the request that asks for it next
+    latest: list[tuple[int, int, bytes]] = []  # heap of (-next use, -place in the prompt); stale ones are passed over
+    for request, nexts in zip(trace, due, strict=True):
+        outcome.asked += len(request.blocks)
+        hits = next((i for i, block in enumerate(request.blocks) if block not in there), len(request.blocks))
+        outcome.hits += hits
+        for place, (block, use) in enumerate(zip(request.blocks, nexts, strict=True)):
+            if use == _NEVER:
+                there.pop(block, None)
+                continue
+            outcome.written += block not in there
+            there[block] = use
+            heapq.heappush(latest, (-use, -place, block))
+        while len(there) > capacity:
+            use, _, block = heapq.heappop(latest)
+            if there.get(block) == -use:
+                del there[block]
+                outcome.evicted += 1
+    return outcome
+
+
+def _next_uses(trace: Sequence[TracedPrompt]) -> list[list[int]]:
+    """For each block of each request, the index of the next request that asks for it."""
+    following: dict[bytes, int] = {}
+    found = []
+    for index in range(len(trace) - 1, -1, -1):
+        blocks = trace[index].blocks
+        found.append([following.get(block, _NEVER) for block in blocks])
+        following.update(dict.fromkeys(blocks, index))
+    return found[::-1]
+
+
+# -- simulate ----------------------------------------------------------------------------------------------------------
+#
+# Replays a trace with a policy, as an engine would: it reads the stored prefix, computes the rest and writes it.
+#
+# A write makes room for all its blocks before it stores the first, as KVPAGEMSET does.
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The outcome of a trace, in blocks."""
+
+    asked: int = 0
+    hits: int = 0  # blocks of prompts up to the first that was not there
+    written: int = 0
+    evicted: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """The share of requested blocks that need not be computed."""
+        return self.hits / self.asked if self.asked else 0.0
+
+
+Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # of a trace with room for so many blocks
+
+
+def simulate(make: Callable[[], Queues], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
+    """The outcome of a trace under a policy, with room for `capacity` blocks."""
+    policy, outcome = make(), Outcome()
+    there: set[bytes] = set()
+    for request in trace:
+        count_hits(outcome, request, there)
+        enter(policy, there, request.blocks[:capacity], request.second, capacity, outcome)
+    return outcome
+
+
+def enter(policy: Queues, there: set[bytes], blocks: list[bytes], second: int, capacity: int, outcome: Outcome) -> None:
+    """Store the blocks of a prompt, evicting others if necessary."""
+    policy.now = second
+    new = [block for block in blocks if block not in there]
+    for block in blocks:
+        if block in there:
+            policy.used(block)
+    outcome.evicted += _evict(policy, there, capacity - len(new))
+    for block in new:
+        there.add(block)
+        policy.used(block)
+    outcome.written += len(new)
+    policy.follows(blocks)
+
+
+def _evict(policy: Queues, there: set[bytes], most: int) -> int:
+    """Evict blocks until at most `most` are left. Returns how many were evicted."""
+    before = len(there)
+    if before > most:
+        for victim in policy.victims():
+            assert isinstance(victim, bytes)
+            there.remove(victim)
+            policy.evicted(victim)
+            if len(there) <= most:
+                break
+    return before - len(there)
+
+
+def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
+    """What is left of a trace when nothing ever goes: blocks that have no room are refused, with all behind them."""
+    outcome = Outcome()
+    there: set[bytes] = set()
+    for request in trace:
+        count_hits(outcome, request, there)
+        for block in request.blocks:
+            if block not in there:
+                if len(there) == capacity:
+                    break
+                outcome.written += 1
+                there.add(block)
+    return outcome
+
+
+def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
+    """Count the requested blocks, and those that need not be computed."""
+    outcome.asked += len(request.blocks)
+    for block in request.blocks:
+        if block not in there:
+            break
+        outcome.hits += 1
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+#
+# A trace through several nodes, each with its share of the room: what spreading prompts over them is worth and costs.
+#
+# A prompt is cut into segments of some blocks, after its first block, which is a segment of its own: very many
+# prompts begin alike, and what follows would all be on one node. A segment is named by its first block, and its
+# name's slot says which node it is on, as in a cluster. Blocks are found up to the first that is missing, on
+# whichever node.
+
+SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
+
+
+@dataclass(slots=True)
+class NodeLoad:
+    """What one node had to do."""
+
+    blocks: int = 0  # that were read or written
+    prompts: int = 0  # of which it was asked something
+
+
+@dataclass(slots=True)
+class Spread:
+    """The outcome of a trace on several nodes, in blocks."""
+
+    segment: int
+    loads: list[NodeLoad]
+    outcome: Outcome = field(default_factory=Outcome)
+    prompts: int = 0
+
+    @property
+    def nodes_a_prompt(self) -> float:
+        """The mean number of nodes that a prompt asks."""
+        return sum(load.prompts for load in self.loads) / self.prompts
+
+    @property
+    def busiest_by_blocks(self) -> float:
+        """The blocks that the busiest node moves, divided by the mean of all nodes."""
+        return _over_mean([load.blocks for load in self.loads])
+
+    @property
+    def busiest_by_prompts(self) -> float:
+        """The same, counting prompts."""
+        return _over_mean([load.prompts for load in self.loads])
+
+
+def _over_mean(counts: list[int]) -> float:
+    return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0
+
+
+def simulate_nodes(
+    make: Callable[[], Queues],
+    trace: Sequence[TracedPrompt],
+    capacity: int,
+    nodes: int,
+    segment: int,
+    lose_at: int | None = None,
+) -> Spread:
+    """What a trace comes to on so many nodes that have room for `capacity` blocks together.
+
+    Before request `lose_at` the node that has most loses all it has, as one does that is started again empty.
+    """
+    policies, there = [make() for _ in range(nodes)], [set[bytes]() for _ in range(nodes)]
+    found, room = Spread(segment, [NodeLoad() for _ in range(nodes)]), max(capacity // nodes, 1)
+    for number, request in enumerate(trace):
+        if number == lose_at:
+            lost = max(range(nodes), key=lambda node: len(there[node]))
+            policies[lost], there[lost] = make(), set()
+        places = _places(request.blocks, nodes, segment)
+        here = {block for block, node in zip(request.blocks, places, strict=True) if block in there[node]}
+        count_hits(found.outcome, request, here)
+        found.prompts += 1
+        for node in dict.fromkeys(places):
+            blocks = [block for block, place in zip(request.blocks, places, strict=True) if place == node][:room]
+            enter(policies[node], there[node], blocks, request.second, room, found.outcome)
+            found.loads[node].blocks += len(blocks)
+            found.loads[node].prompts += 1
+    return found
+
+
+def _places(blocks: Sequence[bytes], nodes: int, segment: int) -> list[int]:
+    """The node of each block."""
+    firsts = [blocks[first_of(place, segment)] for place in range(len(blocks))]
+    return [key_slot(first) * nodes // REDIS_CLUSTER_HASH_SLOTS for first in firsts]
+
+
+# -- What was replayed as a table, as JSON, and as a picture -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the figures go: always to a table, and to files if asked for."""
+
+    terminal: Console
+    json: Path | None = None
+    plot: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One trace under one policy with room for `capacity` blocks."""
+
+    policy: str
+    capacity: int
+    outcome: Outcome
+
+
+def table(replays: list[Replay], block_bytes: int) -> Table:
+    found = table_of("policy", "blocks", "prefix hits", "read", "written", "evicted", numbers_from=1)
+    before = replays[0].policy
+    for replay in replays:
+        if replay.policy != before:
+            found.add_row()
+        before, outcome = replay.policy, replay.outcome
+        sizes = [as_size(count * block_bytes) for count in (outcome.hits, outcome.written, outcome.evicted)]
+        found.add_row(replay.policy, f"{replay.capacity:,}", f"{outcome.ratio:.2%}", *sizes)
+    return found
+
+
+def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path) -> None:
+    """All figures, in blocks. `ratio` is the share of requested blocks that were found."""
+    rows = [
+        {"policy": replay.policy, "capacity": replay.capacity, "ratio": replay.outcome.ratio, **asdict(replay.outcome)}
+        for replay in replays
+    ]
+    path.write_text(
+        json.dumps({"trace": trace.name, "block_bytes": block_bytes, "replays": rows}, indent=1) + "\n",
+        encoding="utf-8",
+    )
+
+
+def write_plot(title: str, replays: list[Replay], path: Path) -> None:
+    """Prefix hit ratio over capacity, a line a policy. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for policy in dict.fromkeys(replay.policy for replay in replays):
+        points = sorted((r.capacity, r.outcome.ratio * 100) for r in replays if r.policy == policy)
+        bound = policy == "clairvoyant"
+        axes.plot(*zip(*points, strict=True), "--" if bound else "o-", color="black" if bound else None, label=policy)
+    axes.set_xscale("log")
+    capacities = sorted({replay.capacity for replay in replays})
+    axes.set_xticks(capacities, [f"{capacity:,}" for capacity in capacities])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("room, in blocks")
+    axes.set_ylabel("prefix hits, % of blocks asked for")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+# -- several nodes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadReplay:
+    """One trace on several nodes, and again with one of them lost in the middle."""
+
+    whole: Spread
+    with_loss: Spread
+
+    @property
+    def lost(self) -> int:
+        """Blocks that were computed again because of the loss."""
+        return self.whole.outcome.hits - self.with_loss.outcome.hits
+
+    def figures(self) -> dict[str, float]:
+        whole = self.whole
+        return {
+            "segment": whole.segment,
+            "ratio": whole.outcome.ratio,
+            "nodes_a_prompt": whole.nodes_a_prompt,
+            "busiest_by_blocks": whole.busiest_by_blocks,
+            "busiest_by_prompts": whole.busiest_by_prompts,
+            "lost": self.lost,
+            "lost_ratio": self.lost / whole.outcome.hits if whole.outcome.hits else 0.0,
+        }
+
+
+def spread_table(replays: list[SpreadReplay]) -> Table:
+    columns = ("segment", "prefix hits", "nodes a prompt", "busiest, blocks", "busiest, prompts", "lost with a node")
+    found = table_of(*columns, numbers_from=0)
+    for replay in replays:
+        told = replay.figures()
+        busiest = (f"{told[name]:.2f} x mean" for name in ("busiest_by_blocks", "busiest_by_prompts"))
+        lost = f"{replay.lost:,} ({told['lost_ratio']:.2%})"
+        found.add_row(
+            f"{replay.whole.segment}", f"{told['ratio']:.2%}", f"{told['nodes_a_prompt']:.2f}", *busiest, lost
+        )
+    return found
+
+
+def write_spread_json(trace: Path, nodes: int, capacity: int, replays: list[SpreadReplay], path: Path) -> None:
+    told = {"trace": trace.name, "nodes": nodes, "capacity": capacity, "replays": [r.figures() for r in replays]}
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> None:
+    """Balance and round trips over the segment's size. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    told = [replay.figures() for replay in replays]
+    segments = [replay.whole.segment for replay in replays]
+    for name, label in (("busiest_by_blocks", "blocks moved"), ("busiest_by_prompts", "prompts that ask it")):
+        left.plot(segments, [figures[name] for figures in told], "o-", label=label)
+    left.set_ylabel("busiest node / mean of all nodes")
+    left.legend()
+    right.plot(segments, [figures["nodes_a_prompt"] for figures in told], "o-", color="C2")
+    right.set_ylabel("nodes that a prompt asks")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(segments, [str(segment) for segment in segments])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("blocks of a segment")
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+# -- What `kvpage replay` does -----------------------------------------------------------------------------------------
+
+CLAIRVOYANT = "clairvoyant"
+
+SIMULATIONS: dict[str, Simulation] = {  # a trace says nothing of expiry: there is nothing for volatile-ttl to choose
+    **{name: partial(simulate, make) for name, make in POLICIES.items() if name not in (NO_EVICTION, VOLATILE_TTL)},
+    NO_EVICTION: simulate_noeviction,
+    CLAIRVOYANT: clairvoyant,
+}
+USUAL = [name for name in SIMULATIONS if name != NO_EVICTION]
+ON_NODES = [name for name in USUAL if name in POLICIES]
+CAPACITIES = [1_000, 5_000, 10_000, 50_000]
+
+
+def run(
+    trace: Path,
+    *,
+    policies: list[str],
+    capacities: list[int],
+    block_bytes: int,
+    to: Destination,
+) -> None:
+    """Replay a trace under each policy with each capacity; show what was found, and write it.
+
+    Raises TraceError, OSError, ModuleNotFoundError when there is nothing to plot with.
+    """
+    requests = _read(trace, to)
+    pairs = [(policy, capacity) for policy in policies for capacity in capacities]
+    replays = [
+        Replay(policy, capacity, SIMULATIONS[policy](requests, capacity))
+        for policy, capacity in track(pairs, console=to.terminal, transient=True)
+    ]
+    to.terminal.print(table(replays, block_bytes))
+    if to.json:
+        write_json(trace, replays, block_bytes, to.json)
+    if to.plot:
+        write_plot(trace.stem.replace("_", " "), replays, to.plot)
+
+
+def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destination) -> None:
+    """Replay a trace on several nodes, cut into segments of several sizes; show what was found, and write it.
+
+    Raises as `run`.
+    """
+    requests = _read(trace, to)
+    replays = [
+        SpreadReplay(
+            simulate_nodes(POLICIES[policy], requests, capacity, nodes, segment),
+            simulate_nodes(POLICIES[policy], requests, capacity, nodes, segment, lose_at=len(requests) // 2),
+        )
+        for segment in track(SEGMENTS, console=to.terminal, transient=True)
+    ]
+    to.terminal.print(spread_table(replays))
+    if to.json:
+        write_spread_json(trace, nodes, capacity, replays, to.json)
+    if to.plot:
+        title = f"{trace.stem.replace('_', ' ')}, {nodes} nodes, room for {capacity:,} blocks, {policy}"
+        write_spread_plot(title, replays, to.plot)
+
+
+def _read(trace: Path, to: Destination) -> list[TracedPrompt]:
+    """The requests. Prints how many there are. Raises as `run`."""
+    if to.plot:
+        importlib.import_module("matplotlib")
+    requests = read_trace(trace)
+    asked = [block for request in requests for block in request.blocks]
+    counts = f"{how_many(len(requests), 'request')} for {how_many(len(asked), 'block')}"
+    to.terminal.print(f"{counts}, {len(set(asked)):,} of them different")
+    return requests

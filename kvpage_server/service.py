@@ -1,0 +1,189 @@
+"""The service: what it says when it begins, does again and again, and renews when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from copy import copy
+from functools import partial
+
+from kvpage_server import __version__, core
+from kvpage_server.commands.context import Server
+from kvpage_server.commands.families.server.info import human
+from kvpage_server.configuration import certificates, log
+from kvpage_server.configuration.config import default_memory
+from kvpage_server.configuration.kinds import AUTO
+from kvpage_server.net.connection_memory import Watch
+from kvpage_server.page import unix_ms
+from kvpage_server.store.memory_limit import OutOfMemory
+from kvpage_server.system.text import how_many
+
+# -- What a server says of itself when it is ready ---------------------------------------------------------------------
+
+logger = logging.getLogger("kvpage")
+
+
+def greet(server: Server, addresses: list[str], http: list[str], token: str) -> None:
+    """Log the limits, the access rules and the addresses: `addresses` for clients, `http` for the page, which needs the
+    `token` where no password is set."""
+    config, users = server.config, server.users
+    limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
+    if "maxmemory" in config.chosen:
+        limit += f" of the {human(default_memory())} there are (maxmemory)"
+    facts: dict[str, object] = {
+        "version": __version__,
+        "pid": os.getpid(),
+        "addresses": addresses,
+        "store": config.store,
+        "maxmemory": config.maxmemory,
+        "maxmemory_policy": config.maxmemory_policy,
+        "maxdisk": server.tiered.stored.maxdisk if server.tiered is not None else 0,
+        "page_core": core.NAME,
+    }
+    logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
+    if core.REASON:
+        logger.warning("  core    python, slower than the compiled one: %s (docs/operations.md)", core.REASON)
+    else:
+        logger.info("  core    %s", core.NAME)
+    if config.store == "cluster":
+        logger.info("  store   a cluster; nothing is kept here")
+    else:
+        logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
+    if server.tiered is not None:
+        path, maxdisk = server.tiered.disk.path.absolute(), server.tiered.stored.maxdisk
+        most = f"limit {human(maxdisk)}" if maxdisk else "no limit"
+        if config.maxdisk == AUTO:
+            most += " (maxdisk auto: half of the free space and the store together)"
+        logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
+    logger.info("  access  %s", _access(server))
+    if http:
+        if not users.default.no_password:
+            logger.info("  page    http://%s/, for users of the store", http[0])
+        elif config.web_token:
+            logger.info("  page    http://%s/, log in with web-token", http[0])
+        else:
+            logger.info("  page    http://%s/?token=%s", http[0], token)
+    logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
+    if users.default.no_password and not config.protected_mode and not _only_local(addresses):
+        logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")
+
+
+def _access(server: Server) -> str:
+    others = len(server.users.by_name) - 1
+    default = server.users.default
+    if not default.enabled:
+        first = "the default user is off"
+    elif not default.no_password:
+        first = "a password is needed"
+    elif server.config.protected_mode:
+        first = "no password, so from this machine only"
+    else:
+        first = "no password"
+    return f"{first}, {how_many(others, 'more user')}" if others else first
+
+
+def _only_local(addresses: list[str]) -> bool:
+    return all(address.startswith(("127.", "[::1]", "unix ")) for address in addresses)
+
+
+# -- SIGHUP to a service: it reopens its log file and reloads its certificates -----------------------------------------
+
+
+async def renew_when(told: asyncio.Event, server: Server) -> None:
+    """Renew whenever the event is set, until cancelled."""
+    while True:
+        await told.wait()
+        told.clear()
+        for what, renew in _STEPS.items():
+            try:
+                await renew(server)
+            except Exception:  # of which nobody knew: the other steps and the next SIGHUP are done nevertheless
+                logger.exception("SIGHUP: the %s could not be renewed", what)
+
+
+async def _renew_log(server: Server) -> None:
+    file = server.config.logfile
+    if not file:
+        logger.info("SIGHUP: there is no log file to begin anew")
+        return
+    try:
+        log.reopen(server.config)
+        logger.info("SIGHUP: the log goes on here")
+    except OSError as error:
+        logger.warning("SIGHUP: the log goes on in the old file; %s: %s", file, error.strerror)
+
+
+async def _renew_certificates(server: Server) -> None:
+    """Renew them for new connections; open ones go on. Clients are served while the certificates are read."""
+    if not server.config.tls_port:
+        return
+    asked = copy(server.config)
+    try:
+        found = await asyncio.to_thread(certificates.load, asked)
+    except certificates.CertificateError as error:
+        logger.warning("SIGHUP: the old certificates stay in use; %s", error)
+        return
+    if all(asked.words(name) == server.config.words(name) for name in certificates.PARAMETERS):  # no CONFIG SET since
+        server.tls = found
+        logger.info("SIGHUP: new connections get the certificates that are there now")
+
+
+_STEPS = {"log file": _renew_log, "certificates": _renew_certificates}
+
+
+# -- What a server does again and again, whoever asks it for something -------------------------------------------------
+
+SWEEP_EVERY = 0.1  # seconds
+SWEEP_MOST = 400  # keys a sweep: some milliseconds
+WATCH_EVERY = 1.0  # seconds
+AGAIN_AFTER = 1.0  # seconds
+
+
+def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
+    """Each as a task without an end.
+
+    They delete expired keys, evict down to a lowered limit, and disconnect clients above their limits.
+    """
+    yield _again(partial(_sweep, server))
+    yield _again(partial(_shrink, server))
+    yield _again(partial(_watch, Watch(server)))
+
+
+async def _again(work: Callable[[], Awaitable[None]]) -> None:
+    """Do what has no end, and begin it again if an error ends it."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("the server's regular work was interrupted, and goes on in %g s", AGAIN_AFTER)
+            await asyncio.sleep(AGAIN_AFTER)
+
+
+async def _sweep(server: Server) -> None:
+    while True:
+        swept = server.keyspace.sweep(unix_ms(), SWEEP_MOST, expires=not server.is_paused)
+        await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
+
+
+async def _shrink(server: Server) -> None:
+    """Evict at once when maxmemory was lowered, not only with the next write. A pause postpones this."""
+    memory = server.keyspace.memory
+    most = memory.maxmemory
+    while True:
+        done = True
+        if memory.maxmemory != most and not server.is_paused:
+            with suppress(OutOfMemory):
+                done = memory.make_room()
+            most = memory.maxmemory if done else most
+        await asyncio.sleep(SWEEP_EVERY if done else 0)
+
+
+async def _watch(watch: Watch) -> None:
+    while True:
+        await asyncio.sleep(WATCH_EVERY)
+        for _ in watch.look(time.monotonic()):
+            await asyncio.sleep(0)

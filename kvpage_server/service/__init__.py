@@ -1,1 +1,0 @@
-"""The service: what it says when it begins, does again and again, and renews when it is told to."""

@@ -1,0 +1,747 @@
+"""What a dump is on disk: its directory, its files, the entries in them, and how names of keys and planes are spelt.
+
+No server is asked here, and none is known.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from io import BufferedReader
+from itertools import count, groupby
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import xxhash
+
+from kvpage_server import bounded
+from kvpage_server.bounded import open_regular, read_regular
+from kvpage_server.page import MAX_BLOCK_PAGES, MAX_I64, MAX_LAYER, MAX_TTL, DType, PageHeader, PageKey, checksum
+from kvpage_server.system.durable import flush_directory, replacing
+
+# -- What can be wrong with a dump -------------------------------------------------------------------------------------
+
+_MOST_TEXTS = 10_000
+NOT_WRITTEN = "its bytes are not those that were written"
+
+
+class DumpError(ValueError):
+    """A directory can't be dumped into or restored from; the message says why, and what to do."""
+
+
+class BadFile(DumpError):
+    """A file is incomplete, corrupt, or not from `kvpage dump`; the message says which, without the file's name."""
+
+
+@dataclass(slots=True)
+class Failures:
+    """Files, pages and strings that were left out, and why: the number of all, and the text of the first."""
+
+    count: int = 0
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        self.count += 1
+        if self.count <= _MOST_TEXTS:
+            self.texts.append(text)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+#
+# How tensors are named: by the keys that they hold.
+#
+# ``kv:{req_id}:{layer}:{head}:{page}:{kv_type}``  a page, as its key is spelt
+# ``kv:{req_id}:*:*:{page}:{kv_type}``             a plane of a block, as the pattern that its keys match
+# ``string:{key}``                                 a plain string
+#
+# Keys are bytes and names are text: a byte that is not part of UTF-8, and ``%`` itself, is written ``%XX``.
+
+_FOREIGN = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of bytes that are no UTF-8
+
+
+def text_of(raw: bytes) -> str:
+    """Bytes as text, readable where they are UTF-8. `bytes_of` is its inverse."""
+    text = raw.replace(b"%", b"%25").decode("utf-8", "surrogateescape")
+    return _FOREIGN.sub(lambda found: f"%{ord(found[0]) - 0xDC00:02X}", text)
+
+
+def bytes_of(text: str) -> bytes:
+    """The bytes that a text stands for."""
+    return unquote_to_bytes(text)
+
+
+def plane_name(req_id: bytes, page: int, kv_type: int) -> str:
+    """The name of a plane's tensor."""
+    return f"kv:{text_of(req_id)}:*:*:{page}:{kv_type}"
+
+
+def string_name(key: bytes) -> str:
+    """The name of a plain string's tensor."""
+    return f"string:{text_of(key)}"
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+#
+# What a tensor of a dump holds, and how the file's metadata tells it: a JSON object a tensor, under the tensor's
+# name.
+#
+# Of a page or plane: request, page, kv_type, dtype, page_size, head_dim; layer and head of a page, layers and heads
+# (how many) of a plane; and created_ms, ttl (seconds given at the write), ttl_left_ms (-1: for ever) and checksum
+# (XXH3-64 of the body, hexadecimal), each one value or, where the pages of a plane differ, a list by layer and head.
+# `unchecked` says that a page was stored without a checksum; the one here is then the dump's own. Of a string:
+# ttl_left_ms and checksum.
+
+T = TypeVar("T")
+
+FOREVER = -1  # the PTTL of a key without an expiry
+_MEMBERS = 32  # of a note: more than it has
+_DIGEST = re.compile("[0-9a-f]{16}")
+
+
+class Geometry(NamedTuple):
+    """What all pages of a tensor have in common."""
+
+    dtype: DType
+    page_size: int
+    head_dim: int
+    body_size: int  # bytes of each
+
+
+class WrittenPages(NamedTuple):
+    """Fields of pages from when they were stored, by layer and head."""
+
+    created_ms: list[int]
+    ttl: list[int]  # seconds given at the write
+    unchecked: list[bool]  # whether it was stored without a checksum
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensor:
+    """The pages of one tensor: a page, or a plane of a block. Lists are by layer and head."""
+
+    first: PageKey  # of the pages
+    grid: tuple[int, int]  # layers and heads; a page by itself has one of each
+    geometry: Geometry
+    written: WrittenPages
+    ttl_left_ms: list[int]
+    checksums: list[int]  # XXH3-64 of each body
+
+    @property
+    def is_plane(self) -> bool:
+        """Whether it is a plane: a page that stands alone is named for itself."""
+        return len(self.checksums) > 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether a body is as long as its shape says."""
+        dtype, page_size, head_dim, body_size = self.geometry
+        return body_size == page_size * head_dim * dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        first = self.first
+        return plane_name(first.req_id, first.page, first.kv_type) if self.is_plane else text_of(bytes(first))
+
+    @property
+    def element(self) -> str:
+        """The tensor's element type, as safetensors spells it."""
+        return self.geometry.dtype.safetensors if self.fits else "U8"
+
+    @property
+    def shape(self) -> list[int]:
+        """``[layers, heads, page_size, head_dim]``, ``[page_size, head_dim]``, or the length of a body of no shape."""
+        _, page_size, head_dim, body_size = self.geometry
+        if not self.fits:
+            return [body_size]
+        return [*self.grid, page_size, head_dim] if self.is_plane else [page_size, head_dim]
+
+    @property
+    def body_size(self) -> int:
+        """The bytes of each body."""
+        return self.geometry.body_size
+
+    def key(self, number: int) -> PageKey:
+        """The key of a page, by its number in the tensor."""
+        layer, head = divmod(number, self.grid[1])
+        first = self.first
+        return PageKey(first.req_id, first.layer + layer, first.head + head, first.page, first.kv_type)
+
+    def keys(self) -> Iterator[PageKey]:
+        """The pages' keys, in the order in which their bodies lie in the tensor."""
+        return map(self.key, range(len(self.checksums)))
+
+    def header(self, number: int) -> PageHeader:
+        """The header of a page as it was stored, by its number in the tensor."""
+        dtype, page_size, head_dim, body_size = self.geometry
+        key, written = self.key(number), self.written
+        checksum = 0 if written.unchecked[number] else self.checksums[number]
+        about = key.layer, key.head, key.page, written.created_ms[number], written.ttl[number], body_size, checksum
+        return PageHeader(dtype, key.kv_type, page_size, head_dim, *about)
+
+    def headers(self) -> Iterator[PageHeader]:
+        """The pages' headers, in the order of `keys`."""
+        return map(self.header, range(len(self.checksums)))
+
+    def note(self) -> dict[str, Any]:
+        """What the file's metadata says about it."""
+        first, geometry, written = self.first, self.geometry, self.written
+        grid = {"layers": self.grid[0], "heads": self.grid[1]}
+        return {
+            "request": text_of(first.req_id),
+            "page": first.page,
+            "kv_type": first.kv_type,
+            **(grid if self.is_plane else {"layer": first.layer, "head": first.head}),
+            "dtype": geometry.dtype.name.lower(),
+            "page_size": geometry.page_size,
+            "head_dim": geometry.head_dim,
+            "created_ms": _folded(written.created_ms),
+            "ttl": _folded(written.ttl),
+            "ttl_left_ms": _folded(self.ttl_left_ms),
+            "checksum": _folded([f"{checksum:016x}" for checksum in self.checksums]),
+            "unchecked": _folded(written.unchecked),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class String:
+    """A plain string without its bytes."""
+
+    key: bytes
+    size: int
+    left_ms: int  # to live
+    checksum: int
+
+    @property
+    def name(self) -> str:
+        return string_name(self.key)
+
+    @property
+    def element(self) -> str:
+        """The tensor's element type: bytes."""
+        return "U8"
+
+    @property
+    def shape(self) -> list[int]:
+        return [self.size]
+
+    @property
+    def body_size(self) -> int:
+        return self.size
+
+    @property
+    def checksums(self) -> list[int]:
+        return [self.checksum]
+
+    @property
+    def ttl_left_ms(self) -> list[int]:
+        return [self.left_ms]
+
+    def note(self) -> dict[str, Any]:
+        """What the file's metadata says about it."""
+        return {"ttl_left_ms": self.left_ms, "checksum": f"{self.checksum:016x}"}
+
+
+Entry = PageTensor | String
+
+
+def _folded(values: list[Any]) -> Any:
+    """One value for all, if they are equal."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _unfolded(value: Any, count: int, kind: type[T]) -> list[T]:
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count or not all(type(value) is kind for value in values):
+        raise ValueError(f"{count} pages need {count} of {kind.__name__}")
+    return values
+
+
+def entry_of(name: str, note: str, nbytes: int, most_pages: int = MAX_BLOCK_PAGES) -> Entry:
+    """The entry of a tensor of `nbytes` bytes, from its note in the metadata.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for a malformed note, for the note of another tensor, and
+    for more than `most_pages` pages.
+    """
+    most = _MEMBERS * MAX_BLOCK_PAGES
+    told = bounded.parse(note.encode(), containers=_MEMBERS, strings=most, values=most)
+    if not isinstance(told, dict):
+        raise ValueError("its note is not a JSON object")
+    entry = _pages_of(told, nbytes, most_pages) if "request" in told else _string_of(name, told, nbytes)
+    if entry.name != name:
+        raise ValueError(f"its note is that of {entry.name:.300}")
+    return entry
+
+
+def _string_of(name: str, told: dict[str, Any], nbytes: int) -> String:
+    (left_ms,) = _numbers(told["ttl_left_ms"], 1, FOREVER, MAX_I64)
+    return String(bytes_of(name.removeprefix("string:")), nbytes, left_ms, _checksum(told["checksum"]))
+
+
+def _pages_of(told: dict[str, Any], nbytes: int, most_pages: int) -> PageTensor:
+    (layers,), (heads,) = (_numbers(told.get(name, 1), 1, 1, MAX_LAYER + 1) for name in ("layers", "heads"))
+    count = layers * heads
+    if count > most_pages:
+        raise ValueError(f"it has {count} pages, and at most {most_pages} are read")
+    if count > 1 and told.keys() & {"layer", "head"}:
+        raise ValueError("a plane has all layers and heads from 0")
+    if count > max(nbytes, 1) or nbytes % count:
+        raise ValueError(f"{nbytes} bytes are not {layers} layers of {heads} heads")
+    numbers = (told.get("layer", 0), told.get("head", 0), told["page"], told["kv_type"])
+    layer, head, page, kv_type = _unfolded([*numbers], 4, int)
+    page_size, head_dim = _unfolded([told["page_size"], told["head_dim"]], 2, int)
+    req_id = bytes_of(told["request"])
+    PageKey(req_id, layer + layers - 1, head + heads - 1, page, kv_type)  # raises if the last page has no valid key
+    pages = PageTensor(
+        PageKey(req_id, layer, head, page, kv_type),
+        (layers, heads),
+        Geometry(DType[told["dtype"].upper()], page_size, head_dim, nbytes // count),
+        WrittenPages(
+            _numbers(told["created_ms"], count, 0, MAX_I64),
+            _numbers(told["ttl"], count, 0, MAX_TTL),
+            _unfolded(told["unchecked"], count, bool),
+        ),
+        _numbers(told["ttl_left_ms"], count, FOREVER, MAX_I64),
+        [_checksum(digest) for digest in _unfolded(told["checksum"], count, str)],
+    )
+    pages.header(0)  # raises for values out of range that all pages have in common
+    return pages
+
+
+def _numbers(value: Any, count: int, low: int, high: int) -> list[int]:
+    numbers = _unfolded(value, count, int)
+    if min(numbers) < low or max(numbers) > high:
+        raise ValueError(f"{low} to {high} are allowed")
+    return numbers
+
+
+def _checksum(digest: Any) -> int:
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ValueError("a checksum has 16 hexadecimal digits")
+    return int(digest, 16)
+
+
+# -- The pages of a block as tensors: a plane in one where it is whole and of one geometry, and single pa --------------
+
+
+class FoundPage(NamedTuple):
+    """A page as the server has it."""
+
+    key: PageKey
+    header: PageHeader
+    ttl_left_ms: int  # -1: for ever
+    body: memoryview
+
+
+def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
+    """The tensors that hold the pages of a block."""
+    pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
+    for _, plane in groupby(pages, lambda page: page.key.kv_type):
+        some = list(plane)
+        for part in [some] if _is_whole(some) else [[page] for page in some]:
+            yield Tensor(_entry(part), [page.body for page in part])
+
+
+def _is_whole(plane: list[FoundPage]) -> bool:
+    """Whether these are all pages of a plane, and have one geometry."""
+    last, first = plane[-1].key, plane[0].header
+    geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
+    return MAX_BLOCK_PAGES >= len(plane) == (last.layer + 1) * (last.head + 1) and all(
+        (header.dtype, header.page_size, header.head_dim, header.body_size) == geometry and key.head <= last.head
+        for key, header, _, _ in plane
+    )
+
+
+def _entry(pages: list[FoundPage]) -> PageTensor:
+    first, last, header = pages[0].key, pages[-1].key, pages[0].header
+    return PageTensor(
+        first,
+        (last.layer - first.layer + 1, last.head - first.head + 1),
+        Geometry(header.dtype, header.page_size, header.head_dim, header.body_size),
+        WrittenPages(
+            [header.created_ms for _, header, _, _ in pages],
+            [header.ttl for _, header, _, _ in pages],
+            [not header.checksum for _, header, _, _ in pages],
+        ),
+        [left for _, _, left, _ in pages],
+        [header.checksum or checksum(body) for _, header, _, body in pages],
+    )
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+#
+# One file of a dump: safetensors, written and read at the level of bytes.
+#
+# A file is 8 bytes, the little-endian length of the header; the header, JSON, padded with spaces so that the data is
+# aligned to 64 bytes; and the data of its tensors without gaps (https://github.com/huggingface/safetensors#format).
+# Those of wider elements come first: readers that map a file want each tensor aligned to its elements.
+#
+# Every byte is vouched for: the tensors' by the checksums of the pages and strings in them, the header's by `digest`
+# in its metadata, XXH3-64 of the header with 16 zeros in place of the digest.
+
+FORMAT = "kvpage-dump"
+VERSION = "1"
+MAX_HEADER = 64 << 20  # bytes
+MAX_TENSORS = 100_000  # of a file that is read; a dump writes fewer
+MAX_PAGES = 1_000_000  # of a file that is read; a dump writes fewer
+LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the year 9999, the last that Python's clock can show
+_ALIGNMENT = 64
+_NO_DIGEST = "0" * 16
+_ITEMSIZE = {dtype.safetensors: dtype.itemsize for dtype in DType}
+_MAX_DIMENSIONS = 8
+_READ_BYTES = 8 << 20
+_MOMENT = re.compile("[0-9]{1,15}")
+_GATHER = 512  # pieces in one writev; IOV_MAX is 1024
+
+
+class Tensor(NamedTuple):
+    """An entry and its bytes, in pieces."""
+
+    entry: Entry
+    pieces: list[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+class EntrySpan(NamedTuple):
+    """An entry, and the place of its tensor in the data."""
+
+    entry: Entry
+    start: int
+    stop: int
+
+
+class DumpOf(NamedTuple):
+    """What a file is a part of: the dump that began then, unix milliseconds of the server, of those keys.
+
+    The times to live in the file are those of then.
+    """
+
+    dumped_ms: int
+    selection: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileContents:
+    """What the header of a file says."""
+
+    path: Path
+    size: int  # bytes of the whole file
+    data: int  # where the data begins
+    digest: str
+    of: DumpOf
+    spans: list[EntrySpan]
+    bad: list[str]  # tensors whose notes make no sense: their names, and why
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
+    """Write a file. It appears complete or not at all. Raises OSError."""
+    tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
+    facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
+    metadata = {"digest": _NO_DIGEST, **facts}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    spans = []
+    start = 0
+    for entry, pieces in tensors:
+        stop = start + sum(map(len, pieces))
+        metadata[entry.name] = json.dumps(entry.note())
+        header[entry.name] = {"dtype": entry.element, "shape": entry.shape, "data_offsets": [start, stop]}
+        spans.append(EntrySpan(entry, start, stop))
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    digest = _digest(text)
+    text = text.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
+    length = len(text).to_bytes(8, "little")
+    pieces = [memoryview(length), memoryview(text), *(piece for _, pieces in tensors for piece in pieces)]
+    with replacing(path) as file:
+        _write(file.fileno(), [piece for piece in pieces if len(piece)])
+    data = 8 + len(text)
+    return FileContents(path, data + start, data, digest, of, spans, [])
+
+
+def _write(file: int, pieces: list[memoryview]) -> None:
+    at = 0
+    while at < len(pieces):
+        written = os.writev(file, pieces[at : at + _GATHER])
+        while at < len(pieces) and written >= len(pieces[at]):
+            written -= len(pieces[at])
+            at += 1
+        if written:
+            pieces[at] = pieces[at][written:]
+
+
+def _digest_field(digest: str) -> bytes:
+    return b'"digest":"%b"' % digest.encode()
+
+
+def _digest(header: bytes) -> str:
+    """The digest of a header that has zeros in its place."""
+    return xxhash.xxh3_64_hexdigest(header)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_contents(path: Path) -> FileContents:
+    """The header of a file; its data is not read. Raises BadFile."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise BadFile("it is torn, or no safetensors file")
+            if length > MAX_HEADER:
+                raise BadFile(f"its header has {length} bytes, and at most {MAX_HEADER} are read")
+            text = file.read(length)
+    except FileNotFoundError:
+        raise BadFile("it is missing") from None
+    except OSError as error:
+        raise BadFile(f"it cannot be read: {error.strerror}") from None
+    try:
+        return _contents(path, size, text)
+    except BadFile:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadFile(f"its header makes no sense: {_reason(error)}") from error
+
+
+def _contents(path: Path, size: int, text: bytes) -> FileContents:
+    """Raises BadFile, and KeyError, TypeError, ValueError or AttributeError for a malformed header."""
+    header, metadata = _header(text)
+    digest = str(metadata.get("digest"))
+    if not _is_intact(text, digest):
+        raise BadFile("its header is corrupt")
+    dumped_ms = metadata["dumped_ms"]
+    if not _MOMENT.fullmatch(dumped_ms) or int(dumped_ms) > LAST_MOMENT:
+        raise ValueError(f"dumped_ms must be between 0 and {LAST_MOMENT}, got {dumped_ms!r:.40}")
+    of = DumpOf(int(dumped_ms), metadata["selection"])
+    contents = FileContents(path, size, 8 + len(text), digest, of, [], [])
+    end = pages = 0
+    for name, told in header.items():
+        start, end = end, _end_of(told, end)
+        try:
+            entry = entry_of(name, metadata[name], end - start, min(MAX_BLOCK_PAGES, MAX_PAGES - pages))
+            if (entry.element, entry.shape) != (told["dtype"], told["shape"]):
+                raise ValueError("its type or shape is not that of its note")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            contents.bad.append(f"{name:.300}: {_reason(error)}")
+        else:
+            pages += len(entry.checksums)
+            contents.spans.append(EntrySpan(entry, start, end))
+    if size != contents.data + end:
+        raise BadFile(f"it is torn: it has {size} bytes, its header tells of {contents.data + end}")
+    return contents
+
+
+def _header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors and the metadata. Raises BadFile."""
+    try:
+        header = bounded.parse(text, containers=3 * MAX_TENSORS, strings=8 * MAX_TENSORS, values=12 * MAX_TENSORS)
+    except bounded.TooMuchError as error:
+        raise BadFile(f"its header has {error}") from None
+    except ValueError as error:
+        raise BadFile(f"it is torn, or no safetensors file: {error}") from None
+    metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise BadFile("it is not of kvpage dump")
+    if metadata.get("version") != VERSION:
+        raise BadFile(f"its format is version {metadata.get('version')!r:.20}, only {VERSION} is understood")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is not text")
+    return header, metadata
+
+
+def _is_intact(header: bytes, digest: str) -> bool:
+    before, field, after = header.partition(_digest_field(digest))
+    found = xxhash.xxh3_64(before)
+    found.update(_digest_field(_NO_DIGEST) if field else b"")
+    found.update(after)
+    return found.hexdigest() == digest
+
+
+def _end_of(told: dict[str, Any], begin: int) -> int:
+    """The end of a tensor's data, if it begins there and is as long as its shape. Raises ValueError, KeyError."""
+    numbers, shape = told["data_offsets"], told["shape"]
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in [*numbers, *shape[:_MAX_DIMENSIONS]]):
+        raise ValueError("sizes and offsets are whole numbers of 0 or more")
+    start, end = numbers
+    if len(shape) > _MAX_DIMENSIONS or start != begin or end - start != prod(shape) * _ITEMSIZE[told["dtype"]]:
+        raise ValueError("the tensors do not lie one after the other, each as long as its shape")
+    return int(end)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error}"[:200] if isinstance(error, ValueError) else f"{error!r:.200}"
+
+
+@contextmanager
+def opened(contents: FileContents) -> Iterator[BufferedReader]:
+    """The file, to read its data. Raises BadFile."""
+    try:
+        file = open_regular(contents.path)
+    except OSError as error:
+        raise BadFile(f"it cannot be read: {error.strerror}") from None
+    with file:
+        yield file
+
+
+def read_data(file: BufferedReader, contents: FileContents, start: int, stop: int) -> memoryview:
+    """The bytes of a file's data from `start` to before `stop`. Raises BadFile."""
+    data = np.empty(stop - start, np.uint8).data
+    filled = 0
+    while filled < len(data):
+        try:
+            count = os.preadv(file.fileno(), [data[filled:]], contents.data + start + filled)
+        except OSError as error:
+            raise BadFile(f"it cannot be read: {error.strerror}") from None
+        if not count:
+            raise BadFile("it has become shorter while it was read")
+        filled += count
+    return data
+
+
+def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Iterator[bool]:
+    """Whether each page of a tensor, or the string, matches its checksum. Reads some megabytes at a time."""
+    size = span.entry.body_size
+    for number, digest in enumerate(span.entry.checksums):
+        found, start = xxhash.xxh3_64(), span.start + number * size
+        for at in range(start, start + size, _READ_BYTES):
+            found.update(read_data(file, contents, at, min(at + _READ_BYTES, start + size)))
+        yield found.intdigest() == digest
+
+
+# -- directory ---------------------------------------------------------------------------------------------------------
+#
+# The directory of a dump: its files, and ``dump.json``, which is written last and says which files are the dump.
+#
+# Without it the dump has not been finished. While one is brought up to date it still tells of the files that there
+# were, which stay until the new ``dump.json`` has taken its place. So a directory holds the old dump or the new one,
+# never a mixture, whenever the machine stops.
+
+SUMMARY = "dump.json"
+_FILE = re.compile(r"(?:pages|strings)-([0-9]{6,})\.safetensors\Z")
+_MAX_SUMMARY = 64 << 20  # bytes
+_MAX_FILES = 400_000
+_DIRECTORY_MEMBERS = 8  # lists and objects: more than dump.json has
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What dump.json says of a finished dump."""
+
+    dumped_ms: int  # when it began, unix milliseconds of the server
+    selection: str
+    files: dict[str, str]  # names and digests
+
+
+@contextmanager
+def locked(path: Path, *, to_write: bool) -> Iterator[None]:
+    """Lock a directory against writers, and with `to_write` also against readers. Raises DumpError, OSError."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(directory, (fcntl.LOCK_EX if to_write else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DumpError(f"another kvpage dump or restore is using {path}") from None
+        yield
+    finally:
+        os.close(directory)
+
+
+def read_summary(path: Path) -> Summary | None:
+    """The content of dump.json; None if there is none. Raises BadFile, which names dump.json."""
+    try:
+        raw = read_regular(path / SUMMARY, _MAX_SUMMARY)
+        told = bounded.parse(raw, containers=_DIRECTORY_MEMBERS, strings=2 * _MAX_FILES, values=_MAX_FILES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadFile(f"{SUMMARY} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise BadFile(f"{SUMMARY} is corrupt: {error}") from None
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise BadFile(f"{SUMMARY} is not of kvpage dump")
+    if told.get("version") != VERSION:
+        raise BadFile(f"{SUMMARY} is of format version {told.get('version')!r:.20}, only {VERSION} is understood")
+    dumped_ms, selection, files = (told.get(name) for name in ("dumped_ms", "selection", "files"))
+    if type(dumped_ms) is not int or not 0 <= dumped_ms <= LAST_MOMENT:
+        raise BadFile(f"{SUMMARY} is corrupt: dumped_ms must be between 0 and {LAST_MOMENT}, got {dumped_ms!r:.40}")
+    if not isinstance(selection, str) or not isinstance(files, dict):
+        raise BadFile(f"{SUMMARY} is corrupt: selection must be a string and files an object")
+    if not all(_FILE.match(name) and isinstance(digest, str) for name, digest in files.items()):
+        raise BadFile(f"{SUMMARY} is corrupt: files must be names of files of a dump with their digests")
+    return Summary(dumped_ms, selection, files)
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Declare the dump finished. Raises OSError."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(summary)}, indent=1).encode() + b"\n"
+    with replacing(path / SUMMARY) as file:
+        file.write(text)
+
+
+def dump_files(path: Path) -> list[Path]:
+    """The files with names of a dump, in the order of writing: pages before strings."""
+    return sorted(file for file in path.iterdir() if _FILE.match(file.name))
+
+
+def size_of(path: Path) -> int:
+    """The bytes of the files with names of a dump, as far as they can be read. Raises OSError."""
+    nbytes = 0
+    for file in dump_files(path):
+        with suppress(OSError):
+            nbytes += file.stat().st_size
+    return nbytes
+
+
+def new_numbers(path: Path) -> Iterator[int]:
+    """Numbers for new files, on from those of the existing ones."""
+    return count(1 + max((int(found[1]) for file in path.iterdir() if (found := _FILE.match(file.name))), default=0))
+
+
+def remove(files: Iterable[Path]) -> None:
+    """Remove files; directories with such names stay. Raises OSError."""
+    parents = set()
+    for file in files:
+        if file.is_dir() and not file.is_symlink():
+            continue
+        file.unlink()
+        parents.add(file.parent)
+    for parent in parents:
+        flush_directory(parent)
+
+
+def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
+    """Each file's header, or the error in it. `summary` has its digest."""
+    for file in files:
+        try:
+            contents = read_contents(file)
+            if summary is not None and summary.files.get(file.name, contents.digest) != contents.digest:
+                raise BadFile("it is another file than the one that was written")
+        except BadFile as error:
+            yield file, error
+        else:
+            yield file, contents
+
+
+def files_of(path: Path, summary: Summary | None) -> list[Path]:
+    """The files of a dump, pages before strings. Raises DumpError if there is no dump, OSError."""
+    if summary is not None:
+        return [path / name for name in sorted(summary.files)]
+    files = dump_files(path)
+    if not files:
+        raise DumpError(f"{path} holds no dump")
+    return files

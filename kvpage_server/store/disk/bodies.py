@@ -1,0 +1,140 @@
+"""Reads the bodies of values. Their bytes may have to come from the disk, so the GIL is released meanwhile."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import lmdb
+import numpy as np
+import xxhash
+
+from kvpage_server.page import checksum
+from kvpage_server.store import records
+from kvpage_server.store.records import Body, Damaged, Record, database_key
+
+NUMBER = struct.Struct(">Q")  # of a piece
+_WRONG_BODY = "its body does not match the checksum it was stored with"
+_HASHED_WITH_GIL = 64 * 1024  # bytes: xxhash releases the GIL for more
+
+Outcome = bool | Exception  # of a read. True: done; False: not there; Damaged or DiskError: that
+Found = list[memoryview] | Outcome  # the pieces of a body, or why there are none
+ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
+
+
+class StoredBodies:
+    """The bodies that a transaction sees. `known` has places of pages; with `whole_sheets`, a sheet is added whole."""
+
+    def __init__(
+        self,
+        txn: ReadTxn,
+        records: lmdb._Database,
+        pieces: lmdb._Database,
+        known: dict[bytes, Body],
+        *,
+        whole_sheets: bool,
+    ) -> None:
+        self._txn = txn
+        self._records = records
+        self._pieces = pieces
+        self._known = known
+        self._whole_sheets = whole_sheets
+
+    def read(self, name: bytes, into: memoryview) -> Outcome:
+        """Fill memory with a body; one of another size counts as absent."""
+        try:
+            body = self._body(name)
+            if body is None or body.size != len(into):
+                return False
+            if len(body.pieces) == 1:
+                _copy(self._piece(body.pieces.start, body.size), into)
+                digest = checksum(into)
+            else:
+                digest = self._gather(body, into)
+        except Damaged as damage:
+            return damage.with_traceback(None)
+        return True if digest == body.digest else Damaged(_WRONG_BODY)
+
+    def find(self, name: bytes, size: int) -> Found:
+        """The pieces of a body of this size, which was read and is intact."""
+        try:
+            body = self._body(name)
+            if body is None or body.size != size:
+                return False
+            pieces = list(self._pieces_of(body))
+        except Damaged as damage:
+            return damage.with_traceback(None)
+        return pieces if _digest_of(pieces) == body.digest else Damaged(_WRONG_BODY)
+
+    def check(self, name: bytes) -> int:
+        """The size of a body that was read and is intact; 0 if there is none. Raises Damaged."""
+        body = self._body(name)
+        if body is None:
+            return 0
+        if _digest_of(self._pieces_of(body)) != body.digest:
+            raise Damaged(_WRONG_BODY)
+        return body.size
+
+    def _body(self, name: bytes) -> Body | None:
+        """Where a value's body lies. Raises Damaged."""
+        if known := self._known.get(name):
+            return known
+        place = records.place_of(name)
+        data = None if place is None else self._txn.get(place[0], db=self._records)
+        if place is not None and data is not None:
+            key, spot = place
+            rows = records.unpack(key, data)[1]
+            if self._whole_sheets:
+                self._known.update(records.bodies(key, rows))
+                found = self._known.get(name)
+            else:
+                found = records.body_of(rows, spot)
+            if found is not None:
+                return found
+        key = database_key(name)
+        data = self._txn.get(key, db=self._records)
+        return None if data is None else Record.parse(key, data).body
+
+    def _gather(self, body: Body, into: memoryview) -> int:
+        """Fill memory with a body, and return its digest. Each piece is hashed while it is in the processor's cache."""
+        digest = xxhash.xxh3_64()
+        start = 0
+        for piece in self._pieces_of(body):
+            part = into[start : start + len(piece)]
+            _copy(piece, part)
+            digest.update(part)
+            start += len(piece)
+        return digest.intdigest()
+
+    def _pieces_of(self, body: Body) -> Iterator[memoryview]:
+        if not body.first:
+            if len(body.inline) != body.size:
+                raise Damaged("its body has another length than its record says")
+            yield memoryview(body.inline)
+            return
+        left = body.size
+        for number in body.pieces:
+            piece = self._piece(number, min(left, body.piece))
+            left -= len(piece)
+            yield piece
+
+    def _piece(self, number: int, size: int) -> memoryview:
+        piece = self._txn.get(NUMBER.pack(number), db=self._pieces)
+        if piece is None or len(piece) != size:
+            raise Damaged("a piece of its body is missing or has another length than its record says")
+        return piece
+
+
+def _copy(piece: memoryview, into: memoryview) -> None:
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(piece, np.uint8))
+
+
+def _digest_of(pieces: Iterable[memoryview]) -> int:
+    """The XXH3-64 of bytes of the map."""
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        if 0 < len(piece) <= _HASHED_WITH_GIL:
+            np.frombuffer(piece, np.uint8).max()  # reads it with the GIL released
+        digest.update(piece)
+    return digest.intdigest()

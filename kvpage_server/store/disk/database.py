@@ -1,0 +1,481 @@
+"""Pieces whose record was damaged: no one can say whose they are, and they would take space for ever.
+
+A record that cannot be read does not tell where its pieces lie. That this has happened is noted in `about`, in the
+transaction in which the record goes. When the disk has no room, all records are read once, and the pieces that none of
+them has are removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import lmdb
+
+from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
+from kvpage_server.store import records
+from kvpage_server.store.disk.bodies import NUMBER, Found, Outcome, ReadTxn, StoredBodies
+from kvpage_server.store.disk.encoding import Change, Clear, Delete, Retime, Sheets, Write
+from kvpage_server.store.disk.lmdb_file import (
+    FORMAT,
+    RESERVE,
+    DiskError,
+    Witness,
+    claim,
+    create,
+    lock,
+    look_through,
+    open_map,
+    told,
+)
+from kvpage_server.store.records import (
+    INLINE,
+    PIECE,
+    SHORT_PIECE,
+    Body,
+    Damaged,
+    Record,
+    Spot,
+    database_key,
+    first_of,
+)
+from kvpage_server.system.durable import private
+
+_NOTE = b"lost"
+
+_Txn: TypeAlias = "lmdb.Transaction[bytes]"
+
+
+@dataclass(frozen=True, slots=True)
+class LostPieces:
+    """Of a file with these databases."""
+
+    about: lmdb._Database
+    records: lmdb._Database
+    quarantine: lmdb._Database
+    pieces: lmdb._Database
+
+    def note(self, txn: _Txn) -> None:
+        """There are some from now on."""
+        txn.put(_NOTE, b"", db=self.about)
+
+    def remove(self, txn: _Txn) -> int:
+        """Remove them, if there are any, and return how many there were. Reads all records."""
+        if not txn.delete(_NOTE, db=self.about):
+            return 0
+        lost = list(self._lost(txn))
+        for key in lost:
+            txn.delete(key, db=self.pieces)
+        return len(lost)
+
+    def _lost(self, txn: _Txn) -> Iterator[bytes]:
+        """The keys of pieces that no record has."""
+        ranges = iter(sorted((body.pieces.start, body.pieces.stop) for body in self._bodies(txn) if body.first))
+        start, stop = next(ranges, (0, 0))
+        for key in txn.cursor(self.pieces).iternext(keys=True, values=False):
+            (number,) = NUMBER.unpack(key)
+            while stop <= number and (following := next(ranges, None)) is not None:
+                start, stop = following
+            if not start <= number < stop:
+                yield key
+
+    def _bodies(self, txn: _Txn) -> Iterator[Body]:
+        for key, data in txn.cursor(self.records):
+            yield from _bodies_of(key, data)
+        for key, data in txn.cursor(self.quarantine):
+            yield from _bodies_of(key[NUMBER.size :], data)
+
+
+def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
+    try:
+        if key.startswith(records.PREFIX):
+            yield from records.bodies(key, records.unpack(key, data)[1]).values()
+        else:
+            yield Record.parse(key, data).body
+    except Damaged:
+        return  # what it had is lost
+
+
+# -- database ----------------------------------------------------------------------------------------------------------
+#
+# Values on disk, in one LMDB file.
+#
+# It has three databases: `about` (the format and the store's id), `records` (one for each value, see `record` and
+# `sheet`) and `pieces` (the bodies, in numbered pieces of up to 64 pages of LMDB; of one page each where so many in a
+# row
+# are not free). A body that is overwritten gets new pieces. Numbers are not reused while the process lives, so a
+# record and the pieces read in the same transaction belong together. `quarantine` keeps the last few damaged records,
+# with what is left of their bodies; they go with everything else when all is removed, since the next process may give
+# the numbers of their pieces to others. Pieces that no record has any more are removed when their room is needed, see
+# `lost`.
+#
+# LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. So a
+# crash of the machine loses only changes that were not committed. The exception is `appendfsync no`: it flushes
+# nothing, and a crash of the machine may damage the file. The next start checks the structure, and each value has a
+# checksum.
+#
+# Any thread may read, one at a time may write. Every call may wait for the disk.
+
+FILE = "kvpage.lmdb"
+_LOCK = "kvpage.lock"
+_QUARANTINED = 16  # records that are kept to be looked at
+_LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
+_MANY = 8  # values that are read together, from which on all of a sheet is looked up
+_MOST_KNOWN = 1 << 14  # pages whose places are remembered
+
+log = logging.getLogger("kvpage")
+
+_Place = tuple[bytes, Spot] | None
+
+
+class Disk:
+    """The store of a directory. Raises DiskError when it is not ours, damaged, of a newer format, or in use."""
+
+    def __init__(self, directory: Path, *, maxdisk: int = 0, flushes: bool = True) -> None:
+        self.path = directory / FILE
+        self._reserve = directory / f"{FILE}.reserve"
+        self._lately: tuple[int, dict[bytes, Body]] = 0, {}
+        self._locks = ExitStack()
+        with told(self.path, writing=True):
+            self._locks.enter_context(lock(directory / _LOCK))
+        try:
+            with told(self.path, writing=True):
+                self._open(maxdisk, flushes=flushes)
+        except BaseException:
+            self._locks.close()
+            raise
+
+    def _open(self, maxdisk: int, *, flushes: bool) -> None:
+        if not self.path.exists():
+            create(self.path)
+        self._locks.enter_context(claim(self.path))
+        self._witness = Witness(self.path)
+        try:
+            look_through(self.path, self._witness)
+            self._env = open_map(self.path, maxdisk, flushes=flushes)
+        except BaseException:
+            self._witness.go()
+            raise
+        try:
+            self._witness.opened()
+            self._attach()
+            self._keep_reserve()
+        except BaseException:
+            self._env.close()
+            self._witness.go()
+            raise
+
+    def _attach(self) -> None:
+        env = self._env
+        try:
+            about = env.open_db(b"about", create=False)
+        except lmdb.NotFoundError:
+            raise DiskError(f"{self.path} is a database, but not a store of kvpage-server") from None
+        self._about = about
+        with env.begin(db=about) as txn:
+            found = txn.get(b"format", b"")
+            self.id = str(txn.get(b"id", b""), "ascii", "replace")
+        if not found.isdigit():
+            raise DiskError(f"{self.path} is a database, but not a store of kvpage-server")
+        if int(found) != FORMAT:
+            older = int(found) < FORMAT
+            raise DiskError(
+                f"{self.path} has format {int(found)}, {'older' if older else 'newer'} than {FORMAT}, "
+                "the one that this version reads and writes"
+            )
+        self._records = env.open_db(b"records")
+        self._pieces = env.open_db(b"pieces")
+        self._quarantine = env.open_db(b"quarantine")
+        self._lost = LostPieces(about, self._records, self._quarantine, self._pieces)
+        with env.begin() as txn:
+            self.quarantined = txn.stat(self._quarantine)["entries"]
+            last = txn.cursor(self._pieces)
+            self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
+
+    def resize(self, maxdisk: int) -> None:
+        """Let the file grow to `maxdisk` bytes. Nobody may read or write meanwhile."""
+        self._env.set_mapsize(maxdisk)
+
+    def close(self) -> None:
+        """Close the file in order, with everything on the disk. Raises DiskFull, DiskError."""
+        self.flush()
+        self._env.close()
+        self._witness.closed()
+        self._witness.go()
+        self._locks.close()
+
+    def flush(self) -> None:
+        """Have everything that was committed on the disk. Raises DiskFull, DiskError."""
+        with told(self.path, writing=True):
+            self._env.sync(True)
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes, including space that is free for new values."""
+        return self.path.stat().st_size
+
+    @property
+    def free(self) -> int:
+        """Bytes of the map that were never used."""
+        info, stat = self._env.info(), self._env.stat()
+        return info["map_size"] - (info["last_pgno"] + 1) * stat["psize"]
+
+    def __len__(self) -> int:
+        with self._env.begin() as txn:
+            return txn.stat(self._records)["entries"]
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def make_room(self, changes: Iterable[Change]) -> None:
+        """Remove values when the disk has no room for anything else; best in the order of their names.
+
+        To remove something, LMDB needs room too, which the reserve provides. If `maxdisk` has no room for all removals
+        at once, they go in several commits. LMDB can use what a commit freed only after the next one, so an empty
+        change follows. Raises DiskFull or DiskError; some values may be gone then.
+        """
+        with told(self.path, writing=True):
+            self._has_reserve = False
+            self._reserve.unlink(missing_ok=True)
+            self._commit_in_parts(list(changes))
+            self._remove_lost()
+            self._turn()
+            self._keep_reserve(least=0)  # so that what comes next can use what was freed
+
+    def _remove_lost(self) -> None:
+        with self._env.begin(write=True) as txn:
+            removed = self._lost.remove(txn)
+        if removed:
+            self._witness.committed()
+            log.warning("%s: removed %d pieces of values whose records were damaged", self.path, removed)
+
+    def _turn(self) -> None:
+        """Commit something, so that what the commit before it has freed can be used."""
+        with self._env.begin(write=True, db=self._about) as txn:
+            txn.put(b"turn", NUMBER.pack(txn.id()))
+        self._witness.committed()
+
+    def _commit_in_parts(self, changes: list[Change]) -> None:
+        at, many = 0, len(changes)
+        while at < len(changes):
+            try:
+                self._commit(changes[at : at + many])
+            except lmdb.MapFullError:
+                if many == 1:
+                    raise
+                many //= 2
+            else:
+                at += many
+
+    def _keep_reserve(self, least: int = 2 * RESERVE) -> None:
+        """Take a little of the disk for the reserve, if at least `least` bytes are free."""
+        has = self._reserve.stat().st_size if self._reserve.exists() else 0
+        free = shutil.disk_usage(self.path.parent).free
+        if has < RESERVE and free >= least:
+            has = min(RESERVE, free)
+            try:
+                with open(self._reserve, "wb", opener=private) as reserve:
+                    reserve.write(bytes(has))
+            except OSError:
+                self._reserve.unlink(missing_ok=True)
+                has = 0
+        self._has_reserve = has == RESERVE
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """Make changes in order, all or none. They are durable when it returns, if the store `flushes`. Raises
+        DiskFull, DiskError.
+
+        If `maxdisk` has no room, there may be some in what the last commit has freed, or where pages lie one by one.
+        """
+        changes = list(changes)
+        with told(self.path, writing=True):
+            try:
+                self._commit(changes)
+            except lmdb.MapFullError:
+                with suppress(lmdb.MapFullError):
+                    self._remove_lost()
+                    self._turn()
+                self._commit(changes, piece=SHORT_PIECE)
+            if not self._has_reserve:
+                self._keep_reserve()
+
+    def _commit(self, changes: Iterable[Change], *, piece: int = PIECE) -> None:
+        before = self._next
+        try:
+            with self._env.begin(write=True) as txn:
+                sheets = Sheets(txn, self._records)
+                for change in changes:
+                    self._change(txn, sheets, change, piece)
+                sheets.flush()
+                if sheets.damaged:
+                    self._lost.note(txn)
+                quarantined = txn.stat(self._quarantine)["entries"]
+        except BaseException:
+            self._next = before
+            raise
+        self.quarantined = quarantined
+        self._witness.committed()
+
+    def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int) -> None:
+        if isinstance(change, Clear):
+            sheets.clear()
+            for database in (self._records, self._quarantine, self._pieces):  # whose pieces go has to go with them
+                txn.drop(database, delete=False)
+            return
+        place = records.place_of(change.name)
+        if isinstance(change, Write):
+            self._delete(txn, sheets, change.name, place)
+            self._put(txn, sheets, change, place, piece)
+        elif isinstance(change, Delete):
+            self._delete(txn, sheets, change.name, place)
+        elif isinstance(change, Retime):
+            self._retime(txn, sheets, change, place)
+        else:
+            self._set_aside(txn, sheets, change.name, place)
+
+    def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place, piece: int) -> None:
+        body = memoryview(write.body)
+        has_row = place is not None and len(write.meta) == HEADER_SIZE
+        first, inline = 0, b""
+        if len(body) <= INLINE and not has_row:
+            inline = bytes(body)
+        elif len(body):
+            first = first_of(self._next, piece)
+            for start in range(0, len(body), piece):
+                number = NUMBER.pack(self._next)
+                txn.put(number, body[start : start + piece], append=True, db=self._pieces)
+                self._next += 1
+        lies = Body(len(body), write.digest or checksum(body), first, inline)
+        record = Record(write.name, write.meta, write.expires, write.used, lies)
+        if place is not None and has_row:
+            key, spot = place
+            sheets.of(key)[spot] = records.row_of(record)
+        else:
+            txn.put(database_key(write.name), bytes(record), db=self._records)
+
+    def _delete(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
+        if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
+            self._delete_pieces(txn, records.record_of(name, row))
+            return
+        key = database_key(name)
+        old = txn.pop(key, db=self._records)
+        if old is not None:
+            self._delete_pieces_of(txn, key, old)
+
+    def _delete_pieces_of(self, txn: _Txn, key: bytes, data: bytes) -> None:
+        try:
+            record = Record.parse(key, data)
+        except Damaged:
+            self._lost.note(txn)
+            return
+        self._delete_pieces(txn, record)
+
+    def _delete_pieces(self, txn: _Txn, record: Record) -> None:
+        for number in record.body.pieces:
+            txn.delete(NUMBER.pack(number), db=self._pieces)
+
+    def _retime(self, txn: _Txn, sheets: Sheets, change: Retime, place: _Place) -> None:
+        if place is not None and (row := sheets.of(place[0]).get(place[1])):
+            record = records.record_of(change.name, row)
+            record.expires = change.expires
+            sheets.of(place[0])[place[1]] = records.row_of(record)
+            return
+        key = database_key(change.name)
+        data = txn.get(key, db=self._records)
+        if data is None:
+            return
+        try:
+            record = Record.parse(key, data)
+        except Damaged:
+            return  # its reader will find out
+        record.expires = change.expires
+        txn.put(key, bytes(record), db=self._records)
+
+    def _set_aside(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
+        key = database_key(name)
+        if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
+            data: bytes | None = bytes(records.record_of(name, row))
+        else:
+            data = txn.pop(key, db=self._records)
+        if data is None:
+            return
+        txn.put(NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
+        self._lost.note(txn)  # the record may be what is damaged
+        while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
+            oldest = txn.cursor(self._quarantine)
+            oldest.first()
+            self._delete_pieces_of(txn, oldest.key()[NUMBER.size :], oldest.value())
+            oldest.delete()
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
+        """The sheets in the order of their database keys, see `sheet.unpack`. One transaction."""
+        with told(self.path), self._env.begin() as txn:
+            cursor = txn.cursor(self._records)
+            if not cursor.set_range(records.PREFIX):
+                return
+            for key, data in cursor:
+                if not key.startswith(records.PREFIX):
+                    return
+                try:
+                    yield key, records.unpack(key, data)
+                except Damaged as damage:
+                    yield key, damage
+
+    def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
+        """The records that follow a database key, each with its database key. One transaction.
+
+        Without `after`, only records outside of sheets. At most `most` database records are read; a sheet is one of
+        them.
+        """
+        for key, data in self._all(after + b"\0" if after else b"", most):
+            try:
+                if key.startswith(records.PREFIX):
+                    yield from ((key, record) for record in records.records(key, records.unpack(key, data)[1]))
+                else:
+                    yield key, Record.parse(key, data)
+            except Damaged as damage:
+                yield key, damage
+
+    def _all(self, start: bytes, most: int) -> Iterator[tuple[bytes, bytes]]:
+        with told(self.path), self._env.begin() as txn:
+            cursor = txn.cursor(self._records)
+            if cursor.set_range(start) if start else cursor.first():
+                yield from (found for _, found in zip(range(most), cursor, strict=False))
+
+    def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[Outcome]:
+        """Fill memory with the bodies of values; a value of another size counts as absent. Raises DiskError.
+
+        The GIL is released while bodies are copied or come from the disk.
+        """
+        with told(self.path), self._env.begin(buffers=True) as txn:
+            bodies = self._bodies(txn, len(wanted))
+            return [bodies.read(name, into) for name, into in wanted]
+
+    def find(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
+        """Find the bodies of values with these names and sizes. They are valid as long as the first result is kept.
+
+        StoredBodies were read and checked with the GIL released, so they are in the system's cache. Raises DiskError.
+        """
+        with told(self.path):
+            txn = self._env.begin(buffers=True)
+            bodies = self._bodies(txn, len(wanted))
+            return txn, [bodies.find(name, size) for name, size in wanted]
+
+    def _bodies(self, txn: ReadTxn, wanted: int) -> StoredBodies:
+        """For so many values; with the places of pages that were looked up since the last commit."""
+        commit, (since, known) = txn.id(), self._lately
+        if since != commit or len(known) > _MOST_KNOWN:
+            known = {}
+            self._lately = commit, known  # another thread may have set it too; either is right
+        return StoredBodies(txn, self._records, self._pieces, known, whole_sheets=wanted >= _MANY)
+
+    def check(self, name: bytes) -> int:
+        """The size of a value that was read and found intact; 0 if there is none. Raises Damaged, DiskError."""
+        with told(self.path), self._env.begin(buffers=True) as txn:
+            return self._bodies(txn, _MANY).check(name)

@@ -1,0 +1,82 @@
+"""Holds keep values in memory for commands that are about to use them.
+
+A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all that
+it needs is *held*, including what was in memory before: it is not dropped until the command has run. What is fetched
+for this does not count against maxmemory yet, so it has its own limit. After a wait the command checks again that
+everything is there. So a hold may end early, if its owner does not go on, because it does not read or is paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import monotonic
+from weakref import WeakSet
+
+from kvpage_server.store.eviction.queues import Unit
+
+LONGEST = 10.0  # seconds
+
+
+class TooMuch(Exception):
+    """A command needs more bytes at once than may be fetched."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"{size} bytes would have to come to memory at once")
+        self.size = size
+
+
+class Hold:
+    """Some units that are held. It ends when nobody refers to it any more, or after a while."""
+
+    __slots__ = ("__weakref__", "_holds", "since", "size", "units")
+
+    def __init__(self, holds: Holds, units: Iterable[Unit]) -> None:
+        self._holds = holds
+        self.units: frozenset[Unit] = frozenset(units)
+        self.size = 0  # bytes that came to memory for it
+        self.since = monotonic()
+
+    def __del__(self) -> None:
+        self._holds.end(self)
+
+
+class Holds:
+    """All holds. `bytes` were fetched for them; `on_end` is called when that becomes less."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.on_end: Callable[[], object] | None = None
+        self._counts: dict[Unit, int] = {}
+        self._holds: WeakSet[Hold] = WeakSet()
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._counts
+
+    def begin(self, units: Iterable[Unit]) -> Hold:
+        hold = Hold(self, units)
+        self._holds.add(hold)
+        for unit in hold.units:
+            self._counts[unit] = self._counts.get(unit, 0) + 1
+        return hold
+
+    def grow(self, hold: Hold, size: int) -> None:
+        """Count bytes that are fetched for a hold."""
+        hold.size += size
+        self.bytes += size
+
+    def end(self, hold: Hold) -> None:
+        """What was held may leave memory again."""
+        for unit in hold.units:
+            left = self._counts.pop(unit) - 1
+            if left:
+                self._counts[unit] = left
+        size, hold.size, hold.units = hold.size, 0, frozenset()
+        self.bytes -= size
+        if size and self.on_end is not None:
+            self.on_end()
+
+    def end_old(self) -> None:
+        """End holds that have lasted too long, since others may need the memory."""
+        since = monotonic() - LONGEST
+        for hold in [hold for hold in self._holds if hold.since < since]:
+            self.end(hold)

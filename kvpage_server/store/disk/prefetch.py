@@ -1,0 +1,76 @@
+"""What has to be in memory before something is read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias, cast
+
+from kvpage_server.core import Slot
+from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.eviction.queues import Unit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Text, are_cold, is_page, page_named
+from kvpage_server.store.memory.index import ExtentPage
+
+Body: TypeAlias = "Slot | Cold"
+Needed = tuple[Unit, Body]  # the bytes that have to be in memory, and the unit with which they leave it
+
+
+class Needs:
+    """Finds what is needed, from the index alone."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._catalogue = contents.catalogue
+        self.index = contents.index
+
+    def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
+        """The values that must be fetched before these keys can be read."""
+        entries = [*map(self._catalogue.get, keys)]
+        if are_cold(entries):
+            return [*dict.fromkeys(entries)]
+        if {Cold, ExtentPage}.isdisjoint(map(type, entries)):
+            return []
+        slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
+        return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
+
+    def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
+        """The values that must be fetched before a block can be read whole."""
+        block = self.index.block(req_id, page)
+        if block is None:
+            return []
+        if block.extent is not None:
+            return [block.extent.slot] if type(block.extent.slot) is Cold else []
+        return self.cold_of(block.page_keys())
+
+    def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
+        """What must be in memory to read these keys."""
+        get = self._catalogue.get
+        for key in keys:
+            entry = get(key)
+            if entry is not None and type(entry) is not Text:
+                yield unit_of(key, entry), entry.extent.slot if type(entry) is ExtentPage else cast(Body, entry)
+
+    def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
+        """What must be in memory to write these keys: the blocks, stored whole, to which the pages belong.
+
+        The pages need not exist yet. Writing one splits the block.
+        """
+        entries = self._catalogue.entries
+        names = (page_named(key) for key in keys if key[:3] == b"kv:" and not is_page(entries.get(key)))
+        return self.extents_at((name.req_id, name.page) for name in names if name)
+
+    def extents_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
+        """What must be in memory to write pages of these blocks: the blocks themselves, if they were stored whole."""
+        for req_id, page in names:
+            block = self.index.block(req_id, page)
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
+
+    def blocks_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
+        """What must be in memory to read these blocks whole."""
+        for req_id, page in names:
+            block = self.index.block(req_id, page)
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
+            elif block is not None:
+                yield from self.values_of(block.page_keys())

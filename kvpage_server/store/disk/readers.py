@@ -1,0 +1,153 @@
+"""Threads that read values from disk, so that the loop does not wait for it.
+
+A thread fills memory that it is given, or finds and checks values where they lie. It does not know slots. Whoever asked
+keeps the memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from kvpage_server.store.disk.bodies import Found, Outcome
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.lmdb_file import DiskError
+from kvpage_server.store.records import Damaged
+
+T = TypeVar("T")
+
+THREADS = 2
+
+Wanted = Sequence[tuple[bytes, memoryview]]  # names, and the memory for their bodies
+
+
+class DiskReader:
+    """Reads for the loop on which it was made. `fetch` and `find` each cost a thread's turn."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._loop = asyncio.get_running_loop()
+        self._tickets = count()
+        self._callers: dict[int, Callable[[Any], None]] = {}
+        self._jobs: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"disk-reader-{i}", daemon=True) for i in range(THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fetch(self, wanted: Wanted, done: Callable[[list[Outcome]], None]) -> None:
+        """Fill all that memory, then call `done` with the outcomes, on the loop."""
+        self._begin(partial(self._outcomes, wanted), done)
+
+    def find(self, wanted: Sequence[tuple[bytes, int]], done: Callable[[tuple[object, list[Found]]], None]) -> None:
+        """Find values and check them, then call `done` with the result of `Disk.find`, on the loop."""
+        self._begin(partial(self._found, wanted), done)
+
+    def _begin(self, work: Callable[[], T], done: Callable[[T], None]) -> None:
+        ticket = next(self._tickets)
+        self._callers[ticket] = done
+        self._jobs.put((ticket, work))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            ticket, work = job
+            told = partial(self._deliver, ticket, work())
+            del job, work  # only `told` refers to the memory now
+            self._loop.call_soon_threadsafe(told)
+            del told
+
+    def _outcomes(self, wanted: Wanted) -> list[Outcome]:
+        try:
+            return self._disk.read(wanted)
+        except DiskError as error:
+            return [error.with_traceback(None)] * len(wanted)
+
+    def _found(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
+        try:
+            return self._disk.find(wanted)
+        except DiskError as error:
+            return None, [error.with_traceback(None)] * len(wanted)
+
+    def _deliver(self, ticket: int, result: Any) -> None:
+        self._callers.pop(ticket)(result)
+
+    async def close(self) -> None:
+        """End the threads when they have done what they began."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        await asyncio.sleep(0)  # the last outcomes are delivered
+
+
+# -- Reads all that is on disk, at a limited rate, to find damage before somebody asks for the value -------------------
+
+_AT_ONCE = 16  # database records that are looked up in one transaction
+
+log = logging.getLogger("kvpage")
+
+
+class Scrubber:
+    """Reads `rate` bytes a second, round after round. Calls `damaged` with names, on the loop on which it was made."""
+
+    def __init__(self, disk: Disk, rate: int, damaged: Callable[[bytes], None]) -> None:
+        self.rate = rate
+        self.rounds = 0
+        self.checked = 0  # bytes
+        self.failing = ""
+        self._disk = disk
+        self._damaged = damaged
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk-scrubber", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                self._round()
+                self.rounds += not self._stopping.is_set()
+            except DiskError as error:
+                self.failing = str(error)
+                log.error("the scrubber stops: %s", error)
+                return
+            self._stopping.wait(max(began + 1 - time.monotonic(), 0))
+
+    def _round(self) -> None:
+        after = b""
+        while not self._stopping.is_set():
+            found = list(self._disk.records(after, _AT_ONCE))
+            if not found:
+                return
+            after = found[-1][0]
+            for key, record in found:
+                if isinstance(record, Damaged):
+                    self._report(key)
+                elif not self._check(record.name) or self._stopping.is_set():
+                    return
+
+    def _check(self, name: bytes) -> bool:
+        """Read one value. Returns whether to go on."""
+        try:
+            size = self._disk.check(name)
+        except Damaged:
+            self._report(name)
+            size = 0
+        self.checked += size
+        return not self._stopping.wait((size + 1) / self.rate)
+
+    def _report(self, name: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._damaged, name)
+
+    async def close(self) -> None:
+        self._stopping.set()
+        await asyncio.to_thread(self._thread.join)

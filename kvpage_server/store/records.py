@@ -1,0 +1,303 @@
+"""The description of a value on disk, as bytes: a record of its own, or a row in the sheet of its block.
+
+Nothing here has a file, or knows what is in memory.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from typing_extensions import Buffer
+
+from kvpage_server.page import FIELD_AT, HEADER_SIZE, checksum, header_fields
+
+# -- record ------------------------------------------------------------------------------------------------------------
+#
+# The description of a value on disk: its name, its expiry, where its body is, and the digests of both.
+#
+# A name is `k` and the key of a string or a page, or `b` and a block's request and page. LMDB takes keys of up to 511
+# bytes, so a longer name is stored under its hash, and is in the record.
+#
+#     [8: XXH3-64 of all that follows and of the name][head][meta][name, if it is stored under its hash][body, if short]
+#
+# All numbers are little-endian. `meta` is a page's 64-byte header, a block's shape, or empty.
+
+INLINE = 1024  # bytes of the longest body that is in its record
+PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's own 16 it fills its pages, which lie one after another
+SHORT_PIECE = 4096 - 16  # where so many pages in a row are not free
+_SHORT = 1 << 63  # in the number of the first piece: they are short
+_LONGEST_KEY = 500
+_DIGEST = struct.Struct("<Q")
+_HEAD = struct.Struct("<HIQQQQQ")  # sizes of meta and name; expires, used, size, digest, first
+
+
+class Damaged(Exception):
+    """What is on disk is not what was stored; the message says how that shows."""
+
+
+def name_of_key(key: bytes) -> bytes:
+    """The name of a string or a page."""
+    return b"k" + key
+
+
+def name_of_block(req_id: bytes, page: int) -> bytes:
+    """The name of a block that is stored whole."""
+    return b"b%b:%d" % (req_id, page)
+
+
+def database_key(name: bytes) -> bytes:
+    """The key under which a name is stored."""
+    return name if len(name) <= _LONGEST_KEY else b"h" + blake2b(name, digest_size=32).digest()
+
+
+class Body(NamedTuple):
+    """Where a body is: `inline`, or in pieces from number `first` on. `digest` is its XXH3-64.
+
+    `first` also says whether the pieces are short ones, see `first_of`.
+    """
+
+    size: int
+    digest: int
+    first: int
+    inline: bytes = b""
+
+    @property
+    def pieces(self) -> range:
+        number = self.first & ~_SHORT
+        return range(number, number - (-self.size // self.piece)) if self.first else range(0)
+
+    @property
+    def piece(self) -> int:
+        """Bytes of each piece but the last."""
+        return SHORT_PIECE if self.first & _SHORT else PIECE
+
+
+def first_of(number: int, piece: int) -> int:
+    """`Body.first` for pieces of so many bytes from that number on."""
+    return number | _SHORT if piece == SHORT_PIECE else number
+
+
+@dataclass(slots=True)
+class Record:
+    """A value on disk. `expires` and `used` (its last use, if known) are in unix milliseconds, 0 for never."""
+
+    name: bytes
+    meta: bytes
+    expires: int
+    used: int
+    body: Body
+
+    def __bytes__(self) -> bytes:
+        stored_under, (size, digest, first, inline) = database_key(self.name), self.body
+        name = b"" if stored_under == self.name else self.name
+        head = _HEAD.pack(len(self.meta), len(name), self.expires, self.used, size, digest, first)
+        rest = b"".join((head, self.meta, name, inline))
+        return _DIGEST.pack(checksum(rest + stored_under)) + rest
+
+    @classmethod
+    def parse(cls, stored_under: bytes, data: Buffer) -> Record:
+        """The record of a database key. Raises Damaged."""
+        raw = bytes(data)
+        start = _DIGEST.size + _HEAD.size
+        if len(raw) < start or _DIGEST.unpack_from(raw)[0] != checksum(raw[_DIGEST.size :] + stored_under):
+            raise Damaged("its record does not match the record's checksum")
+        meta_size, name_size, expires, used, size, digest, first = _HEAD.unpack_from(raw, _DIGEST.size)
+        after_meta = start + meta_size
+        after_name = after_meta + name_size
+        name = raw[after_meta:after_name] if name_size else stored_under
+        return cls(name, raw[start:after_meta], expires, used, Body(size, digest, first, raw[after_name:]))
+
+
+def footprint(name: bytes, size: int) -> int:
+    """Roughly the bytes that a string or a block that is stored whole takes."""
+    return room_for(64 + len(name), size)
+
+
+def room_for(described: int, size: int) -> int:
+    """Roughly the bytes that a body of this size and what describes it take.
+
+    A long body has pages of LMDB, of 4 KiB, for itself. Short bodies, of strings and pages alike, share pages with
+    others, and so do descriptions. Such pages are two thirds full. A commit that changes something in one writes all
+    of it again, so one that changes values here and there needs room for each of these pages twice. So what shares
+    pages counts three times. Bodies of 1 to 2 KiB lie by twos and threes, and count a page each, which is as much.
+    """
+    if size <= INLINE:
+        return 3 * (described + size)
+    whole, rest = divmod(size, PIECE)
+    return 3 * described + 4096 * (64 * whole + -(-(rest + 16) // 4096 if rest else 0))
+
+
+# -- sheet -------------------------------------------------------------------------------------------------------------
+#
+# Sheets describe pages that were stored one by one: one row each. A sheet has the rows of up to 16 layers of a block.
+#
+# Such pages are written, fetched and evicted by the block, which may have a thousand. So they share a record, and a
+# store that starts reads a few kilobytes for each block.
+#
+#     [8: XXH3-64 of all that follows and of the database key][8: no row expires before][rows]
+#     row: [64: the page's header][expires: 8][used: 8][XXH3-64 of the body: 8][first piece: 8, 0 for an empty body]
+#
+# All numbers are little-endian, times in unix milliseconds, 0 for never.
+
+_LAYERS, _HEADS = 16, 64  # of a block in one sheet; few others are written with a page that changes alone
+_NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
+_START = struct.Struct("<QQ")  # digest, soonest
+_SHEET_DIGEST = 8
+_TIMES = struct.Struct("<QQQQ")  # expires, used, digest, first
+_ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size").format + _TIMES.format[1:])
+ROW = _ROW.size
+_BESIDE = 64  # bytes that a sheet of one row and its one piece take beside these, without the request's id
+_KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
+_PLACE = struct.Struct("<II")  # layer and head, before the page id
+_COLUMNS = np.dtype(
+    {"names": ["size", "expires"], "formats": ["<u4", "<u8"], "offsets": [_SIZE, HEADER_SIZE], "itemsize": ROW}
+)
+
+Spot = tuple[int, int, int]  # kv_type, layer, head
+PREFIX = b"p"
+
+
+def place_of(name: bytes) -> tuple[bytes, Spot] | None:
+    """The database key of a page's sheet, and its spot there; None if the name is not a page's."""
+    found = _NAME.match(name)
+    if found is None:
+        return None
+    req_id, *numbers = found.groups()
+    layer, head, page, kv_type = map(int, numbers)
+    return b"p%b:%d:%d:%d" % (req_id, page, layer // _LAYERS, head // _HEADS), (kv_type, layer, head)
+
+
+def is_in(name: bytes, key: bytes) -> bool:
+    """Whether the page of that name has its row in this sheet."""
+    place = place_of(name)
+    return place is not None and place[0] == key
+
+
+def block_of(key: bytes) -> tuple[bytes, bytes, int]:
+    """The name, request and page of a sheet's block."""
+    name = key[1:].rsplit(b":", 2)[0]
+    req_id, _, page = name.rpartition(b":")
+    return b"b" + name, req_id, int(page)
+
+
+def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
+    """The bytes of a sheet with these rows."""
+    body = b"".join(rows.values())
+    expiries = np.frombuffer(body, _COLUMNS)["expires"]
+    expiring = expiries[expiries > 0]
+    rest = (int(expiring.min()) if len(expiring) else 0).to_bytes(8, "little") + body
+    return checksum(rest + key).to_bytes(8, "little") + rest
+
+
+def unpack(key: bytes, raw: Buffer) -> tuple[int, bytes]:
+    """A sheet's soonest expiry and its rows. Raises Damaged."""
+    data = bytes(raw)
+    if len(data) < _START.size or (len(data) - _START.size) % ROW:
+        raise Damaged("its record has a wrong length")
+    digest, soonest = _START.unpack_from(data)
+    if digest != checksum(data[_SHEET_DIGEST:] + key):
+        raise Damaged("its record does not match the record's checksum")
+    return soonest, data[_START.size :]
+
+
+def by_spot(rows: bytes) -> dict[Spot, bytes]:
+    """The rows by their spots."""
+    starts = range(0, len(rows), ROW)
+    return {_ROW.unpack_from(rows, i)[:3]: rows[i : i + ROW] for i in starts}
+
+
+def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
+    """Where each page's body is, by the page's name."""
+    _, req_id, page = block_of(key)
+    before, between = name_of_key(b"kv:%b:" % req_id), b":%d:" % page
+    return {
+        b"%b%d:%d%b%d" % (before, layer, head, between, kv_type): Body(size, digest, first)
+        for kv_type, layer, head, size, _, _, digest, first in _ROW.iter_unpack(rows)
+    }
+
+
+def body_of(rows: bytes, spot: Spot) -> Body | None:
+    """Where a page's body is; None if it has no row."""
+    kv_type, layer, head = spot
+    looked_for = _PLACE.pack(layer, head) + rows[_PAGE : _PAGE + 8]
+    found = rows.find(looked_for)
+    while found >= 0:
+        start = found - _PAGE + _PLACE.size
+        if start % ROW == 0 and rows[start + _KV_TYPE] == kv_type:
+            _, _, _, size, _, _, digest, first = _ROW.unpack_from(rows, start)
+            return Body(size, digest, first)
+        found = rows.find(looked_for, found + 1)
+    return None
+
+
+def row_of(record: Record) -> bytes:
+    """The row of a page. The record's meta is its header."""
+    return record.meta + _TIMES.pack(record.expires, record.used, record.body.digest, record.body.first)
+
+
+def record_of(name: bytes, row: bytes) -> Record:
+    """The record that a row stands for."""
+    _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
+    return Record(name, row[:HEADER_SIZE], expires, used, Body(size, digest, first))
+
+
+def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:
+    """The key of each page, its spot, its expiry and its last use."""
+    before, between = b"kv:%b:" % req_id, b":%d:" % page
+    for kv_type, layer, head, _, expires, used, _, _ in _ROW.iter_unpack(rows):
+        yield b"%b%d:%d%b%d" % (before, layer, head, between, kv_type), (kv_type, layer, head), expires, used
+
+
+def headers(rows: bytes) -> Iterator[bytes]:
+    return (rows[start : start + HEADER_SIZE] for start in range(0, len(rows), ROW))
+
+
+def size_of(header: bytes) -> int:
+    """Bytes of a page's body."""
+    return int.from_bytes(header[_SIZE : _SIZE + 4], "little")
+
+
+def records(key: bytes, rows: bytes) -> Iterator[Record]:
+    """The records that the rows of a sheet stand for."""
+    _, req_id, page = block_of(key)
+    for i, (name, *_) in enumerate(pages(req_id, page, rows)):
+        yield record_of(name_of_key(name), rows[i * ROW : (i + 1) * ROW])
+
+
+def expires_of(rows: bytes, spot: Spot) -> int:
+    """When a page expires; 0 for never, or if it has no row."""
+    found = (row[4] for row in _ROW.iter_unpack(rows) if row[:3] == spot)
+    return next(found, 0)
+
+
+def expiring(rows: bytes) -> tuple[int, bytes]:
+    """How many pages will expire, and the row of the first; there is at least one."""
+    expires = np.frombuffer(rows, _COLUMNS)["expires"]
+    some = np.flatnonzero(expires)
+    first = int(some[expires[some].argmin()])
+    return len(some), rows[first * ROW : (first + 1) * ROW]
+
+
+def used(rows: bytes) -> int:
+    """When the first page was used last."""
+    return int.from_bytes(rows[_USED : _USED + 8], "little")
+
+
+def footprint_of(id_size: int, size: int) -> int:
+    """Roughly the bytes that a page takes on disk, if its request's id has `id_size` bytes.
+
+    It may be alone in its sheet, so it counts one.
+    """
+    return room_for(ROW + _BESIDE + id_size, size)
+
+
+def sheet_footprint(id_size: int, rows: bytes) -> int:
+    """The same for the pages of these rows."""
+    sizes, counts = np.unique(np.frombuffer(rows, _COLUMNS)["size"], return_counts=True)
+    return sum(footprint_of(id_size, int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))
