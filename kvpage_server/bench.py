@@ -36,7 +36,7 @@ from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
 from kvpage_server.system.text import how_many
 
-# -- What is moved: batches of pages or of blocks, in generations of keys, so that none is found in the C --------------
+# -- Work of the benchmark: batches of pages or blocks under generations of keys ---------------------------------------
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -76,7 +76,7 @@ class Work:
         return self.count * self.nbytes
 
     def page_keys(self, generation: int) -> list[PageKey]:
-        """What a batch is stored under, page by page."""
+        """Return the keys of a batch's pages."""
         raise NotImplementedError
 
 
@@ -96,7 +96,7 @@ class PageWork(Work):
         self.keys = [[page.key for page in pages] for pages in self.pages]
 
     def page_keys(self, generation: int) -> list[PageKey]:
-        """What a batch is stored under."""
+        """Return the keys of a batch."""
         return self.keys[generation]
 
 
@@ -111,7 +111,7 @@ class Blocks(Work):
         ]
 
     def page_keys(self, generation: int) -> list[PageKey]:
-        """What a batch is stored under, page by page."""
+        """Return the keys of a batch's pages."""
         return [key for name in self.names[generation] for key, _, _ in pages_of_block(name, self.shape)]
 
 
@@ -174,10 +174,10 @@ class ClientStore:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured of one kind of call."""
+    """Measurements of one kind of call."""
 
     gb_per_s: float
-    cpu_s_per_gb: float | None  # of the server; None where it does not tell
+    cpu_s_per_gb: float | None  # of the server; None if it does not report CPU time
     p50_ms: float  # of a call
     p99_ms: float
     calls: int
@@ -230,7 +230,7 @@ def _measure(
 
 _QUESTION = struct.Struct("<cIIII")  # W or R, generation, the connection's number, items, bytes of each
 _DONE = b"."
-_SENT_AT_ONCE, _RECEIVED_AT_ONCE = 1024 * 1024, 256 * 1024  # bytes: what is soonest
+_SENT_AT_ONCE, _RECEIVED_AT_ONCE = 1024 * 1024, 256 * 1024  # bytes: the fastest sizes
 _GATHER = 512
 
 Generation = tuple[int, int, int, int]
@@ -341,7 +341,7 @@ class RawClient:
                 pass
 
     def close(self) -> None:
-        """Close the connections, and with them what is kept for them."""
+        """Close the connections and free their memory."""
         for sock in self._sockets:
             sock.close()
         self._threads.shutdown()
@@ -359,7 +359,7 @@ def _connect(address: str) -> socket.socket:
 
 @contextmanager
 def start_raw(*, unix: bool = False) -> Iterator[Callable[[int], RawClient]]:
-    """Start the process; what connects to it."""
+    """Start the raw server; yield a function that connects to it."""
     with tempfile.TemporaryDirectory() as directory:
         address = str(Path(directory, "raw")) if unix else "0"
         command = [sys.executable, "-m", "kvpage_server.bench", address]
@@ -379,7 +379,7 @@ if __name__ == "__main__":
         _main(sys.argv[1])
 
 
-# -- What was measured as a table, as JSON, and as a picture -----------------------------------------------------------
+# -- Results as a table, as JSON, and as a picture ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +393,7 @@ class Row:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return a description of the machine and the versions."""
     return {
         "kvpage": __version__,
         "python": platform.python_version(),
@@ -454,7 +454,7 @@ def write_plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-# -- `kvpage bench`: what pages and blocks of all sizes cost on this machine and over this network ---------------------
+# -- `kvpage bench`: the cost of pages and blocks of all sizes on this machine and over this network -------------------
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _GENERATIONS = 8
@@ -473,7 +473,7 @@ class Case:
     unix: bool = False
 
     def name(self, work: Work) -> str:
-        """The work and what is special about it."""
+        """Return the name of the work with the case's options."""
         several = f"{self.connections} connections" if self.connections > 1 else ""
         special = [several, "verified" if self.verify else "", "unix socket" if self.unix else ""]
         return ", ".join([work.name, *filter(None, special)])
@@ -533,7 +533,7 @@ class Target:
         return path if path and Path(path).is_socket() else None
 
     def run(self, case: Case, work: Work, seconds: float) -> tuple[Figures, Figures]:
-        """Write and read; what was written is deleted."""
+        """Measure writes and reads; delete the data afterwards."""
         url = f"unix://{self.unix_socket()}" if case.unix else self.url
         with PageClient(url, connections=case.connections, verify=case.verify, deadline=60) as client:
             store = ClientStore(client)
@@ -551,7 +551,7 @@ class Target:
 
 
 def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot: Path | None, out: Console) -> None:
-    """Measure the servers side by side; show what was found, and write it.
+    """Measure the servers in turns; print and write the results.
 
     `seconds` is for each kind of call. Raises PageClientError or RedisError when a server is lost or refuses,
     ModuleNotFoundError when there is nothing to plot with.
@@ -581,7 +581,8 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
 def _rows(targets: list[Target], case: Case, room: int, seconds: float) -> Iterator[Row]:
     work = case.make(min(_GENERATIONS, room // case.total))
     name = case.name(work)
-    found = {target.name: target.run(case, work, seconds) for target in targets}  # first: it may be gone, or refuse
+    # first, because it may have stopped or refuse
+    found = {target.name: target.run(case, work, seconds) for target in targets}
     with start_raw(unix=case.unix) as connect, closing(connect(case.connections)) as raw:
         ceilings = measure_writes(raw, work, seconds), measure_reads(raw, work, seconds)
     for op, name_of_op in enumerate(("write", "read")):

@@ -1,5 +1,4 @@
-"""`kvpage replay`: replays recorded requests with the store's policies, to see which policy keeps what is requested
-again."""
+"""`kvpage replay`: simulates recorded requests with the store's policies, to compare their hit ratios."""
 
 from __future__ import annotations
 
@@ -80,12 +79,12 @@ def _request(line: bytes, names: dict[int, bytes], where: str) -> TracedPrompt:
 
 # -- clairvoyant -------------------------------------------------------------------------------------------------------
 #
-# How much any policy could have kept: one that knows what will be asked for next.
+# The upper bound of any policy, computed with knowledge of future requests.
 #
-# Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), for prefixes: what is asked for
-# again last goes first, and of blocks that are asked for together the one furthest from the beginning. Nothing that
-# is asked for again is behind something that is not, so chains go from their ends. A block that is never asked for
-# again takes no room at all.
+# Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), for prefixes: the block with the
+# latest next request is evicted first, and of blocks with the same next request the one furthest from the beginning.
+# Nothing that is asked for again is behind something that is not, so chains go from their ends. A block that is never
+# asked for again takes no room at all.
 
 _NEVER = -1
 
@@ -190,7 +189,7 @@ def _evict(policy: Queues, there: set[bytes], most: int) -> int:
 
 
 def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """What is left of a trace when nothing ever goes: blocks that have no room are refused, with all behind them."""
+    """Simulate a store that evicts nothing: a block without space is refused, with all blocks behind it."""
     outcome = Outcome()
     there: set[bytes] = set()
     for request in trace:
@@ -205,7 +204,7 @@ def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome
 
 
 def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
-    """Count the requested blocks, and those that need not be computed."""
+    """Count the requested blocks, and the hits among them."""
     outcome.asked += len(request.blocks)
     for block in request.blocks:
         if block not in there:
@@ -215,19 +214,18 @@ def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> No
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
 #
-# A trace through several nodes, each with its share of the room: what spreading prompts over them is worth and costs.
+# A trace on several nodes, each with its share of the capacity: gain and cost of spreading prompts over nodes.
 #
-# A prompt is cut into segments of some blocks, after its first block, which is a segment of its own: very many
-# prompts begin alike, and what follows would all be on one node. A segment is named by its first block, and its
-# name's slot says which node it is on, as in a cluster. Blocks are found up to the first that is missing, on
-# whichever node.
+# A prompt is cut into segments of several blocks. The first block is a segment of its own, because many prompts have
+# the same beginning, and all their blocks would be on one node. A segment is named by its first block, and its name's
+# slot says which node it is on, as in a cluster. Blocks are found up to the first that is missing, on whichever node.
 
 SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
 
 
 @dataclass(slots=True)
 class NodeLoad:
-    """What one node had to do."""
+    """Requests and hits of one node."""
 
     blocks: int = 0  # that were read or written
     prompts: int = 0  # of which it was asked something
@@ -270,7 +268,7 @@ def simulate_nodes(
     segment: int,
     lose_at: int | None = None,
 ) -> Spread:
-    """What a trace comes to on so many nodes that have room for `capacity` blocks together.
+    """Simulate a trace on `nodes` nodes with `capacity` blocks in all.
 
     Before request `lose_at` the node that has most loses all it has, as one does that is started again empty.
     """
@@ -298,7 +296,7 @@ def _places(blocks: Sequence[bytes], nodes: int, segment: int) -> list[int]:
     return [key_slot(first) * nodes // REDIS_CLUSTER_HASH_SLOTS for first in firsts]
 
 
-# -- What was replayed as a table, as JSON, and as a picture -----------------------------------------------------------
+# -- Results as a table, as JSON, and as a picture ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +456,7 @@ def run(
     block_bytes: int,
     to: Destination,
 ) -> None:
-    """Replay a trace under each policy with each capacity; show what was found, and write it.
+    """Replay a trace under each policy with each capacity; print and write the results.
 
     Raises TraceError, OSError, ModuleNotFoundError when there is nothing to plot with.
     """
@@ -476,7 +474,7 @@ def run(
 
 
 def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destination) -> None:
-    """Replay a trace on several nodes, cut into segments of several sizes; show what was found, and write it.
+    """Replay a trace on several nodes, cut into segments of several sizes; print and write the results.
 
     Raises as `run`.
     """

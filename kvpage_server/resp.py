@@ -35,23 +35,23 @@ def simple(text: str) -> Raw:
 
 
 class ReplyError(Exception):
-    """What the client is told went wrong; the first word is the code that clients switch on."""
+    """Error reply; its first word is the code that clients evaluate."""
 
     @property
     def line(self) -> bytes:
-        """The error as it goes over the wire: one line, whatever the message holds."""
+        """Return the error as one line of RESP; line breaks become spaces."""
         text = str(self).encode("utf-8", "surrogateescape")
         return b"-%b\r\n" % text.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
 def bare(error: ReplyError) -> ReplyError:
-    """The error without the frames that it came through: they hold its command, and it itself in a circle."""
+    """Return the error without its traceback, whose frames keep the command and the error itself alive."""
     error.__traceback__ = error.__context__ = None
     return error
 
 
 class NullArray:
-    """What EXEC answers when a watched key changed: in RESP2 a null of its own."""
+    """Reply of EXEC after a change of a watched key: a null array in RESP2."""
 
 
 NULL_ARRAY = NullArray()
@@ -74,9 +74,9 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What cannot go on yet: `start` is called with what to do when it can.
+    """Postponed continuation: `start` receives the function to call when the wait is over.
 
-    `now`, where there is one, does what is waited for at once: within a transaction, which does not wait.
+    `now`, if given, performs the awaited action synchronously: within a transaction, which does not wait.
     """
 
     start: Callable[[Callable[[], None]], object]
@@ -94,7 +94,7 @@ class Stream:
     length: int | None
     items: Iterator[Reply]
     whole: bool = False  # it changes something, and is done to its end even when nobody waits for the reply any more
-    aside: bool = False  # its client's next commands run while it is made; their replies come after it
+    aside: bool = False  # the client's next commands run meanwhile; their replies follow this one
 
 
 def encode(value: Reply, protocol: int, out: list[Piece]) -> None:

@@ -1,4 +1,4 @@
-"""What knows bytes, slots and pages, and no command, user, policy or tier.
+"""The core: bytes, slots and pages. It knows neither users nor tiers.
 
 It is there twice: compiled, and in plain Python, for where it cannot be built. Both have the same names, and `NAME`
 says which one this is: "native" or "python". KVPAGE_CORE=python asks for the plain one.

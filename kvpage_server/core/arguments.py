@@ -1,4 +1,4 @@
-"""The words that name and describe a page, looked at one by one: what each may be, and what is said of a bad one.
+"""Words that name and describe a page: the rules for each, and the errors.
 
 The Python core reads every page with this. The native one reads packed columns, and hands the words of a page that it
 finds fault with to this: so the text of an error is written once.
@@ -26,7 +26,7 @@ from kvpage_server.page import (
 
 NAME_WORDS = 5  # req layer head page type
 PAGE_WORDS = 10  # and dtype page_size head_dim ttl body
-LONGEST_WORD = 4 * 1024 * 1024  # bytes of what is no value to be stored
+LONGEST_WORD = 4 * 1024 * 1024  # bytes of a word that is not a value
 
 Word = Any  # bytes, or a slot where it is a long one
 
@@ -35,7 +35,7 @@ I64 = (-(2**63), 2**63 - 1)
 
 
 class BadPage(PageError):
-    """A page of a batch breaks the contract. `place`: how many pages of what was read come before it."""
+    """A page of a batch breaks the contract. `place` is the index of the page in the batch."""
 
     def __init__(self, text: str, place: int) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class PageName(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a page's words say of its tensor and its life."""
+    """The tensor of a page, and its TTL, from the command's words."""
 
     dtype: int
     page_size: int
@@ -93,7 +93,7 @@ def plain(word: Word) -> bytes:
 
 
 def shorten(raw: bytes, most: int = 32) -> str:
-    """Client bytes for an error message, cut to so many or at a NUL; those that are not UTF-8 go back as they came."""
+    """Return client bytes as text for an error message, cut at `most` bytes or at a NUL; invalid UTF-8 is preserved."""
     return raw[:most].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
@@ -108,7 +108,7 @@ def page_name(words: Sequence[Word]) -> PageName:
 
 
 def page_shape(words: Sequence[Word], nbytes: int, *, strict: bool) -> Shape:
-    """What the four words before a body of `nbytes` say of it. Raises PageError saying which of them is wrong.
+    """Return the shape from the four words before a body of `nbytes`. Raises PageError, which names the wrong word.
 
     In `strict` mode the body has to fill its shape.
     """

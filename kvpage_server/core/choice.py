@@ -1,4 +1,4 @@
-"""Which of the two cores runs: the compiled one where all of it is there, else, or when asked for, its Python twin."""
+"""The choice of the core: the compiled one if it is complete, else, or on request, the reference implementation."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def choose() -> tuple[str, str]:
     asked = os.environ.get(VARIABLE, "")
     if asked == "python":
         return "python", ""
-    if asked:  # whatever program this is: what was asked for does not exist, and nothing else was asked for
+    if asked:  # any program: the requested core does not exist, and no other was requested
         raise SystemExit(f"{VARIABLE} is {asked!r}: set it to python, or leave it unset for the compiled core")
     fault = _fault()
     return ("python", fault) if fault else ("native", "")
 
 
 def _fault() -> str:
-    """What keeps the compiled core from being used, or nothing."""
+    """Return the reason why the compiled core cannot be used, or ""."""
     try:
         import_module(NATIVE)  # with all of its modules
         built = import_module(f"{NATIVE}.built")
     except ImportError as error:
         return f"it was not compiled for this Python: {error}"
-    except (AttributeError, TypeError, ValueError):  # it misses what it takes from the twin or its parts
+    except (AttributeError, TypeError, ValueError):  # it lacks names of the reference implementation or its parts
         return STALE
     now = digest(Path(__file__).parent / "native")
     if now and now != built.SOURCES:

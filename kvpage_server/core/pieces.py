@@ -1,4 +1,4 @@
-"""What is sent is pieces: bytes, or memory that somebody else keeps.
+"""Pieces of output: bytes, or borrowed memory.
 
 A value is sent with its frame before it and `END` behind it, as a slot holds it.
 """
@@ -17,7 +17,7 @@ END = b"\r\n"
 
 
 class Span(Protocol):
-    """Memory that holds part of a reply as it goes over the wire. It is not reused while the object lives."""
+    """Memory that contains a part of a reply in wire format. It is not reused while the object lives."""
 
     @property
     def view(self) -> memoryview:
@@ -37,7 +37,7 @@ def lent(pieces: Iterable[Piece]) -> int:
 
 
 def frame(size: int) -> bytes:
-    """What stands before a value of `size` bytes."""
+    """Return the RESP header of a value of `size` bytes."""
     return b"$%d\r\n" % size
 
 
@@ -69,7 +69,7 @@ def as_bytes(buffer: Buffer, index: int = 0, *, writable: bool = False) -> memor
         return np.frombuffer(view, np.uint8).data if view.nbytes else memoryview(bytearray())
 
 
-# -- What may come instead of bodies -----------------------------------------------------------------------------------
+# -- Replies other than bodies -----------------------------------------------------------------------------------------
 
 MAX_LINE = 64 * 1024  # bytes of an error
 MAX_FRAME = 24  # and of a line before a body, CRLF included
@@ -77,7 +77,7 @@ MAX_BULK = 0xFFFF_FFFF + 64  # the longest blob
 
 
 class WrongAnswer(ValueError):
-    """Bytes that are no answer to what was asked."""
+    """Error: bytes that are not the expected reply."""
 
 
 class ErrorAnswer(Exception):
@@ -89,7 +89,7 @@ class ErrorAnswer(Exception):
 
 
 def wrong_answer(item: int, count: int, found: bytes) -> WrongAnswer:
-    """The error for what came where `item`, or behind the last of `count` what nothing, should have come."""
+    """Return the error for unexpected bytes instead of reply `item`, or after the last of `count` replies."""
     if item < 0:
         return WrongAnswer(f"instead of {count} pages came {found[:40]!r}")
     if item == count:

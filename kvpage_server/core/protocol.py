@@ -1,4 +1,4 @@
-"""What both parsers share: what a request may be, and what is said of one that is none, in the words of Redis."""
+"""Rules that both parsers share: limits of a request, and Redis's error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
 KEEP_FROM = 512  # a word of so many bytes gets a slot of its own
 MOST_LISTED = 64  # words of a command that is a list; longer ones are `Words`
-WORD = 48  # bytes that a word takes beside its own
+WORD = 48  # bytes of a word's overhead
 SCRATCH_SIZE = 128 * 1024
 RECEIVE_TURN = 1024 * 1024  # bytes received in one call: others wait meanwhile
 MUCH = 64 * 1024  # bytes received at once: more may be there already
@@ -39,7 +39,7 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client may send. A stranger is held to Redis's smaller limits, too."""
+    """Limits of a client's requests. Unauthenticated clients have Redis's smaller limits."""
 
     max_bulk: int = 512 * 1024 * 1024
     max_arguments: int = MAX_ARGUMENTS
@@ -92,8 +92,8 @@ def refuse_word(first: bytes) -> NoReturn:
 
 # -- Words of a line as Redis splits them: inline commands and configuration files -------------------------------------
 
-# White space, and what stands before the next: bare letters, and perhaps something in quotes. Redis skips \v and \f
-# before a word, but they do not end one.
+# White space, then bare letters, then optionally a string in quotes. Redis skips \v and \f before a word, but they do
+# not end one.
 _WORD = re.compile(
     rb"""[\ \t\n\r\0\v\f]* ([^\ \t\n\r\0"']*) (?: "((?:[^"\\]|\\.)*)" | '((?:[^'\\]|\\'|\\(?!'))*)' )?""",
     re.DOTALL | re.VERBOSE,
@@ -127,6 +127,6 @@ def split_words(line: bytes) -> list[bytes] | None:
 
 
 def _meant(found: re.Match[bytes]) -> bytes:
-    """What an escape in double quotes stands for."""
+    """Return the byte of an escape in double quotes."""
     letter: bytes = found[1]
     return bytes.fromhex(letter[1:].decode()) if len(letter) == 3 else _LETTERS.get(letter, letter)

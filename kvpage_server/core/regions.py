@@ -1,9 +1,9 @@
 """Memory from the system: few large mappings, from which chunks are cut and to which they return.
 
 A mapping takes no memory until it is written to. Then the system zeroes it, which costs more than all else that is done
-with it. So memory that returns is spare, and is cut again at once, for chunks of any size. What was spare for a while
-without a break is handed back to the system. If all that is spare is too small for what is taken, as much of it is
-handed back as is taken from the system.
+with it. So memory that returns is spare, and is cut again at once, for chunks of any size. Memory that was spare for a
+while is returned to the system. If no spare memory is large enough for an allocation, the same amount of spare memory
+is returned to the system.
 
 Memory is handed back in whole huge pages, so that none is split where the system uses them. The server does not ask for
 them (`MADV_HUGEPAGE`). The system zeroes a small page just before a value is written to it, so it is in the processor's
@@ -31,7 +31,7 @@ from kvpage_server.page import HEADER_SIZE
 #
 # How large slots and chunks are.
 #
-# A slot holds a value the way it goes over the wire, so that a reply is one borrowed piece of memory:
+# A slot holds a value in wire format, so that a reply is one borrowed piece of memory:
 #
 #     [64: header]["$<n>\r\n"][body: n bytes]["\r\n"]
 #
@@ -46,7 +46,7 @@ IN_PLACE = 32 << 10  # bytes of a body that the kernel writes into its slot: it 
 
 
 class SlotShape(NamedTuple):
-    """Of the slots of one size: bytes from the first of one to that of the next, and before the first in a chunk."""
+    """Geometry of slots of one size: bytes from a slot to the next, and before the first one in a chunk."""
 
     capacity: int  # bytes of the longest body
     pitch: int
@@ -90,8 +90,8 @@ SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30
 HUGE = 2 << 20  # bytes of a huge page
 
 _UNUSED = 4 if sys.platform == "linux" else 5  # madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
-_GIVEN_AT_ONCE = 16 << 20  # bytes: others who change what is mapped wait meanwhile
-_TOO_SMALL = 16 << 20  # bytes that may be spare, and too small for what is taken
+_GIVEN_AT_ONCE = 16 << 20  # bytes: other threads that change mappings wait meanwhile
+_TOO_SMALL = 16 << 20  # bytes that may be spare, but too small for an allocation
 _AT_ONCE = 256  # spans that are handed back before others have their turn
 _madvise = ctypes.CDLL(None).madvise  # which lets other threads run meanwhile; `mmap.madvise` does not
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -136,7 +136,8 @@ class Spans:
 
 
 class Region:
-    """One mapping, of whole huge pages. What is not cut is `fresh`, or `spare` when it may have been written to.
+    """One mapping, of whole huge pages. Memory that is not allocated is `fresh`, or `spare` if it may have been
+    written.
 
     Raises MemoryError when the system has no more.
     """
@@ -208,7 +209,7 @@ class Regions:
         self.spare += stretch.size
 
     def rest(self) -> None:
-        """Hand back what was spare for long enough; the rest of very much the next time."""
+        """Return memory that was spare for long enough; the rest of a large amount in the next call."""
         now = monotonic()
         if now - self._since >= SPARE_FOR:
             gone = self._shrink(self._least)
@@ -277,7 +278,7 @@ class Regions:
         self._leaving.put(stretch)
 
     def _take_back(self) -> None:
-        """What the thread has given back to the system is fresh again. A region that is so as a whole goes."""
+        """Memory that the thread has returned to the system becomes fresh. A region without used memory is unmapped."""
         while self._returned:
             stretch = self._returned.popleft()
             region = stretch.region

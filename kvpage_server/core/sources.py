@@ -1,4 +1,4 @@
-"""Which sources a compiled core was made of: setup.py writes it into the core, and whoever loads the core asks it."""
+"""Digest of a compiled core's sources: setup.py writes it into the core, and the loader compares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def digest(folder: Path) -> str:
-    """Of the names and contents of a folder's Cython sources; empty where there are none, as in an installed wheel."""
+    """Return the digest of the names and contents of a folder's Cython sources; empty without sources, as in a wheel."""
     seen = hashlib.blake2b(digest_size=8)
     sources = sorted(folder.glob("*.p[xy][xd]"))
     for source in sources:

@@ -1,1 +1,1 @@
-"""What `kvpage` shows of a running store: lines and tables for people, JSON for programs."""
+"""Output of `kvpage` for a running store: lines and tables for people, JSON for programs."""

@@ -48,7 +48,7 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[AsOne]:
         return ServerUrl(address.url(shard.primary))
 
     def home(key: bytes) -> str:
-        """Of a manifest, or of the blocks of a request."""
+        """Return the address of the server that stores a manifest, or the blocks of a request."""
         return shown(server_of(key if key.startswith(PREFIX) else block_key((key, 0))).url)
 
     with ExitStack() as stack:
@@ -92,12 +92,12 @@ def _slots(address: Address) -> SlotMap:
 
 # -- shares ------------------------------------------------------------------------------------------------------------
 #
-# What each of several servers has, and all of them together: `kvpage status` of a cluster, `kvpage top` of several.
+# The statistics of several servers, and their sums: `kvpage status` of a cluster, `kvpage top` of several.
 #
 # The servers are kvpage-servers, or the masters of a Valkey or Redis Cluster, whose INFO knows of memory, keys and
 # reads, and nothing of pages.
 
-Share = dict[str, Any]  # what a server has; its `url` and `error` alone if it does not answer
+Share = dict[str, Any]  # the statistics of a server; only `url` and `error` if it does not answer
 _COUNTS = {
     "used_bytes": "used_memory",
     "limit_bytes": "maxmemory",
@@ -113,7 +113,7 @@ _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")
 
 
 def _shares_of(several: AsOne) -> list[Share]:
-    """What each of them has. Raises RedisError when none answers, or one refuses to."""
+    """Return the statistics of each server. Raises RedisError when none answers, or one refuses to."""
     return [_share(shown(server.url), answer) for server, answer in several.of_each(b"INFO", b"EVERYTHING").items()]
 
 
@@ -145,12 +145,12 @@ def _name(info: Mapping[str, str]) -> str:
 
 
 def _telling(shares: list[Share]) -> list[Share]:
-    """Those that answer, and tell this user what they have."""
+    """Return the servers that answer and show their statistics to this user."""
     return [share for share in shares if share.get("commands") is not None]
 
 
 def _silent(share: Share) -> Text:
-    """Stands for what a server does not tell."""
+    """Return the text for a server without statistics."""
     return Text("does not answer", "red") if "error" in share else Text("tells who may use every key", "dim")
 
 
@@ -208,7 +208,7 @@ def _hits(counts: Mapping[str, float]) -> str:
 
 
 def top_of_several(several: AsOne, store: AskedStore, args: argparse.Namespace) -> bool:
-    """Show every `args.watch` seconds what each does a second, and who uses the memory of all, as `store` tells."""
+    """Show the rates of each server and the memory by agent, read from `store`, every `args.watch` seconds."""
     view = _ViewOfSeveral(several, store, args)
     return watch(args, view.frame, view.as_json, screen=True)
 
@@ -220,10 +220,10 @@ class _ViewOfSeveral:
         self._several, self._args = several, args
         self._whose = Whose(store, holdings_of_store)
         self._engines = [*_listening(several, args.url)]
-        self._before: tuple[float, list[Share]] = 0.0, []  # when they were asked last, and what they said
+        self._before: tuple[float, list[Share]] = 0.0, []  # the time and the result of the last request
 
     def frame(self) -> RenderableType:
-        """What is shown now."""
+        """Return the current screen."""
         shares, holdings, engines = self._shares(), self._holdings(), self._connected()
         return Group(
             Text(f"{how_many(len(shares), 'server')} at {shown(self._args.url)}\n", "bold"),
@@ -239,7 +239,7 @@ class _ViewOfSeveral:
         return {"url": shown(self._args.url), "at": time.time(), "nodes": shares, "total": total, "engines": engines}
 
     def _shares(self) -> list[Share]:
-        """What each has, with `per_second`, None when that is unknown: at first, and after a restart."""
+        """Return each server's statistics with `per_second`, which is None at first and after a restart."""
         shares, now = _shares_now(self._several, self._args), time.monotonic()
         (at, before), self._before = self._before, (now, shares)
         was = {share["url"]: share for share in _telling(before)}
@@ -256,7 +256,7 @@ class _ViewOfSeveral:
             raise
 
     def _connected(self) -> list[EngineFigures]:
-        """Each engine tells all servers."""
+        """Each engine publishes to all servers."""
         found: dict[str, EngineFigures] = {}
         for heard in self._engines:
             with suppress(*NO_ANSWER):

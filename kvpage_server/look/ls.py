@@ -35,7 +35,7 @@ _MOST_LETTERS = 128  # of a name: as many as an agent's has in an engine
 
 
 def ls(store: AskedStore, args: argparse.Namespace) -> bool:
-    """The agents, what they share and other requests; or the blocks of one request."""
+    """Show the agents, shared prefixes and other requests, or the blocks of one request."""
     if args.req is not None:
         return _ls_blocks(store, args)
     holdings = ask(store, holdings_of_store(LIMITS))
@@ -82,7 +82,7 @@ def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[Renderabl
 
 
 def remarks(holdings: Holdings) -> Iterator[str]:
-    """Lines about what the tables do not show."""
+    """Yield lines about agents and blocks that the tables omit."""
     if holdings.unreadable:
         yield f"{how_many(len(holdings.unreadable), 'manifest')} cannot be read"
     if holdings.cut:

@@ -28,11 +28,11 @@ class Gone(redis.ResponseError):
 
 
 class SlotsMoved(Exception):
-    """Other nodes than those that are asked serve a cluster's slots by now."""
+    """Error: the cluster's slots have moved to other nodes than the connected ones."""
 
 
 def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
-    """Which of the servers a key or a request belongs to, as for PageClient."""
+    """Return the function from a key or request to its server, as PageClient computes it."""
     rendezvous = Rendezvous(servers)
     return lambda key: rendezvous.server(segment_of(key))
 
@@ -45,8 +45,8 @@ class AsOne:
         self.stores = stores
         self._servers = list(stores)
         self._server_of = server_of
-        self._gone: dict[ServerUrl, str] = {}  # why those that are gone did not answer
-        self._missed: set[ServerUrl] = set()  # those that were gone when they were asked, even if they came back
+        self._gone: dict[ServerUrl, str] = {}  # the error of each server that did not answer
+        self._missed: set[ServerUrl] = set()  # servers that failed to answer once, even if they answer now
         self._with_strays: set[ServerUrl] = set()
         self._silent_until: dict[ServerUrl, float] = {}  # not asked before then
 

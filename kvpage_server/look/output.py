@@ -1,4 +1,4 @@
-"""What the commands that look into a store have in common."""
+"""Shared helpers of the commands that inspect a store."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A Valkey or Redis Cluster, asked as if it knew pages.
 
 It knows strings alone: a block is one (client/cluster/commands.py), and so is a page that was written by itself.
-What it cannot tell is left out: why something is not there, what is leased. The blocks of a request are known when a
-scan has met them; those of an agent need none, as they are page 0, and page 1 for a state.
+Reasons of misses and leases are unknown, and omitted. The blocks of a request are known when a scan has met them; those
+of an agent need none, as they are page 0, and page 1 for a state.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from kvpage_server.observe.memory_by_agent import holdings_of_agent, literally
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
 Answers: TypeAlias = list[Any]
-Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]  # what a command is asked as, and what that means
+# the commands of a request, and the function that decodes their replies
+Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]
 _OF_AGENTS = (0, 1)  # the page ids of an agent's block
-_THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # nothing is told of leases
+_THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # leases are unknown
 ABSENT = "absent"
 _SCANS = 1_000_000  # of a request's keys
 
@@ -47,7 +48,7 @@ class AsStrings:
     def __init__(self, store: AsOne) -> None:
         self._store = store
         self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids, by request
-        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # those that were written by themselves
+        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that were written one by one
 
     def execute_command(self, *words: Any) -> Any:
         """One command. Of its request, all strings are looked for first."""
@@ -62,7 +63,7 @@ class AsStrings:
         return read([self._store.execute_command(*command) for command in commands])
 
     def pipeline(self, transaction: bool) -> Pipeline:
-        """Collects commands, and sends those that they come to together."""
+        """Collect commands, and send the commands that they expand to in one pipeline."""
         return Pipeline(self.answers)
 
     def answers(self, commands: Sequence[Command]) -> Answers:
@@ -93,7 +94,7 @@ class AsStrings:
         name, req_id, *more = command
         assert isinstance(req_id, bytes)
         if name == b"SCAN" and more[-1] == b"set":
-            if req_id == b"0":  # the cursor: what an earlier scan has met may be gone
+            if req_id == b"0":  # the start of a scan: the results of an earlier one may be outdated
                 self._blocks.clear()
                 self._pages.clear()
             return [[*command[:-1], b"string"]], self._requests
@@ -127,7 +128,7 @@ class AsStrings:
         return told | named | _THERE | left
 
     def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
-        """KVPAGEVERIFY's answer. One string after the other is read; what is not what was written is deleted."""
+        """KVPAGEVERIFY's answer. Read one string after the other; delete corrupt strings."""
         checked, unchecked, corrupt = 0, 0, list[bytes]()
         blocks = [number for number in sorted(self._blocks[req_id]) if not pages or number in pages]
         for name in ((req_id, number) for number in blocks):
@@ -143,12 +144,12 @@ class AsStrings:
         return {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
 
     def _deleted(self, key: bytes, pages: list[bytes]) -> list[bytes]:
-        """The keys of the pages that went with a string."""
+        """Delete a string; return the keys of its pages."""
         self._store.execute_command(b"UNLINK", key)
         return pages
 
     def _requests(self, told: Answers) -> Any:
-        """SCAN's answer, with the requests of the keys as their index keys. Notes what the requests have."""
+        """SCAN's answer, with the requests of the keys as their index keys. Note the pages and blocks of the requests."""
         (answer,) = told
         if isinstance(answer, redis.ResponseError):
             return answer
@@ -200,7 +201,7 @@ class AsStrings:
 
 
 def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
-    """Whether a block is what was written, and the keys of its pages, or its own if it cannot be known which it has."""
+    """Return whether a block is intact, and the keys of its pages, or its own key if its pages are unknown."""
     view, shape = memoryview(value), shape_of(value[:OPENING_SIZE])
     before = head_size(shape) if shape else 0
     if shape is None or len(view) != before + shape.nbytes:
@@ -211,7 +212,7 @@ def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
 
 
 def _checked_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
-    """Whether a page was checked, and whether it is what was written."""
+    """Return whether a page has a checksum, and whether it is intact."""
     try:
         header, _ = decode_page(value)
     except PageError:
@@ -234,7 +235,7 @@ def _why(parts: Any) -> Any:
 
 
 def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None:
-    """A block as KVPAGEINDEX tells of it; None if there is none."""
+    """Return a block in the form of KVPAGEINDEX, or None if there is none."""
     shape = shape_of(opening)
     if shape is None:
         return None
@@ -291,6 +292,6 @@ def is_an_agent(store: AskedStore, name: bytes) -> str:
 
 
 def may_say_why(store: AskedStore, name: str, *page: str) -> str:
-    """The end of a message that something is not there; empty where nothing tells why."""
+    """Return the hint to use `kvpage why`; empty if the store records no reasons."""
     word = typed(name)
     return f"; kvpage why {' '.join([word, *page])} may say why" if word and not isinstance(store, AsStrings) else ""

@@ -39,7 +39,7 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def _as_json(store: redis.Redis, url: str) -> dict[str, Any]:
-    """What the server does not tell a user who may not use every key is null."""
+    """The server hides these values from restricted users, so they are null."""
     now = overview(store, url)
     found = {"url": shown(url)} | asdict(now)
     if not now.everything:
@@ -72,7 +72,7 @@ def headline(url: str, now: Overview) -> Text:
 
 
 def _told_to_a_tenant(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]]:
-    """What is shown to a user who may not use every key: nothing about other users."""
+    """Yield the lines for a restricted user, without other users' data."""
     limit = now.memory.limit
     yield "memory", f"limit {as_size(limit)}, {now.memory.policy}" if limit else "no limit"
     requests = how_many(_requests_of(store), "request")
@@ -130,7 +130,8 @@ def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     yield "", f"{waiting}; {how_many(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}"
     if disk.failing:
         yield "", Text(f"writes fail: {disk.failing}; a crash would cost {how_many(disk.unsaved, 'change')}", "red")
-    if damaged := max(disk.corrupt + disk.repaired, disk.quarantined):  # those set aside may be of earlier runs
+    # the quarantine may contain records of earlier runs
+    if damaged := max(disk.corrupt + disk.repaired, disk.quarantined):
         yield "", Text(f"{how_many(damaged, 'value')} found damaged: the disk may be failing", "red")
 
 

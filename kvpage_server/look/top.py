@@ -1,4 +1,4 @@
-"""`kvpage top`: rates, who uses the memory, and what engines tell, until interrupted."""
+"""`kvpage top`: rates, memory by agent, and engine statistics, until interrupted."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvpage_server.observe.overview import KEEPS_NOTHING, Overview
 from kvpage_server.system.terminal import out, readable, table_of
 from kvpage_server.system.text import as_size, how_many
 
-# -- The engines that tell a store what they do, as `kvpage top` shows them --------------------------------------------
+# -- Engine statistics, received from the store, for `kvpage top` ------------------------------------------------------
 
 _DROP = "memory", "files", "shared", "own memory", "this store", "model"  # columns, in a narrow terminal
 _MOST_MESSAGES = 1000  # that are read in one go
 
 
 class HeardEngines:
-    """Those that the user may hear: all of them, or else those that have logged in as this user."""
+    """The engines whose messages the user may receive: all, or the engines that use the same account."""
 
     def __init__(self, store: redis.Redis, url: str) -> None:
         """Raises RedisError when the store does not answer."""
@@ -50,7 +50,7 @@ class HeardEngines:
         return True
 
     def connected(self) -> list[EngineFigures]:
-        """By name, as far as they have told something since this listens. Raises RedisError."""
+        """Return the engines by name that have published since this object subscribed. Raises RedisError."""
         if self._listens:
             for _ in range(_MOST_MESSAGES):
                 message = self._channel.get_message(timeout=0)
@@ -61,7 +61,7 @@ class HeardEngines:
 
 
 def engines_table(engines: Sequence[EngineFigures]) -> Table:
-    """What of their prompts each engine did not compute, and where it was found."""
+    """Return the table of prompt tokens that each engine reused, by source."""
     places = "own memory", "shared", "this store", "files"
     table = table_of("engine", "model", "prompts", "not computed", *places, "memory", numbers_from=2, drop=_DROP)
     for engine in engines:
@@ -79,7 +79,7 @@ def engines_table(engines: Sequence[EngineFigures]) -> Table:
     return table
 
 
-_OTHER_LINES = 22  # lines of the terminal that are not for agents, what they share, and requests
+_OTHER_LINES = 22  # lines of the terminal that agents, shared prefixes and requests do not use
 _ROWS = 10  # of a table, where there is no terminal
 _SHORTEST_LINE = 8  # characters of a row of blocks
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -103,7 +103,7 @@ class _View:
         self._whose = Whose(store, lambda: holdings_of_store(known=known))
 
     def frame(self) -> RenderableType:
-        """What is shown now."""
+        """Return the current screen."""
         now = overview(self._store, self._url)
         self._history.add(now)
         gateway = is_gateway(now)
@@ -130,7 +130,7 @@ class _View:
 
 
 class Whose:
-    """Who uses the memory. It is looked for again when it is old, and less often the longer that takes."""
+    """Memory by agent. It is looked for again when it is old, and less often the longer that takes."""
 
     def __init__(self, store: AskedStore, look: Callable[[], Reading[Holdings]]) -> None:
         self._store, self._look = store, look
@@ -138,7 +138,7 @@ class Whose:
         self._until = 0.0  # monotonic seconds: until then the holdings are good enough
 
     def now(self) -> Holdings:
-        """As far as is known."""
+        """Return the latest known state."""
         began = time.monotonic()
         if began >= self._until:
             self._holdings = ask(self._store, self._look())
@@ -156,7 +156,7 @@ def room_for_rows(more_lines: int = 0) -> int:
 
 
 def tables(engines: list[EngineFigures], holdings: Holdings, rows: int) -> Iterator[RenderableType]:
-    """Engines, and who uses the memory, each with an empty line before it."""
+    """Yield the tables of engines and of memory by agent, each after an empty line."""
     if engines:
         yield from (Text(), engines_table(engines[:rows]))
     for table in tables_of(holdings, rows):

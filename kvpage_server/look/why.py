@@ -30,11 +30,11 @@ from kvpage_server.page import DType, KVType, PageError, PageKey, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 from kvpage_server.system.text import as_size, how_many
 
-# -- `kvpage stat` and `kvpage verify`: what the store knows about a page or an agent, and whether pages  --------------
+# -- `kvpage stat` and `kvpage verify`: metadata of a page or an agent, and checksum checks ----------------------------
 
 
 def stat(store: AskedStore, args: argparse.Namespace) -> bool:
-    """A page's header and what else the store knows about it, or an agent's contexts, block by block."""
+    """Show the metadata of a page, or an agent's contexts, block by block."""
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
     try:
@@ -89,7 +89,7 @@ def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
 
 
 def _no_agent(store: AskedStore, name: str) -> str:
-    """What to type instead."""
+    """Return the hint for a name that is not an agent."""
     try:
         blocks = store.execute_command("KVPAGEINDEX", os.fsencode(name))
     except redis.ResponseError:  # it can be no request either
@@ -357,7 +357,7 @@ def _of_model(model: list[str]) -> str:
 
 
 def _lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
-    """What a load would find, who saved the agent and when, and what is missing."""
+    """Yield lines about the restorable prefix, the author and time of the save, and missing blocks."""
     whose, tokens, count = _of_model([agent.model]), how_many(agent.tokens, "token"), len(agent.blocks)
     missing = [(i, place) for i, place in enumerate(places) if not place.block.complete]
     if not missing:

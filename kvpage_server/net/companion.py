@@ -1,8 +1,8 @@
-"""The process beside the server that answers HTTP: begun, listened to, begun anew when it has ended.
+"""The HTTP process next to the server: start, connection, and restart when it has ended.
 
-It has the sockets that browsers and Prometheus connect to, and one end of a channel. Over that it hands the server
-sockets, each of which becomes a session: of the user that sees figures alone, or of who is at the address that it
-names, who then authenticates as anybody does.
+It has the sockets that browsers and Prometheus connect to, and one end of a channel. Over this channel it passes
+sockets to the server, each of which becomes a session: of the metrics user, or of a client at the given address, which
+authenticates as usual.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvpage_server.system.fd_passing import take_over
 
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
-MONITOR = "monitor"  # what is said of a socket whose session is for figures
+MONITOR = "monitor"  # the message with a socket whose session reads metrics
 WITH_TOKEN = "token "  # the prefix of the address of a viewer with the token
-ENGINES = b"kvpage:engines*"  # the channels on which engines tell what they do
+ENGINES = b"kvpage:engines*"  # the channels on which engines publish statistics
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before it is begun anew
 _STEADY = 60.0  # seconds after which it is not one that ends again and again
 _LAST_SECONDS = 3.0  # that it has to end
@@ -33,7 +33,7 @@ log = logging.getLogger("kvpage")
 
 
 def missing() -> str:
-    """What has to be installed before it can be begun; empty when nothing is missing."""
+    """Return the instruction to install missing packages; empty if none is missing."""
     absent = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     return f"{absent[0]} is not installed: pip install '.[web]' in a checkout of kvpage" if absent else ""
 
@@ -105,7 +105,7 @@ class Companion:
             ours.close()
 
     def _take(self, channel: socket.socket) -> None:
-        """A socket has come, or the end of the process."""
+        """Receive a socket, or notice the end of the process."""
         try:
             taken = take_over(channel)
         except BlockingIOError:
@@ -124,7 +124,7 @@ class Companion:
 
 
 async def _tell(process: Process) -> None:
-    """Have in the log what it says, until it has ended."""
+    """Copy the process's output to the log until it ends."""
     assert process.stderr is not None
     while said := await process.stderr.read(1 << 16):
         for line in said.decode("utf-8", "backslashreplace").splitlines():

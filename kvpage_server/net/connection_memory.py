@@ -1,7 +1,7 @@
 """How much a client may send, hold and leave unread, and which clients are ended when it is too much.
 
-A client that does not read is not answered any more once about a megabyte waits for it (see `transport`), so what piles
-up unasked is what it listens to, or one great reply. A client that sends holds memory until its command is complete.
+The server stops answering a client once about a megabyte waits for it (see `transport`), so only subscriptions and
+single large replies can exceed this. A client that sends holds memory until its command is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def keep_large_blocks_apart() -> None:
 
 
 def of_frames(config: Config) -> Limits:
-    """What the parser of a new connection accepts."""
+    """Return the limits of a new connection's parser."""
     return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
 
 
@@ -50,7 +50,7 @@ def hashed(server: Server) -> frozenset[bytes]:
 
 
 def keep(client: Client) -> None:
-    """What a client holds has changed. End it if that is too much, or others if all together hold too much."""
+    """Check a client's memory after a change. End it if that is too much, or others if all together hold too much."""
     connection, config = client.connection, client.server.config
     limit = output_limit(client)
     if limit.hard and connection.outgoing > limit.hard:
@@ -113,7 +113,7 @@ def overflown(client: Client) -> None:
 
 
 class Load:
-    """Of one connection. What it is still sending counts against the connection, and evicts nothing."""
+    """Memory of one connection. Output that is being sent counts against the connection, and evicts nothing."""
 
     __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "kept", "postponed")
 
@@ -122,8 +122,8 @@ class Load:
         self._parser = parser
         self._keyspace = client.server.keyspace
         self.postponed = 0  # bytes in the arena of a command that has to wait before it runs
-        self._receiving = 0  # of that and of what is being received, as last told to the keyspace
-        self._queued = 0  # of commands that wait for EXEC, as last told to the keyspace
+        self._receiving = 0  # bytes of postponed and received commands that the keyspace counts
+        self._queued = 0  # bytes of commands in MULTI that the keyspace counts
         self._held = 0  # bytes that pass through it, as last reported to the server
         self.kept = 0  # bytes that are kept for it, as they were when the limits were last looked at
         self.is_nothing = True  # it holds nothing, as far as the server knows
@@ -165,7 +165,7 @@ class Load:
         self.is_nothing = not (self._held or self._receiving or self._queued)
 
     def drop(self) -> None:
-        """The connection is gone, and what it held."""
+        """Release all memory of a closed connection."""
         self.postponed = 0
         self.settle()
         self.unqueue()
@@ -174,7 +174,7 @@ class Load:
         self._look()
 
 
-# -- What is done for all clients once a second: those end that are idle, too slow or gone, and traffic i --------------
+# -- Periodic checks of all clients: idle, slow and broken connections are closed, traffic is counted ------------------
 
 _MUCH = 16 * 1024 * 1024  # bytes
 _LAST_WORDS = 10.0  # seconds that a closed connection has to read its last replies
@@ -214,7 +214,7 @@ class Watch:
             yield
 
     def _give_back_memory(self) -> None:
-        """When clients held much and now hold little, let the C library return what lies free in between."""
+        """Return free memory to the system after clients' memory has shrunk much."""
         held = self._server.in_flight
         self._most_held = max(self._most_held, held)
         if self._most_held > _MUCH and held < self._most_held // 4:
@@ -234,7 +234,7 @@ class Watch:
             self._server.rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
 
     def _end_slow_readers(self, clients: Iterable[Client], now: float, over: Mapping[Client, float]) -> None:
-        """`over` are those that were above their soft limit when they were looked at before, and since when."""
+        """`over` maps the clients that exceeded their soft limit at the last check to the time since when they do."""
         for client in clients:
             limit = output_limit(client)
             if limit.soft and client.connection.outgoing > limit.soft:
@@ -256,8 +256,8 @@ class Watch:
 def _end_broken(clients: Iterable[Client]) -> None:
     """End connections that their peers have reset.
 
-    libuv reports a socket's error once and looks at it no more (`uv__poll_io`); a session that then read what came
-    before the reset, and waits for more, would wait for ever.
+    libuv reports a socket error once and stops polling (`uv__poll_io`), so a session that waits for more bytes after a
+    reset would wait for ever.
     """
     by_descriptor = {client.descriptor: client for client in clients}
     errors = select.poll()

@@ -79,7 +79,7 @@ class Listener:
         return int(opened[0].getsockname()[1])
 
     def stop(self) -> None:
-        """Accept no more, and stop commands between their steps; `complete` ends those that change something."""
+        """Accept no more connections, and stop commands between their steps; `complete` finishes writes."""
         self._line.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
@@ -92,7 +92,7 @@ class Listener:
             handshake.cancel()
 
     async def complete(self) -> None:
-        """When the clients are gone: complete what was begun and is whole or not at all, such as a batch of pages."""
+        """Complete all-or-none writes, such as a batch of pages, after the clients have disconnected."""
         await self._line.completed(_COMPLETED_WITHIN)
 
     # -- accepting -------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Listener:
                 session.client.become(user or (None if needs_password else session.client.user))
 
     def _turn_away(self, sock: socket.socket, local: bool) -> bool:
-        """Whether the connection was refused, and told why."""
+        """Refuse the connection with an error if a limit is reached. Returns whether it was refused."""
         server = self._server
         if len(server.clients) + len(self._handshakes) >= server.config.maxclients:
             reason = _FULL
@@ -177,14 +177,14 @@ class Listener:
             sock.close()
 
     def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
-        """Begin a session with the peer at `address`. A socket whose peer is gone does not know it any more."""
+        """Begin a session with the peer at `address`. A socket has no peer address after the peer has disconnected."""
         ends = Ends(address, name_of(sock), sock.fileno())
         return Session(self._server, self._loop, self._line, self._scratch, ends, open_transport)
 
 
 @contextmanager
 def _closed_if_gone(sock: socket.socket) -> Iterator[None]:
-    """A peer that is gone before it is greeted has no name any more, and can't be told anything."""
+    """A peer that disconnects before the greeting has no address and receives nothing."""
     sock.setblocking(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a client is told: replies in their order, those that are made in steps, and what is pushed between them."""
+"""The replies of a client in their order: plain ones, ones made in steps, and pushes between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("kvpage")
 
 
 class Replies:
-    """Of one client. `pieces` are to be sent next."""
+    """Replies of one client. `pieces` are to be sent next."""
 
     __slots__ = (
         "_aside",
@@ -45,7 +45,7 @@ class Replies:
     )
 
     def __init__(self, client: Client, came: Callable[[], None]) -> None:
-        """`came` is called when `pieces` have got more of what was made aside."""
+        """`came` is called after a background reply has added to `pieces`."""
         self._client = client
         self._came = came
         self._aside = deque[_Aside]()  # replies that are made while the next commands run, and those behind them
@@ -55,7 +55,7 @@ class Replies:
         self._borrowed = 0  # bytes of them that lie in the store's memory
         self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # it is a single reply, not the items of an array
-        self._is_whole = False  # it is completed even when the client goes
+        self._is_whole = False  # complete the steps even if the client disconnects
         self.pushed: list[Reply] = []  # messages that wait for its end
         self._waiting = 0  # bytes of messages since nothing waited
 
@@ -107,14 +107,14 @@ class Replies:
         self._aside[-1].go_on()
 
     def _gather(self) -> None:
-        """Take over what is complete, in order."""
+        """Append the completed background replies, in order."""
         while self._aside and self._aside[0].is_over:
             self.pieces += self._aside.popleft().pieces
         self._came()
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are replies that have to come before what is said now."""
+        """Return whether earlier replies must be sent first."""
         return bool(self._aside)
 
     def end_with(self, last_words: bytes) -> None:
@@ -125,9 +125,9 @@ class Replies:
             self.pieces.append(last_words)
 
     def step(self, deadline: int) -> Wait | bool:
-        """Take some steps of the reply under way: what it waits for, or whether there was time for more.
+        """Run steps of the current reply. Return a Wait, or whether time is left.
 
-        Raises whatever goes wrong in them: the reply breaks off then.
+        Raise the exception of a step, which ends the reply.
         """
         steps = self._steps
         assert steps is not None
@@ -145,12 +145,12 @@ class Replies:
             encode(step, self._client.protocol, self.pieces)
             if monotonic_ns() >= deadline:
                 return False
-            if self._is_one and self.pieces:  # send it before what it borrows is freed
+            if self._is_one and self.pieces:  # send before the next step frees the borrowed memory
                 break
         return True
 
     def push(self, message: Reply, *, now: bool) -> None:
-        """Add a message that was not asked for: now, or after the reply that is under way or about to come."""
+        """Queue a push: now, or after the reply that is in progress."""
         self.pushed.append(message)
         self._waiting = self.waiting + _size_of(message)
         if now:
@@ -169,21 +169,21 @@ class Replies:
         self.pushed.clear()
 
     def drop(self) -> Iterator[Reply] | None:
-        """The connection is gone: drop what would be sent. Returns the steps that must be completed nevertheless."""
+        """Drop all output of a closed connection. Return the steps that must be completed."""
         self._aside.clear()
         self.pushed.clear()
         self.pieces.clear()
         return self.break_off()
 
     def break_off(self) -> Iterator[Reply] | None:
-        """Make no more of the reply under way. Returns the steps that must be completed nevertheless."""
+        """Make no more of the reply under way. Return the steps that must be completed."""
         steps = self._steps if self._is_whole else None
         self._steps, self.under_way = None, False
         return steps
 
 
 class _Aside:
-    """A reply that makes itself, step by step, whoever else has the client's attention."""
+    """A background reply, whose steps run while other replies of the client are sent."""
 
     __slots__ = ("_client", "_steps", "_then", "is_over", "pieces")
 
@@ -195,7 +195,7 @@ class _Aside:
         self.is_over = False
 
     def go_on(self) -> None:
-        """As far as possible without waiting, and without keeping others waiting."""
+        """Run steps until one must wait, or the time slice is over."""
         try:
             for step in self._steps:
                 if type(step) is Wait:
@@ -225,11 +225,11 @@ def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
     return (step if type(step) is Wait else () for step in steps)
 
 
-# -- From commands to replies: those that need no decision are called by the core, all others go through  --------------
+# -- From commands to replies: the core calls fast-path commands, all others go through `execute` ----------------------
 
 
 class Answering:
-    """Of one client. `send` sends the replies so far; it is called when they are much."""
+    """The command runner of one client. `send` sends the replies so far; it is called when they are much."""
 
     def __init__(self, client: Client, parser: Parser, replies: Replies, load: Load, send: Callable[[], None]) -> None:
         self._client = client
@@ -239,8 +239,8 @@ class Answering:
         self._load = load
         self._send = send
         self._caller = caller_of(client, parser)
-        self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
-        self._hold: object = None  # what it needs stays in memory while somebody has this, until it has run
+        self._postponed: Command | None = None  # until a pause ends or its values are loaded
+        self._hold: object = None  # keeps the command's values in memory until it has run
         self.is_busy = False  # a command is being run
 
     @property
@@ -290,7 +290,7 @@ class Answering:
         return left - 1 if client.finished <= deadline else 0
 
     def _take_over(self, command: Command, row: Callee, reply: Reply, error: Exception | None) -> None:
-        """What came of a command that the core has called, and handed back."""
+        """Turn the result of a call on the fast path into replies."""
         try:
             told = came_of(self._client, row.what, command, reply, error)
         except Postponed as postponed:
@@ -330,5 +330,5 @@ class Answering:
         self._load.settle()
 
     def drop(self) -> None:
-        """The connection is gone, and with it what was to be run."""
+        """Drop the pending command of a closed connection."""
         self._postponed = self._hold = None

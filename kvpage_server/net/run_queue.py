@@ -1,8 +1,8 @@
-"""Whose turn it is: clients that ask for much wait in line, so that those who ask for little do not.
+"""The run queue: clients with much work wait in it, so that clients with little work do not.
 
-In every round of the event loop what has just arrived is answered, each session for one turn at the most. Who needs
-more stops reading and joins the line, and in a round the whole line gets no more than `ROUND`. However many are in it,
-a newcomer waits for little more than that.
+In every round of the event loop, each session answers the bytes that have arrived, for one turn at most. A session that
+needs more stops reading and joins the queue; the whole queue gets at most `ROUND` per round. However many are in it, a
+newcomer waits for little more than that.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Waiting(Protocol):
     """Somebody in the line."""
 
     def take_turn(self) -> None:
-        """Go on, for one turn. Whoever needs another one joins the line again."""
+        """Go on, for one turn. A session that needs another turn joins the queue again."""
 
 
 class Line:
-    """Those who wait for their turn, first come, first served."""
+    """Sessions that wait for a turn, first in, first out."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -40,7 +40,7 @@ class Line:
         self._rests = 0
 
     def stop(self) -> None:
-        """No client has a turn any more. What has to be completed is."""
+        """No client has a turn any more. All-or-none steps are completed."""
         self._stopped = True
 
     async def completed(self, within: float) -> None:
@@ -81,7 +81,7 @@ class Line:
             self._loop.call_soon(self._serve)
 
     def finish(self, steps: Iterator[Reply] | None) -> None:
-        """Complete the steps that are left of a command whose client is gone."""
+        """Complete the remaining steps of a disconnected client's command."""
         if steps is None:
             return
         self._rests += 1
@@ -93,7 +93,7 @@ class Line:
 
 
 class _Rest:
-    """What is left to do of a command whose client is gone."""
+    """The remaining steps of a disconnected client's command."""
 
     def __init__(self, line: Line, steps: Iterator[Reply]) -> None:
         self._line = line

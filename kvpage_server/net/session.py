@@ -1,4 +1,4 @@
-"""One client: what it sends becomes commands, and their replies go back in order."""
+"""One client's session: bytes become commands, and replies are sent in order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Session:
         self._state = READING
         self._ending = False  # no command is taken any more
         self._pause_end: asyncio.TimerHandle | None = None
-        self._awaited = 0  # things that it waits for while `WAITING`, all of which have to come
+        self._awaited = 0  # number of events that the state `WAITING` waits for
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
         self._before = 0  # the position in the changes when the commands that run began
@@ -127,9 +127,9 @@ class Session:
             self._run()
 
     def lost(self) -> None:
-        """The connection is gone.
+        """Close the session after the connection has ended.
 
-        That may have been found while somebody tells many clients something: they are forgotten when that is done.
+        This may happen during a notification of many clients, so the client is removed afterwards.
         """
         self._let_go()
         self._loop.call_soon(self._leave)
@@ -153,7 +153,7 @@ class Session:
         self._server.forget(self.client)
         del self._transport, self._answering, self._replies, self.client.connection
 
-    # -- the client's side: `commands.context.Connection` says what each is ------------------------------------
+    # -- the client's interface: `commands.context.Connection` documents these methods ---------------------------------
 
     def push(self, message: Reply) -> None:
         if self._ending:
@@ -175,7 +175,7 @@ class Session:
         self._line.finish(self._replies.break_off())
         if self._replies.is_behind:
             self._transport.ignore()
-        elif self._state is not WAITING:  # what was told last is still to be sent then
+        elif self._state is not WAITING:  # the last reply has not been sent yet
             self._transport.close()
 
     def abort(self) -> None:
@@ -216,7 +216,7 @@ class Session:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
+        """Run the received commands, for one turn at most; then send, and leave the rest to the run queue."""
         client, transport, replies, load = self.client, self._transport, self._replies, self._load
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
         stopped = False  # answering, since too much waited to be sent; less may wait after the flush
@@ -289,7 +289,7 @@ class Session:
         self._close()
 
     def _more_came(self) -> None:
-        """A reply that was made aside is complete."""
+        """Send a completed background reply."""
         if self._state is not GONE:
             (self._close if self._ending else self._flush)()
 
@@ -298,7 +298,7 @@ class Session:
         self._line.join(self)
 
     def take_turn(self) -> None:
-        """Go on with what was left over."""
+        """Continue with the remaining commands."""
         if self._move(SessionEvent.TURN):
             self._run()
 
@@ -328,7 +328,7 @@ class Session:
             self.abort()
 
     def _go_on(self) -> None:
-        """The disk has finished or failed. Send the replies that wait, or an error if what they say is not on disk."""
+        """The disk has finished or failed. Send the waiting replies, or an error if their writes are not on disk."""
         self._awaited -= 1
         if self._awaited or not self._move(SessionEvent.ALL_CAME):
             return

@@ -1,4 +1,4 @@
-"""What a session does with what arrives, and what moves it from one state to another.
+"""States of a session, and the events that change them.
 
     READING  runs the commands that arrive
              LEFT_OVER -> IN_LINE; UNREAD -> CROWDED; HELD_BACK -> PAUSED
@@ -13,11 +13,11 @@
     GONE     the connection is over, and nothing leads on from here
 
 MUST_WAIT leads to WAITING from every state but GONE, and LOST leads to GONE from every state. TURN, DRAINED and
-PAUSE_OVER may come in any state; where the table does not name them they change nothing. A session that is WAITING or
+PAUSE_OVER may occur in any state; they change nothing in a state without a row for them. A session that is WAITING or
 GONE stays so when its command is HELD_BACK. Everything else cannot happen, and is an error.
 
-A session that is ending, because of QUIT or of bytes that are no command, takes no further command in any state. What
-it was to be told is sent first.
+A session that is ending, because of QUIT or of bytes that are no command, takes no further command in any state. The
+remaining replies are sent first.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class SessionState(Enum):
 
 
 class SessionEvent(Enum):
-    """What moves it."""
+    """Event that changes a session's state."""
 
     LEFT_OVER = auto()  # its turn is over, and there is more to do
-    TURN = auto()  # the line has come to it
+    TURN = auto()  # the run queue has reached the session
     UNREAD = auto()  # too much waits to be sent
     DRAINED = auto()  # there is room for replies again
     HELD_BACK = auto()  # its command has to wait for the end of a pause

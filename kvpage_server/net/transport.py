@@ -1,4 +1,4 @@
-"""A plain socket. What comes is received by the session's parser; what is told is gathered and sent from where it lies.
+"""A plain socket. The session's parser receives the bytes; output is gathered and sent from its place in memory.
 
 A piece is kept until it is sent, so that its memory is not used again before.
 """
@@ -26,23 +26,23 @@ class Ends(NamedTuple):
 
 
 class SocketReader(Protocol):
-    """What a transport needs of a session."""
+    """The session's interface for its transport."""
 
     def readable(self) -> None:
         """There is something on the socket, or its end."""
 
     def received(self, data: bytes) -> None:
-        """This has come; it is decrypted."""
+        """Process received, decrypted bytes."""
 
     def drained(self) -> None:
-        """What waited to be sent is below the high-water mark again."""
+        """Continue after the output queue has fallen below the high-water mark."""
 
     def lost(self) -> None:
-        """The connection is gone, whoever ended it."""
+        """Close the session after the connection has ended."""
 
 
 class Transport(Protocol):
-    """What moves the bytes: a socket as it is, or with TLS."""
+    """A connection's byte stream: a plain socket, or TLS."""
 
     bytes_out: int
     queued: int  # bytes that wait to be sent
@@ -52,19 +52,19 @@ class Transport(Protocol):
         """Send pieces in order, when the peer takes them."""
 
     def renew(self) -> None:
-        """What waits to be sent may have moved in memory: send it from where it is now."""
+        """Read the output's addresses again, because its memory may have moved."""
 
     def ignore(self) -> None:
-        """Tell of nothing that comes: it stays in the kernel, so the peer is slowed down."""
+        """Stop receiving: bytes stay in the kernel, so the peer slows down."""
 
     def attend(self) -> None:
-        """Tell of what comes again."""
+        """Continue receiving."""
 
     def close(self) -> None:
         """Read no more; close once everything is sent."""
 
     def abort(self) -> None:
-        """Close now; what waits to be sent is dropped."""
+        """Close immediately and drop unsent output."""
 
 
 class SocketTransport:
@@ -130,7 +130,7 @@ class SocketTransport:
         self._settle()
 
     def _settle(self) -> None:
-        """Have the loop tell when the kernel takes more, as long as something waits to be sent."""
+        """Wait for a writable socket as long as output is queued."""
         if self.queued:
             if not self._writing:
                 self._writing = True
@@ -171,8 +171,8 @@ class SocketTransport:
 #
 # A transport like `SocketTransport` that encrypts.
 #
-# The event loop does the TLS, so what is received passes through its buffers, and what is sent is handed to it in
-# parts that it has taken before the next ones follow.
+# asyncio implements TLS, so received bytes pass through its buffers. Output is handed over in parts, each after asyncio
+# has taken the part before.
 
 _PART = 256 * 1024  # bytes handed to the loop at a time
 

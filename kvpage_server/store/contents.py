@@ -1,7 +1,7 @@
 """Every key, and the accounts that go with it: sizes, leases, quotas, expiry.
 
-This is the only place where a value is put under a key or removed from it. All who have to know are told here: the
-policy, quotas, leases, the expirer, ghosts, listeners, and the tier below memory, if there is one.
+This is the only place where a value is put under a key or removed from it. It notifies every part: the policy, quotas,
+leases, the expirer, ghosts, listeners, and the tier below memory, if there is one.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expir
 
 
 class Tier(Protocol):
-    """The tier below memory, which is told what happens to values."""
+    """The tier below memory; it is notified of changes of values."""
 
     def removed(self, key: bytes) -> None:
-        """A key is gone. Its unit may have others."""
+        """Process the removal of a key. Its unit may have other keys."""
 
     def unit_removed(self, unit: Unit) -> None:
-        """A string is gone, or a block with its last page, perhaps since something else has the key now."""
+        """Process the removal of a string, or of a block's last page, which another value may have replaced."""
 
     def block_removed(self, block: Block) -> None:
         """A block is about to be removed with all its pages."""
@@ -123,14 +123,14 @@ class Tier(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened to keys since the start."""
+    """Counters of events since the start."""
 
     hits: int = 0
     misses: int = 0
     expired: int = 0
     evicted: int = 0
     writes: int = 0
-    evictions: dict[tuple[str, str], int] = field(default_factory=dict)  # keys by policy, and by what was full
+    evictions: dict[tuple[str, str], int] = field(default_factory=dict)  # keys, by policy and exceeded limit
     page_misses: Counter[str] = field(default_factory=Counter)  # by reason
     string_misses: Counter[str] = field(default_factory=Counter)  # by reason
 
@@ -155,7 +155,7 @@ class Contents:
         self.lost = LostStrings()
         self.counters = Counters()
         self.tier: Tier | None = None
-        self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
+        self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
         self.on_block: BlockListener | None = None  # the same for all pages of a block; set if `on_event` is
         self.texts = 0  # bytes of short strings
 
@@ -188,7 +188,7 @@ class Contents:
         return block if block.pages else None
 
     def tell(self, event: str, key: bytes) -> None:
-        """Tell listeners what happened to a key."""
+        """Notify listeners of an event."""
         if self.on_event is not None:
             self.on_event(event, key)
 
@@ -341,7 +341,7 @@ class Contents:
         self.ghosts.remember(block, block.rows, reason or _REASONS[event], self._who(block, event, reason), limit)
         keys = list(block.page_keys()) if self.on_block is not None else []
         self.expirer.keys -= self.catalogue.take_pages(block)
-        block.extent = None  # those who still look at the block do not keep its memory
+        block.extent = None  # so that readers of the block do not keep its memory
         if self.on_block is not None:
             self.on_block(keys, ((event, key) for key in keys))
         return block.pages

@@ -16,11 +16,11 @@ It is put together of parts:
     listing         which keys and requests there are
     tier            the disk below memory, if there is one: told what is stored, used and removed, asked to fetch
 
-A TTL ends in `Contents.expire`, which is called by `sweep` and by whoever finds an overdue key before that.
+A TTL ends in `Contents.expire`, which `sweep` calls, and every lookup that finds an overdue key before.
 
-**Many pages at a time.** The core stores and finds all pages of a batch that need no decision in one call, and the
-policy is told of their blocks in another. If there is something to decide (somebody listens, a string has the key, the
-block was stored whole), plain Python does it, a page at a time.
+**Many pages per call.** The core stores and finds all pages of a batch that need no decision in one call, and the
+policy gets their blocks in another. If there is something to decide (somebody listens, a string has the key, the block
+was stored whole), plain Python does it, a page at a time.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ from kvpage_server.system.text import monotonic_ms
 
 # -- protection --------------------------------------------------------------------------------------------------------
 #
-# What may be leased and pinned: half of memory, and half of the disk's room for values.
+# Limits of leases and pins: half of memory, and half of the disk's space for values
 #
-# What is protected can't make room for other values. So both memory and disk need enough that is not protected.
-# Memory alone would not do: a store that has just started has all of its values on disk only, so they could all be
-# protected, and the disk would have to refuse what comes. Units of a quota may take half of it, all others half of
-# what quotas leave.
+# Protected values cannot be evicted. So both memory and disk need enough that is not protected. A limit on memory alone
+# is not enough: right after a start all values are on disk only, so all of them could be protected, and the disk would
+# refuse every write. Units of a quota may use half of it, other units half of the memory outside quotas.
 
 SHARE = 0.5
 PROMISE = 10_000  # milliseconds
@@ -73,9 +72,9 @@ class Protection:
         self._disk = disk
 
     def promise(self, key: bytes, entry: Entry) -> None:
-        """Protect a key for a while, since a client was told that it exists and will read it.
+        """Protect a key for a while, because a client was informed that it exists and will read it.
 
-        A client of LMCache that is told so by EXISTS, and then misses with GET, waits for ever.
+        An LMCache client that gets 1 from EXISTS, and then misses with GET, waits for ever.
         """
         if (self._memory.maxmemory or self._of_disk) and not isinstance(entry, Text):
             self.lease(unit_of(key, entry), PROMISE)
@@ -90,13 +89,13 @@ class Protection:
         return self._contents.leases.pin(unit, self.size_of(unit), self.most(unit))
 
     def size_of(self, unit: Unit) -> Bytes:
-        """What a unit takes. If it waits to be written, it will take as much of the disk as of memory."""
+        """Return the size of a unit. A unit that waits to be written will use as much disk space as memory."""
         entries = self._contents.catalogue.entries
         memory = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
         return Bytes(memory, max(memory, self._disk.size_of(unit)) if self._disk is not None else 0)
 
     def most(self, unit: Unit) -> Bytes:
-        """What leases and pins may take together in a unit's quota, or of all units without one."""
+        """Return the limit of leases and pins in a unit's quota, or of all units without a quota."""
         disk = self._of_disk
         return Bytes(self._share(unit, self._memory.maxmemory), self._share(unit, disk) if disk else sys.maxsize)
 
@@ -121,7 +120,7 @@ LONGEST_TEXT = 511  # longer strings lie in the arena, where longer words are re
 
 
 class Flushed:
-    """What a flush removed. Freeing millions of values takes a while."""
+    """Values that a flush removed. Freeing millions of values takes a while."""
 
     def __init__(self, *parts: dict[Any, Any]) -> None:
         self._parts = parts
@@ -170,7 +169,7 @@ class Keyspace:
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything besides maxmemory limits what may be stored."""
+        """Return whether a limit other than maxmemory applies."""
         return self.evictor.quotas is not None or (self.tier is not None and self.tier.stored.maxdisk > 0)
 
     def admit(self, coming: Iterable[Coming]) -> None:
@@ -178,14 +177,15 @@ class Keyspace:
         self._admit([[*coming]])
 
     def _admit(self, parts: Sequence[list[Coming]]) -> Sequence[Takings]:
-        """The same for parts of a batch. Returns what they take of quotas."""
+        """The same for parts of a batch. Return the reservations in quotas."""
         if self.tier is not None:
             self.tier.limit.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.quotas is not None else ()
 
     def admit_pages(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Promise]:
-        """Make room for pages that will be stored all or none, in steps. Returns what they are promised, a batch a
-        part. Raises OverLimit if nothing was changed."""
+        """Make room for pages that will be stored all or none, in steps. Return the reservation, with a part for each
+        batch. Raises OverLimit if nothing was changed.
+        """
         if not self.is_limited:
             return Promise(())
         parts: list[list[Coming]] = []
@@ -378,7 +378,7 @@ class Keyspace:
             self.tier.stored_string(key, entry)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
-        """Replace a short string by another, without undoing what would be done again."""
+        """Replace a short string by another one without undoing and repeating the bookkeeping."""
         self.contents.texts += len(value) - len(text.data)
         text.data = value
         changed = text.expires != expires
@@ -412,7 +412,7 @@ class Keyspace:
     # -- all of it -------------------------------------------------------------------------------------------------
 
     def flush(self) -> Flushed:
-        """Remove everything. The result has what there was, to be freed in steps or when it is dropped."""
+        """Remove everything. The result keeps the removed values, to be freed in steps or when it is dropped."""
         if self.tier is not None:
             self.tier.clear()
         self.contents.tell("flush", b"")
@@ -465,7 +465,7 @@ def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: i
 # extent, else O(pages of the block).
 
 AT_ONCE = 256  # pages that are looked at before others may have their turn
-_TRIES = 4  # times to look at all pages while some come or go
+_TRIES = 4  # attempts to read all pages while some are added or removed
 _GEOMETRY = header_fields("dtype", "kv_type", "page_size", "head_dim")
 _Geometry = tuple[int, int, int, int]  # dtype, page_size, head_dim, bytes
 _NONE: _Geometry = (0, 0, 0, 0)

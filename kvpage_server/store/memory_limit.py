@@ -1,4 +1,4 @@
-"""What happens when memory is full: units leave it in the policy's order, until it is within `maxmemory`.
+"""The memory limit: units leave memory in the policy's order, until it is within `maxmemory`.
 
 Without a tier below, a unit is evicted: it is removed. With a tier, a unit that is on disk is dropped: its key stays,
 and its bytes leave memory. Units that are leased, pinned or held are spared.
@@ -89,7 +89,9 @@ class MemoryLimit:
         return True
 
     def _ways(self) -> Iterator[tuple[Iterator[Unit], Callable[[Unit], bool]]]:
-        """Which units may leave, in which order, and how. The next way is for when those were not enough."""
+        """Yield the units that may leave memory, in order, with the function that removes them. The next pair is used
+        if the units before were not enough.
+        """
         evictor, tier = self._contents.evictor, self.tier
         if tier is not None and tier.drops_any():
             yield evictor.units.victims(), tier.leave
@@ -101,7 +103,7 @@ class MemoryLimit:
     def _leave(self, units: Iterator[Unit], leave: Callable[[Unit], bool]) -> bool | None:
         """Have units leave memory in order. True if it is within its limit then, False if many have left.
 
-        None if those that may leave are not enough.
+        Return None if not enough units may leave.
         """
         now, passed, left, tier = monotonic_ms(), 0, MOST_LEAVE, self.tier
         leases = self._contents.leases

@@ -1,4 +1,4 @@
-"""What happens when a quota is used up: its own values are evicted before others are stored.
+"""The quota limit: a quota's own values are evicted before others are stored.
 
 When quotas are set, the values that there are get counted in steps. Until that is done, a quota knows only some.
 """
@@ -26,7 +26,7 @@ Name = bytes | tuple[bytes, int]  # a string's key; a block's request and page i
 
 
 class Coming(NamedTuple):
-    """A value that is about to be stored. `size` is what it counts as, `block` the block if it is a page."""
+    """A value that is about to be stored. `size` is its size for the limit, `block` the block of a page."""
 
     key: bytes
     size: int
@@ -50,8 +50,9 @@ class QuotaLimit:
     # -- before something is stored ---------------------------------------------------------------------------------
 
     def admit(self, parts: Iterable[Iterable[Coming]]) -> list[Takings]:
-        """Make room in their quotas for values. Returns what each part of them takes. Raises OverQuota if nothing was
-        changed."""
+        """Make room in their quotas for values. Return the reservation of each part. Raises OverQuota if nothing was
+        changed.
+        """
         quotas = self._contents.evictor.quotas
         assert quotas is not None
         growth: dict[bytes, int] = {}
@@ -86,7 +87,7 @@ class QuotaLimit:
             self._make_way(quota, size - had, {(req_id, page)})
 
     def _make_way(self, quota: Quota, coming: int, stay: set[Name]) -> None:
-        """Evict a quota's own values until `coming` bytes fit, or nothing is left but what has to stay."""
+        """Evict a quota's own values until `coming` bytes fit, or only protected values are left."""
         if quota.lacks(coming) <= 0:
             return
         policy = self._contents.evictor.policy
@@ -114,7 +115,7 @@ class QuotaLimit:
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def size_of(self, unit: Unit) -> int:
-        """What a unit counts as. O(1) for strings and blocks stored whole, O(pages) for others."""
+        """Return the size of a unit for its quota. O(1) for strings and blocks stored whole, O(pages) for others."""
         entries = self._contents.catalogue.entries
         if not isinstance(unit, Block):
             return counted(unit, entries[unit], as_page=False)
@@ -143,8 +144,8 @@ class QuotaLimit:
                 yield
 
     def _every_unit(self) -> Iterator[Unit]:
-        """The units that there were at the start of the counting and that still exist. New ones are counted when they
-        come.
+        """The units that there were at the start of the counting and that still exist. New units are counted when they
+        are stored.
 
         Between two units anything may happen, a flush too. So only names are kept, and looked up when it is their turn.
         """
@@ -169,7 +170,7 @@ class QuotaLimit:
 
 
 def counted(key: bytes, entry: Entry | None, *, as_page: bool) -> int:
-    """What a value counts as, if it is of this kind."""
+    """Return the size of a value for its quota, if it is of this kind."""
     if entry is None or is_page(entry) != as_page:
         return 0
     return HEADER_SIZE + entry.size if as_page else text_size(key, entry.size)

@@ -1,4 +1,4 @@
-"""Finding and reading: keys, pages, blocks; what counts as a use, a hit or a miss."""
+"""Lookup of keys, pages and blocks; it counts uses, hits and misses."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Reader:
         return block.extent.page(block, page, layer, head, kv_type)
 
     def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
-        """Add what was found for the name `i`. A cold value does not count as used, since it is lent."""
+        """Add the value with the name `i`. A borrowed value on disk does not count as used."""
         if entry is None:
             found.missing.append(i)
             return
@@ -183,7 +183,7 @@ class Reader:
 
 
 class Listing:
-    """Lists what there is, without counting that as a use."""
+    """Lists of keys and requests, which do not count as a use."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents

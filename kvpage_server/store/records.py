@@ -1,6 +1,6 @@
 """The description of a value on disk, as bytes: a record of its own, or a row in the sheet of its block.
 
-Nothing here has a file, or knows what is in memory.
+This module accesses no file and no memory index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HEAD = struct.Struct("<HIQQQQQ")  # sizes of meta and name; expires, used, size
 
 
 class Damaged(Exception):
-    """What is on disk is not what was stored; the message says how that shows."""
+    """Error: damaged data on disk; the message describes the symptom."""
 
 
 def name_of_key(key: bytes) -> bytes:
@@ -120,12 +120,12 @@ def footprint(name: bytes, size: int) -> int:
 
 
 def room_for(described: int, size: int) -> int:
-    """Roughly the bytes that a body of this size and what describes it take.
+    """Return the approximate bytes on disk of a body of this size and its description.
 
     A long body has pages of LMDB, of 4 KiB, for itself. Short bodies, of strings and pages alike, share pages with
-    others, and so do descriptions. Such pages are two thirds full. A commit that changes something in one writes all
-    of it again, so one that changes values here and there needs room for each of these pages twice. So what shares
-    pages counts three times. Bodies of 1 to 2 KiB lie by twos and threes, and count a page each, which is as much.
+    others, and so do descriptions. Such pages are two thirds full. A commit that changes something in one writes all of
+    it again, so one that changes values here and there needs room for each of these pages twice. So bodies that share
+    pages count three times. Two or three bodies of 1 to 2 KiB share a page, and count one page each, which is as much.
     """
     if size <= INLINE:
         return 3 * (described + size)
@@ -152,7 +152,7 @@ _SHEET_DIGEST = 8
 _TIMES = struct.Struct("<QQQQ")  # expires, used, digest, first
 _ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size").format + _TIMES.format[1:])
 ROW = _ROW.size
-_BESIDE = 64  # bytes that a sheet of one row and its one piece take beside these, without the request's id
+_BESIDE = 64  # bytes of a sheet of one row and its one piece in addition to these, without the request's id
 _KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
 _PLACE = struct.Struct("<II")  # layer and head, before the page id
 _COLUMNS = np.dtype(

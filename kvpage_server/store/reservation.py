@@ -1,8 +1,8 @@
 """The room that a batch was promised which is stored in steps.
 
-A batch is admitted once, before its first step. To others that come between its steps, the room that its next parts
-will take is used up. A part gives its room back in the moment in which it takes it; what is left, when the batch ends,
-breaks off, or its client goes.
+A batch is admitted once, before its first step. Space that the next parts will use counts as used for other writers
+between its steps. A part releases its reservation when it uses the space; the rest is released when the batch ends or
+fails, or its client disconnects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 
 
 class Account:
-    """Something of which there is so much. `promised` is what batches under way will take of it."""
+    """A limited resource. `promised` is the amount that unfinished batches have reserved."""
 
     __slots__ = ("promised",)
 
@@ -28,7 +28,7 @@ Takings = Iterable[tuple[Account, int]]  # of a part of a batch, below 0 where i
 class Promise:
     """Holds as long as its context. `parts` are in the order in which they are stored.
 
-    What a part frees is nobody's until then.
+    Space that a part frees is not available until then.
     """
 
     def __init__(self, parts: Iterable[Takings]) -> None:

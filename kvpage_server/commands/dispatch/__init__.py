@@ -1,4 +1,4 @@
-"""What happens to every command: it is found, admitted, made ready, run, counted and shown.
+"""Execution of every command: lookup, admission, preparation, call, statistics and MONITOR.
 
 Knows commands only by their row in the table: no command is named here.
 """

@@ -171,7 +171,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
 
 
 def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
-    """The items of an array without its header. An error that comes instead of the array takes the place of each."""
+    """The items of an array without its header. An error instead of the array is repeated for each item."""
     begun = False
     for step in _flat(reply):
         if begun or type(step) is Wait or step == ():

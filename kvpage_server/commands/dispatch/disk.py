@@ -1,7 +1,7 @@
-"""What commands wait for where there is a disk: values that are fetched, and room for what is written.
+"""Waits of commands for the disk: for values to load, and for space to write.
 
-A command that reads values runs once they are in memory. A long reply that is made while it is sent fetches what its
-next steps need, and so does a batch of writes. All else knows what it needs from the index alone.
+A command that reads values runs once they are in memory. A long reply in steps, and a batch of writes, load the values
+of their next steps in advance. All other commands know their values from the index.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("head
 
 
 class Postponed(Exception):
-    """The command has to be tried again after the wait. `hold` keeps what it needs in memory until then."""
+    """The command has to be tried again after the wait. `hold` keeps the loaded values in memory until then."""
 
     def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
         super().__init__("the command has to wait")
@@ -49,7 +49,7 @@ class Postponed(Exception):
 
 
 def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> None:
-    """Raises Postponed when a command has to wait for the disk, ReplyError when it cannot keep what it promises."""
+    """Raise Postponed if a command must wait for the disk, ReplyError if it cannot be durable as configured."""
     if spec.runs_queued:
         _prepare_queued(client, tiered)
         return
@@ -74,9 +74,10 @@ def is_at_hand(client: Client, tiered: DiskTier, spec: Spec) -> bool:
 
 
 def _owe_what_is_there(client: Client, tiered: DiskTier) -> None:
-    """Under `always`, a write is answered when what it finds is on disk, too.
+    """Under `always`, the reply of a write waits until the state that it found is on disk, too.
 
-    It may find nothing to do: a DEL of what somebody has just deleted. A crash must not bring that back.
+    The write may have nothing to do, as a DEL of a key that another client has just deleted. A crash must not bring
+    that back.
     """
     behind = tiered.behind
     if behind.mode == "always" and behind.durable < behind.position:
@@ -97,7 +98,7 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
 
 
 def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
-    """The disk has to keep up with what is about to be written.
+    """Check that the disk keeps up with the write-behind queue.
 
     A value that is stored may stay in memory alone. But to change a page's expiry may mean to write its whole block.
     """
@@ -109,14 +110,14 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
 
 
 def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
-    """What is needed has to be in memory, to stay there or, for who `touches` nothing, to be looked at."""
+    """Check that the needed values are in memory, to stay there, or only to be read if the client `touches` nothing."""
     bodies = dict.fromkeys(needed)
     if cold := _cold_of(tiered, bodies, touches=touches):
         raise Postponed(*_bring(client, tiered, bodies, cold, touches=touches))
 
 
 def _cold_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> list[Cold]:
-    """What is to be fetched. Raises ReplyError when it was just tried, and the disk could not be read."""
+    """Return the values to load. Raises ReplyError when it was just tried, and the disk could not be read."""
     cold = [body for _, body in needed if type(body) is Cold and (touches or body.shown is None)]
     if cold and (failing := [value for value in cold if _failed(tiered, value)]):
         why = failing[0].failing
@@ -129,13 +130,13 @@ def _cold_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> li
 def _failed(tiered: DiskTier, value: Cold) -> bool:
     """Whether somebody who still holds it has tried to read it, and the disk could not be read.
 
-    Who tried may be gone since. Then it is tried again: the disk may work by now.
+    The client whose load failed may have disconnected. The load is tried again, because the disk may work now.
     """
     return bool(value.failing) and unit_of_cold(value) in tiered.fetching.holds
 
 
 def wait_for_room(tiered: DiskTier) -> None:
-    """Memory is full. Raises Postponed when there may be room in it once what waits is written."""
+    """Memory is full. Raise Postponed if queued writes will free memory."""
     behind = tiered.behind
     if not (behind.settled or behind.failing):
         raise Postponed(Wait(behind.when_there_is_room))
@@ -151,7 +152,7 @@ def caught_up(client: Client) -> Iterator[Reply]:
 def _bring(
     client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[Cold], *, touches: bool
 ) -> tuple[Wait, Hold]:
-    """Have what is needed fetched and held: what to wait for. Raises ReplyError when there is no memory for it."""
+    """Load and hold the needed values; return the wait and the hold. Raises ReplyError when there is no memory for it."""
     most = client.server.config.client_memory
     try:
         hold, start = tiered.fetching.bring(needed, cold, most, touches=touches)
@@ -184,10 +185,10 @@ def fetched(
 
 
 class ReadAhead(Generic[T]):
-    """What a long reply reads from disk: fetched some of its steps before it is sent.
+    """Read-ahead of a long reply: loads values several steps before they are sent.
 
-    `find` tells the cold values of one of the `steps`, which are of pages or else of blocks. Those may be `lent`; what
-    else is found there, such as the pages of a block, may not.
+    `find` returns the values on disk of one of the `steps`, which are either pages or blocks. These may be borrowed;
+    other values, such as the pages of a block, may not.
     """
 
     def __init__(
@@ -202,11 +203,13 @@ class ReadAhead(Generic[T]):
         self._at = 0  # the current step
         self._fetched: deque[list[Cold]] = deque()  # for it, and for those after it
         self._sizes: deque[int] = deque()  # of these, in bytes
-        self._sent: list[Cold] = []  # what was fetched for the step before
-        self._holds: list[Hold] = []  # of what the current step reads
+        self._sent: list[Cold] = []  # the values that were loaded for the step before
+        self._holds: list[Hold] = []  # the holds of the current step's values
 
     def next(self) -> Iterator[Reply]:
-        """Steps of a reply until what its next one reads is in memory, or lent; or cannot be read, and is missing."""
+        """Yield steps of a reply until the values of the next step are in memory or borrowed; unreadable values are
+        missing.
+        """
         for value in self._sent:
             self.lent.pop(value, None)
         tiered, here = self._tiered, self._steps[self._at]
@@ -237,7 +240,7 @@ class ReadAhead(Generic[T]):
         return [value for value in found if self._touches or value.shown is None]
 
     def _look_ahead(self, tiered: DiskTier) -> None:
-        """Start fetching what the next steps need. Nobody waits for it yet."""
+        """Start to load the values of the next steps. Nobody waits for it yet."""
         sizes = self._sizes
         if sum(sizes) > _MOST_AHEAD // 2:
             return
@@ -249,7 +252,7 @@ class ReadAhead(Generic[T]):
         self._fetch(tiered, list(others))
 
     def _look_at_one_more(self, tiered: DiskTier) -> list[Cold]:
-        """What has to be fetched for the next step that was not looked at yet."""
+        """Return the values to load for the next step that has not been examined."""
         values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))
@@ -257,7 +260,7 @@ class ReadAhead(Generic[T]):
 
     def _fetch(self, tiered: DiskTier, values: list[Cold]) -> None:
         lent = self._lent_to(values)
-        if lent is not None or self._touches:  # what is only shown lasts no longer than the hold of its step
+        if lent is not None or self._touches:  # a value that is only shown lasts as long as the hold of its step
             tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
 
     def _lent_to(self, values: Sequence[Cold]) -> Loans | None:
@@ -269,7 +272,7 @@ def _nothing() -> None:
     """Nobody waits."""
 
 
-# -- What is checked before a command runs: rights, the client's state, a pause, room in memory ------------------------
+# -- Checks before a command runs: rights, the client's state, a pause, free memory ------------------------------------
 
 log = logging.getLogger("kvpage")
 
@@ -338,7 +341,7 @@ def takes_memory(client: Client, spec: Spec) -> bool:
 
 
 def have_room(client: Client) -> None:
-    """Make room in memory for what a command stores, now or in a transaction. Raises ReplyError, Postponed.
+    """Make space in memory for the values of a command, or of a transaction. Raises ReplyError, Postponed.
 
     Room is made before a command runs, so that nothing is evicted in the middle of a command or transaction. If a lot
     has to be evicted, other clients have their turn in between.

@@ -1,4 +1,4 @@
-"""Runs a command that was admitted, and counts what it costs. An exception becomes its reply."""
+"""Runner of admitted commands; it counts their cost. An exception becomes its reply."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ _SPELT |= {0x22: b'\\"', 0x5C: b"\\\\", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t"
 
 
 def _quote(word: bytes) -> bytes:
-    """In quotes, with escapes for what is not printable."""
+    """Return the word in quotes, with escapes for bytes that are not printable."""
     return b'"%b"' % b"".join(map(_SPELT.__getitem__, word))
 
 
 log = logging.getLogger("kvpage")
 
-_REFUSALS = (ReplyError, OverLimit, PatternTooLong)  # what a command may raise instead of a reply
+_REFUSALS = (ReplyError, OverLimit, PatternTooLong)  # exceptions that become error replies
 _INTERNAL = "ERR internal error, the server's log says more"
 
 
@@ -99,7 +99,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if client.tracking is not None:
             server.events.tracking.note(client, spec, words[spec.words :])
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
-    except Exception as error:  # noqa: BLE001 - it is told
+    except Exception as error:  # noqa: BLE001 - it becomes an error reply
         return told(client, spec, words, error)
     finally:
         client.finished = ended = monotonic_ns()
@@ -111,7 +111,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
-    """What the client is told of what a command raised, without the frames that have its words. Raises Postponed."""
+    """Return the error reply for an exception; drop its traceback, which holds the command's words. Raises Postponed."""
     if not isinstance(error, (*_REFUSALS, Postponed, MemoryError)):
         log.error("%r failed; the connection goes on", words[0], exc_info=error)
     error.__traceback__ = error.__context__ = None
@@ -130,7 +130,7 @@ def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def run_part(client: Client, spec: Spec, words: Command) -> Reply:
-    """The same for a part of a command, which is not its last perhaps."""
+    """Run a part of a command, which may not be its last."""
     return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
 
 
@@ -165,7 +165,7 @@ def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
 
 
 def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """The steps of a reply, which do at once what they would wait for."""
+    """Yield the steps of a reply; perform waits synchronously."""
     for step in steps:
         if type(step) is Wait and step.now is not None:
             step.now()
@@ -226,11 +226,11 @@ def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
     return bare(error)
 
 
-# -- Commands that the core calls by itself, one after another: those that need no decision, of clients t --------------
+# -- The fast path: commands that the core calls without Python code in between ----------------------------------------
 
 
 def caller_of(client: Client, parser: Parser) -> Caller:
-    """What calls them. Whoever uses it sees to it that nobody monitors."""
+    """Return the core's caller for a client. The caller's user must ensure that no client monitors."""
     return Caller(client, parser, _rows(), _may_run, note_slow)
 
 
@@ -243,7 +243,7 @@ def came_of(client: Client, spec: Spec, words: Command, reply: Reply, error: Exc
 
 @cache
 def _rows() -> dict[Argument, Callee]:
-    """What the core calls for the words that clients send."""
+    """Return the table from a command's word to its function for the core."""
     return {word: _row(spec) for word, spec in BY_WORD.items() if spec.name not in SUBCOMMANDS and not spec.runs_queued}
 
 

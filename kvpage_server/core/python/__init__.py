@@ -1,4 +1,4 @@
-"""The core in plain Python: what the compiled one does is what this does."""
+"""The reference implementation of the core in plain Python, which specifies the compiled one."""
 
 from kvpage_server.core.python.bodies import Bodies, Chunk, Memory, Outbox, PageKeys, SentPages, digest, fill_digests
 from kvpage_server.core.python.calls import Callee, Caller

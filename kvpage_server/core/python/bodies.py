@@ -1,9 +1,9 @@
 """Page bodies received into the memory where they belong.
 
-What comes is received into scratch memory that stays in the processor's cache, taken apart there, and bodies are copied
-to their places. Of a long body the rest is received where it belongs, and no more behind it than the line before the
-next long one, so that such a body is copied by the kernel alone. Absent bodies and those of another length are missed
-and the others still arrive. A place is written to by its own page alone.
+Replies are received into scratch memory that stays in the processor's cache, parsed there, and bodies are copied to
+their places. Of a long body the rest is received where it belongs, and no more behind it than the line before the next
+long one, so that such a body is copied by the kernel alone. Absent bodies and those of another length are missed and
+the others still arrive. A place is written to by its own page alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Memory:
         return self._views
 
 
-# -- Digests of what lies in several pieces: of all of it, and of the pages in it --------------------------------------
+# -- Digests of data in several pieces: of all of it, and of its pages -------------------------------------------------
 
 BODY_SIZE = slice(FIELD_AT["body_size"], FIELD_AT["body_size"] + 4)
 CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
@@ -98,7 +98,7 @@ def fill_digests(headers: Buffer, pieces: Sequence[Buffer]) -> None:
 MISFIT = "the pieces are not the pages of the headers"
 
 
-# -- What waits to be sent: borrowed memory, piece by piece, each kept until the kernel has all of it ------------------
+# -- The output queue: borrowed memory, piece by piece, each kept until the kernel has taken all of it -----------------
 
 # Bytes in one call, which frees no memory of the socket, however much the peer reads meanwhile. Found by trying: less
 # costs more calls, and a megabyte a tenth to a third more time (docs/performance.md).
@@ -116,7 +116,7 @@ class Lent(Protocol):
 
 
 class Outbox:
-    """Pieces in their order. Costs: O(1) a piece, and no copy of what is lent."""
+    """Pieces in their order. Costs: O(1) per piece, without copying borrowed memory."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes | Lent] = []  # the owners of the memory, which is not reused before
@@ -131,7 +131,7 @@ class Outbox:
         return self._ends[-1] - self._sent if self._ends else 0
 
     def add(self, pieces: Sequence[bytes | Lent]) -> None:
-        """Pieces that are to be sent after those that wait: bytes, and whatever has a `view`."""
+        """Append pieces to the queue: bytes, and objects with a `view`."""
         buffers = _views(pieces)
         if not all(buffers):
             pieces = [piece for piece, buffer in zip(pieces, buffers, strict=True) if buffer]
@@ -143,7 +143,7 @@ class Outbox:
         self._pieces += pieces
 
     def send(self, descriptor: int) -> int:
-        """Send what waits, until the kernel takes no more or a turn is over: how many bytes. Raises OSError."""
+        """Send queued output until the kernel takes no more or a turn is over; return the bytes sent. Raises OSError."""
         sent = 0
         while self.nbytes and sent < SEND_TURN:
             buffers = self.next()
@@ -162,7 +162,7 @@ class Outbox:
         return sent
 
     def next(self) -> list[bytes | memoryview]:
-        """What to hand over next."""
+        """Return the next buffers to send."""
         if not self._ends:
             return []
         first, ends = self._gone, self._ends
@@ -183,7 +183,7 @@ class Outbox:
             raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
         self._sent += count
         before, gone = self._gone, bisect_right(self._ends, self._sent, self._gone)
-        if 2 * gone >= len(self._ends):  # no earlier: what is left moves up
+        if 2 * gone >= len(self._ends):  # not earlier, because the rest moves
             del self._pieces[:gone], self._buffers[:gone], self._ends[:gone]
             self._gone = 0
         else:
@@ -196,7 +196,7 @@ class Outbox:
         self._buffers = _views(self._pieces)
 
     def clear(self) -> None:
-        """Drop what waits."""
+        """Drop the queued output."""
         self.sent(self.nbytes)
 
 
@@ -216,7 +216,7 @@ def spelt(*words: bytes | int) -> bytes:
 
 
 class PageKeys:
-    """Of pages, in the order that they were given in."""
+    """Keys of pages, in the caller's order."""
 
     def __init__(self, keys: Sequence[PageKey]) -> None:
         self.names = [*keys]
@@ -321,7 +321,8 @@ class SentPages:
 
 
 SCRATCH_BYTES = 256 * 1024
-LONG_BYTES = 16 * 1024  # of a body that is worth a call. A server, which can't know what follows, takes longer ones
+# bytes of a body that justify a call; a server takes longer ones, because it does not know the next word
+LONG_BYTES = 16 * 1024
 ITEMS_AHEAD = 64  # items that are looked at for a long one: of 4 KiB each they fill the scratch memory
 LARGEST_STEP_BYTES = 1024 * 1024  # bytes in one call
 
@@ -343,10 +344,10 @@ class Bodies:
         self._opening = b"*%d\r\n" % len(places) if array else b""
         self._next: Callable[[Bodies, memoryview], int] = Bodies._take_opening if array else Bodies._take_line
         self._item = 0
-        self._left = 0  # bytes of what comes next
+        self._left = 0  # bytes of the next item
         self._header = bytearray(HEADER_SIZE)
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
-        self._start = self._end = 0  # of what is in there and not taken yet
+        self._start = self._end = 0  # the bytes in the scratch memory that are not parsed yet
 
     @property
     def done(self) -> bool:
@@ -354,14 +355,15 @@ class Bodies:
         return self._next is Bodies._take_nothing and not self._is_wrong
 
     def result(self) -> dict[int, str]:
-        """What was missed and why: absent, size, header, checksum. Raises ErrorAnswer."""
+        """Return the missing items with their reasons: absent, size, header, checksum. Raises ErrorAnswer."""
         if self._error is not None:
             raise ErrorAnswer(self._error)
         return self._missed
 
     def receive(self, fd: int) -> int:
-        """Receive what is there, in one call; how many bytes, 0 at the end of the stream, -1 if nothing is there now.
-        Raises WrongAnswer."""
+        """Receive available bytes in one call; return their number, 0 at the end of the stream, -1 if none are
+        available. Raises WrongAnswer.
+        """
         direct = self._rest_of_long_body()
         self._make_room()
         ahead = self._scratch[self._end : min(SCRATCH_BYTES, self._end + self._wanted(direct))]
@@ -379,7 +381,7 @@ class Bodies:
         return count
 
     def feed(self, data: bytes) -> None:
-        """Take what was received by other means. Raises WrongAnswer."""
+        """Parse bytes that another function has received. Raises WrongAnswer."""
         rest = memoryview(data)
         while rest:
             self._make_room()
@@ -398,7 +400,7 @@ class Bodies:
         return place[len(place) - self._left :][:LARGEST_STEP_BYTES]
 
     def _make_room(self) -> None:
-        """What is not taken yet, a line at most, goes to the beginning."""
+        """Move the unparsed bytes, a line at most, to the beginning."""
         left = bytes(self._scratch[self._start : self._end])
         self._scratch[: len(left)] = left
         self._start, self._end = 0, len(left)
@@ -417,7 +419,7 @@ class Bodies:
             wanted += len(place)
         return SCRATCH_BYTES
 
-    # -- taking what came: each takes the beginning of it and says how many bytes, -1 if it needs more of them ---------
+    # -- Parsers: each takes bytes from the start and returns their number, or -1 if it needs more ---------------------
 
     def _take(self) -> None:
         """Take all that is there but a line that is not whole."""
@@ -532,7 +534,7 @@ class Bodies:
         return wrong_answer(item, len(self._places), bytes(some[:40]))
 
     def _arrived(self) -> None:
-        """A body is there; its CRLF comes next."""
+        """Note a complete body; its CRLF follows."""
         self._next, self._left = Bodies._take_crlf, 2
         if self._names is not None:
             reason = _amiss(self._names[self._item], self._header, self._places[self._item], self._verify)
@@ -550,7 +552,7 @@ class Bodies:
 
 
 def _amiss(name: PageKey, header: bytearray, body: memoryview, verify: bool) -> str | None:
-    """What is wrong with a blob that was found under a page's key."""
+    """Return the reason why a blob does not match its page's key, or None."""
     magic, version, _, kv_type, flags, _, _, *place, _, _, size, reserved, digest = LAYOUT.unpack(header)
     if (magic, version, flags, reserved, size) != (MAGIC, VERSION, 0, 0, len(body)):
         return "header"

@@ -1,7 +1,7 @@
 """Commands that have arrived, called one after another as long as nothing about them has to be decided.
 
-The owner of the table says what is called for which word, and with how many words. Before a call of a row that `asks`
-the owner decides whether it is made. A command that is not called is handed back, and so is a reply that is not plain.
+The table's owner defines the function and the number of words of each command. Before a call of a row that `asks` the
+owner decides whether it is made. A command that is not called is handed back, and so is a reply that is not plain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FEW = 4  # pieces that a plain reply has at most
 
 
 class Callee(NamedTuple):
-    """What is called for a word that clients send. `what` is the owner's."""
+    """Row of the fast path: the function for a command's word. `what` belongs to the owner."""
 
     what: Any
     name: str
@@ -44,7 +44,7 @@ class CalledFor(Protocol):
 
 
 class Counts(Protocol):
-    """What is known of the calls of one row. `histogram[i]` are those of at least 2**(i-1) and below 2**i ns."""
+    """Statistics of one row's calls. `histogram[i]` counts calls of at least 2**(i-1) and below 2**i ns."""
 
     nanoseconds: int
     histogram: list[int]
@@ -53,18 +53,20 @@ class Counts(Protocol):
 class Returned(NamedTuple):
     """Why no more is called. `left`: calls that there was time for; 0 when that is over.
 
-    Without words, and with time left, what the replies borrow is enough to be sent.
+    Reason to return; without words and with time left, the replies borrow enough memory to be sent.
     """
 
     left: int
-    words: Command | None = None  # of the command that comes next, or of the one that was called
-    row: Callee | None = None  # of the one that was called, if what came of it is here
+    words: Command | None = None  # of the next command, or of the called one
+    row: Callee | None = None  # of the called command, if its result is here
     reply: Any = None
-    error: Exception | None = None  # that came instead
+    error: Exception | None = None  # instead of a result
 
 
 class Caller:
-    """Of one client. `may_run` is asked with the client, a row's `what` and the words; `note_slow` is told the time."""
+    """Caller of the fast path for one client. `may_run` gets the client, a row's `what` and the words; `note_slow` gets
+    the time.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Caller:
         """Make up to `left` calls until a moment, and add their replies to `pieces`. None if no command is left.
 
         `first` is a command that was taken before. `pushed` has something when another message is to follow the reply.
-        All rows are asked for if `ask`; what takes at least `slow_from` ns is noted.
+        `ask` applies `may_run` to all rows; calls of at least `slow_from` ns are noted.
         """
         client, rows, words = self._client, self._rows, first
         if not pieces:

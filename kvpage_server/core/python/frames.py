@@ -4,8 +4,8 @@ A command is a list of words, and `Words` where there are many. A word is `bytes
 a `Slot` of its own from its first byte on, so that a page is where it will stay. `hashed` are the names of commands
 whose long words are to have their digests.
 
-Every byte is looked at a bounded number of times, however the input is cut: what is kept between two calls is at most a
-line, or a short word. Any cut gives the same commands, and the same error in the end.
+Every byte is parsed a bounded number of times, independent of the input's fragmentation: between two calls the parser
+keeps at most a line, or a short word. Any cut gives the same commands, and the same error in the end.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _BLANK = re.compile(rb"(?:[ \t\r\0\v\f]{0,%d}\n)+" % MAX_LINE)  # lines without 
 
 
 class Scratch:
-    """Memory to receive into, for all parsers of a thread: what they do not parse at once they copy."""
+    """Receive buffer that all parsers of a thread share; each copies the bytes that it does not parse immediately."""
 
     __slots__ = ("memory",)
 
@@ -141,14 +141,14 @@ class Parser:
         self._pos = 0
         self._scanned = 0  # bytes of that which hold no end of a line
         self._words: list[Argument] = []  # of the command under way
-        self._missing = 0  # its words still to come
+        self._missing = 0  # number of words to receive
         self._size = 0  # bytes of its words so far
         self._length = -1  # of the next word, once its line was read
         self._slot: Slot | None = None  # of the next word, if it is long
         self._place = _NOWHERE  # the memory of that, with room for its CRLF
         self._filled = 0  # bytes of it that are there
         self._digest: Any = None  # of them, if that is wanted
-        self._were_long = False  # the last words were as long as those that are received into their slots
+        self._were_long = False  # whether the last words were long enough for direct receipt into slots
         self._fault: ProtocolError | MemoryError | None = None  # that `next` is to raise
 
     def trust(self, trusted: bool) -> None:
@@ -166,7 +166,7 @@ class Parser:
         return self._pos == len(self._data) and not self._missing and self._fault is None
 
     def give_up(self) -> Command:
-        """The words of the command under way, which will not come to its end; nothing is held any more."""
+        """Return the words of the incomplete command, and release its memory."""
         self._slot = self._fault = None
         self._place = _NOWHERE
         self._data, self._pos = b"", 0
@@ -197,10 +197,10 @@ class Parser:
         return received
 
     def _room(self) -> list[memoryview]:
-        """Where the next bytes belong: the slot of the long word under way, and the scratch memory for what follows.
+        """Return the buffers for the next bytes: the slot of the current long word, and the scratch memory behind it.
 
-        What is received into the scratch memory has to be copied. So little of it is received there behind a long word:
-        the next one is probably long, too.
+        Bytes in the scratch memory have to be copied. So little of it is received there behind a long word: the next
+        one is probably long, too.
         """
         scratch, rest = self._scratch.memory, self._place[self._filled :]
         if len(rest) < DIRECT:
@@ -219,7 +219,7 @@ class Parser:
                 self._were_long = False
 
     def _completes(self) -> bool:
-        """Whether a command is whole, or something is wrong with it: `next` tells of either."""
+        """Whether a command is whole, or something is wrong with it: `next` returns either."""
         try:
             return self._is_whole()
         except (ProtocolError, MemoryError) as fault:
@@ -246,7 +246,7 @@ class Parser:
         return self._taken() if self._is_whole() else None
 
     def _is_whole(self) -> bool:
-        """Take what has arrived of the next command: whether that is all of it."""
+        """Parse the available bytes; return whether a command is complete."""
         while self._take_words():
             if self._words:
                 return True
@@ -266,7 +266,7 @@ class Parser:
         """Read the line that opens a command; false when it has not arrived."""
         if self._data[self._pos] != ord("*"):
             if not self._scanned and (blank := _BLANK.match(self._data, self._pos)):
-                self._pos = blank.end()  # a megabyte of such lines may come at once
+                self._pos = blank.end()  # a megabyte of such lines may arrive together
                 return True
             line = self._line(b"\n", LONG_INLINE)
             if line is not None:

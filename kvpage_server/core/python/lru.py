@@ -1,7 +1,7 @@
 """Queues of units in columns, many units at a time: how uses of a whole batch are noted.
 
 A unit has a place, and at it a field in each column. A queue is a ring of places, linked in two columns, which begins
-and ends with a place of its own. What queues there are, and which unit belongs in which, is the owner's to say.
+and ends with a place of its own. The owner defines the queues, and the queue of each unit.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-SLOT_BITS = 7  # a slot of time: 2**7 units have come
+SLOT_BITS = 7  # a slot of time: 2**7 new units
 
 
 class Columns(NamedTuple):
-    """A field of every place each. Times are in seconds, or the number of units that had come until then."""
+    """A field of every place each. Times are in seconds, or the number of units inserted until then."""
 
     before: array[int]  # neighbours in the queue; 0 when it is in none
     after: array[int]
     queue: array[int]  # where it belongs
     at: array[int]  # last use, in seconds
     counted: array[int]  # last use that counted, in seconds
-    last: array[int]  # last use, in units that had come
+    last: array[int]  # last use, as a number of inserted units
     uses: array[int]
-    parent: array[int]  # what it extends
+    parent: array[int]  # the place of the unit that it extends
     children: array[int]  # how many extend it
 
 
@@ -32,8 +32,8 @@ def use_again(
 ) -> tuple[list[Any], list[Any], list[tuple[int, int, int]]]:
     """Units are used again: each becomes the last of its queue, unless its last use that counted is `since` or older.
 
-    Those that are not known; those that are so old, which are left as they were; and what was moved: from which queue
-    and slot of time, how many in a row.
+    Return the unknown units; the units before `since`, which are not moved; and the moves as (queue, slot of time,
+    count in a row).
     """
     new: list[Any] = []
     due: list[Any] = []
@@ -64,7 +64,7 @@ def enter(
     now: int,
     time: int,
 ) -> int:
-    """Units came, one moment after another from `time` on, each to be the last of a queue: when the last of them did.
+    """Insert units at the end of a queue, one per tick from `time` on; return the last tick.
 
     They get places that are `free`, of which there are enough.
     """

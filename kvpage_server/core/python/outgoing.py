@@ -24,7 +24,7 @@ class Outgoing:
         self._fill()
 
     def send(self, fd: int) -> int:
-        """Send what the kernel takes in one call; how many bytes, -1 if it takes nothing now."""
+        """Send the bytes that the kernel takes in one call; return their number, -1 if it takes none now."""
         count, nbytes = 0, -self._sent
         while count < min(len(self._some), PIECES) and nbytes < AT_ONCE:
             nbytes += len(self._some[count])
@@ -38,7 +38,7 @@ class Outgoing:
         return sent
 
     def record(self) -> bytes:
-        """What is sent next, joined."""
+        """Return the next output as one bytes object."""
         some, nbytes = [], -self._sent
         for piece in self._some:
             some.append(piece)

@@ -1,8 +1,8 @@
-"""Batches of pages: from words to what is stored, and from names to what is found. The specification.
+"""Batches of pages: from words to stored pages, and from names to found pages. The specification.
 
 A batch is read in parts of a bounded number of pages, and each part does one thing with all of its pages: it checks
-them, enters them, or finds them. Whatever takes a decision (which block that is, what a page replaces that is no page
-of the same block, what is absent) is left to the owner of the entries.
+them, enters them, or finds them. Decisions (the block of a page, the replacement of another kind of value, absent
+pages) are left to the owner of the entries.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ BlockName = tuple[bytes, int]  # request and page id
 
 
 class Put(NamedTuple):
-    """What came of entering pages: where that ended, and which blocks they went to, once for those in a row.
+    """Result of inserting pages: the index where it ended, and the blocks of the pages, once for consecutive pages.
 
-    So many blocks were `made`; those `beside` others have neighbours in their request. The pages take so many bytes
-    more, of memory and of headers and bodies; and so many that expired were replaced.
+    `made` counts new blocks; those `beside` others have neighbours in their request. The pages take so many bytes more,
+    of memory and of headers and bodies; and so many that expired were replaced.
     """
 
     stop: int
@@ -38,7 +38,7 @@ class Put(NamedTuple):
 
 
 class PageSet:
-    """The pages of one block, as rows of bits (see `rows`), and what their owner keeps with them.
+    """The pages of one block, as rows of bits (see `rows`), and its owner's fields.
 
     Costs: add, discard and `has` O(1); all else O(rows).
     """
@@ -62,10 +62,10 @@ class PageSet:
         self.pages = 0  # how many there are
         self.footprint = 0  # bytes of memory they occupy
         self.soonest = 0  # none expires before: unix milliseconds, 0 when none expires at all
-        self.extent: Any = None  # what they lie in, when they were stored whole
+        self.extent: Any = None  # the memory of a block that was stored whole
         self.shape: Any = None  # of the block, when it is complete and `shape_known`
-        self.shape_known = False  # until the next page comes or goes
-        self.version = 0  # another one after each page that came or went
+        self.shape_known = False  # valid until a page is added or removed
+        self.version = 0  # increases with each added or removed page
         self._rows: dict[int, int] = {}
 
     def add(self, layer: int, head: int, kv_type: int) -> None:
@@ -87,7 +87,7 @@ class PageSet:
             self.pages -= 1
 
     def changed(self) -> None:
-        """A page has come or gone, or is another one."""
+        """Note that a page was added, removed or replaced."""
         self.shape_known = False
         self.version += 1
 
@@ -281,8 +281,8 @@ def look_up(
 ) -> tuple[list[Slot | None], list[PageSet], list[int], list[int]]:
     """Find living pages in slots, from the key `first` to before `stop`, or until they are `most` bytes.
 
-    What was found, in order; the blocks that they belong to, once for those in a row; and the keys that have no entry,
-    and those whose entry is something else: it is None for these.
+    Return the found values in order; their blocks, once for consecutive pages; and the keys without an entry, and with
+    an entry of another kind, whose value is None.
     """
     found: list[Slot | None] = []
     blocks: list[PageSet] = []

@@ -4,9 +4,9 @@ Slots are cut from chunks; a size has its own chunks, so a freed slot fits the n
 fragments nor is made ready again. A chunk whose last slot is freed is returned to its region when the arena rests, or
 when slots of another size need one: `regions` says how long its memory is kept.
 
-Who owns a slot? Whoever refers to the `Slot` object or to a view of its memory: the index, a parser that is filling it,
-a session that is sending it, a thread that writes it to disk. The last reference to go returns the memory, so a buffer
-in flight is never recycled and an aborted upload leaks nothing.
+Who owns a slot? Every holder of a reference to the `Slot` object or to a view of its memory: the index, a parser that
+fills it, a session that sends it, a thread that writes it to disk. The last reference to go returns the memory, so a
+buffer in flight is never recycled and an aborted upload leaks nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class Slot:
-    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by.
+    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is its name in the eviction
+    policy.
 
     `digest` is the XXH3-64 of a body that was hashed as it arrived, until it is stored, and else 0.
     """
@@ -114,7 +115,7 @@ class Slot:
 
     @property
     def borrowed(self) -> memoryview:
-        """The same, faster. It does not keep the slot: whoever uses it has to."""
+        """The same, faster. It does not keep the slot alive; the caller must."""
         return self._chunk.stretch.region.memory[self._start + HEADER_SIZE : self.at + self.size + SUFFIX]
 
     @property

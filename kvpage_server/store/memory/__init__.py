@@ -1,4 +1,4 @@
-"""What there is: entries by key, pages by request and block, the order of scans.
+"""The index: entries by key, pages by request and block, the order of scans.
 
-Nothing here decides what goes or when, or waits for a disk.
+This package neither decides about eviction nor waits for a disk.
 """

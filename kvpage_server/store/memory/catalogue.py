@@ -1,4 +1,4 @@
-"""Which key has which value, and in which order keys are scanned.
+"""Map from keys to values, and the order of scans.
 
 Most values are entries of a dictionary. Pages are also in the index, by request and block. A block that was stored
 whole is an `Extent`: one slot, without an entry for each page. Its pages are made as `ExtentPage`s when they are asked
@@ -73,7 +73,7 @@ class Catalogue:
         return self.living_at(place, 0)  # before everything expires
 
     def living_at(self, place: Place, now: int) -> Iterable[bytes]:
-        """The same without those that are overdue at `now`, in unix milliseconds. O(keys at the place)."""
+        """Return the keys that are not overdue at `now`, in unix milliseconds. O(keys at the place)."""
         if isinstance(place, bytes):
             entry = self.entries.get(place) or self.page_in_extent(place)  # since it was listed
             return (place,) if entry is not None and not 0 < entry.expires <= now else ()
@@ -177,7 +177,7 @@ class Catalogue:
             self._strays.setdefault((name.req_id, name.page), set()).add(key)
 
     def forget_stray(self, key: bytes) -> None:
-        """A plain string is gone that may have been noted."""
+        """Forget a removed string, if it was noted."""
         name = page_named(key) if self._strays else None
         strays = self._strays.get((name.req_id, name.page)) if name else None
         if name and strays:
@@ -191,7 +191,7 @@ class Catalogue:
         return [key for key, name in names if name and extent.page(None, page, name.layer, name.head, name.kv_type)]
 
     def clear(self) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Forget everything. Returns what there was."""
+        """Forget everything. Return the former contents."""
         old, self.entries = self.entries, {}
         self._in_extents = 0
         self._scans.clear()

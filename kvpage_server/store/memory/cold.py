@@ -41,7 +41,7 @@ class Cold:
 
     @property
     def slot(self) -> Slot:
-        """What is shown. Raises Absent, as do all methods below."""
+        """Return the slot that was loaded to be shown. Raises Absent, as do all methods below."""
         if self.shown is None:
             raise Absent(self.name)
         return self.shown

@@ -10,7 +10,7 @@ from kvpage_server.page import PageError, PageHeader, PageKey
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Block, ExtentPage
 
-TEXT_OVERHEAD = 200  # bytes that a short string costs besides its own: dict entry, key, objects
+TEXT_OVERHEAD = 200  # bytes of a short string's overhead: dict entry, key, objects
 
 
 class Text:
@@ -47,7 +47,7 @@ def is_cold(page: Page) -> bool:
 
 
 def cold_body(entry: Entry) -> Cold | None:
-    """What stands for the value's bytes, if they are on disk only."""
+    """Return the placeholder of the value's bytes, if they are on disk only."""
     body = entry.extent.slot if type(entry) is ExtentPage else entry
     return body if type(body) is Cold else None
 

@@ -1,4 +1,4 @@
-"""Which pages there are: requests, their blocks, and in each block the pages of every layer and plane.
+"""The page index: requests, their blocks, and in each block the pages of every layer and plane.
 
 A block of single pages that nobody has asked for since the start is *resting*: only the rows of its pages on disk are
 kept (see `sheet`). When somebody asks for it, it is woken, that is, made a `Block`.
@@ -28,11 +28,11 @@ from kvpage_server.store.records import ROW
 #
 # The order in which keys are scanned. SCAN's cursors name places in it, and random keys are drawn from it.
 #
-# It is kept only while somebody scans. A list has the keys that there were when it was begun, then those that came
-# since. A scan starts at the end of the list and goes back to its beginning. So it ends however many keys are added,
-# and finds every key that exists from its start to its end, since places do not change. It also finds deleted keys,
-# which the caller leaves out. A key that was deleted and set again is in the list twice, and so is a page whose block
-# was stored whole after that.
+# It is kept only while somebody scans. A list has the keys that existed when it was created, then newer ones. A scan
+# starts at the end of the list and moves towards its beginning. So it ends however many keys are added, and finds every
+# key that exists from its start to its end, since places do not change. It also finds deleted keys, which the caller
+# leaves out. A key that was deleted and set again is in the list twice, and so is a page whose block was stored whole
+# after that.
 #
 # A list with more dead keys than living ones gets no more keys, and the next scan begins a new one. Cursors into the
 # last few lists stay valid. Any other cursor starts again, which repeats keys but skips none.
@@ -49,9 +49,9 @@ T = TypeVar("T")
 
 
 class ScanOrder(Generic[T]):
-    """Lists of what is scanned, by generation. A cursor has a generation and the number of places that are left.
+    """Lists of scanned keys, by generation. A cursor has a generation and the number of places that are left.
 
-    `everything()` lists what there is, and `count()` says how much that is.
+    `everything()` lists all items, and `count()` returns their number.
     """
 
     def __init__(self, everything: Callable[[], list[T]], count: Callable[[], int]) -> None:
@@ -59,7 +59,7 @@ class ScanOrder(Generic[T]):
         self._count = count
         self._lists: dict[int, list[T]] = {}
         self._generation = random.randrange(1, 1 << 22)  # so that cursors of an earlier process do not fit
-        self.current: list[T] | None = None  # the owner adds what is new with `add`
+        self.current: list[T] | None = None  # the owner adds new items with `add`
         self._last_used = 0  # monotonic milliseconds
 
     def add(self, name: T) -> None:
@@ -144,7 +144,7 @@ class Extent:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the body is what was stored, as far as is known."""
+        """Return whether the body is intact, as far as a digest is known."""
         return not self.digest or checksum(self.slot.body) == self.digest
 
     @property
@@ -165,7 +165,7 @@ class Extent:
 
 
 class ExtentPage:
-    """A page that lies in a block's body. `expires` is a unix time in milliseconds, 0 for never."""
+    """A page within a block's body. `expires` is a unix time in milliseconds, 0 for never."""
 
     __slots__ = ("expires", "extent", "head", "kv_type", "layer", "page", "size", "start", "unit")
 
@@ -364,7 +364,7 @@ class PageIndex:
         return [(req_id, page) for req_id, request in every for page, rows in request.items() if type(rows) is bytes]
 
     def remove(self, block: Block) -> None:
-        """Forget a block. The block itself keeps what it knows of its pages."""
+        """Forget a block. The block itself keeps its pages."""
         request = self.requests[block.req_id]
         del request[block.page]
         self.blocks -= 1
@@ -433,7 +433,7 @@ class PageIndex:
         return found
 
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
-        """Forget everything. Returns what there was."""
+        """Forget everything. Return the former contents."""
         old, self.requests = self.requests, {}
         self._scans.clear()
         self._order = None
