@@ -1,4 +1,4 @@
-"""The disk below memory: what is stored there, what goes when it is full, what is fetched or lent to replies.
+"""The disk below memory: stored values, its limit, loading, and reads that replies borrow.
 
 Knows the store's contents. Waits for no disk itself: the threads of `file/` do.
 """

@@ -77,7 +77,7 @@ class StoredBodies:
         return body.size
 
     def _body(self, name: bytes) -> Body | None:
-        """Where a value's body lies. Raises Damaged."""
+        """Return the position of a value's body. Raises Damaged."""
         if known := self._known.get(name):
             return known
         place = records.place_of(name)

@@ -75,8 +75,8 @@ class Copies:
 # Loans of values in the map of the disk's file, which are sent from there without a copy.
 #
 # Such a loan keeps a read transaction open. LMDB does not reuse space that was freed since it began, so bytes stay as
-# they were when they were checked, and the file can only grow. So a loan is called in after a while: what a slow
-# client has not received by then is copied to memory.
+# they were when they were checked, and the file can only grow. So a borrowed read ends after a while: the bytes that a
+# slow client has not received by then are copied to memory.
 
 LONGEST = 1.0  # seconds after which a loan is called in
 AT_ONCE = 4  # old loans that are called in at once: some milliseconds of copying
@@ -152,7 +152,7 @@ class MappedLoans:
             self.call_in(len(self._loans) - MOST)
 
     def call_in_old(self) -> None:
-        """Call in some of those that have lasted too long."""
+        """End some of the oldest borrowed reads."""
         since = monotonic() - LONGEST
         self._drop_ended()
         first = [known() for known in islice(self._loans, AT_ONCE)]

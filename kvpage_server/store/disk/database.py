@@ -1,8 +1,7 @@
 """Pieces whose record was damaged: no one can say whose they are, and they would take space for ever.
 
-A record that cannot be read does not tell where its pieces lie. That this has happened is noted in `about`, in the
-transaction in which the record goes. When the disk has no room, all records are read once, and the pieces that none of
-them has are removed.
+A damaged record does not contain the positions of its pieces. `about` notes this in the transaction that removes the
+record. When the disk has no room, all records are read once, and the pieces that none of them has are removed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _Txn: TypeAlias = "lmdb.Transaction[bytes]"
 
 @dataclass(frozen=True, slots=True)
 class LostPieces:
-    """Of a file with these databases."""
+    """Lost pieces of a file with these databases."""
 
     about: lmdb._Database
     records: lmdb._Database
@@ -98,7 +97,7 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
         else:
             yield Record.parse(key, data).body
     except Damaged:
-        return  # what it had is lost
+        return  # its pieces are lost
 
 
 # -- database ----------------------------------------------------------------------------------------------------------
@@ -107,12 +106,10 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 #
 # It has three databases: `about` (the format and the store's id), `records` (one for each value, see `record` and
 # `sheet`) and `pieces` (the bodies, in numbered pieces of up to 64 pages of LMDB; of one page each where so many in a
-# row
-# are not free). A body that is overwritten gets new pieces. Numbers are not reused while the process lives, so a
+# row are not free). A body that is overwritten gets new pieces. Numbers are not reused while the process lives, so a
 # record and the pieces read in the same transaction belong together. `quarantine` keeps the last few damaged records,
-# with what is left of their bodies; they go with everything else when all is removed, since the next process may give
-# the numbers of their pieces to others. Pieces that no record has any more are removed when their room is needed, see
-# `lost`.
+# with the remains of their bodies; a flush deletes them, because the next process may reuse the numbers of their
+# pieces. Pieces that no record has any more are removed when their room is needed, see `lost`.
 #
 # LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. So a
 # crash of the machine loses only changes that were not committed. The exception is `appendfsync no`: it flushes
@@ -235,8 +232,8 @@ class Disk:
         """Remove values when the disk has no room for anything else; best in the order of their names.
 
         To remove something, LMDB needs room too, which the reserve provides. If `maxdisk` has no room for all removals
-        at once, they go in several commits. LMDB can use what a commit freed only after the next one, so an empty
-        change follows. Raises DiskFull or DiskError; some values may be gone then.
+        at once, they go in several commits. LMDB can use the pages that a commit freed only after the next commit, so
+        an empty change follows. Raises DiskFull or DiskError; some values may be deleted then.
         """
         with told(self.path, writing=True):
             self._has_reserve = False
@@ -244,7 +241,7 @@ class Disk:
             self._commit_in_parts(list(changes))
             self._remove_lost()
             self._turn()
-            self._keep_reserve(least=0)  # so that what comes next can use what was freed
+            self._keep_reserve(least=0)  # so that the next commit can use the freed pages
 
     def _remove_lost(self) -> None:
         with self._env.begin(write=True) as txn:
@@ -254,7 +251,7 @@ class Disk:
             log.warning("%s: removed %d pieces of values whose records were damaged", self.path, removed)
 
     def _turn(self) -> None:
-        """Commit something, so that what the commit before it has freed can be used."""
+        """Commit a small change, so that the pages that the last commit freed can be used."""
         with self._env.begin(write=True, db=self._about) as txn:
             txn.put(b"turn", NUMBER.pack(txn.id()))
         self._witness.committed()
@@ -289,7 +286,7 @@ class Disk:
         """Make changes in order, all or none. They are durable when it returns, if the store `flushes`. Raises
         DiskFull, DiskError.
 
-        If `maxdisk` has no room, there may be some in what the last commit has freed, or where pages lie one by one.
+        If `maxdisk` is reached, the pages that the last commit freed, or single free pages, may suffice.
         """
         changes = list(changes)
         with told(self.path, writing=True):
@@ -404,7 +401,7 @@ class Disk:
         if data is None:
             return
         txn.put(NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
-        self._lost.note(txn)  # the record may be what is damaged
+        self._lost.note(txn)  # the record may be damaged
         while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
             oldest = txn.cursor(self._quarantine)
             oldest.first()

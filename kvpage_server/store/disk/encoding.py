@@ -42,7 +42,7 @@ class Retime:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Set a value aside: it is not found any more, but can be looked at."""
+    """Move a value to the quarantine: lookups miss it, but it can be inspected."""
 
     name: bytes
 

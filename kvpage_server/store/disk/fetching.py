@@ -1,10 +1,10 @@
-"""Fetching from disk to memory: threads read what is asked for, and everybody who waits for it is told.
+"""Loading from disk to memory: threads read the requested values, and every waiting client continues.
 
 If memory is full, a long reply does not bring its values into memory: they are *lent* to it and sent from where they
 lie. A value is worth memory only if it is read again before as many bytes as memory holds have been lent.
 
-A client with CLIENT NO-TOUCH changes nothing. What it reads is lent, or *shown*: kept beside the value on disk for this
-client alone, as long as it is held. The order of eviction stays as it was.
+A client with CLIENT NO-TOUCH changes nothing. Its values are borrowed, or *shown*: kept next to the value on disk for
+this client alone, as long as it holds them. The order of eviction stays as it was.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Fetching:
 
     def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored) -> None:
         self.holds = Holds()
-        self.times = Durations()  # of what is fetched at once
+        self.times = Durations()  # of values that are loaded together
         self._contents = contents
         self._memory = memory
         self._stored = stored
         self._fetching: dict[Cold, _Job] = {}
-        self._copied = Arena()  # what is lent small: for the moment, beside what memory has
+        self._copied = Arena()  # small borrowed values, for a short time, in addition to maxmemory
         self._bytes_lent = 0  # so far
-        self._waiting: list[Callable[[], None]] = []  # for others to use what they hold
+        self._waiting: list[Callable[[], None]] = []  # waiting clients: the memory limit of loads is used up
         self._shown: set[Cold] = set()
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ class Fetching:
         self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
 
     async def close(self) -> None:
-        """Stop reading. What is lent continues from memory."""
+        """Stop reading. Borrowed values continue from memory."""
         await self._reader.close()
         self.holds.on_end = None
         self._mapped.call_in()
@@ -104,11 +104,11 @@ class Fetching:
             job.groups.append(group)
 
     def bring(self, needed: Iterable[Needed], cold: Sequence[Cold], most: int, *, touches: bool) -> tuple[Hold, Start]:
-        """Begin to fetch the cold values among `needed`, and hold all of them. Returns the hold, and what starts the
-        wait.
+        """Begin to fetch the cold values among `needed`, and hold all of them. Return the hold, and the function that
+        starts the wait.
 
-        At most `most` bytes may be fetched for all who wait, 0 for no limit; one unit always may. Who has to wait for
-        others holds nothing meanwhile. Raises TooMuch or MemoryError if nothing has begun.
+        All waiting clients together may load at most `most` bytes, 0 for no limit; one unit is always allowed. A client
+        that waits for others holds nothing meanwhile. Raises TooMuch or MemoryError if nothing has begun.
         """
         size, units = sum(map(_SIZE, cold)), {unit for unit, _ in needed}
         if 0 < most < size and len(units) > 1:
@@ -121,7 +121,7 @@ class Fetching:
         return hold, partial(self.fetch, cold, touches=touches)
 
     def _after_a_hold(self) -> None:
-        """A hold has ended, so others may come."""
+        """Start waiting clients after a hold has ended."""
         self._end_looks()
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
@@ -138,7 +138,7 @@ class Fetching:
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
         """Whether values that a long reply reads should stay in memory. If not, they are lent."""
-        needs = 2 * sum(map(_SIZE, values))  # at most: slots take more than what is in them
+        needs = 2 * sum(map(_SIZE, values))  # upper bound: slots are larger than their values
         memory = self._memory
         if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
             return True
@@ -154,7 +154,7 @@ class Fetching:
         return job
 
     def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
-        """Values were fetched or lost: those who wait may go on."""
+        """Note loaded or lost values, and let waiting clients continue."""
         failing = ""
         self.times.note(time.monotonic_ns() - job.began)
         for value, outcome in zip(job.values, outcomes, strict=True):
@@ -234,7 +234,7 @@ class Fetching:
             for value in values:
                 value.used = now
             for unit in dict.fromkeys(map(_UNIT, values)):
-                if self._contents.index.still_has(cast(Block, unit)):  # or it went while it was read
+                if self._contents.index.still_has(cast(Block, unit)):  # or it was removed during the read
                     self._note_lent(cast(Block, unit))
         self._stored.counts.fetched += len(values)
 
@@ -272,7 +272,7 @@ class Fetching:
             self._stored.usage.remove_unit(name_of_unit(unit))
 
     def _show(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
-        """Show fetched bytes to those who hold the values."""
+        """Show loaded bytes to the clients that hold the values."""
         for value, slot in fetched:
             if value.header:
                 slot.header[:] = value.header
@@ -282,13 +282,13 @@ class Fetching:
             self._stored.counts.fetched += 1
 
     def _end_looks(self) -> None:
-        """Stop showing what nobody holds any more."""
+        """Drop shown values that no client holds."""
         for value in [value for value in self._shown if unit_of_cold(value) not in self.holds]:
             self._shown.remove(value)
             value.shown = None
 
     def _place_of(self, value: Cold) -> bytes | Extent | None:
-        """Where a value stands: a key or an extent; None if it is gone."""
+        """Return the place of a value, a key or an extent, or None if it was removed."""
         if value.name[:1] == b"k":
             key = value.name[1:]
             return key if self._contents.catalogue.entries.get(key) is value else None
@@ -314,7 +314,7 @@ class Fetching:
 
 
 def _nothing() -> None:
-    """Who waits is told otherwise."""
+    """The waiting client continues by another event."""
 
 
 class _Job:

@@ -1,4 +1,4 @@
-"""What happens when the disk is full: the eviction policy holds for the disk, too.
+"""The disk limit: the eviction policy applies to the disk, too.
 
 Every value is written to disk, so the disk limits the store. If `maxdisk` is set, room is made before a value is
 stored. The `allkeys` policies evict units on disk only, in the order of the time when they were read or left memory,
@@ -10,9 +10,9 @@ little, and a block is useless without the string that seals it. `volatile-ttl` 
 If all units that were looked at have to stay for now, because they are leased or wait to be written, nothing is
 refused. Values then take a part of the space that LMDB needs, and later writes make room for them.
 
-What is replaced stays on disk until the commit that replaces it. Both have to fit, or the commit fails, and every later
-one. So a transaction or command that replaces more at once than there is space for is refused, or evicts. What batches
-that are stored in steps will take was promised to them, and counts as if it were there.
+A replaced value stays on disk until the commit that replaces it. Both have to fit, or the commit fails, and every later
+one. So a transaction or command that replaces more at once than there is space for is refused, or evicts. Reservations
+of batches that are stored in steps count as used.
 
 If others fill the file system, only values that memory does not have are evicted, under any policy. When there are no
 more of them, writes fail until there is room.
@@ -114,9 +114,9 @@ class Chains:
         self._extensions.clear()
 
 
-_SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for what it replaces
+_SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for replaced pages
 _SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
-_SHARE_AT_ONCE = 0.9  # of maxdisk, for values and those that they replace
+_SHARE_AT_ONCE = 0.9  # of maxdisk, for values and the values that they replace
 _MOST_PASSED = 4096  # units that have to stay, before the search ends
 _SHARE_OF_TEXTS = 0.5  # of the room for values; above it, short strings go like others
 _TEXT_ON_DISK = 2  # times its size in memory, roughly
@@ -135,7 +135,7 @@ class DiskUsedUp(OverLimit):
 
 
 class TooMuchAtOnce(OverLimit):
-    """A write does not fit on the disk beside what it replaces, which goes only then."""
+    """Error: a write does not fit on the disk together with the values that it replaces, which are deleted only then."""
 
     def __init__(self, maxdisk: int, size: int) -> None:
         super().__init__(
@@ -154,7 +154,7 @@ class DiskLimit:
         self._holds = holds
         self._chains = Chains(contents.index)
         self._under_way = Account()  # bytes that batches under way will take
-        self._under_way_beside = Account()  # the same, with what those replace
+        self._under_way_beside = Account()  # the same, with the replaced values
 
     # -- before something is stored --------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class DiskLimit:
             self._have_room(sizes, {*sizes, *map(name_of_unit, blocks)})
 
     def takings(self, parts: Iterable[Collection[Coming]]) -> list[Takings]:
-        """What the parts of a batch that was admitted take, when they are stored one after the other."""
+        """Return the disk space of each part of an admitted batch, if the parts are stored one after the other."""
         if not self._stored.maxdisk:
             return []
         usage, before = self._stored.usage, dict[bytes, int]()  # the sizes that earlier parts leave
@@ -261,7 +261,7 @@ class DiskLimit:
     def _policy(self) -> str:
         return self._contents.evictor.policy
 
-    # -- what goes -------------------------------------------------------------------------------------------------
+    # -- order of eviction ---------------------------------------------------------------------------------------------
 
     def follows(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it, without which it is useless."""
@@ -302,7 +302,7 @@ class DiskLimit:
             yield freed
 
     def _going(self, *, alone: bool) -> Iterator[Unit]:
-        """The units on disk in the order in which they go. With `alone`, only those that memory does not have."""
+        """The units on disk in the order in which they go. With `alone`, only units that are not in memory."""
         now, leases = monotonic_ms(), self._contents.leases
         leases.settle(now)
         units = self._soonest(alone=alone) if self._policy == VOLATILE_TTL else self._oldest(alone=alone)

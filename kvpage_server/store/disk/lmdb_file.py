@@ -41,11 +41,11 @@ class DiskFull(Exception):
 
 
 class MaxDisk(DiskFull):
-    """A write goes beyond `maxdisk`."""
+    """Error: a write exceeds `maxdisk`."""
 
 
 class Witness:
-    """A note beside the file: how it looked when it was last sound, and, if it is open, in which boot of the machine.
+    """A note next to the file: its state when it was last sound, and, while it is open, the boot id of the machine.
 
     If the machine crashed since, some writes may be lost, and the note does not hold any more.
     """
@@ -113,7 +113,7 @@ def lock(path: Path) -> IO[bytes]:
 
 
 def claim(path: Path) -> IO[bytes]:
-    """Lock the database too, since somebody may have removed the lock file beside it.
+    """Lock the database too, because the lock file next to it may have been removed.
 
     Others can't read it from now on. Raises DiskError if another process has the lock.
     """
@@ -186,7 +186,7 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
 
 
 def _verify(path: Path) -> list[str]:
-    """What is wrong with the structure of a database file."""
+    """Return the faults in the structure of a database file."""
     try:
         return list(verify(str(path), subdir=False))  # type: ignore[no-untyped-call]
     except VerifyError as error:
@@ -201,7 +201,7 @@ class told:
     """Raise what LMDB and the system say as DiskError; as DiskFull if a write had no room.
 
     Not a generator: since Python 3.12 the frames of one refer to the exception that has passed through it, and the
-    exception to them. So what a failed write was given would stay in memory until the next garbage collection.
+    exception to them. So the arguments of a failed write would stay in memory until the next garbage collection.
     """
 
     def __init__(self, path: Path, *, writing: bool = False) -> None:

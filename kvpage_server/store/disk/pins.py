@@ -1,9 +1,10 @@
 """Holds keep values in memory for commands that are about to use them.
 
-A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all that
-it needs is *held*, including what was in memory before: it is not dropped until the command has run. What is fetched
-for this does not count against maxmemory yet, so it has its own limit. After a wait the command checks again that
-everything is there. So a hold may end early, if its owner does not go on, because it does not read or is paused.
+A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all values
+that it needs are *held*, including those that were in memory before: they are not dropped until the command has run.
+Loaded values do not count against maxmemory yet, so they have a limit of their own. After a wait the command checks
+again that everything is there. So a hold may end early, if its owner does not go on, because it does not read or is
+paused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Hold:
     def __init__(self, holds: Holds, units: Iterable[Unit]) -> None:
         self._holds = holds
         self.units: frozenset[Unit] = frozenset(units)
-        self.size = 0  # bytes that came to memory for it
+        self.size = 0  # bytes that were loaded for it
         self.since = monotonic()
 
     def __del__(self) -> None:
@@ -65,7 +66,7 @@ class Holds:
         self.bytes += size
 
     def end(self, hold: Hold) -> None:
-        """What was held may leave memory again."""
+        """Release the units of a hold, which may leave memory again."""
         for unit in hold.units:
             left = self._counts.pop(unit) - 1
             if left:

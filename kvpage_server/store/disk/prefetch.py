@@ -1,4 +1,4 @@
-"""What has to be in memory before something is read or written."""
+"""The values that must be in memory before a read or a write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Needed = tuple[Unit, Body]  # the bytes that have to be in memory, and the unit 
 
 
 class Needs:
-    """Finds what is needed, from the index alone."""
+    """Lookup of needed values, from the index alone."""
 
     def __init__(self, contents: Contents) -> None:
         self._catalogue = contents.catalogue
@@ -43,7 +43,7 @@ class Needs:
         return self.cold_of(block.page_keys())
 
     def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
-        """What must be in memory to read these keys."""
+        """Yield the values that must be in memory to read these keys."""
         get = self._catalogue.get
         for key in keys:
             entry = get(key)
@@ -51,7 +51,8 @@ class Needs:
                 yield unit_of(key, entry), entry.extent.slot if type(entry) is ExtentPage else cast(Body, entry)
 
     def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
-        """What must be in memory to write these keys: the blocks, stored whole, to which the pages belong.
+        """Yield the values that must be in memory to write these keys: the blocks, stored whole, to which the pages
+        belong.
 
         The pages need not exist yet. Writing one splits the block.
         """
@@ -60,14 +61,16 @@ class Needs:
         return self.extents_at((name.req_id, name.page) for name in names if name)
 
     def extents_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
-        """What must be in memory to write pages of these blocks: the blocks themselves, if they were stored whole."""
+        """Yield the values that must be in memory to write pages of these blocks: the blocks themselves, if stored
+        whole.
+        """
         for req_id, page in names:
             block = self.index.block(req_id, page)
             if block is not None and block.extent is not None:
                 yield block, block.extent.slot
 
     def blocks_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
-        """What must be in memory to read these blocks whole."""
+        """Yield the values that must be in memory to read these blocks whole."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
             if block is not None and block.extent is not None:

@@ -1,7 +1,7 @@
 """Threads that read values from disk, so that the loop does not wait for it.
 
-A thread fills memory that it is given, or finds and checks values where they lie. It does not know slots. Whoever asked
-keeps the memory meanwhile.
+A thread fills memory that it is given, or finds and checks values where they lie. It does not know slots. The caller
+keeps the memory alive meanwhile.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DiskReader:
         self._callers.pop(ticket)(result)
 
     async def close(self) -> None:
-        """End the threads when they have done what they began."""
+        """Stop the threads after their current jobs."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

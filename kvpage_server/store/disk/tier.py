@@ -1,13 +1,13 @@
-"""The disk below memory. What memory has no room for is dropped from there, and fetched when it is asked for.
+"""The disk below memory. Values that do not fit in memory are dropped from memory, and loaded on access.
 
-Every key is known in memory. Its value is there too, or it is `Cold`: its bytes are on disk only. The tier is told of
-every change, and gives it to the write-behind. A value may be dropped from memory when it is on disk and does not wait
+Every key is known in memory. Its value is there too, or it is `Cold`: its bytes are on disk only. The tier is notified
+of every change, and queues it for write-behind. A value may be dropped from memory when it is on disk and does not wait
 to be written again.
 
 Every value is written to disk, and writers wait if the disk is slower than they are.
 
-Its parts: `stored` (what is on disk or being written), `limit` (what happens when the disk is full), `needs` (what must
-be fetched for a command), `fetching` (from disk to memory), a loader for the start, and a scrubber.
+Its parts: `stored` (values on disk or being written), `limit` (eviction when the disk is full), `needs` (values that a
+command needs), `fetching` (from disk to memory), a loader for the start, and a scrubber.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import Damaged, name_of_block, name_of_key
 
-# -- What the write-behind asks the store about changes, and what it tells the store of them: see `Owner` --------------
+# -- Adapter between the write-behind queue and the store: see `Owner` -------------------------------------------------
 
 _AT_ONCE = 256  # values that are noted before others have their turn
 
@@ -96,7 +96,7 @@ class Changes:
                 usage.add(name, name, takes(name, value), again=self._comes_again(name))
 
     def _removed(self, name: bytes) -> None:
-        """A value is gone. Forget its unit too if nothing of it is left."""
+        """Process the removal of a value. Forget its unit too if nothing of it is left."""
         usage = self._stored.usage
         unit = (not usage.is_stray(name) and block_name_of(name)) or name
         usage.remove(name, unit, again=self._comes_again(name))
@@ -104,7 +104,7 @@ class Changes:
             usage.remove_unit(unit)
 
     def _comes_again(self, name: bytes) -> bool:
-        """Whether a value is to be written again, where somebody counts what is expected."""
+        """Return whether a value waits to be written again, if expected sizes are counted."""
         return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
 
 
@@ -114,7 +114,9 @@ log = logging.getLogger("kvpage")
 
 
 class DiskTier:
-    """See the module. Call `load`, then `connect` once the loop runs. `Tier` and `TierBelow` say what it is told."""
+    """See the module. Call `load`, then `connect` once the loop runs. `Tier` and `TierBelow` document the
+    notifications.
+    """
 
     scrubber: Scrubber
 
@@ -196,7 +198,7 @@ class DiskTier:
         return task
 
     async def close(self) -> str:
-        """Write what waits, and close the disk. Returns why some could not be written; empty if all was."""
+        """Write all dirty values, and close the disk. Return the reason if some could not be written, else ""."""
         await self.scrubber.close()
         log.info("the last save: %s", await self.save() or "everything is on disk")
         failing = self.behind.failing
@@ -206,7 +208,7 @@ class DiskTier:
         why = self.behind.failing or failing
         return f"{lost} values that were to be written are not on disk: {why}" if lost else ""
 
-    # -- what is stored --------------------------------------------------------------------------------------------
+    # -- stored values -------------------------------------------------------------------------------------------------
 
     def stored_pages(self, pages: NewPages) -> None:
         self.stored.store_pages(pages.keys, pages.slots)
@@ -239,7 +241,7 @@ class DiskTier:
         if entry is not None:
             self.stored.retime(name_of_key(key), entry)
 
-    # -- what is removed -------------------------------------------------------------------------------------------
+    # -- removed values ------------------------------------------------------------------------------------------------
 
     def pages_dropped(self, block: Block) -> None:
         """A block is about to lose its pages to one that is stored whole."""

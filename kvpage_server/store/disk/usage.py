@@ -22,9 +22,9 @@ from kvpage_server.store.records import footprint, name_of_key
 class DiskUsage:
     """The footprints of values by name, and the units that they belong to. `used` is roughly the bytes that are used.
 
-    `expected` is what that will be when all that waits is written. Until then, `replaced` bytes are there beside what
-    takes their place. Units have the names of strings and of blocks stored whole. Every operation is O(1). The sizes of
-    blocks are known only with `counts_blocks`.
+    `expected` is the value of `used` after all queued writes. Until then, `replaced` bytes are on disk in addition to
+    the values that replace them. Units have the names of strings and of blocks stored whole. Every operation is O(1).
+    The sizes of blocks are known only with `counts_blocks`.
     """
 
     def __init__(self, *, counts_blocks: bool = True) -> None:
@@ -32,12 +32,12 @@ class DiskUsage:
         self.expected = 0
         self.replaced = 0
         self._sizes: dict[bytes, int] = {}
-        self._expected: dict[bytes, int] = {}  # of what waits to be written; 0 for a removal
-        self._replaced: dict[bytes, int] = {}  # sizes of what stays on disk until something else is written
+        self._expected: dict[bytes, int] = {}  # of queued writes; 0 for a removal
+        self._replaced: dict[bytes, int] = {}  # sizes of values on disk that queued writes replace
         self._blocks: dict[bytes, int] = {}  # sizes of those whose pages are values of their own
         self._counts_blocks = counts_blocks
         self._strays: set[bytes] = set()  # names of strings that a page could have
-        # The first of an OrderedDict is found at once; in a dict, all that was removed before it lies in the way.
+        # The first item of an OrderedDict is found in O(1); a dict skips all items that were removed before it.
         self._alone: OrderedDict[bytes, None] = OrderedDict()  # units that are not in memory; the next to go is first
         self._deferred: OrderedDict[bytes, None] = OrderedDict()  # the same, passed over because others extend them
 
@@ -51,7 +51,7 @@ class DiskUsage:
         return self._sizes.keys() >= set(names)
 
     def expect(self, name: bytes, size: int, *, replaced: bool = False) -> None:
-        """A value will be written with this footprint, or removed, with 0; perhaps as others have `replaced` it."""
+        """Note a queued write with this footprint, or a removal, with 0; `replaced` if another value replaces it."""
         self.expected += size - self.size_of(name)
         self._expected[name] = size
         self.replaced -= self._replaced.pop(name, 0)
@@ -73,7 +73,7 @@ class DiskUsage:
         return self._sizes.get(unit, 0) + self._blocks.get(unit, 0)
 
     def is_stray(self, name: bytes) -> bool:
-        """Whether what has this name is a string, though a page could have it."""
+        """Return whether this name belongs to a string, although a page could have it."""
         return name in self._strays
 
     def note_stray(self, name: bytes, block: bytes) -> None:
@@ -83,7 +83,7 @@ class DiskUsage:
             self._strays.add(name)
 
     def add(self, name: bytes, unit: bytes, size: int, *, again: bool = False) -> None:
-        """A value was written, perhaps to be written `again`. A page may have the name that a string had."""
+        """Note a written value, which is queued again if `again`. A page may have the name that a string had."""
         if unit != name and name in self._strays:
             self._strays.discard(name)
             self._grow(name, unit, self._sizes.get(name, 0))
@@ -96,7 +96,7 @@ class DiskUsage:
         self.remove_unit(unit)  # it is in memory, from where it was written
 
     def remove(self, name: bytes, unit: bytes, *, again: bool = False) -> None:
-        """A value is gone, perhaps to be written `again`."""
+        """Note a removed value, which is queued again if `again`."""
         self._settle(name, 0, again=again)
         size = self._sizes.pop(name, 0)
         self.used -= size
@@ -113,7 +113,7 @@ class DiskUsage:
             self._blocks.pop(unit, None)
 
     def _settle(self, name: bytes, size: int, *, again: bool) -> None:
-        """What was expected has happened, unless something else is expected by now."""
+        """Settle a queued write that was committed, unless another one is queued."""
         self.replaced -= self._replaced.pop(name, 0)
         if not again or name not in self._expected:
             self.expected += size - self.size_of(name)
@@ -179,7 +179,7 @@ class DiskUsage:
         return reversed(self._deferred)
 
     def was_cleared(self) -> None:
-        """Everything that was written is gone; what is expected stays expected."""
+        """Note that all written values were deleted; queued writes remain."""
         for name in list(self._sizes):
             self.remove(name, name, again=True)
         self._blocks.clear()
@@ -205,7 +205,7 @@ _RETIME = 100  # bytes, roughly, that a change of an expiry takes until it is wr
 
 
 class DiskCounters:
-    """What has happened between memory and disk since the start."""
+    """Counters of loads, drops and evictions since the start."""
 
     fetched = 0
     dropped = 0  # values whose bytes left memory

@@ -44,7 +44,7 @@ class Batch(Generic[T]):
     began: float = 0.0  # monotonic
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """A value has changed, or is gone."""
+        """Queue a changed or removed value."""
         old = self.changes.get(name)
         self.size += size - (old[1] if old is not None else 0)
         self.changes[name] = (value, size)
@@ -140,29 +140,29 @@ class DiskWriter(Generic[T]):
             yield change
 
     async def close(self) -> None:
-        """End the thread when it has done what it began."""
+        """Stop the thread after its current job."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
 
 # -- write behind ------------------------------------------------------------------------------------------------------
 #
-# Changes on their way to the disk. A thread writes them in batches; those who made them do not wait.
+# Changes on their way to the disk. A thread writes them in batches; the callers do not wait.
 #
 # A change replaces an earlier one of the same value that is not written yet, so a value that changes often is written
 # once a commit. A batch is the store at one moment, between two turns of the loop, and is committed whole. So there
 # is never half of a command or transaction on disk.
 #
-# If the disk is full, values that are gone from the store are removed from the disk first, to make room: in one
-# commit, or in several if `maxdisk` has no room for one. If the process is killed in between, part of a batch is on
-# disk; under
-# `always` nobody was told of it. Values that are overwritten stay until the new ones are there.
+# If the disk is full, values that were removed from the store are removed from the disk first, to make space: in one
+# commit, or in several if `maxdisk` has no space for one. If the process is killed in between, a part of the batch is
+# on disk; under `always` no client has received a reply for it. Values that are overwritten stay until the new ones are
+# there.
 #
 # `appendfsync` says when a batch begins. `always`: when the batch before is done. `everysec` and `no`: so that nothing
 # waits for more than a second, if commits take less. A commit is durable, except with `no`: there the operating
 # system has the values, and writes them to the disk when it likes.
 #
-# The states, and what moves them. What is not in the table is an error:
+# The states, and their transitions. Any other event is an error:
 #
 #     IDLE         nothing waits           CHANGED, HURRIED -> PLANNED
 #     PLANNED      a timer runs            TIME -> WRITING; HURRIED makes it sooner
@@ -175,12 +175,12 @@ class DiskWriter(Generic[T]):
 #     RETRYING     a timer runs after a    TIME -> WRITING; nothing makes it sooner
 #                  failure
 #
-# CHANGED and HURRIED may come in every state. Where the table does not name them they change nothing.
+# CHANGED and HURRIED may occur in every state. Where the table does not name them they change nothing.
 #
 # Everything runs on the loop, except the writing itself.
 
 _SECOND = 0.9
-_SLACK = 2.5  # a change that comes just after a commit has begun is in the next one: it waits for two
+_SLACK = 2.5  # a change right after the start of a commit is in the next one, so it waits for two
 _SHORTEST = 0.05
 RETRY_AFTER = 1.0  # seconds
 _LAST_TRIES = 3
@@ -199,7 +199,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What moves it."""
+    """Event that changes the state."""
 
     CHANGED = auto()  # a value has changed
     HURRIED = auto()  # somebody waits for all changes, or many wait
@@ -211,7 +211,7 @@ class Event(Enum):
     NOTED_SOME = auto()  # and there is more to write
 
 
-_WAITING = {Event.CHANGED, Event.HURRIED}  # may come at any time
+_WAITING = {Event.CHANGED, Event.HURRIED}  # may occur at any time
 
 MOVES: dict[State, dict[Event, State]] = {
     State.IDLE: {Event.CHANGED: State.PLANNED, Event.HURRIED: State.PLANNED},
@@ -247,7 +247,7 @@ class Owner(Protocol[T]):
         """The change that stores a value. Called in the writing thread."""
 
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
-        """Steps, on the loop, that note what was committed."""
+        """Yield after each step, on the loop, of noting a committed batch."""
 
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
         """Steps, on the loop, that may evict values, since the disk is full and so many bytes wait."""
@@ -273,7 +273,7 @@ class WriteBehind(Generic[T]):
         self._owner = owner
         self._writer = DiskWriter(disk, owner.spell)
         self._next: Batch[T] = Batch()
-        self._now: Batch[T] | None = None  # what the thread has, or what is noted
+        self._now: Batch[T] | None = None  # the batch that the thread writes, or that is being noted
         self._timer: asyncio.TimerHandle | None = None
         self._hurries = False
         self._room_made_at = -1  # the number of commits when room was made last
@@ -281,10 +281,10 @@ class WriteBehind(Generic[T]):
         self._took = 0.0  # seconds of the last commit
         self._waiting: list[tuple[int, Callable[[], None]]] = []
 
-    # -- what happens to values ------------------------------------------------------------------------------------
+    # -- changes of values ---------------------------------------------------------------------------------------------
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """A value has changed or is gone. The value must not change any more."""
+        """Queue a changed or removed value. The value must not change any more."""
         self._next.note(name, value, size)
         self.position += 1
         self._changed()
@@ -321,7 +321,7 @@ class WriteBehind(Generic[T]):
         return self._now.changes.get(name)
 
     def retimes(self, name: bytes, value: object, expires: int) -> None:
-        """The expiry of a value is about to change. What is being written of it keeps the one that it had."""
+        """The expiry of a value is about to change. The write in progress keeps the old expiry."""
         if self._now is not None and (change := self._now.changes.get(name)) is not None and change[0] is value:
             self._now.expiries.setdefault(name, expires)
 
@@ -457,7 +457,7 @@ class WriteBehind(Generic[T]):
             self._fail(error)
 
     def _remove(self, error: DiskFull) -> None:
-        """Remove what is gone, to make room."""
+        """Delete removed values from the disk, to make space."""
         removals = self._take_removals()
         if removals is None:
             self._fail(error)
@@ -497,7 +497,7 @@ class WriteBehind(Generic[T]):
         self._plan(0)
 
     def _fail(self, error: Error) -> None:
-        """Try again after a while, even if somebody hurries. Those who wait go on."""
+        """Try again after a while, even if somebody hurries. Waiting clients continue."""
         if not self.failing:
             log.error("writing to disk fails, it will be tried again: %s", error)
         self.failing = str(error)

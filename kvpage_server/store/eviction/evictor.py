@@ -1,7 +1,7 @@
 """Decides which unit is evicted: with a policy for all units, and one of the same kind for each quota.
 
-**A new policy** is a subclass of `Queues` in a module of this folder, with a row in `policies`. It is told about uses
-and asked for victims. It does not know who removes them, or how many.
+**A new policy** is a subclass of `Queues` in a module of this folder, with a row in `policies`. It receives uses and
+returns victims. Its callers remove the victims, and decide how many.
 
 **A change of policy** costs nothing at once. The new policy takes over in steps, see `queues`.
 """
@@ -19,7 +19,7 @@ _AT_ONCE = 500  # units that are handed over before others have their turn
 
 
 class Evictor:
-    """Knows the order in which units are evicted. `units` has to be told of their uses and removals."""
+    """Knows the order in which units are evicted. Callers report every use and removal to `units`."""
 
     def __init__(self, policy: str, index: PageIndex) -> None:
         self._policy = policy
@@ -34,7 +34,7 @@ class Evictor:
 
     @policy.setter
     def policy(self, name: str) -> None:
-        """Let another policy decide. It is told what there is, and when that was used last, in steps."""
+        """Let another policy decide. The new policy takes over units and their last use incrementally."""
         self._policy = name
         self.hand_over()
 

@@ -4,11 +4,11 @@ A bucket has every key whose expiry was set to its second. If the expiry was cha
 Such stale notes are dropped together when they outnumber the others. Costs: amortised O(1) for a note and for a key
 that is due.
 
-Whoever is given a key may note others before it asks for the next: when a block is woken, its pages are noted. That may
-fill, replace or drop any bucket, so no bucket is kept in hand meanwhile.
+A caller may add keys between two results: when a block is loaded, its pages are added. That may fill, replace or drop
+any bucket, so no bucket is kept in hand meanwhile.
 
-Eviction asks for what is due next, and may have to spare it. A spared key is returned again after all others, or after
-a while, so that not every write looks at it.
+Eviction takes the next due key, which may be protected. A spared key is returned again after all others, or after a
+while, so that not every write looks at it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Remembers pages that are gone: why, when, and by which policy or quota.
+"""Records of removed pages: reason, time, and the policy or quota.
 
 There is a ghost for each block and reason, with the rows of its pages. A page is in one of them: that of its last
 removal. `MOST_ROWS` limits all ghosts together. Blocks that lost pages longest ago are forgotten first. Then `since`
@@ -16,12 +16,14 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.memory.index import Block
 
 MOST_ROWS = 1 << 18  # some 100 bytes each
-_GHOST = 8  # rows that a ghost counts as beside its own
+_GHOST = 8  # rows: the fixed cost of a ghost
 
 
 @dataclass(slots=True)
 class Ghost:
-    """Why and when (unix milliseconds) pages of a block went, the last of them at `at`; and what evicted them."""
+    """The removal of pages of a block: reason and times (unix milliseconds), the last one at `at`; and the policy or
+    quota.
+    """
 
     reason: str  # expired, evicted, over quota, deleted, overwritten or corrupt
     rows: dict[int, int]
@@ -31,7 +33,7 @@ class Ghost:
 
 
 class Ghosts:
-    """The pages that are gone. `since`: unix milliseconds from which on every page that went is remembered."""
+    """The removed pages. `since`: unix milliseconds from which on every removed page is recorded."""
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         self.since = unix_ms()
@@ -44,7 +46,7 @@ class Ghosts:
         return len(self._blocks)
 
     def remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str = "", limit: str = "") -> None:
-        """Some pages of a block, in rows, are gone."""
+        """Record the removal of pages of a block, given as rows."""
         name = (block.req_id, block.page)
         ghosts = self._blocks.pop(name, None)
         if ghosts is None:
@@ -102,7 +104,7 @@ class Ghosts:
         return next((ghost for ghost in ghosts.values() if ghost.rows.get(row, 0) & bit), None)
 
     def of_block(self, req_id: bytes, page: int, block: Block | None = None) -> Ghost | None:
-        """How a block lost a page that is still missing. `block` is what there is of it."""
+        """How a block lost a page that is still missing. `block` is the remaining part of it."""
         ghosts = self._blocks.get((req_id, page))
         if ghosts is None:
             return None

@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
 class Lease:
     """Protection of a unit: a lease `until` a time in monotonic milliseconds (0: none), or a pin.
 
-    `size` is what it takes of memory now, `on_disk` what it took of the disk when it was first protected.
+    `size` is its current size in memory, `on_disk` its size on disk when it was first protected.
     """
 
     size: int
@@ -145,7 +145,7 @@ class Leases:
             self._count(lease, size)
 
     def removed(self, unit: Unit) -> None:
-        """Forget a unit that is gone or not protected any more."""
+        """Forget a unit that was removed or is no longer protected."""
         lease = self._leases.pop(unit, None)
         if lease is not None:
             self._count(lease, -lease.size, -lease.on_disk)

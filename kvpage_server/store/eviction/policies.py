@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST, FIRST, Queues, Unit, name_of
 
-# -- allkeys-lru: what was used longest ago goes first -----------------------------------------------------------------
+# -- allkeys-lru: the least recently used unit is evicted first --------------------------------------------------------
 
 _NO_TIME = -1  # no unit has this time
 
@@ -61,9 +61,9 @@ class LRU(Queues):
 #
 # S3-FIFO: queues in the order of arrival.
 #
-# Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP '23, algorithm 1. New units
-# enter a small queue, a tenth of all. Those used more than once in it move to the main queue; the others are evicted
-# and remembered as ghosts. A ghost that comes back enters the main queue, where each use, up to three, gives it
+# Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP '23, algorithm 1. New units enter
+# a small queue, a tenth of all. Those used more than once in it move to the main queue; the others are evicted and
+# remembered as ghosts. A ghost that is inserted again enters the main queue, where each use, up to three, gives it
 # another round.
 
 _SMALL = 0.1  # of all units
@@ -72,7 +72,7 @@ _NEW, _MAIN = 1, 2  # queues
 
 
 class S3FIFO(Queues):
-    """Evicts quickly what was used once. Every operation is amortised O(1)."""
+    """Evicts units with a single use early. Every operation is amortised O(1)."""
 
     def reset(self) -> None:
         super().reset()
@@ -154,6 +154,6 @@ POLICIES: dict[str, type[Queues]] = {
     PREFIX: Prefix,
     "allkeys-lru": LRU,
     "allkeys-s3fifo": S3FIFO,
-    VOLATILE_TTL: LRU,  # it tells how long units have been idle; `Expirer` knows what goes first
+    VOLATILE_TTL: LRU,  # measures idle times; `Expirer` gives the order of eviction
     NO_EVICTION: LRU,
 }

@@ -1,19 +1,19 @@
-"""allkeys-prefix: what is used again is kept longer, and the end of a prefix goes before its beginning.
+"""allkeys-prefix: units that are used again are kept longer, and the end of a prefix is evicted before its beginning.
 
 **Kinds.** There are five kinds of units, each with a queue in the order of last use: ends of a chain that were used
 once, others used once, and those used 2 or 3, 4 to 7, 8 or more times. The victim is the unit that is worth least among
-the first of each queue. Time is counted in units that came, so nothing ages while nothing comes. The newest units stay
-while there is anything else, since their writer may not have finished its chain.
+the first of each queue. Time is the number of inserted units, so nothing ages while nothing is inserted. The newest
+units stay while there is anything else, since their writer may not have finished its chain.
 
 **Worth** is learned: how often units of a kind and an age are used again (see `worth`). A unit that was evicted becomes
-a ghost: its name, kind and last use are remembered and count like those of other units. So the policy also learns what
-comes back after it was evicted. (ARC, Megiddo and Modha, FAST '03, learns from ghosts how to divide memory between what
-was used once and more often; LHD, Beckmann et al., NSDI '18, ranks by how often a class and age is hit for the time it
-takes up.)
+a ghost: its name, kind and last use are remembered and count like those of other units. So the policy also learns which
+units are used again after their eviction. (ARC, Megiddo and Modha, FAST '03, uses ghosts to divide memory between units
+with one use and with several; LHD, Beckmann et al., NSDI '18, ranks units by the hits of their class and age per used
+space and time.)
 
-**Prefixes.** The owner says which units extend which (`follows`). A unit that something extends leaves its queue when
-its turn comes, and goes as soon as nothing extends it any more. So chains go from their ends. If the end of a chain is
-spared, so is the rest, unless nothing else is left. Spared units are looked at again when as many others have gone.
+**Prefixes.** The owner says which units extend which (`follows`). A unit with extensions leaves its queue at its turn,
+and is evicted once it has no extension any more. So chains go from their ends. If the end of a chain is spared, so is
+the rest, unless nothing else is left. Protected units are examined again after the same number of evictions.
 
 Every operation is amortised O(1). A unit takes some 150 bytes: its fields are in columns, at the place that `_places`
 has for it; the first places are the queues themselves. A ghost takes some 150 bytes, too.
@@ -31,21 +31,21 @@ from kvpage_server.store.eviction.queues import BURST, NOBODY, QUEUES, Queues, U
 
 # -- worth -------------------------------------------------------------------------------------------------------------
 #
-# What units are worth, by kind and age: how soon they will be used again, learned from those that were.
+# The worth of units by kind and age: how soon they will be used again, learned from earlier uses.
 #
-# An age is the time since the last use. For each kind and age it is known how much time units spent in it, whether
-# they still exist or were evicted, and how many uses ended it. The chance of a use at a moment is taken to be the
-# product of a factor for the kind and one for the age (proportional hazards: Cox, 1972). A unit's worth is the best
-# mean of that chance over any time from now on (the index of Gittins, 1979), so what usually comes back after minutes
-# is not worth less before that.
+# An age is the time since the last use. For each kind and age it is known how much time units spent in it, whether they
+# still exist or were evicted, and how many uses ended it. The chance of a use at a moment is taken to be the product of
+# a factor for the kind and one for the age (proportional hazards: Cox, 1972). A unit's worth is the highest mean of
+# that chance over any period that starts now (the index of Gittins, 1979), so units that are usually used again after
+# minutes are not worth less before that.
 #
-# Time is counted in units that came, in slots. Every operation is amortised O(1).
+# Time is the number of inserted units, in slots. Every operation is amortised O(1).
 
 _AGES = 28  # the first four last a slot each; then each doubling has two
 _EVERY, _SHARE = 256, 64  # learn after this many new units at least, or after this share of all
-_MEMORY = 16  # how long what was learned counts, in times of the number of units
-# Uses that a kind or an age is taken to have had as expected: many, since the blocks of a prompt come back together; as
-# many as there are units in a store that is smaller.
+_MEMORY = 16  # how long learned values count, in multiples of the number of units
+# Prior uses of each kind and age, with the expected frequency: many, because the blocks of a prompt are used together;
+# in a smaller store, the number of its units.
 _DOUBT = 1024
 
 _LASTS = [1 << max(age // 2 - 1, 0) for age in range(_AGES)]  # in slots
@@ -54,8 +54,7 @@ _OLDEST = len(_AGE_OF) - 1
 
 
 class Worth:
-    """What units of some kinds are worth. `expected` says how often each kind is used again, before anything is
-    learned."""
+    """The worth of units of several kinds. `expected` is the prior frequency of use of each kind."""
 
     def __init__(self, expected: Sequence[float]) -> None:
         kinds = len(expected)
@@ -89,7 +88,7 @@ class Worth:
         slots[to] = slots.get(to, 0) + count
 
     def ended(self, kind: int, last: int) -> None:
-        """The unit is gone or forgotten."""
+        """Count a unit that was removed or forgotten."""
         self._last_used[kind][last >> _SLOT] -= 1
 
     def used_again(self, kind: int, last: int, now: int) -> None:
@@ -98,11 +97,11 @@ class Worth:
         self._again[kind][_age(last, now)] += 1
 
     def of(self, kind: int, last: int, now: int) -> float:
-        """What a unit of a kind is worth that was used last at that time."""
+        """Return the worth of a unit of a kind with its last use at `last`."""
         return self._worth[kind][_age(last, now)]
 
     def learn(self, now: int, units: int) -> None:
-        """Learn from what has become of the units."""
+        """Update the worths with the uses since the last update."""
         passed, self._learned = now - self._learned, now
         self.due = now + max(_EVERY, units // _SHARE)
         kept = exp(-passed / (_MEMORY * max(units, _EVERY)))
@@ -156,10 +155,10 @@ def _age(last: int, now: int) -> int:
 _END, _ONCE, _OFTEN = 1, 2, 5  # kinds: the queues
 _KINDS = range(1, QUEUES + 1)
 
-_FRESH = 8  # units that came since; a unit is fresh until then
+_FRESH = 8  # inserted units; a unit is fresh until that many others were inserted
 _GHOSTS = 4  # as many times as there are units
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
-# By kind, with none at 0: what was used twice as often is used again twice as soon, and the end of a prompt seldom.
+# By kind, with none at 0: a unit with twice the uses is used again in half the time, and the end of a prompt seldom.
 _EXPECTED = (1.0, 0.25, 1.0, 2.0, 4.0, 8.0)
 _MOST_STEPS = 4096  # steps up a chain in the search for a circle
 _USES_BITS, _KIND_BITS = 8, 3
@@ -170,7 +169,7 @@ class Prefix(Queues):
 
     def reset(self) -> None:
         super().reset()
-        self._time = 0  # units that came so far
+        self._time = 0  # number of inserted units
         self._before_time = 0  # the last use of the unit that was handed over last
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
         self._aside: list[tuple[Unit, int, int]] = []  # spared units, with their places and their parents'
@@ -185,7 +184,7 @@ class Prefix(Queues):
             self._come(self._place_of(unit), self._uses_before(unit))
             return
         if self._last[place] == self._time and self._at[place] == self.now:
-            return  # used in this second, and nothing has come since
+            return  # used in this second, without insertions since
         if self._waits(place):
             self._take(place)
             self._come(place, 1)
@@ -206,7 +205,7 @@ class Prefix(Queues):
         self._link(place, self._before[self._queue[place]])
 
     def used_all(self, units: list[Unit]) -> None:
-        """Units were written or read, in this order. New ones come after all others."""
+        """Units were written or read, in this order. New ones are placed after all others."""
         if len(units) == 1:
             self.used(units[0])
             return
@@ -377,7 +376,7 @@ class Prefix(Queues):
                 if self._places.get(unit) == place:
                     self._unlink(place)
                     self._aside.append((unit, place, self._parent[place]))
-            elif before:  # what was spared in earlier rounds may go now
+            elif before:  # units that were protected in earlier rounds may be evicted now
                 self._bring_back(before)
                 before = 0
             elif cut < len(self._aside):  # only the beginnings of spared chains are left

@@ -3,10 +3,10 @@
 A unit has a place, and a field there in each column. A queue is a ring of places, linked in two columns, which begins
 and ends with a place of its own. Every operation on a unit is O(1), and a unit takes few bytes.
 
-**A change of policy.** The new policy takes over the places and columns as they are, and has queues of its own beside
-the old ones. It takes units over in steps, from the one used last to the one used first, each to the front of its
-queue. Units that are used meanwhile go to the end, as always. So the order is that of use, whatever the old policy was.
-Units that were not taken over yet are the first to go. The change itself costs nothing, however many units there are.
+**A change of policy.** The new policy takes over the places and columns unchanged, and adds its own queues to the old
+ones. It takes units over in steps, from the one used last to the one used first, each to the front of its queue. Units
+that are used meanwhile go to the end, as always. So the order is that of use, whatever the old policy was. Units that
+were not taken over yet are the first to go. The change itself costs nothing, however many units there are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BURST = 2  # seconds; closer uses count as one, since a block is written and rea
 
 
 def name_of(unit: Unit) -> int:
-    """The name under which a unit is remembered when it is gone; the same when it comes back."""
+    """Return the name under which a removed unit is remembered; the same when it is inserted again."""
     return hash((unit.req_id, unit.page)) if isinstance(unit, Block) else hash(unit)
 
 
@@ -66,8 +66,8 @@ class Queues(ABC):
         self._uses = array("B", bytes(FIRST))
         self._at = array("q", [0] * FIRST)  # last use, in seconds
         self._counted = array("q", [0] * FIRST)  # last use that counted, in seconds
-        self._last = array("q", [0] * FIRST)  # use, in units that came
-        self._parent = array("i", [NOBODY] * FIRST)  # what it extends
+        self._last = array("q", [0] * FIRST)  # use, as a number of inserted units
+        self._parent = array("i", [NOBODY] * FIRST)  # the unit that it extends
         self._children = array("i", [0] * FIRST)  # how many extend it
         self._columns = self._all_columns()
 
@@ -119,14 +119,14 @@ class Queues(ABC):
         self.removed(unit)
 
     def leave(self, place: int) -> None:
-        """Take a unit out of its queue, and out of those that wait to be taken over."""
+        """Take a unit out of its queue, and out of the units that wait to be taken over."""
         if self._older >= 0 and self._is_older(place):
             self._take(place)
         else:
             self._unlink(place)
 
     def clear(self) -> dict[Unit, Any]:
-        """Forget everything. Returns what there was."""
+        """Forget everything. Return the former contents."""
         old = self._places
         self.reset()
         return old
@@ -212,7 +212,7 @@ class Queues(ABC):
     def _left_over(self) -> int:
         """The place of a unit that waits and is in no queue. Looks at some places; NOBODY if it finds none.
 
-        Places of units that are gone are given back.
+        Places of removed units are released.
         """
         for place in range(self._looked, min(self._looked + _LOOKED_AT, len(self._units))):
             self._looked = place + 1
@@ -223,7 +223,7 @@ class Queues(ABC):
         return NOBODY
 
     def _take(self, place: int) -> None:
-        """A unit waits no more: it was taken over, used, or is gone."""
+        """Count a unit that was taken over, used or removed."""
         self._unlink(place)
         self._waiting -= 1
         if not self._waiting:

@@ -1,11 +1,11 @@
-"""Quotas: how many bytes the keys that match a pattern, a tenant's, may hold; and who is to go when they hold more.
+"""Quotas: limits in bytes for the keys that match a pattern, usually a tenant's; and the order of their eviction.
 
-A key belongs to the first quota whose pattern matches it, a block to the first that matches `kv:{req_id}:`. What counts
-is what was stored, wherever it lies and however: a page as the 64 bytes of its header and its body, by itself or in a
-block; a string as its key, its value and `TEXT_OVERHEAD`. So it is the same after a restart.
+A key belongs to the first quota whose pattern matches it, a block to the first that matches `kv:{req_id}:`. The size
+counts as it was stored, in memory or on disk: a page as the 64 bytes of its header and its body, alone or in a block; a
+string as its key, its value and `TEXT_OVERHEAD`. So it is the same after a restart.
 
-Each quota has a policy of its own beside that of the whole store. It sees the uses of the quota's units alone, so who
-goes for a quota is found without passing over everybody else. Costs: O(1) a use, a change and a victim; which quota a
+Each quota has a policy of its own in addition to that of the whole store. It gets only the uses of the quota's units,
+so a quota's victim is found without passing over other units. Costs: O(1) a use, a change and a victim; which quota a
 name belongs to is looked for once, and remembered.
 """
 
@@ -23,7 +23,7 @@ _MOST_NAMES = 1 << 17  # that are remembered
 
 
 def block_name(req_id: bytes) -> bytes:
-    """What the pattern of a quota has to match for the blocks of a request to be its own."""
+    """Return the name that a quota's pattern must match to own the blocks of a request."""
     return b"kv:%b:" % req_id
 
 
@@ -45,7 +45,7 @@ class OverQuota(OverLimit):
 
 
 class Rule(NamedTuple):
-    """What a quota is made of: a glob pattern, bytes (0 for no limit), and what tells whether a name matches."""
+    """Declaration of a quota: a glob pattern, bytes (0 for no limit), and the function that matches names."""
 
     pattern: bytes
     limit: int
@@ -53,7 +53,7 @@ class Rule(NamedTuple):
 
 
 class Quota(Account):
-    """What the keys of a pattern hold: `bytes`, of `limit`. `units` is the order they go in, `evicted` how many did."""
+    """The keys of a pattern: `bytes`, of `limit`. `units` is the order they go in, `evicted` how many did."""
 
     __slots__ = ("bytes", "evicted", "limit", "matches", "pattern", "sizes", "units")
 
@@ -66,7 +66,7 @@ class Quota(Account):
         self.evicted = 0
 
     def lacks(self, coming: int) -> int:
-        """How many bytes have to go before so many may come; negative when there is room."""
+        """Return the bytes to evict before `coming` bytes can be stored; negative if there is space."""
         return self.bytes + self.promised + coming - self.limit if self.limit else -1
 
     @property
