@@ -1,5 +1,6 @@
-"""From a client's words to a reply: the one command table, what runs a command, and what each command does.
+"""From a client's words to a reply: the command table, the dispatcher, and the commands.
 
-This folder has what every command may use: the table's rows (`registry`), the server and the client (`context`),
-arguments, steps. The commands themselves are in `families/`. Knows the store and the values of replies, and no socket.
+This package contains the parts that every command may use: the table's rows (`registry`), the server and the client
+(`context`), arguments, steps. The commands themselves are in `families/`. Knows the store and the values of replies,
+and no socket.
 """

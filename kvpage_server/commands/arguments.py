@@ -1,4 +1,4 @@
-"""Reading arguments: numbers in their ranges, words, options; each failure says which argument and what is allowed."""
+"""Parsers of arguments: numbers in ranges, words, options; each error names the argument and the allowed values."""
 
 from __future__ import annotations
 

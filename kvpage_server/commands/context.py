@@ -1,4 +1,4 @@
-"""What a command acts on: the server, and the client that sent it."""
+"""The context of a command: the server, and the client that sent it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvpage_server.store.keyspace import Keyspace
 # -- The commands that a client has queued since MULTI -----------------------------------------------------------------
 
 MOST_QUEUED = 65_536  # words: EXEC runs them without a pause
-_COMMAND = 192  # bytes of memory of a queued command beside its words
+_COMMAND = 192  # bytes of a queued command's overhead
 
 
 def too_much_queued() -> ReplyError:
@@ -61,7 +61,7 @@ class Transaction:
 NEVER = 1 << 62  # nanoseconds: longer than any call
 MANY_BYTES = 16 << 20  # of values, that are found before they are sent
 _FEW_BYTES = 1 << 20  # where there is little room
-_NOTED = 4  # CLIENT TRACKING notes what was read in at most this part of maxmemory-clients
+_NOTED = 4  # CLIENT TRACKING remembers read keys in at most this part of maxmemory-clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Server:
         return _FEW_BYTES if self.is_tight else MANY_BYTES
 
     def forget(self, client: Client) -> None:
-        """Remove a client that is gone."""
+        """Remove a client that has disconnected."""
         self.clients.pop(client.id, None)
         self.monitors.pop(client, None)
         self.channels.forget(client)
@@ -267,11 +267,11 @@ class Client:
     needs_password: bool = field(default=False, init=False)  # it may not log in as a user without a password
     closing: bool = field(default=False, init=False)
     gone: bool = field(default=False, init=False)  # its connection is over, and it is about to be forgotten
-    transaction: Transaction | None = field(default=None, init=False)  # what was queued since MULTI
+    transaction: Transaction | None = field(default=None, init=False)  # commands queued since MULTI
     watching: set[bytes] = field(default_factory=set, init=False)  # keys, kept by KeyEvents
     watched_changed: bool = field(default=False, init=False)  # so the next EXEC fails
     watched_until: int = field(default=0, init=False)  # the next EXEC fails from then on; unix ms, 0 for no such time
-    tracking: Mode | None = field(default=None, init=False)  # how it is told of changes; kept by Tracking
+    tracking: Mode | None = field(default=None, init=False)  # its mode of notification; set by Tracking
     channels: dict[bytes, None] = field(default_factory=dict, init=False)  # listened to, kept by Channels
     patterns: dict[bytes, None] = field(default_factory=dict, init=False)
 
@@ -376,7 +376,7 @@ class Client:
             self.kept += nbytes
             self.server.in_flight += nbytes
 
-    # -- who it is, and what it may see ------------------------------------------------------------------------------
+    # -- the client's user and rights ----------------------------------------------------------------------------------
 
     def become(self, user: User | None) -> None:
         """Set the connection's user; None means that it has to authenticate."""

@@ -1,4 +1,4 @@
-"""What commands cost: counts and times of each, the slow ones, and the moments when the server was slow."""
+"""Cost of commands: counts and times of each, the slow log, and latency events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CallCounts:
 
 
 class Stats:
-    """What the server did since the start (or CONFIG RESETSTAT)."""
+    """Counters since the start (or CONFIG RESETSTAT)."""
 
     connections = 0
     rejected = 0  # connections above maxclients

@@ -13,8 +13,8 @@ from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, MAX_LAYER, MAX_PAGE, MAX_R
 #
 # An example of each page, block and index command, as redis-cli shows it: for `docs/commands.md`, and run by tests.
 #
-# Each is run on an empty server. A line after '> ' is typed, those below it are the answer; '...' stands for what
-# differs from run to run.
+# Each is run on an empty server. A line after '> ' is the input, the lines below it are the reply; '...' replaces text
+# that differs between runs.
 
 _TWO_PAGES = """\
 > KVPAGEMSET 2 req 0 0 0 0 3 1 4 0 keys req 0 0 0 1 3 1 4 0 vals

@@ -1,20 +1,20 @@
 """How commands enter the table.
 
-A family's module declares its commands with the `command` decorator, next to what they do::
+A family's module declares its commands with the `command` decorator, next to their functions::
 
     @command("get key", flags="readonly fast", keys=(1, 1, 1), group="string", reply="bulk | null", summary="...")
     def get(client: Client, args: list[Argument]) -> Reply: ...
 
-A `partial` of the decorator has what the rows of a module have in common. The complexity is O(1) if not given.
+A `partial` of the decorator contains the common fields of a module's rows. The complexity is O(1) if not given.
 
 A call is written as in Redis's documentation: ``set key value [NX | XX] [EX seconds]``, ``...`` for repetition. The
 arity follows from it, except in the few rows that give it. `reply` is the shape of the reply, see `table.shape`. A
 subcommand has its own row, named ``container|sub``.
 
-The flags are Redis's command flags and further ACL categories. `allkeys` means that the command reads or changes
-something about every key, so it is for users who may use every key. The same holds for administration, unless the
-command is `filtered`, which means that it shows each user only what is theirs. `secret`, `hashed`, `unqueued`,
-`while_subscribed` and `keeps_caching` are fields of `Spec`.
+The flags are Redis's command flags and further ACL categories. `allkeys` marks commands that read or change data of
+every key, so they require access to every key. The same holds for administration, unless the command is `filtered`: it
+shows each user only its own data. `secret`, `hashed`, `unqueued`, `while_subscribed` and `keeps_caching` are fields of
+`Spec`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ STEP = 64  # things that are looked at in a step
 
 _FREED = 4096  # things at a time
 
-Steps = Generator[Reply, None, T]  # they yield no reply, and return what they found
+Steps = Generator[Reply, None, T]  # they yield no reply, and return their result
 
 
 def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
@@ -68,7 +68,7 @@ def freed(things: list[T]) -> Iterator[Reply]:
         yield ()
 
 
-# -- Counts what all connections together hold and have been sent, in steps, since there may be very many --------------
+# -- Sums of all connections' memory and output, computed in steps, because there may be very many ---------------------
 
 
 def counted(server: Server) -> Steps[None]:

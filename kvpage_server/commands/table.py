@@ -1,4 +1,4 @@
-"""What a row of the command table has: the keys of the arguments, what has to be in memory, usage, reply.
+"""Rows of the command table: keys of the arguments, values that must be in memory, usage, reply.
 
 There are no commands here, and no clients.
 """
@@ -19,13 +19,13 @@ from kvpage_server.store.disk.tier import DiskTier
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 #
-# Which keys a command's arguments name, and what it does to them. ACL checks, WATCH and COMMAND GETKEYS need this.
+# The keys that a command's arguments name, and the access to them. ACL checks, WATCH and COMMAND GETKEYS need this.
 #
 # If the keys are at fixed positions, the row of the table says so with `keys=`. The page family's keys are made from
-# several arguments: `uses=` says how, with one of the classes here. Cluster clients are told the positions of the
-# requests, because a request with braces in its name has the same slot as all its pages.
+# several arguments: `uses=` says how, with one of the classes here. Cluster clients get the positions of the requests,
+# because a request with braces in its name has the same slot as all its pages.
 
-READ, WRITE = 1, 2  # what is done to a key: bits
+READ, WRITE = 1, 2  # access to a key: bits
 
 
 class KeyPrefix(bytes):
@@ -33,7 +33,7 @@ class KeyPrefix(bytes):
 
 
 Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
-Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # of a command's arguments and what its row says it does
+Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # from a command's arguments and its access
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ def placed(args: Sequence[Argument], first: int, last: int, step: int, access: i
 
 # -- needs -------------------------------------------------------------------------------------------------------------
 #
-# What has to be in memory for a command to run, when values may be on disk only: `needs=` in its row of the table.
+# Values that must be in memory for a command, if values may be on disk only: `needs=` in its row of the table.
 #
 # Without `needs=`, a command needs everything that its arguments name: the values of its keys, the blocks that it
 # writes pages into, all blocks of its requests. So a new command may be slower than necessary, but never wrong. The
-# result must not depend on what is stored. Then the needs of all commands of a transaction can be found before the
-# first one runs.
+# result must not depend on stored values. Then the needs of all commands of a transaction can be found before the first
+# one runs.
 
 
 class Named(Protocol):
     """The part of a table row that is used here."""
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
-        """The keys that arguments name, and what is done to them."""
+        """Yield the keys that arguments name, and the access to them."""
 
 
 Needs = Callable[[DiskTier, Named, Sequence[Argument]], Iterable[Needed]]
@@ -218,17 +218,17 @@ class Spec:
     categories: frozenset[str]  # ACL categories
     keys: tuple[int, int, int]  # first key, last key, step; the requests in the page family; zeros for no keys
     uses: Uses | None  # for keys made from several arguments, or used in a way that depends on them
-    access: int  # READ, WRITE or both: what it does to its keys
+    access: int  # READ, WRITE or both: the access to its keys
     all_keys: bool  # it concerns every key, or something that only an administrator should see
-    filtered: bool  # it shows and changes only what its user may see and change
+    filtered: bool  # it shows and changes only data that its user may see and change
     secret: bool  # its arguments are not shown to others
     hashed: bool  # its long words are bodies of pages, which are hashed as they arrive
     unqueued: bool  # it runs at once in a transaction; others wait for EXEC
     runs_queued: bool  # EXEC: it runs the queued commands
     while_subscribed: bool  # a RESP2 client may call it while it listens to channels
     keeps_caching: bool  # CLIENT CACHING then still holds for the next command
-    needs: Needs  # what has to be in memory for it, if there is a disk
-    fetches: bool  # it fetches what it needs while its reply is sent; in EXEC everything is fetched before
+    needs: Needs  # values that must be in memory for it, if there is a disk
+    fetches: bool  # it loads values while its reply is sent; in EXEC all values are loaded before
     waits: bool  # it needs something, and does not fetch it itself
     channels: str  # which arguments are pub/sub channels: "", "first", "all"; "patterns": all, as patterns
     group: str
@@ -247,7 +247,7 @@ class Spec:
         return count == self.arity or 0 < -self.arity <= count
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
-        """The keys that its arguments name, and what it does to them."""
+        """Yield the keys that its arguments name, and the access to them."""
         if self.uses is not None:
             return self.uses(args, self.access)
         first, last, step = self.keys
@@ -464,7 +464,7 @@ def _as_one(arguments: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mark_repeating(found: list[dict[str, Any]], group: dict[str, Any]) -> None:
-    """`key [key ...]`: what stands before the group is given once or more."""
+    """`key [key ...]`: the arguments before the group are given once or more."""
     count = len(group["arguments"])
     names = [argument["name"] for argument in group["arguments"]]
     if [argument["name"] for argument in found[-count:]] == names:

@@ -1,4 +1,4 @@
-"""Every parameter, declared once, and what depends only on parameters: defaults, the log, TLS certificates.
+"""Every parameter, declared once, and code that depends only on parameters: defaults, the log, TLS certificates.
 
 Knows no server: CONFIG SET applies changed parameters to a running one.
 """

@@ -1,7 +1,7 @@
 """Configuration: `name value` lines as redis.conf has them, `--name value` on the command line, CONFIG GET and SET.
 
 Each parameter is declared once, as a field of `Config` with its kind, default, one line of documentation and whether it
-may change while the server runs. A line that cannot be understood is refused with its number and what is allowed.
+may change while the server runs. An invalid line is an error with its number and the allowed values.
 """
 
 from __future__ import annotations
@@ -98,14 +98,16 @@ def _check_directory(name: str, path: Path) -> None:
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
 _MOST_BYTES = 64 * 1024**2  # of a file
-_GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them
+_GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and the overhead
 
 _NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
 _REMOVED = {"cluster-config": _NO_MAPS, "cluster-node": _NO_MAPS}  # former parameters, and their replacement
 
 
 class ConfigError(ValueError):
-    """A parameter is unknown or its value is not allowed; the message says which, where, and what is."""
+    """Error: an unknown parameter or an invalid value; the message names the parameter, its place, and the allowed
+    values.
+    """
 
 
 def option(kind: Kind, default: Any, doc: str, *, mutable: bool = False, hidden: bool = False) -> Any:
@@ -267,7 +269,7 @@ class Config:
         setattr(self, declared.name, kind.add(getattr(self, declared.name), value) if kind.add else value)
 
     def split(self, name: str, value: str) -> list[str]:
-        """The words of a value that came as one string, as CONFIG SET gives it."""
+        """Return the words of a value in one string, as in CONFIG SET."""
         kind = self.parameters()[name].metadata["kind"]
         if kind is quotas:
             return value.split() or [""]

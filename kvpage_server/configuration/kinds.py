@@ -1,4 +1,4 @@
-"""Kinds of parameters: how a value is read from words, and written back. A ValueError says what is allowed."""
+"""Kinds of parameters: how a value is read from words, and written back. A ValueError names the allowed values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvpage_server.glob import glob
 class Kind:
     """How a parameter's value is read from words, and written back as words.
 
-    Where a parameter may stand on several lines, `add` joins a line's value to what there was. CONFIG SET replaces it
-    all the same where it is `whole`.
+    If a parameter may be on several lines, `add` joins a line's value to the values before. CONFIG SET replaces all of
+    them if the kind is `whole`.
     """
 
     read: Callable[[list[str]], Any]

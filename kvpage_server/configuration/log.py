@@ -16,7 +16,7 @@ from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.text import LogLines
 
 LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
-_NOBODY_READS = (errno.EIO, errno.EPIPE)  # of a terminal that is gone, and of a pipe
+_NOBODY_READS = (errno.EIO, errno.EPIPE)  # of a closed terminal, and of a pipe
 
 
 def start(config: Config) -> None:

@@ -1,8 +1,8 @@
 """Counts wrong passwords by address, and slows down addresses that send many of them.
 
 An address may fail ten times; one failure is forgiven every six seconds. After that, its AUTHs are handled one a
-second, in the order in which they came, however many connections they come from. This includes those with the right
-password: otherwise a guesser could take a slow answer for a no and not wait for it. Other addresses are not affected.
+second, in order of arrival, for all its connections together. This includes those with the right password: otherwise a
+guesser could take a slow answer for a no and not wait for it. Other addresses are not affected.
 
 Memory is bounded: beyond a number of addresses, the one whose last failure is oldest is forgotten.
 """
@@ -82,7 +82,7 @@ class Guesses:
 
 
 def _network(address: str) -> str:
-    """What is counted as one client: the host, for IPv6 the network that one customer gets, or a unix socket's path."""
+    """Return the unit that failures are counted for: the host, for IPv6 its /64 network, or a unix socket's path."""
     host = address.rpartition(":")[0]
     if not host.startswith("["):
         return host

@@ -1,7 +1,7 @@
 """One user: whether it can log in, and which commands, keys and channels it may use. The rules are those of Redis 7.
 
 A key pattern gives the right to read, to write, or both. A command that concerns every key, such as FLUSHALL or INFO's
-figures, needs that right for every key. So a user who may use only some keys learns nothing about the others.
+figures, needs that right for every key. So a user who may use only some keys gets no information about the others.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ _SPACE = re.compile(rb"[ \t\n\v\f\r\0]")
 _KEY_RULE = re.compile(rb"(?:~|%(R|W|RW|WR)~)(.*)\Z", re.DOTALL | re.IGNORECASE)
 _ACCESS = {None: READ | WRITE, b"R": READ, b"W": WRITE, b"RW": READ | WRITE, b"WR": READ | WRITE}
 
-Change = Callable[["User"], None]  # what a rule does; raises RuleError
+Change = Callable[["User"], None]  # applies a rule; raises RuleError
 
 
 def has_spaces(word: bytes) -> bool:
@@ -205,7 +205,7 @@ class RuleError(ValueError):
 
 
 class Denial(NamedTuple):
-    """What a user lacks: the right to a command, a key or a channel."""
+    """A missing right: to a command, a key or a channel."""
 
     kind: str  # command, key or channel
     what: bytes
@@ -222,7 +222,7 @@ class Denial(NamedTuple):
 
     @property
     def verbose(self) -> str:
-        """As ACL DRYRUN words it."""
+        """Return the text in the wording of ACL DRYRUN."""
         user = self.user.decode("utf-8", "surrogateescape")
         if self.lacks:
             lacks = f"without access to every key ({self.lacks.decode()})"
@@ -249,7 +249,7 @@ class User:
         self.name = name
         self.passwords: dict[str, None] = {}  # hashed
         self.commands: set[str] = set()
-        self.rules: dict[str, bool] = {}  # after -@all, or after +@all: what is allowed
+        self.rules: dict[str, bool] = {}  # allowed commands, after -@all or +@all
         self.keys = KeyRules()
         self.channels: Patterns[bytes] = Patterns()
 
@@ -276,15 +276,16 @@ class User:
     def accepts(self, password: bytes) -> bool:
         """Whether the user can log in with that password."""
         given = digest(password)
-        known = [hmac.compare_digest(given, kept) for kept in self.passwords]  # all of them: the time tells nothing
+        # compare all of them, so that the time reveals nothing
+        known = [hmac.compare_digest(given, kept) for kept in self.passwords]
         return self.enabled and (self.no_password or any(known))
 
     def denial(self, spec: Spec, args: Sequence[Argument]) -> Denial | None:
-        """What forbids a command with these arguments; None when it is allowed."""
+        """Return the missing right for a command with these arguments; None if it is allowed."""
         return next(filter(None, self.checks(spec, args)), None)
 
     def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
-        """The same, one key or channel after the other: a Denial or None for each. `cost` says what a check costs."""
+        """The same, one key or channel after the other: a Denial or None for each. `cost` is the cost of a check."""
         if spec.name not in self.commands:
             yield Denial("command", spec.name.encode(), spec.name, self.name)
         if spec.all_keys and not self.may_use_all(spec.access):
@@ -391,7 +392,7 @@ class User:
         self._forget_channels()
         self._allow("@all", allowed=False)
 
-    # -- telling ---------------------------------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------------------------------
 
     @property
     def command_rules(self) -> str:
@@ -428,7 +429,7 @@ def change_of(rule: bytes) -> Change:
     try:
         return _argued(rule, word)
     except (RuleError, PatternTooLong) as error:
-        return partial(_refuse, str(error))  # raised when its turn comes, as an earlier rule may be wrong, too
+        return partial(_refuse, str(error))  # raised at its turn, because an earlier rule may be wrong, too
 
 
 def _refuse(why: str, user: User) -> None:

@@ -151,7 +151,7 @@ class Refusal:
     context: str  # toplevel or multi
     what: bytes  # the command, key or channel
     user: bytes
-    client: str  # as CLIENT INFO tells
+    client: str  # in the format of CLIENT INFO
     id: int
     created_ms: int = field(default_factory=unix_ms, init=False)
     updated_ms: int = field(default_factory=unix_ms, init=False)
@@ -169,7 +169,7 @@ class Refusals:
         self._ids = count()
 
     def forget_totals(self) -> None:
-        self.total = dict.fromkeys(("auth", "cmd", "key", "channel"), 0)  # as INFO tells them
+        self.total = dict.fromkeys(("auth", "cmd", "key", "channel"), 0)  # for INFO
 
     def note(self, reason: str, context: str, what: bytes, user: bytes, client: str) -> None:
         """Count a refusal, and add it to ACL LOG."""

@@ -1,7 +1,7 @@
-"""What each command does, a module a family; importing this fills the command table.
+"""The commands, a module for each family; the import of this package fills the command table.
 
-A function here is a row of the table and what the command does. What is done for every command lies in `dispatch/`,
-what a family needs of the store in the store.
+A function is decorated with its row of the table. Work for every command belongs in `dispatch/`, a family's storage
+functions belong in the store.
 """
 
 from kvpage_server.commands.families import connections, keys, pages, server

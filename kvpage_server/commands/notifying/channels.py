@@ -1,7 +1,7 @@
-"""Which clients listen to which channels, by name or by pattern, and how they get a message.
+"""Subscriptions of clients to channels, by name or by pattern, and delivery of messages.
 
 A message for a few listeners is sent at once. A message for many is sent in steps, some listeners in every turn of the
-loop. Messages that come meanwhile wait in a queue, so that everybody gets them in the order of publication.
+loop. Later messages wait in a queue, so that every client gets them in the order of publication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import Patterns, channel_glob
 from kvpage_server.resp import Push, Raw, Reply, Wait, encode
 
-# -- What this folder needs to know about a connection that is sent messages -------------------------------------------
+# -- Interface of a connection that receives messages ------------------------------------------------------------------
 
 
 class Mode:
@@ -29,7 +29,7 @@ class Mode:
     opt_out = False  # all reads are noted, except those after CLIENT CACHING NO
     no_loop = False  # it gets no messages about its own changes
     asked = False  # CLIENT CACHING was called for the next command
-    broken = False  # the connection to redirect to is gone
+    broken = False  # the connection to redirect to has ended
 
     def __init__(self) -> None:
         self.prefixes: dict[bytes, None] = {}
@@ -64,7 +64,7 @@ class Recipient(Protocol):
         """Send a message."""
 
     def settle(self) -> None:
-        """Note that what it listens to, watches or tracks has changed."""
+        """Note a change of subscriptions, watched keys or tracking."""
 
     @property
     def sees_all(self) -> bool:
@@ -74,12 +74,12 @@ class Recipient(Protocol):
         """Whether it may know that a key exists."""
 
 
-Listeners = dict[Recipient, None]  # in the order in which they came
+Listeners = dict[Recipient, None]  # in order of subscription
 Steps = Iterator[None]
 
 _FEW = 32  # listeners that are sent a message at once
 _TURN = 1_000_000  # nanoseconds
-_CHANNEL = 512  # bytes of a channel that a client listens to, beside its name
+_CHANNEL = 512  # bytes of a client's subscription to a channel, in addition to its name
 _COMPILED = 16  # bytes of a compiled pattern for each of its own
 
 
@@ -176,7 +176,7 @@ class Channels:
         return count
 
     def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
-        """Publish very many messages: channel, message, and its key. Each is made when its turn comes."""
+        """Publish very many messages: channel, message, and its key. Each is created at its turn."""
 
         def steps() -> Steps:
             for channel, message, about in messages:
@@ -245,7 +245,7 @@ def _size_of(pattern: bytes) -> int:
 
 
 def _push(told: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
-    """Send to those that still listen, some in every step."""
+    """Send to the remaining subscribers, several in every step."""
     for listeners, items in told:
         encoded: dict[int, Raw] = {}
         everybody = iter(list(listeners))

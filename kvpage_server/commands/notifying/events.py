@@ -1,4 +1,4 @@
-"""Passes on what happens to keys: to transactions that watch them, to clients that cache them, and to listeners of
+"""Distribution of keyspace events: to transactions that watch keys, to clients that cache them, and to subscribers of
 keyspace notifications.
 
 The classes of events for `notify-keyspace-events` are Redis's (`notify.c`): g generic, $ string, x expired, e evicted,
@@ -26,7 +26,7 @@ _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", 
 
 
 _BY_ITSELF = ("expired", "evicted")
-_WATCHED = 512  # bytes of a key that a client watches, beside its own
+_WATCHED = 512  # bytes of a key that a client watches, in addition to its name
 _NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the command that made it
 
 
@@ -63,7 +63,7 @@ class KeyEvents:
             self._listen()
 
     def unwatch(self, client: Recipient) -> None:
-        """Stop watching for a client, and forget what happened so far."""
+        """Stop watching for a client, and forget noted changes."""
         for key in client.watching:
             watchers = self._watchers[key]
             watchers.discard(client)
@@ -95,7 +95,7 @@ class KeyEvents:
         self._listen()
 
     def forget(self, client: Recipient) -> None:
-        """Remove a client that is gone."""
+        """Remove a client that has disconnected."""
         self.unwatch(client)
         self.untrack(client)
 

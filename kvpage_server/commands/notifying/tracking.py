@@ -1,12 +1,12 @@
-"""Client-side caching (CLIENT TRACKING): clients cache what they read, and get a message when it changes.
+"""Client-side caching (CLIENT TRACKING): clients cache keys that they read, and get a message when a key changes.
 
 For a client that tracks, the server notes which keys it read. When a key changes, its readers get a message, and the
 note is deleted until they read the key again. In broadcasting mode nothing is noted: a client gets a message about
 every changed key that begins with one of its prefixes.
 
-The messages are sent before any other reply. So when a client is told that a key is set, all other clients that cache
-the old value have been sent the message; its own comes after its reply. A message names one key, as Redis's do
-(redis-py understands no others). In broadcasting mode it names all changed keys.
+The messages are sent before any other reply. So when a client receives the reply of its SET, all other clients that
+cache the old value have been sent the message; its own message follows its reply. A message names one key, as Redis's
+do (redis-py understands no others). In broadcasting mode it names all changed keys.
 
 A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. It is noted under
 `kv:{req}:`, which is also what COMMAND GETKEYS returns. A request's index is noted under its own key. Both change with
@@ -190,14 +190,16 @@ class _Prefix:
     changed: dict[bytes, Recipient | None] = field(default_factory=dict)
 
     def note(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """Note keys that changed. What also changed by itself, or by another, is no client's own change."""
+        """Note keys that changed. A key that also changed by expiry or another client does not count as the client's
+        own change.
+        """
         for key in keys:
             self.changed[key] = by if self.changed.get(key, by) is by else None
 
 
 @dataclass(slots=True)
 class _Due:
-    """What a client will be sent: that every key is gone, or which keys changed."""
+    """Pending message to a client: all keys were deleted, or the changed keys."""
 
     flushed: bool = False
     keys: dict[bytes, None] = field(default_factory=dict)
@@ -213,7 +215,7 @@ class Tracking:
         self.clients: dict[Recipient, _Reader] = {}  # with their notes
         self.items = 0  # readers of all keys
         self.nbytes = 0  # of the notes of all clients
-        self.is_due = False  # whether something is to be told
+        self.is_due = False  # whether messages are pending
         self._everybody = everybody
         self._most_keys = most_keys
         self._most_bytes = most_bytes
@@ -287,10 +289,10 @@ class Tracking:
         if reader.keys:
             asyncio.get_running_loop().call_soon(self._free_notes, reader)
 
-    # -- what was read ---------------------------------------------------------------------------------------------
+    # -- read keys -----------------------------------------------------------------------------------------------------
 
     def note(self, client: Recipient, spec: Spec, args: Sequence[Argument]) -> None:
-        """Note what a client that tracks has read with a command."""
+        """Note the keys that a tracking client has read with a command."""
         if client.tracking is not None and client.tracking.notes_reads and "readonly" in spec.flags:
             reader = self.clients[client]
             for key, _ in spec.uses_of(args):
@@ -363,7 +365,7 @@ class Tracking:
                 del self._of_requests[request]
         return readers
 
-    # -- what changed ----------------------------------------------------------------------------------------------
+    # -- changed keys --------------------------------------------------------------------------------------------------
 
     def changed(self, keys: Sequence[bytes], by: Recipient | None) -> None:
         """Take note that a key changed, or all pages of a block, by a client's command or by expiry or eviction."""
@@ -412,7 +414,7 @@ class Tracking:
             self._due_to(client).keys[name] = None
 
     def _changed_together(self, names: Sequence[bytes], by: Recipient | None) -> None:
-        """For very many keys that changed at once: tell their readers that every key is gone. The notes stay."""
+        """Invalidate all keys of the readers of very many keys that changed together. The notes stay."""
         for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
             self._due_to(client).flushed = True
 
@@ -438,7 +440,7 @@ class Tracking:
         notes, self._notes, self._of_requests, self.items = self._notes, {}, {}, 0
         _free(chain([notes], forgotten))
 
-    # -- telling ---------------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def _due_to(self, client: Recipient) -> _Due:
         self._tell_soon()
@@ -450,7 +452,7 @@ class Tracking:
             asyncio.get_running_loop().call_soon(self.tell)  # or before the next reply is sent, if that is sooner
 
     def tell(self) -> None:
-        """Send the messages about what changed."""
+        """Send the pending messages."""
         self.is_due = False
         everything_due, self._due = self._due, {}
         for client, due in everything_due.items():

@@ -1,4 +1,4 @@
-"""The families of a connection: who it is, what it listens to and tracks, its transaction."""
+"""The families of a connection: identity, subscriptions, tracking, transactions."""
 
 from kvpage_server.commands.families.connections import caching, client, connection, pubsub, transaction
 

@@ -27,8 +27,9 @@ _tracking = partial(command, flags="noscript loading stale keeps_caching", group
     summary="Sends the connection a message when a key that it read changes, for a cache in the client.",
 )
 def client_tracking(client: Client, args: list[Argument]) -> Reply:
-    """OK. In RESP2 another connection has to be told: the one with the id after REDIRECT, which listens to a channel,
-    `__redis__:invalidate`."""
+    """OK. In RESP2 another connection receives the messages: the one with the id after REDIRECT, which subscribes to
+    the channel `__redis__:invalidate`.
+    """
     state, *words = plain_all(args)
     mode, prefixes = _mode(client, words)
     if state.upper() == b"ON":
@@ -134,7 +135,7 @@ def _overlapping(names: list[bytes]) -> set[bytes]:
     summary="Says whether the keys of the next command, or transaction, are tracked.",
 )
 def client_caching(client: Client, args: list[Argument]) -> Reply:
-    """OK; YES goes with OPTIN, NO with OPTOUT."""
+    """Return OK; YES requires OPTIN, NO requires OPTOUT."""
     mode, word = client.tracking, plain(args[0]).upper()
     if mode is None:
         raise ReplyError(

@@ -68,7 +68,7 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
 
 @_own("client|info", since="6.2.0", reply="text", summary="Describes the connection.")
 def client_info(client: Client, args: list[Argument]) -> Reply:
-    """As a line of CLIENT LIST."""
+    """Return a line of CLIENT LIST."""
     return Verbatim(_line(client))
 
 
@@ -135,7 +135,9 @@ def _of_type(word: bytes) -> Chosen:
     summary="Ends connections.",
 )
 def client_kill(client: Client, args: list[Argument]) -> Reply:
-    """The number of closed connections; OK for the old form with an address. Only those that CLIENT LIST shows."""
+    """The number of closed connections; OK for the old form with an address. Only connections that CLIENT LIST shows
+    are closed.
+    """
     words = plain_all(args)
     if len(words) == 1:
         chosen, skip_me = [_of_address(words[0])], False
@@ -290,7 +292,7 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
     summary="Sets whether the connection's reads count as a use of keys.",
 )
 def client_no_touch(client: Client, args: list[Argument]) -> Reply:
-    """A backup can use it, so that what it reads does not look hot to eviction."""
+    """A backup can use it, so that its reads do not count as uses for eviction."""
     client.touches = not _on_or_off(args)
     client.settle()
     return OK

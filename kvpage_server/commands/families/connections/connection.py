@@ -1,4 +1,4 @@
-"""The connection family: who is talking, and how."""
+"""The connection family: authentication, protocol, and state of a connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pub/sub family: messages for whoever listens now; nothing is kept."""
+"""The pub/sub family: messages for current subscribers; nothing is stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Ca
             act(client, name)
         count = len(client.channels) + len(client.patterns)
         encode(Push([kind, name, count]), client.protocol, pieces)
-    if client.unanswered:  # CLIENT REPLY keeps back what was asked for, and not what is pushed
+    if client.unanswered:  # CLIENT REPLY suppresses replies, and no pushes
         client.push(tuple(pieces))
         return ()
     return tuple(pieces)

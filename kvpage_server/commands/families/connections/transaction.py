@@ -45,9 +45,9 @@ def multi(client: Client, args: list[Argument]) -> Reply:
 def exec_(client: Client, args: list[Argument]) -> Reply:
     """The replies, in order; a null array when a watched key changed. One command's error does not stop the others.
 
-    Each reply is encoded as its command ends: HELLO may change the protocol under way, and a streamed reply must be
-    complete before the next command changes what it tells. All of them wait in memory together to be read: what is read
-    beyond what clients may hold is refused, since the client would be closed for it.
+    Each reply is encoded as its command ends: HELLO may change the protocol before the next command, and a streamed
+    reply must be complete before the next command changes its data. All replies are in memory together: a reply beyond
+    the memory limit of clients is an error, because the client would be closed for it.
     """
     transaction = client.transaction
     if transaction is None:

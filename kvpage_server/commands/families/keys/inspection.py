@@ -1,4 +1,4 @@
-"""OBJECT and MEMORY: how a value is kept, and where the memory goes."""
+"""OBJECT and MEMORY: representation of values, and use of memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
     summary="Describes what the memory is used for.",
 )
 def memory_stats(client: Client, args: list[Argument]) -> Reply:
-    """Redis's names for what exists here. Everything but ratios and percentages is in bytes."""
+    """Return the values that exist here under Redis's names. Everything but ratios and percentages is in bytes."""
     keyspace = client.server.keyspace
     keys, dataset, resident = len(keyspace), keyspace.memory.used, resident_memory()
     ratio, unused = _fragmentation(keyspace)

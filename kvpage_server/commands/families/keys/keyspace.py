@@ -1,4 +1,4 @@
-"""The keyspace family: what holds for every key, page or string."""
+"""The keyspace family: commands for every key, page or string."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def scan(client: Client, args: list[Argument]) -> Reply:
 
     MAXLEN, which Redis does not have, leaves out keys of more bytes.
 
-    Index keys are sets, and the only ones: they are listed by TYPE set alone. Who may not read every key is returned
-    all of theirs at once: a cursor would tell how many others there are.
+    Index keys are sets, and the only ones: they are listed by TYPE set alone. Users without access to every key get all
+    their keys in one reply, because a cursor would reveal the number of other keys.
     """
     keyspace = client.server.keyspace
     cursor = scan_cursor(plain(args[0]))
@@ -259,7 +259,7 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
     group="server",
 )
 def dbsize(client: Client, args: list[Argument]) -> Reply:
-    """The number of keys that the user may read. For a user who may read all, it includes overdue keys."""
+    """The number of keys that the user may read. For a user with access to every key, it includes overdue keys."""
     if client.sees_all:
         return len(client.server.keyspace)
 
@@ -276,7 +276,7 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
 @_flush("flushdb [ASYNC | SYNC]", summary="Removes every key; there is one database.")
 @_flush("flushall [ASYNC | SYNC]", summary="Removes every key.")
 def flushall(client: Client, args: list[Argument]) -> Reply:
-    """OK when the memory is free, or before that with ASYNC. The keys are gone for everybody at once."""
+    """OK when the memory is free, or before that with ASYNC. The keys disappear for all clients at the same time."""
     options = [word.upper() for word in plain_all(args)]
     if options not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)

@@ -29,7 +29,7 @@ _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
 
 @dataclass(slots=True)
 class Options:
-    """What follows the key and value of SET, or the key of GETEX."""
+    """Options after the key and value of SET, or the key of GETEX."""
 
     timing: bytes = b""  # one of `_UNIT`, KEEPTTL or PERSIST
     time: Argument = b""

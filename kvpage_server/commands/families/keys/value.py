@@ -1,4 +1,4 @@
-"""Values as strings: what GET replies for one, and what becomes of one that SET is given.
+"""Values as strings: the reply of GET, and the value that SET stores.
 
 A page is the string of its header and body. A valid page blob, stored under the key that its header names, becomes that
 page; any other value is a plain string.

@@ -1,4 +1,4 @@
-"""The page family: pages, blocks, requests, what protects them, and why one is missing."""
+"""The page family: pages, blocks, requests, their protection, and reasons of misses."""
 
 from kvpage_server.commands.families.pages import block, lease, page, request, why
 

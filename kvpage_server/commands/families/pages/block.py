@@ -82,7 +82,7 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
 
 @lru_cache(maxsize=256)  # the blocks of a model share theirs
 def read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *numbers: bytes) -> BlockShape:
-    """The shape that KVBLOCKSET's arguments describe. Raises ReplyError saying what is wrong with it."""
+    """The shape that KVBLOCKSET's arguments describe. Raises ReplyError, which names the wrong argument."""
     counts = (
         integer_in("layers", layers, 1, MAX_LAYER + 1),
         integer_in("heads", heads, 1, MAX_HEAD + 1),

@@ -62,7 +62,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
     A block with that many pages is complete here, whether or not their shapes fit together as KVBLOCKGET wants.
 
     The count also ends at a block that can't be leased because too much is leased already. So every counted block is
-    leased. What a lease is worth behind a gateway, KVPAGELEASE says.
+    leased. KVPAGELEASE documents leases behind a gateway.
     """
     keyspace = client.keyspace
     pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
@@ -110,8 +110,8 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
 def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     """The number of leased blocks: from the first one, as many as the limit allows. A lease is never shortened.
 
-    A cluster evicts what it likes: behind a gateway the blocks count as just used and do not expire sooner, and may be
-    evicted all the same. There page ids have to be given.
+    A cluster has its own eviction policy: behind a gateway the blocks count as just used and do not expire sooner, but
+    may be evicted. There page ids have to be given.
     """
     keyspace = client.keyspace
     milliseconds = integer_in("lease_ms", args[1], 1, LONGEST_LEASE)

@@ -34,7 +34,7 @@ from kvpage_server.system.text import monotonic_ms
 BlockName = tuple[bytes, int]  # request and page id
 
 AT_ONCE = 512 if NAME == "native" else 128  # pages that are read, stored or found before others may have their turn
-_AT_ONCE_EACH = 128  # where each of them takes decisions: somebody is told of it, or it counts against a quota
+_AT_ONCE_EACH = 128  # if each page needs a decision: a listener exists, or a quota counts it
 FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
 
 
@@ -51,7 +51,7 @@ def page_key(args: Sequence[Argument]) -> bytes:
     name: Sequence[Any] = args[:NAME_WORDS]
     try:
         return b":".join((b"kv", *name))
-    except TypeError:  # one of them is so long that it lies in the arena
+    except TypeError:  # one of them is long enough to be in the arena
         return b":".join((b"kv", *plain_all(name)))
 
 
@@ -90,7 +90,7 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
 
 
 def spell_page(page: Page) -> tuple[Piece, ...]:
-    """A page's body as a bulk string: one borrowed piece when it lies in a slot of its own."""
+    """Return a page's body as a bulk string: one borrowed piece if it has a slot of its own."""
     if isinstance(page, Slot):
         return (page,)
     return b"$%d\r\n" % page.size, page.part(0, page.size), b"\r\n"
@@ -138,7 +138,7 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     except TypeError:
         key = page_key(args)
     entry = client.keyspace.read(key)
-    if type(entry) is Slot and type(entry.unit) is Block:  # as nearly always; what follows would find the same
+    if type(entry) is Slot and type(entry.unit) is Block:  # the common case; the general code below has the same result
         return (entry,)
     return _page_or_none(client, args, entry)
 
@@ -190,8 +190,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
 def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
     """Split the blocks to which pages belong, if they were stored whole. Raises ReplyError.
 
-    For that they have to be in memory, and the disk may fail. Afterwards, storing pages needs nothing of it. However
-    large the blocks are together, few are in memory at once: what was split leaves it again once it is written.
+    For that they have to be in memory, and the disk may fail. Afterwards, storing pages needs nothing of it. Only few
+    blocks are in memory at the same time, because a split block is dropped from memory once it is written.
     """
     for some in batches:
         for blocks in _whole(client, some):
@@ -288,7 +288,7 @@ def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[Cold]:
 
 
 def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:
-    """What was found, as it is sent: null for what is no page, or cannot be read from disk."""
+    """Return the found pages in wire format: null for a key that is no page, or that cannot be read from disk."""
     absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
     if not found.others:  # pages in slots are sent as they lie there
         return filled(found.entries, absent)
@@ -356,7 +356,7 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     """A map, or null if there is no such page. `tier` is memory or disk. `checksum` is null for a page of a block that
-    was stored whole and lies on disk alone: it would have to be computed.
+    was stored whole and is only on disk: it would have to be computed.
     """
     name, keyspace = page_name(args), client.keyspace
     page = keyspace.find(name.key)
@@ -393,7 +393,7 @@ def told_of(header: PageHeader) -> dict[str, Reply]:
 
 
 def _header(page: Page) -> tuple[PageHeader, str | None]:
-    """What a page's header says, and its checksum, None as long as nobody knows that."""
+    """Return a page's header, and its checksum, None if it is unknown."""
     if type(page) is ExtentPage and not page.extent.has_checksums:
         return PageHeader.parse(page.header_with(0)), None
     header = header_of(page)

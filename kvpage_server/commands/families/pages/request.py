@@ -1,7 +1,7 @@
 """The page family's commands about a request and its blocks: KVPAGEDEL, KVPAGEINDEX, KVPAGEVERIFY.
 
 A request may have any number of pages, so all of them work in steps, between which other clients are served. A block
-that comes or goes meanwhile is seen as it is when its turn comes.
+that is added or removed meanwhile is processed in its state at its turn.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def block_missed(client: Client, req_id: bytes, page: int) -> None:
 
 
 def reason_of(ghost: Ghost | None, otherwise: str) -> str:
-    """Why something is gone; `otherwise` if nothing is remembered about it."""
+    """Return the reason of a removal; `otherwise` if none is recorded."""
     return ghost.reason if ghost is not None else otherwise
 
 
@@ -79,7 +79,7 @@ HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
 
 
 def request_name(raw: Argument) -> bytes:
-    """A req_id. Raises ReplyError saying what is allowed."""
+    """A req_id. Raises ReplyError with the allowed values."""
     try:
         return check_req_id(plain(raw))
     except PageError as error:
@@ -87,7 +87,7 @@ def request_name(raw: Argument) -> bytes:
 
 
 def page_id(raw: Argument) -> int:
-    """A page_id. Raises ReplyError saying what is allowed."""
+    """A page_id. Raises ReplyError with the allowed values."""
     return integer_in("page_id", raw, 0, MAX_PAGE)
 
 
@@ -146,7 +146,7 @@ def keys_in(block: Block) -> Iterator[list[bytes]]:
 
 
 def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
-    """Those of the blocks that live when their turn comes."""
+    """Yield the blocks that still exist at their turn."""
     return (block for named in blocks if (block := keyspace.block(named.req_id, named.page)))
 
 
@@ -178,7 +178,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
                 continue
             for keys in keys_in(block):
                 if block.extent is not None:
-                    break  # it was stored whole meanwhile, after what is deleted
+                    break  # it was stored whole meanwhile, after the deletion of its pages
                 removed += sum(map(keyspace.delete, keys))
                 yield ()
         yield removed
@@ -198,8 +198,8 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     """A map for each block, by page id: page, pages, layers, heads, planes, complete, and for WITHSIZES bytes, memory.
 
     `complete` is 1 if KVBLOCKGET would return the block, else 0: with all its pages it may still lack a common shape.
-    `layers` and `heads` are the highest numbers plus one. `bytes` is the size of the bodies, `memory` is what the block
-    occupies in memory.
+    `layers` and `heads` are the highest numbers plus one. `bytes` is the size of the bodies, `memory` is the size of
+    the block in memory.
 
     With TOTAL, one map for all blocks: blocks, pages, bytes, memory, complete, which is 1 if all of them are, and page
     and planes of the first; none if the request has no page.
@@ -324,7 +324,7 @@ def _keys_on_disk(client: Client, block: Block) -> Steps[list[list[bytes]]]:
 
 
 def _lost(keyspace: Keyspace, keys: list[list[bytes]]) -> Steps[list[bytes]]:
-    """The keys, in steps, of pages that are not on disk what was stored, and were removed when that was found."""
+    """Return the keys, in steps, of pages that were removed because their bytes on disk are damaged."""
     ghosts, gone = keyspace.ghosts, list[PageKey]()
     for some in keys:
         gone += [PageKey.parse(key) for key in some if keyspace.find(key) is None]
@@ -342,7 +342,9 @@ def _value_of(key: bytes, tiered: DiskTier) -> Iterator[Needed]:
 
 
 def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
-    """Whether a block's body is what was stored, in steps; None when that is not known. Which page is not, neither."""
+    """Return whether a block's body is intact, in steps; None if that is unknown. The digest does not show which page
+    is damaged.
+    """
     if not extent.digest:
         return None
     body = extent.slot.part(0, extent.slot.size)  # keeps its memory, should the block be dropped from it meanwhile

@@ -1,4 +1,4 @@
-"""ACL: users, their rights, and who was turned away."""
+"""ACL: users, their rights, and the log of denied requests."""
 
 from __future__ import annotations
 
@@ -116,8 +116,9 @@ def _is_quiet(client: Client) -> bool:
 
 
 def _settle(client: Client, changed: Collection[bytes]) -> Steps[None]:
-    """The rights of these users changed: find out what each connection of theirs may do, at once; then end those that
-    listen to what they may not, or that are nobody any more."""
+    """Apply changed rights to each connection of these users; then close subscribers of forbidden channels and
+    connections of deleted users.
+    """
     users, left = client.server.users.by_name, list[Client]()
     for other in client.server.clients.values():
         if other.user is None or other.user.name not in changed:

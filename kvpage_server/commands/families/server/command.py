@@ -1,4 +1,4 @@
-"""COMMAND: the table, told to clients; redis-cli makes its hints from it, cluster clients ask it for keys."""
+"""COMMAND: the table for clients; redis-cli shows hints from it, cluster clients read the positions of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SLOWLOG, LATENCY and MONITOR: what the server does and what of it is slow."""
+"""SLOWLOG, LATENCY and MONITOR: running commands and slow commands."""
 
 from __future__ import annotations
 

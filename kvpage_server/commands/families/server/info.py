@@ -29,7 +29,7 @@ def resident_memory() -> int:
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
-    except FileNotFoundError:  # macOS tells the peak only
+    except FileNotFoundError:  # macOS reports only the peak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -117,7 +117,7 @@ def _memory(server: Server) -> Fields:
 
 
 def _maxmemory(server: Server) -> Fields:
-    """The memory limit, shown to users who may not read every key."""
+    """Return the memory limit for users without access to every key."""
     keyspace = server.keyspace
     return {
         "maxmemory": keyspace.memory.maxmemory,
@@ -329,14 +329,14 @@ SECTIONS: dict[str, Callable[[Server], Fields]] = {
 }
 _DEFAULT = SECTIONS.keys() - {"commandstats", "familystats", "latencystats"}
 
-# For users who may not read every key: nothing that depends on keys of others.
+# Sections for users without access to every key: no value depends on keys of others.
 _TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication, "cluster": _cluster}
 
 
 def info_text(client: Client, wanted: set[str]) -> str:
-    """The sections named, the usual ones when none is; those that do not exist are left out, as Redis does.
+    """Return the named sections, by default the usual ones; unknown sections are ignored, as in Redis.
 
-    What it tells of all connections together is as they were when they were counted last: see `totals`.
+    Sums over all connections are those of the last count: see `totals`.
     """
     chosen = set(wanted)
     if not wanted or "default" in wanted:

@@ -30,7 +30,7 @@ _server = partial(command, group="server")
     summary="Describes the server's state.",
 )
 def info(client: Client, args: list[Argument]) -> Reply:
-    """Text in sections of `name:value` lines; users who may not read every key are not shown what concerns all keys."""
+    """Return sections of `name:value` lines; users without access to every key do not see values about all keys."""
     wanted = {word.decode("ascii", "replace").lower() for word in plain_all(args)}
 
     def steps() -> Steps[Reply]:
@@ -94,7 +94,7 @@ def module_list(client: Client, args: list[Argument]) -> Reply:
 def shutdown(client: Client, args: list[Argument]) -> Reply:
     """No reply: the connection closes. An error, and the server goes on, when something cannot be written to disk.
 
-    With FORCE or NOSAVE it ends nevertheless.
+    FORCE or NOSAVE end the server in any case.
     """
     words = {word.upper() for word in plain_all(args)}
     if not words <= {b"NOSAVE", b"SAVE", b"NOW", b"FORCE", b"ABORT"} or {b"NOSAVE", b"SAVE"} <= words:
@@ -142,7 +142,7 @@ def cluster_disabled(client: Client, args: list[Argument]) -> Reply:
     raise ReplyError("ERR This instance has cluster support disabled")
 
 
-# -- SAVE, BGSAVE, LASTSAVE: what was stored goes to disk by itself; these have it go now, and tell when  --------------
+# -- SAVE, BGSAVE, LASTSAVE: they flush the write-behind queue immediately ---------------------------------------------
 
 
 def _tiered(client: Client) -> DiskTier:
@@ -153,7 +153,7 @@ def _tiered(client: Client) -> DiskTier:
 
 
 def saved(tiered: DiskTier) -> Generator[Reply, None, None]:
-    """Steps of a reply until everything was written. Raises ReplyError saying what could not be, and why."""
+    """Steps of a reply until everything was written. Raises ReplyError with the unwritten values and the reason."""
     saving = tiered.begin_save()
     yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
     if reason := saving.result():
@@ -171,7 +171,7 @@ _save = partial(command, group="server")
     summary="Writes everything to disk before it answers.",
 )
 def save(client: Client, args: list[Argument]) -> Reply:
-    """OK, once it is there; an error that says what is not, and why. Others do not wait."""
+    """Return OK after the flush, or an error with the unwritten values and the reason. Others do not wait."""
     tiered = _tiered(client)
 
     def steps() -> Iterator[Reply]:
