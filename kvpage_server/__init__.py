@@ -1,3 +1,3 @@
-"""A server that speaks the Redis protocol and keeps KV pages. MLX never comes in here."""
+"""A server that speaks the Redis protocol and keeps KV pages. It does not import MLX."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`kvpage-server`: wires the rooms together and lives until it is told to stop."""
+"""`kvpage-server`: creates and connects the parts of the server, and runs it until a signal stops it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from kvpage_server.system.program import fit_streams
 if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as all the rest
     from kvpage_server.gateway.upstream import Upstream
 
-_OWN_DESCRIPTORS = 32  # what the process needs besides its clients
+_OWN_DESCRIPTORS = 32  # file descriptors of the process itself
 
 USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protocol
 
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
         server.tls = certificates.load(config)
         apply(server, (name for name in config.parameters() if name != "requirepass"))
         while server.keyspace.quotas.go_on():
-            pass  # nobody writes before it is known what each quota holds
+            pass  # writes wait until the use of each quota is counted
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 runner.run(serve(server, upstream))
@@ -166,7 +166,7 @@ def _upstream(config: Config) -> Upstream | None:
 
 
 def _open_store(config: Config) -> Keyspace:
-    """The keyspace, with what is on disk. Raises DiskError, DiskFull."""
+    """Open the keyspace with the values on disk. Raises DiskError, DiskFull."""
     if config.store != "tiered":
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
     began = time.monotonic()
@@ -255,13 +255,13 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
 
 
 async def _end_service(server: Server, listener: Listener) -> None:
-    """Take no more commands, and send the replies to those that were run."""
+    """Accept no more commands, and send the replies of the executed ones."""
     listener.stop()
     if server.tiered is not None:
         await server.tiered.behind.settle()
     for client in list(server.clients.values()):
         client.close()
-    await asyncio.sleep(0)  # the sessions send what they have
+    await asyncio.sleep(0)  # the sessions send their output
     await listener.complete()
 
 
@@ -285,13 +285,13 @@ def _write_pid(path: Path) -> None:
 
 
 def _renew(server: Server) -> None:
-    """Have every session send what waits from where it has moved to."""
+    """Make every session send its output from its new place in memory."""
     for client in server.clients.values():
         client.connection.renew()
 
 
 def _have_descriptors(config: Config) -> None:
-    """Ask the system for as many file descriptors as maxclients needs, or make do with what it gives."""
+    """Raise the limit of file descriptors to the number that maxclients needs, as far as the system allows."""
     wanted = config.maxclients + _OWN_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -306,7 +306,7 @@ def _have_descriptors(config: Config) -> None:
 def _calm_the_collector() -> None:
     """Pages hold no cycles; walking millions of them to look for some would stall every client.
 
-    What is new is looked at twice, some ten thousand objects at a time: that takes a millisecond or some.
+    New objects are scanned twice, in generations of some ten thousand: each scan takes about a millisecond.
     """
     gc.collect()
     gc.freeze()

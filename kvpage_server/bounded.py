@@ -65,7 +65,7 @@ def parse(raw: bytes, *, containers: int, strings: int, values: int) -> Any:
 def check(raw: bytes, *, containers: int, strings: int, values: int) -> None:
     """Raise TooMuchError for more than so many lists and objects, strings (names included), or values.
 
-    What is no JSON may pass.
+    Invalid JSON may pass.
     """
     found_containers = quotes = commas = 0
     inside = False  # a string

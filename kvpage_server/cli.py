@@ -33,11 +33,11 @@ from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 from kvpage_server.system.terminal import out, print_json
 
-_OF_ONE = {  # commands that take one server, and what there is for several
+_OF_ONE = {  # commands for one server, and the command for several
     "restore": "a dump of several has a directory for each, restore each into its server",
     "bench": "measure one after the other",
 }
-_OF_NO_CLUSTER = {  # commands that take no cluster, and what there is instead
+_OF_NO_CLUSTER = {  # commands for no cluster, and the alternative
     "dump": "a Valkey or Redis Cluster has BGSAVE",
     "restore": "restore into one kvpage-server",
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
@@ -336,7 +336,7 @@ def restore(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Show what a dump contains."""
+    """Show the contents of a dump."""
     from kvpage_server.snapshot.command import run_inspect
 
     return run_inspect(args)

@@ -158,7 +158,7 @@ class Patterns(Generic[T]):
 
     def __init__(self) -> None:
         self._all: dict[bytes, T] = {}
-        self._openings: dict[bytes, T] = {}  # by what a name has to begin with
+        self._openings: dict[bytes, T] = {}  # by the literal prefix of the names
         self._lengths: Counter[int] = Counter()  # of these
         self._in_order: list[int] = []  # the lengths, each once
         self._others: dict[bytes, tuple[Matches, T]] = {}

@@ -1,5 +1,6 @@
-"""What the engine's API and the page server's web page share: limits of connections, checks of requests, and a server
-that stops when it is told to. Needs uvicorn and starlette, and nothing of ours."""
+"""Shared parts of the engine's API and the page server's web page: connection limits, checks of requests, and a server
+that stops on request. Needs uvicorn and starlette, and no other module of this project.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def _is_from_here(method: str, headers: Headers) -> bool:
 
 HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
 IDLE_SECONDS = 30  # between two requests; clients close idle connections sooner
-UNREAD_SECONDS = 10.0  # in which a client has to read what was sent to it
+UNREAD_SECONDS = 10.0  # limit for a client to read its output
 SLICE_BYTES = 2048  # parsed before other connections have their turn: at worst some 500 chunks or headers
 MAX_HEADERS_BYTES = 16_384
 MAX_HEADER_LINES = 512
@@ -253,7 +254,7 @@ class HttpConnection(H11Protocol):
         self._crowds: tuple[Crowd, ...] = ()
         self._incoming = bytearray()  # read, and not parsed yet
         self._lines = 0  # of incomplete headers, or of a chunked body
-        self._chunked = False  # whether the body comes in chunks
+        self._chunked = False  # whether the body has chunked transfer encoding
         self._requests = 0  # being answered
         self._silence: asyncio.TimerHandle | None = None  # closes a silent connection
         self._unread: asyncio.TimerHandle | None = None  # closes a connection whose client does not read
@@ -353,7 +354,7 @@ class HttpConnection(H11Protocol):
     def _refusal(self, scope: Scope) -> Unanswered | None:
         """Why the request is refused; None if it is not."""
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have gone by the other one
+        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have used the other one
             return BOTH_LENGTHS
         if any(crowd.full for crowd in self._crowds) and scope["path"] not in self._door.always:
             return TOO_MANY

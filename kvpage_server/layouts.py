@@ -1,4 +1,4 @@
-"""The same numbers as three parties lay them out in memory.
+"""The same numbers in three memory layouts.
 
 ========= ===================================================================================================
 canonical a block's body: ``[layer, plane, head, token, dim]``, one after the other
@@ -7,9 +7,9 @@ vLLM      for each layer, keys ``[num_kv_heads, head_size/x, block_size, x]`` wi
           values ``[num_kv_heads, head_size, block_size]``: ``split_kv_cache`` in vllm/attention/ops/paged_attn.py
 ========= ===================================================================================================
 
-Elements are moved, never converted; since numpy has neither bfloat16 nor float8, a body's are unsigned integers of
-the same width. Every function but `from_mlx` returns a view wherever strides permit: writing into it writes into what
-it was made from, and ``np.ascontiguousarray`` of it is the copy in the new order.
+Elements are moved, never converted; since numpy has neither bfloat16 nor float8, a body's are unsigned integers of the
+same width. Every function but `from_mlx` returns a view where strides permit: a write into the view changes the source,
+and ``np.ascontiguousarray`` of it is a copy in the new order.
 """
 
 from __future__ import annotations

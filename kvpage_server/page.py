@@ -1,4 +1,4 @@
-"""The page contract: how a KV page is named and what its 64-byte header says.
+"""The page contract: names of KV pages, and their 64-byte header.
 
 Everything else imports this file; it imports nothing of ours. A *page* is a matrix
 ``[page_size, head_dim]`` of one request, layer, head and plane. It is stored as a *blob*:
@@ -52,7 +52,9 @@ _FIELDS = {
 
 
 def header_fields(*names: str) -> struct.Struct:
-    """What reads some fields of a header, in the header's order, and passes over the others; all of them for none."""
+    """Return a struct that reads some fields of a header, in the header's order, and skips the others; all fields if
+    none is named.
+    """
     passed_over = {name: f"{struct.calcsize('<' + code)}x" for name, code in _FIELDS.items()}
     wanted = names or tuple(_FIELDS)
     return struct.Struct("<" + "".join(_FIELDS[n] if n in wanted else passed_over[n] for n in _FIELDS))
@@ -74,7 +76,7 @@ _KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0
 
 
 class PageError(ValueError):
-    """A key, header, body or argument breaks the page contract; the message names it and what is allowed."""
+    """Error: a key, header, body or argument breaks the page contract; the message names it and the allowed values."""
 
 
 class DType(IntEnum):
@@ -438,7 +440,7 @@ class BlockShape:
                     start += size
 
     def page_span(self, layer: int, head: int, kv_type: int) -> slice:
-        """Where in the body one page lies. Raises PageError for a page that the block has not."""
+        """Return the position of a page in the body. Raises PageError for a page outside the block's shape."""
         check_range("layer_idx", layer, 0, self.layers - 1)
         check_range("head_idx", head, 0, self.heads - 1)
         wanted = self.plane(kv_type)

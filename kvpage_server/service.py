@@ -1,4 +1,4 @@
-"""The service: what it says when it begins, does again and again, and renews when it is told to."""
+"""The server as a service: start message, periodic tasks, and reload at SIGHUP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.memory_limit import OutOfMemory
 from kvpage_server.system.text import how_many
 
-# -- What a server says of itself when it is ready ---------------------------------------------------------------------
+# -- Start message -----------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("kvpage")
 
@@ -101,7 +101,7 @@ async def renew_when(told: asyncio.Event, server: Server) -> None:
         for what, renew in _STEPS.items():
             try:
                 await renew(server)
-            except Exception:  # of which nobody knew: the other steps and the next SIGHUP are done nevertheless
+            except Exception:  # unexpected: log it and continue with the other steps
                 logger.exception("SIGHUP: the %s could not be renewed", what)
 
 
@@ -135,7 +135,7 @@ async def _renew_certificates(server: Server) -> None:
 _STEPS = {"log file": _renew_log, "certificates": _renew_certificates}
 
 
-# -- What a server does again and again, whoever asks it for something -------------------------------------------------
+# -- Periodic tasks ----------------------------------------------------------------------------------------------------
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
@@ -154,7 +154,7 @@ def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
 
 
 async def _again(work: Callable[[], Awaitable[None]]) -> None:
-    """Do what has no end, and begin it again if an error ends it."""
+    """Run an endless task, and restart it after an error."""
     while True:
         try:
             await work()

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry, for whoever has it installed and takes them. docs/monitoring/traces.md has their names.
+"""Spans of OpenTelemetry, if it is installed. docs/monitoring/traces.md has their names.
 
 >>> with span("kvpage.fetch") as seen:
 ...     seen.set(bytes=1024)
@@ -27,11 +27,11 @@ else:
 FLUSH_SECONDS = 2.0  # where nobody takes spans, exporters try for longer than anybody wants to wait
 PREFIX = "kvpage."  # of every attribute's name
 Value = str | int | float | None
-_ENDS = (CancelledError, GeneratorExit)  # what ends a span without being an error
+_ENDS = (CancelledError, GeneratorExit)  # exceptions that end a span without being an error
 
 
 class TraceSpan:
-    """What takes a while. As a context manager it is what spans that begin meanwhile belong to, and ends."""
+    """A span. As a context manager it is the parent of spans that start within it, and ends at exit."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class TraceSpan:
         pass
 
     def current(self) -> AbstractContextManager[object]:
-        """What begins meanwhile belongs to it. It goes on afterwards, until `end`."""
+        """Return a context within which new spans are its children. The span continues afterwards, until `end`."""
         return nullcontext()
 
     def set(self, **attributes: Value) -> None:
@@ -79,7 +79,7 @@ def is_seen(some: TraceSpan) -> bool:
 
 
 def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[object]:
-    """What begins meanwhile goes on with the trace that HTTP's `headers` name, unless there is one here already."""
+    """Return a context within which new spans belong to the trace in HTTP's `headers`, unless a span is active."""
     if not INSTALLED or _tracer() is None or trace.get_current_span().get_span_context().is_valid:
         return nullcontext()
     carrier = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
@@ -138,7 +138,7 @@ class _Seen(TraceSpan):
         self._made.end(None if at is None else _wall(at))
 
 
-_known: tuple[Any, trace.Tracer] | None = None  # a provider, and what makes its spans
+_known: tuple[Any, trace.Tracer] | None = None  # a provider and its tracer
 
 
 def _tracer() -> trace.Tracer | None:

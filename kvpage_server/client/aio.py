@@ -101,7 +101,7 @@ class _Drive:
             self.over.set_result(None)
         except PageClientError as error:
             self.over.set_exception(error.again())
-        except Exception as error:  # noqa: BLE001 - whoever waits for the end gets it
+        except Exception as error:  # noqa: BLE001 - passed to the waiting task
             self.over.set_exception(error)
         else:
             if not events:
@@ -136,7 +136,7 @@ class AsyncPageClient:
     def __init__(
         self, url: str, *, connections: int = 1, deadline: float = 5.0, verify: bool = True, **redis_options: Any
     ) -> None:
-        """As `PageClient`'s."""
+        """Create a client with the arguments of `PageClient`."""
         Deadline(deadline)
         self._several = several(url, verify, redis_options)
         self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
@@ -144,8 +144,8 @@ class AsyncPageClient:
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._openers = ThreadPoolExecutor(CONNECTING_AT_ONCE, "kvpage-connect")
-        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # what a thread is connecting
-        self._closed: asyncio.Future[None] | None = None  # for those who wait for such a thread
+        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # connects that run on a thread
+        self._closed: asyncio.Future[None] | None = None  # set when the last of these threads has ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -230,7 +230,7 @@ class AsyncPageClient:
     ) -> None:
         """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim.
 
-        It may be in several pieces: a list of memory that lies one after the other.
+        A body may have several pieces: a list of consecutive buffers.
         """
         await self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
 
@@ -288,7 +288,7 @@ class AsyncPageClient:
         of: Hashable = None,
         deadline: float | None = None,
     ) -> list[Any]:
-        """As `PageClient.ask`. With `of`, all questions go to that node."""
+        """Ask several questions, as `PageClient.ask`. With `of`, all questions go to that node."""
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._several and of is None:
             again = gone is not RAISES
@@ -312,7 +312,8 @@ class AsyncPageClient:
         """Ask `question`, and do what `change` makes of the answer, all of it together; its answers. Asks anew whenever
         somebody else has changed one of the `keys` in between.
 
-        Of several servers one has all the keys. While a cluster changes it is tried again, whatever came of it before.
+        Of several servers one has all the keys. During a change of the cluster it is tried again, whatever the earlier
+        result.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
@@ -419,8 +420,9 @@ class AsyncPageClient:
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
-        """A connection of the pool. If a thread is still connecting it, it goes back to the pool when the thread is
-        done: the thread can't be interrupted, and nobody should wait for it."""
+        """A connection of the pool. If a thread is still connecting it, it returns to the pool when the thread has
+        finished: the thread cannot be interrupted, and no task should wait for it.
+        """
         pool = pool or self._pool
         assert pool
         connection = pool.lend()

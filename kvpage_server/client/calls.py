@@ -62,13 +62,13 @@ Sizes = Callable[[], Sequence[int]]  # bytes of each body, computed only if need
 
 
 def count_sent(sizes: Sizes) -> None:
-    """Of bodies that have gone."""
+    """Count sent bodies."""
     if tracing.is_seen(seen := tracing.current()):
         seen.add(bytes=sum(sizes()))
 
 
 def count_misses(misses: Counter[str], reasons: Collection[str], came: Callable[[], Iterable[int]]) -> None:
-    """Of one answer; `came` are the bytes of each body that was found."""
+    """Count one reply; `came` returns the bytes of each found body."""
     misses.update(reasons)
     if tracing.is_seen(seen := tracing.current()):
         seen.add(bytes=sum(came()), missed=len(reasons))

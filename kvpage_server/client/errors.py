@@ -11,8 +11,9 @@ class PageClientError(Exception):
     """The root of them all."""
 
     def again(self) -> Self:
-        """The same error, to be kept or to be raised once more. It has not the frames that this one came through: they
-        keep what a call was given in memory, and this error in a circle if it is a value in one of them."""
+        """The same error, to be kept or to be raised once more. It has no traceback: its frames keep the arguments of a
+        call in memory, and the error itself if it is a value in one of them.
+        """
         fresh = type(self).__new__(type(self), *self.args)
         vars(fresh).update(vars(self))
         return fresh
@@ -22,8 +23,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def bare(error: E) -> E:
-    """An error of redis-py's, and those that it came of, without the frames that they came through. In some of those
-    frames it is a value."""
+    """Return an error of redis-py and its causes without tracebacks. In some of those frames it is a value."""
     one: BaseException | None = error
     while one:
         one.__traceback__ = None
@@ -32,11 +32,11 @@ def bare(error: E) -> E:
 
 
 class DeadlineExceeded(PageClientError, redis.TimeoutError):
-    """The call took too long. Its connection is closed. The server may have done what was sent."""
+    """The call took too long. Its connection is closed. The server may have executed the request."""
 
 
 class Disconnected(PageClientError, redis.ConnectionError):
-    """There is no connection, or it broke. The server may have done what was sent."""
+    """There is no connection, or it broke. The server may have executed the request."""
 
 
 class Closed(Disconnected):

@@ -44,7 +44,7 @@ class BlockWords:
 
 
 def ask(questions: Sequence[Question]) -> Request[list[Any]]:
-    """Ask several questions at once. Returns what their readers make of the answers, or raises the first refusal."""
+    """Ask several questions at once. Return the decoded replies, or raise the first error reply."""
     return _request([question.words for question in questions], lambda values: _read(questions, values))
 
 

@@ -33,8 +33,8 @@ class PageClient:
     that has the buffer protocol. No byte of a body is copied on the way.
 
     A page that is missing or wrong is a miss. `misses` counts them by reason: ``absent``; ``size``, it is longer or
-    shorter than its buffer; ``header``, its header names another page; ``checksum``, its bytes are not those that were
-    written. After a miss, the content of the buffer is undefined.
+    shorter than its buffer; ``header``, its header names another page; ``checksum``, its bytes are damaged. After a
+    miss, the content of the buffer is undefined.
 
     Every call has a deadline in seconds for everything it does. Calls raise the errors of
     `kvpage_server.client.errors`; the connection is then not used again. Can be shared between threads.
@@ -123,7 +123,7 @@ class PageClient:
         return self.mexists([key], deadline=deadline)[0]
 
     def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
-        """Which pages are there."""
+        """Return which pages exist."""
         return self._do(self._calls.mexists(check_keys(keys)), deadline)
 
     def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
@@ -204,19 +204,20 @@ class PageClient:
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
         """Protect a request, or its blocks with these page ids, from eviction. Returns the number of leased blocks.
 
-        A cluster evicts what it likes: there the blocks are as recently used, and do not expire sooner. It needs page
-        ids. Raises Unsupported without them, and on a plain Redis.
+        A cluster has its own eviction policy: there the blocks count as just used, and do not expire sooner. It needs
+        page ids. Raises Unsupported without them, and on a plain Redis.
         """
         return self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
     # -- anything else ---------------------------------------------------------------------------------------------
 
     def ask(self, questions: Sequence[Question], *, gone: Any = RAISES, deadline: float | None = None) -> list[Any]:
-        """Ask several questions at once. Returns what their readers make of the answers, or raises the first refusal.
-        Questions are sent once: if the connection breaks, the server may have done what was sent.
+        """Ask several questions at once. Return the decoded replies, or raise the first error reply. Questions are sent
+        once: after a broken connection, the server may have executed the request.
 
-        With several servers, a question goes to the one that has its key, which is its second word. If `gone` is given,
-        it stands for answers that could not be had."""
+        With several servers, a question is sent to the server of its key, which is its second word. If `gone` is given,
+        it replaces unavailable replies.
+        """
         if self._several:
             return present(self._do(self._several.calls.ask(questions, gone is not RAISES), deadline), gone)
         assert self._pool

@@ -31,9 +31,9 @@ from kvpage_server.store.eviction.leases import LONGEST_LEASE
 #
 # Blocks that a client writes one after the other, without waiting for each answer, are written together.
 #
-# While some blocks are on their way to the cluster, the next ones are received, and then they go together, in one
-# round trip a node. The answers keep their order. Every other command waits until the client's writes before it are
-# done, so that it finds what they wrote.
+# While some blocks are on their way to the cluster, the next ones are received, and then they go together, in one round
+# trip a node. The answers keep their order. Every other command waits until the client's earlier writes are done, so
+# that it finds their values.
 
 OVERLAP = frozenset({"kvblockset"})
 _BLOCKS, _BYTES = 16, 64 * 1024**2  # that are written at once: blocks of one client, and bytes of all clients
@@ -45,7 +45,7 @@ _Block = tuple[list[Write], asyncio.Future[None]]  # and when it is done
 
 @dataclass(slots=True)
 class _OfClient:
-    """What one client is writing."""
+    """Writes in progress of one client."""
 
     names: set[BlockName] = field(default_factory=set)
     next: list[_Block] = field(default_factory=list)  # to be sent when those on their way are done
@@ -67,7 +67,7 @@ class Overlap:
         self._bytes = 0
 
     def check(self, client: Client, spec: Spec, words: Command) -> None:
-        """Raises Postponed if a command has to wait for what its client is writing."""
+        """Raise Postponed if a command must wait for its client's writes."""
         theirs = self._of.get(client)
         if theirs and not (spec.name in OVERLAP and self._has_room(theirs) and theirs.names.isdisjoint(_named(words))):
             raise Postponed(Wait(theirs.waiting.append))
@@ -103,7 +103,7 @@ class Overlap:
         task.add_done_callback(partial(self._sent, theirs, some))
 
     def _sent(self, theirs: _OfClient, some: Sequence[_Block], task: asyncio.Task[None]) -> None:
-        """Tell those who wait for these blocks, and write those that came meanwhile."""
+        """Notify the waiters of these blocks, and write those that arrived meanwhile."""
         theirs.under_way -= 1
         if task.cancelled():
             return
@@ -264,7 +264,7 @@ def _keys(command: str, args: Sequence[Argument]) -> Steps[list[PageKey]]:
 
 
 def _spell_page(body: Value | None) -> Reply:
-    """One of several: what is no page is as good as none."""
+    """Return one of several pages; a value that is no page counts as absent."""
     return spell(None if body is NO_PAGE else body)
 
 

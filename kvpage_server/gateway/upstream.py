@@ -44,7 +44,7 @@ from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey
 from kvpage_server.resp import Raw, Reply, ReplyError, Wait
 from kvpage_server.system import malloc
 
-# -- What a gateway asks of a cluster beside what a client does: values as they are, whatever they are -----------------
+# -- Requests of a gateway to a cluster in addition to a client's: values of any kind, unchanged -----------------------
 
 Value = tuple[memoryview, ...]  # a string in one piece or two
 NO_PAGE: Value = ()  # stands for a string under a page's key that is no page
@@ -71,7 +71,7 @@ class Plans:
 
     @timed
     def values(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Value | None]]:
-        """What lies under pages' keys, as strings or in blocks."""
+        """Return the values under pages' keys, as strings or in blocks."""
         names = [*dict.fromkeys((key.req_id, key.page) for key in keys)]
         asked = [*(simple(b"GET", bytes(key)) for key in keys), *map(get_opening, names)]
         answers = yield from self.calls.router.ask(asked, end)
@@ -110,7 +110,7 @@ class Plans:
 
     @timed
     def pages(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Value | None]]:
-        """Pages' bodies; None for those that are not there, or not what was written."""
+        """Return pages' bodies; None for absent and damaged ones."""
         values = yield from self.values(keys)(end)
         found: list[Value | None] = []
         for key, value in zip(keys, values, strict=True):
@@ -129,14 +129,14 @@ class Plans:
 
     @timed
     def blocks(self, end: Deadline, names: Sequence[BlockName]) -> Plan[list[Value | None]]:
-        """Blocks' bodies; None for those that are not there, or not what was written."""
+        """Return blocks' bodies; None for absent and damaged ones."""
         answers = yield from self.calls.router.ask([simple(b"GET", block_key(name)) for name in names], end)
         self._count_gone(answers)
         return [self._body(name, answer) for name, answer in zip(names, answers, strict=True)]
 
     @timed
     def standing(self, end: Deadline, key: PageKey) -> Plan[Standing | Value | None]:
-        """What is known of a page; None when it is not there."""
+        """Return the known metadata of a page; None if it is absent."""
         name = key.req_id, key.page
         keys = bytes(key), block_key(name)
         asked = [get_opening(name), get_range(keys[0], 0, HEADER_SIZE - 1), *(simple(b"PTTL", one) for one in keys)]
@@ -152,7 +152,7 @@ class Plans:
 
     @timed
     def in_block(self, end: Deadline, key: PageKey) -> Plan[bool]:
-        """Whether a page lies in a block."""
+        """Return whether a page is in a block."""
         [opening] = yield from self.calls.router.ask([get_opening((key.req_id, key.page))], end)
         return _ranges(key, opening) is not None
 
@@ -175,7 +175,7 @@ class Plans:
 
 
 def _ranges(key: PageKey, opening: Answer | Failed) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Where a page lies in the block that begins so, if it does."""
+    """Return the position of a page in the block with this opening, or None."""
     shape = shape_of(opening) if isinstance(opening, memoryview) else None
     return ranges_of_page(key, shape) if shape else None
 

@@ -1,4 +1,4 @@
-"""The routes besides the web page: figures for Prometheus, health, login and logout."""
+"""The routes outside the web page: metrics for Prometheus, health, login and logout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from kvpage_server.observe.overview import BOUNDS, CallFigures, DiskFigures, Ove
 #
 # The store's figures for Prometheus. docs/monitoring/ explains them, and has alerts and a dashboard.
 #
-# Labels come from the server and have few values each. Those that an operator chooses are limited in number.
+# Labels come from the server and have few values each. Labels with values that an operator chooses are limited in
+# number.
 
 MOST_LABELS = 100  # of quotas, and of codes of errors; the others are counted together
 OTHERS = "(others)"
@@ -347,7 +348,7 @@ async def log_in(request: Request, user: str, password: str) -> Response:
 
 async def _body(request: Request) -> str:
     """The request's body. Raises HTTPException if it is too long or too slow."""
-    if int(request.headers.get("content-length", 0)) > MOST_BODY:  # known before who asks is told to send it
+    if int(request.headers.get("content-length", 0)) > MOST_BODY:  # reject before 100 Continue
         raise HTTPException(413, headers={"Connection": "close"})
     raw = b""
     with contextlib.suppress(TimeoutError):

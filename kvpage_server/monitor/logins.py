@@ -1,4 +1,4 @@
-"""Logins of viewers. They are users of the store's ACL. Each has its own connection, and so sees only what it may.
+"""Logins of viewers. They are users of the store's ACL. Each has its own connection, and so sees only permitted data.
 
 All viewers with the same name and password share one connection, which asks once a second.
 
@@ -37,7 +37,7 @@ class Malformed(ValueError):
 
 @dataclass(slots=True)
 class Login:
-    """A user of the store, and what the store shows them."""
+    """A user of the store, and the data that the store shows it."""
 
     user: str
     observer: Observer

@@ -1,4 +1,4 @@
-"""The process. It serves until the server that started it is gone."""
+"""The process. It runs until the server that started it has ended."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvpage_server.monitor.store_connections import MONITOR, Entrance
 from kvpage_server.observe.engines import ALL_CHANNELS, Engines
 from kvpage_server.system.text import log_to_standard_error
 
-# -- Hears what engines tell of themselves, for as long as the process lives -------------------------------------------
+# -- Subscription to the engines' statistics, for the life of the process ----------------------------------------------
 
-AGAIN_SECONDS = 5.0  # after the connection was lost: a server that is full counts who asks
+AGAIN_SECONDS = 5.0  # after a lost connection: a server at its limit counts refused clients
 TURN_SECONDS = 5.0
 
 

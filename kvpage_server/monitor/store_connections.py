@@ -1,7 +1,7 @@
 """Connections to the store, which the server accepts only from this process, and without a listener.
 
 A connection is a pair of sockets, of which the server gets the other end. A connection for figures has its own user.
-Others have to authenticate, and the server is told the address of the viewer.
+Other connections have to authenticate, and the server gets the viewer's address.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class BlockPlace:
     block: ContextBlock
     agents: tuple[str, ...]  # all agents that have it
     tier: str  # memory or disk; empty if it is missing
-    pinned: bool | None  # None if the store tells nothing of leases and pins
+    pinned: bool | None  # None if the store does not report leases and pins
     lease: int | None  # milliseconds left
     why: str  # why it is missing; empty if it is there
     why_at: int  # when it was removed, in unix milliseconds; 0 if unknown

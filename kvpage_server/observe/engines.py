@@ -1,8 +1,8 @@
-"""What engines tell of themselves: who they are, and what each of their tiers has spared them.
+"""Statistics that engines publish: their identity, and the prompt tokens that each of their tiers supplied.
 
-Every few seconds each of them publishes a JSON object, on the channel of the user as which it has logged in. Who may
-publish there may tell anything: what makes no sense is passed over, names are cut, and there are so many engines at
-most.
+Every few seconds each of them publishes a JSON object, on the channel of the user as which it has logged in. Any client
+that may publish there can send anything: invalid messages are ignored, names are cut, and the number of engines is
+limited.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ CHANNEL = b"kvpage:engines"  # of engines that may use no other; a user's own is
 ALL_CHANNELS = CHANNEL + b"*"
 TIERS = ("hot", "prefix", "page", "cold")  # where contexts are found
 COMPUTED = "none"  # where the tokens come from that were found nowhere
-MOST_BYTES = 4096  # of what is told
+MOST_BYTES = 4096  # of a message
 MOST_ENGINES = 100
 MOST_USERS = 100
 MOST_LETTERS = 100  # of a name
 MOST_COUNT = 1 << 62
-SILENT_SECONDS = 16.0  # after which an engine is not connected any more: three times it has told nothing
+SILENT_SECONDS = 16.0  # after which an engine counts as disconnected: three missing messages
 
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """What a tier of an engine's memory was good for, since the engine's start."""
+    """Use of a tier of an engine's memory since the engine's start."""
 
     hits: int = 0
     tokens: int = 0  # of prompts, that were not computed
@@ -48,7 +48,7 @@ class EngineFigures:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Of all prompts, by where they were found; those that were computed under COMPUTED."""
+        """Return the prompt tokens by source; computed tokens are under COMPUTED."""
         return {COMPUTED: self.computed} | {name: tier.tokens for name, tier in self.tiers.items()}
 
 
@@ -56,12 +56,12 @@ class EngineFigures:
 class EnginesSeen:
     """All engines, or those of one user."""
 
-    connected: list[EngineFigures]  # that were heard lately, by name
+    connected: list[EngineFigures]  # with recent messages, by name
     tokens: Mapping[str, int]  # of prompts, by where they were found, since somebody listens
 
 
 class Engines:
-    """Those that were heard lately, and what all of them have told so far."""
+    """Engines with recent messages, and the sums of all messages so far."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -69,7 +69,7 @@ class Engines:
         self._last: OrderedDict[tuple[str, str], tuple[float, EngineFigures]] = OrderedDict()  # by user and name
 
     def heard(self, channel: bytes, raw: bytes) -> None:
-        """One of them has told this on that channel."""
+        """Process a message of an engine on a channel."""
         now = parse(raw)
         if now is None:
             return
@@ -94,7 +94,7 @@ class Engines:
 
 
 def parse(raw: bytes) -> EngineFigures | None:
-    """What one has told; None for what makes no sense."""
+    """Parse a message; None if it is invalid."""
     try:
         if len(raw) > MOST_BYTES:
             return None

@@ -119,18 +119,18 @@ def _block_tokens(tokens: int, blocks: int) -> int:
 
 # -- whose -------------------------------------------------------------------------------------------------------------
 #
-# Who uses the memory: agents and their contexts, the prefixes that they share, and requests of nobody.
+# Memory by agent: agents and their contexts, shared prefixes, and other requests.
 #
 # >>> holdings = ask(store, holdings_of_store()) >>> for agent in holdings.agents: ...     print(agent.agent_id,
 # agent.model, agent.tokens, agent.bytes)
 #
 # A chain hash names a block by its tokens and all tokens before them. So agents whose contexts begin with the same
-# tokens have the same first blocks. The work is bounded: LookLimits says how much is looked at, and `cut` what there
-# is more of.
+# tokens have the same first blocks. The work is bounded: LookLimits bounds the number of keys, and `cut` names the
+# kinds that exceed it.
 
 SCAN_COUNT = 250  # the COUNT of a SCAN, during which nobody else has a turn
 MOST_SCANS = 8000
-TURNS = 8  # SCANs for the newest keys, and for those that are next, in a look that is not the first
+TURNS = 8  # SCANs for the newest keys, and for the next ones, in a look after the first
 REFRESHED = 100  # known requests that are asked for again in a look
 MOST_READ = 16 << 20  # bytes of manifests of which HEAD_BYTES are too few, in a look
 MOST_NAMED = 500_000  # blocks that manifests name, in all
@@ -248,10 +248,10 @@ class KnownManifest(NamedTuple):
 
 @dataclass(slots=True)
 class Known:
-    """What earlier looks have found, so that the next one asks for little."""
+    """Results of earlier looks, so that the next one needs few requests."""
 
     manifests: dict[bytes, KnownManifest] = field(default_factory=dict)
-    requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # those that were asked for last come last
+    requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # the last requested ones are last
     cursor: bytes = b""  # of a scan for manifests that goes on from look to look; empty before all keys were scanned
 
 
@@ -290,12 +290,13 @@ def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = N
 
 
 def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[bytes]]:
-    """Keys of manifests, some of which may be gone."""
+    """Return keys of manifests, some of which may have been deleted."""
     if not known.cursor:
         keys = yield from _keys(b"manifest:*", b"string", most, "agents", looked)
         known.cursor = b"" if looked.cut else b"0"
         return keys
-    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most, looked)  # what came last is scanned first
+    # a scan returns the newest keys first
+    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most, looked)
     cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most, looked)
     known.cursor = cursor
     keys = sorted({*known.manifests, *newest, *others})
@@ -349,8 +350,9 @@ def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) ->
 def _scan(
     pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int, looked: _Looked
 ) -> Reading[tuple[bytes, set[bytes]]]:
-    """Goes on from a cursor, until there are `most` keys. Returns the next cursor, which is 0 at the end and empty for
-    who may not scan, and the keys."""
+    """Goes on from a cursor, until there are `most` keys. Return the next cursor, which is 0 at the end and empty for a
+    user without permission to scan, and the keys.
+    """
     found = set[bytes]()
     for _ in range(turns):
         bounds: Command = [b"COUNT", SCAN_COUNT, b"MAXLEN", MOST_KEY]
@@ -407,7 +409,7 @@ def _update(
     digests = yield [[b"GETRANGE", key, 0, DIGEST_BYTES - 1] for key in used]
     changed = []
     for key, digest in zip(used, digests, strict=True):
-        if not isinstance(digest, bytes) or idle[key] is None:  # it is gone
+        if not isinstance(digest, bytes) or idle[key] is None:  # it was deleted
             known.pop(key, None)
         elif key in known and known[key].digest == digest:
             known[key] = known[key]._replace(at=now)

@@ -24,7 +24,7 @@ MINUTES = 10
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What happened between two overviews, as rates a second, and the state at the end."""
+    """Rates per second between two overviews, and the state at the end."""
 
     at: float  # unix seconds of the first overview, and the seconds since then, whatever is done to the wall clock
     seconds: float  # between the two
@@ -128,10 +128,12 @@ class _Last(Generic[T]):
 
 
 class Observer:
-    """Reads what the user of its connection may see. Its methods raise RedisError when the store gives no answer."""
+    """Reads the data that the user of its connection may see. Its methods raise RedisError when the store gives no
+    answer.
+    """
 
     def __init__(self, store: redis.asyncio.Redis, user: str, engines: Engines) -> None:
-        """All `engines` are shown to users who may read every key, to others those that have logged in as they have."""
+        """Users with access to every key see all `engines`, other users those that use the same account."""
         self.store = store
         self._user = user
         self._engines = engines
@@ -149,7 +151,7 @@ class Observer:
                 last.value = await ask_async(self.store, overview_of_store())
                 last.until = time.monotonic() + OVERVIEW_SECONDS
                 self.history.add(last.value)
-                if 2 * last.value.contents.keys < self._keys:  # flushed, say: what was found is not there any more
+                if 2 * last.value.contents.keys < self._keys:  # for example flushed: the known keys no longer exist
                     self._known, self._holdings.until = Known(), 0.0
             return last.value
 
@@ -158,8 +160,9 @@ class Observer:
         return self._engines.seen(None if (await self.overview()).everything else self._user)
 
     async def holdings(self) -> Holdings:
-        """Who uses the memory, at most five seconds old, or two hundred times as old as reading it takes. It is
-        read anew when more than half of the keys have gone."""
+        """Memory by agent, at most five seconds old, or two hundred times the duration of the last look. It is read
+        again when more than half of the keys have been removed.
+        """
         last = self._holdings
         async with last.lock:
             now = await self.overview()

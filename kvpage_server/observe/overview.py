@@ -3,8 +3,8 @@
 >>> overview = ask(store, overview_of_store())
 >>> overview.memory.used, overview.traffic.hit_ratio, overview.misses["evicted"]
 
-Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO tells little to a user who may not read every key.
-`everything` is false then, and what INFO leaves out is 0 or empty.
+Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO returns little to a user without access to every
+key. `everything` is false then, and what INFO leaves out is 0 or empty.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class QuotaFigures:
 
 @dataclass(frozen=True, slots=True)
 class EvictionFigures:
-    """Evicted keys, by policy and by what was full."""
+    """Evicted keys, by policy and exceeded limit."""
 
     policy: str
     reason: str  # memory, disk or quota
@@ -291,7 +291,7 @@ _CLOSED = {
 
 
 def _fields(value: str) -> dict[str, str]:
-    """Parses `a=1,b=2`. A pattern comes last, since it may have commas."""
+    """Parses `a=1,b=2`. A pattern is the last field, because it may contain commas."""
     before, pattern, rest = value.partition("pattern=")
     found = dict(item.split("=", 1) for item in before.split(",") if "=" in item)
     return found | ({"pattern": rest} if pattern else {})

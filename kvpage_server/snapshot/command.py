@@ -1,4 +1,4 @@
-"""`kvpage dump`, `kvpage restore` and `kvpage inspect`: what they ask for and what they say."""
+"""`kvpage dump`, `kvpage restore` and `kvpage inspect`: requests to the server, and output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from kvpage_server.snapshot.store import Amount, RunningStore
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 from kvpage_server.system.text import as_size, how_many
 
-# -- What lies in a dump, without a server -----------------------------------------------------------------------------
+# -- Contents of a dump, without a server ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Holding:
 
 @dataclass(slots=True)
 class Inspected:
-    """What was found."""
+    """Result of an inspection."""
 
     summary: Summary | None
     sizes: list[int] = field(default_factory=list)  # of the files, in bytes
@@ -78,13 +78,13 @@ class Inspected:
     corrupt: Failures = field(default_factory=Failures)
 
 
-Done = Callable[[int], None]  # told how many bytes more are done
+Done = Callable[[int], None]  # called with the number of newly processed bytes
 
 
 def inspect(
     path: Path, requests: Collection[bytes] = (), *, verify: bool = False, done: Done = lambda count: None
 ) -> Inspected:
-    """What the files of a directory, or one file, say; with `verify` their data is hashed too.
+    """Return the metadata of the files of a directory, or of one file; `verify` hashes their data, too.
 
     Raises DumpError for a directory that holds no dump, OSError.
     """
@@ -135,7 +135,7 @@ def _corrupt(contents: FileContents) -> Iterator[str]:
                     yield text_of(bytes(entry.key(number)) if isinstance(entry, PageTensor) else entry.key)
 
 
-_MOST_LISTED = 100  # names of what was not restored
+_MOST_LISTED = 100  # names of entries that were not restored
 
 
 def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
@@ -160,7 +160,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def _keys(server: redis.Redis, selection: Selection) -> int | None:
-    """How many keys there are to be dumped; None when only a look at all of them would tell."""
+    """Return the number of keys to dump; None if only a scan of all keys would reveal it."""
     if selection.requests:
         return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
     return server.dbsize() if selection.match == b"*" else None
@@ -299,7 +299,7 @@ def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:
 
 @contextmanager
 def _bar(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal; to be told how much more is done."""
+    """Show a progress bar on stderr, if it is a terminal; yield the function that advances it."""
     console = Console(stderr=True)
     counted = DownloadColumn() if in_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())

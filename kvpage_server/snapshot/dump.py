@@ -41,7 +41,7 @@ from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Amount, Listed,
 from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import private_directory, remove_unfinished
 
-# -- Whether a server still has what is in a file: asked by the pages' headers, without their bodies; str --------------
+# -- Comparison of a file's pages with a server by their headers, without their bodies ---------------------------------
 
 _AT_ONCE = 1000  # pages asked about in one go
 _SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole seconds
@@ -85,12 +85,12 @@ def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
 FILE_BYTES = 128 << 20  # a file's tensors: twice as much is in memory
 _MOST_OF_FILE = 20_000, 200_000, 8 << 20  # tensors, pages, bytes of names: a reader takes five times as many
 
-Done = Callable[[int], None]  # told how many keys more are done
+Done = Callable[[int], None]  # called with the number of newly processed keys
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which keys to dump: the pages of some requests, the keys that match a pattern, or all."""
+    """The keys to dump: the pages of some requests, the keys that match a pattern, or all."""
 
     requests: tuple[bytes, ...] = ()
     match: bytes = b"*"
@@ -103,12 +103,12 @@ class Selection:
 
 @dataclass(slots=True)
 class Dumped:
-    """What a dump did."""
+    """Result of a dump."""
 
     amount: Amount = field(default_factory=Amount)
     files: int = 0
     kept: int = 0  # files that stayed as they were
-    corrupt: Failures = field(default_factory=Failures)  # pages whose bytes are not those that were stored
+    corrupt: Failures = field(default_factory=Failures)  # pages with damaged bytes
 
     def count(self, contents: FileContents) -> None:
         """Add a file of the dump."""
@@ -126,7 +126,7 @@ def dump(
     file_bytes: int = FILE_BYTES,
     done: Done = lambda count: None,
 ) -> Dumped:
-    """Write what the server holds into a directory, which is made if need be.
+    """Write the server's keys into a directory, which is created if necessary.
 
     With `update`, a finished dump is brought up to date. Raises DumpError for a directory that holds another dump,
     OSError, and the errors of `kvpage_server.client.errors`.
@@ -191,7 +191,7 @@ class _Dump:
         if other != str(self._selection):
             raise DumpError(f"{self._path} holds a dump of {other}, not of {self._selection}: name another directory")
 
-    # -- what is there already -----------------------------------------------------------------------------------------
+    # -- existing files ------------------------------------------------------------------------------------------------
 
     def _unchanged(self, files: list[Path]) -> Iterator[tuple[str, str]]:
         """The names and digests of the files that stay."""
@@ -215,7 +215,7 @@ class _Dump:
         layers, heads = self._kept.get(plane_name(key.req_id, key.page, key.kv_type), (0, 0))
         return (key.layer < layers and key.head < heads) or text_of(bytes(key)) in self._kept
 
-    # -- what is to be written -----------------------------------------------------------------------------------------
+    # -- new files -----------------------------------------------------------------------------------------------------
 
     def _full(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
         """The tensors of each file. Those of a block stay together, unless they are too many for a header."""

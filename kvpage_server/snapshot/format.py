@@ -1,4 +1,4 @@
-"""What a dump is on disk: its directory, its files, the entries in them, and how names of keys and planes are spelt.
+"""The format of a dump: its directory, its files, their entries, and the encoding of keys and planes.
 
 No server is asked here, and none is known.
 """
@@ -64,7 +64,7 @@ class Failures:
 #
 # Keys are bytes and names are text: a byte that is not part of UTF-8, and ``%`` itself, is written ``%XX``.
 
-_FOREIGN = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of bytes that are no UTF-8
+_FOREIGN = re.compile("[\udc80-\udcff]")  # surrogates that surrogateescape makes of bytes that are not UTF-8
 
 
 def text_of(raw: bytes) -> str:
@@ -90,7 +90,7 @@ def string_name(key: bytes) -> str:
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 #
-# What a tensor of a dump holds, and how the file's metadata tells it: a JSON object a tensor, under the tensor's
+# The tensors of a dump, and their description in the file's metadata: a JSON object per tensor, under the tensor's
 # name.
 #
 # Of a page or plane: request, page, kv_type, dtype, page_size, head_dim; layer and head of a page, layers and heads
@@ -107,7 +107,7 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class Geometry(NamedTuple):
-    """What all pages of a tensor have in common."""
+    """Common fields of all pages of a tensor."""
 
     dtype: DType
     page_size: int
@@ -191,7 +191,7 @@ class PageTensor:
         return map(self.header, range(len(self.checksums)))
 
     def note(self) -> dict[str, Any]:
-        """What the file's metadata says about it."""
+        """Return the description in the file's metadata."""
         first, geometry, written = self.first, self.geometry, self.written
         grid = {"layers": self.grid[0], "heads": self.grid[1]}
         return {
@@ -245,7 +245,7 @@ class String:
         return [self.left_ms]
 
     def note(self) -> dict[str, Any]:
-        """What the file's metadata says about it."""
+        """Return the description in the file's metadata."""
         return {"ttl_left_ms": self.left_ms, "checksum": f"{self.checksum:016x}"}
 
 
@@ -381,7 +381,7 @@ def _entry(pages: list[FoundPage]) -> PageTensor:
 #
 # A file is 8 bytes, the little-endian length of the header; the header, JSON, padded with spaces so that the data is
 # aligned to 64 bytes; and the data of its tensors without gaps (https://github.com/huggingface/safetensors#format).
-# Those of wider elements come first: readers that map a file want each tensor aligned to its elements.
+# Tensors of wider elements are first: readers that map a file want each tensor aligned to its elements.
 #
 # Every byte is vouched for: the tensors' by the checksums of the pages and strings in them, the header's by `digest`
 # in its metadata, XXH3-64 of the header with 16 zeros in place of the digest.
@@ -421,7 +421,7 @@ class EntrySpan(NamedTuple):
 
 
 class DumpOf(NamedTuple):
-    """What a file is a part of: the dump that began then, unix milliseconds of the server, of those keys.
+    """The dump of a file: its start, in unix milliseconds of the server, and its keys.
 
     The times to live in the file are those of then.
     """
@@ -432,7 +432,7 @@ class DumpOf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
-    """What the header of a file says."""
+    """The header of a file."""
 
     path: Path
     size: int  # bytes of the whole file
@@ -627,9 +627,9 @@ def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Ite
 #
 # The directory of a dump: its files, and ``dump.json``, which is written last and says which files are the dump.
 #
-# Without it the dump has not been finished. While one is brought up to date it still tells of the files that there
-# were, which stay until the new ``dump.json`` has taken its place. So a directory holds the old dump or the new one,
-# never a mixture, whenever the machine stops.
+# Without it the dump has not been finished. During an update it still lists the old files, which stay until the new
+# ``dump.json`` has replaced it. So a directory holds the old dump or the new one, never a mixture, whenever the machine
+# stops.
 
 SUMMARY = "dump.json"
 _FILE = re.compile(r"(?:pages|strings)-([0-9]{6,})\.safetensors\Z")
@@ -640,7 +640,7 @@ _DIRECTORY_MEMBERS = 8  # lists and objects: more than dump.json has
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What dump.json says of a finished dump."""
+    """dump.json of a finished dump."""
 
     dumped_ms: int  # when it began, unix milliseconds of the server
     selection: str

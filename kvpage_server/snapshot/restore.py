@@ -1,9 +1,9 @@
 """A dump back into a running server.
 
 A part of a file is read, hashed and planned while the one before is sent. Values that do not match their checksum are
-not sent. A bad file, a bad entry of a file and a refused value are left out and named, and the rest is restored.
-Whole blocks are sent with KVBLOCKSET, everything else with SET. Strings come last, so that the pages are there when a
-string refers to them (a seal, a manifest).
+not sent. A bad file, a bad entry of a file and a refused value are left out and named, and the rest is restored. Whole
+blocks are sent with KVBLOCKSET, everything else with SET. Strings are last, so that the pages exist when a string
+refers to them (a seal, a manifest).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class PlannedBlock(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What to send, and what not."""
+    """The entries to send, and those to leave out."""
 
     blocks: list[PlannedBlock] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -243,17 +243,17 @@ def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
             yield plane[layer * nbytes : (layer + 1) * nbytes]
 
 
-_SHARE = 2  # a block that takes more than one part in so many of what all clients may hold goes page by page
-_AROUND_BYTES = 1 << 10  # bytes of a SET besides its value
+_SHARE = 2  # a block larger than this fraction of the memory limit of all clients is sent page by page
+_AROUND_BYTES = 1 << 10  # bytes of a SET in addition to its value
 _KEYS_AT_ONCE = 1000  # keys written or asked about in one go
 _BLOCKS_AT_ONCE = 100  # blocks asked about in one go
 
-Done = Callable[[int], None]  # told how many bytes more are done
+Done = Callable[[int], None]  # called with the number of newly processed bytes
 
 
 @dataclass(slots=True)
 class Restored:
-    """What a restore did."""
+    """Result of a restore."""
 
     amount: Amount = field(default_factory=Amount)
     there: int = 0  # keys that existed and were left
@@ -282,7 +282,7 @@ def restore(
 
 
 class _Write(NamedTuple):
-    """What is being written: a block, a page or a string."""
+    """A value to write: a block, a page or a string."""
 
     keys: list[bytes]
     are_pages: bool

@@ -1,4 +1,4 @@
-"""What a dump and a restore ask of a running server: many commands at once, values as borrowed memory."""
+"""Requests of a dump and a restore to a running server: many commands per round trip, values as borrowed memory."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Writes:
 
 
 class RunningStore:
-    """A running server, over one connection. What is read does not count as a use of keys.
+    """A running server, over one connection. Reads do not count as a use of keys.
 
     Raises the errors of `kvpage_server.client.errors`, and ValueError for a URL that is none.
     """
@@ -187,7 +187,7 @@ class RunningStore:
 
     def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes]]:
         """The page keys that each block ``(req_id, page_id)`` has."""
-        # SSCAN of an index key goes block by block: from the one with this cursor's page id on
+        # SSCAN of an index key proceeds block by block, starting with this cursor's page id
         replies = self.ask([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
         suffixes = [b":%d" % page for _, page in blocks]
         return [
@@ -236,14 +236,14 @@ class RunningStore:
         return _living(keys, [data], [expires])
 
     def look(self, key: PageKey) -> tuple[bool, Value | None]:
-        """Whether a key is a page's, and its value, both as they are at one moment; None if it is gone."""
+        """Return whether a key is a page's, and its value, both read atomically; None if it was removed."""
         name = bytes(key)
         data, expires, is_page = self._at_one_moment(name, command(b"SISMEMBER", index_key(key.req_id), name))
         found = _living([name], [data], [expires])
         return bool(is_page), found[0] if found else None
 
     def _at_one_moment(self, key: bytes, *others: bytes) -> list[Any]:
-        """A key's value and expiry, and the replies to other commands. This brings into memory what is on disk."""
+        """A key's value and expiry, and the replies to other commands. This loads values that are on disk."""
         asked = [command(b"MULTI"), command(b"GET", key), command(b"PEXPIRETIME", key), *others, command(b"EXEC")]
         replies: list[Any] = self.ask(asked)[-1]
         return replies
@@ -258,7 +258,7 @@ class RunningStore:
         return [kind != b"none" for kind in self.ask([command(b"TYPE", key) for key in keys])]
 
     def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool]:
-        """Of each group of keys, whether one of them exists."""
+        """Return for each group of keys whether one of them exists."""
         parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _AT_ONCE)]
         found = [False] * len(groups)
         for (i, _), count in zip(parts, self.ask([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
@@ -286,7 +286,7 @@ def _written(reply: Any) -> Written | Refused:
 
 def _connected(connection: PageConnection) -> None:
     connection.on_connect()  # type: ignore[no-untyped-call]
-    with suppress(redis.ResponseError):  # to a user who may not ask for it, a dump is a use of what it reads
+    with suppress(redis.ResponseError):  # if the user may not run it, a dump counts as a use of the read keys
         connection.send_packed_command(command(b"CLIENT", b"NO-TOUCH", b"ON"))
         connection.read_response()
 

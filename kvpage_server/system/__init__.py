@@ -1,4 +1,4 @@
-"""What the operating system does for us: durable files, signals, memory, the terminal, and how a program ends.
+"""The operating system: durable files, signals, memory, the terminal, and exit codes.
 
 Imports nothing of ours from outside this folder, so every room may use it.
 """

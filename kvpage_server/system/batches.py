@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def batches(sized: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
-    """Things, each given with its bytes, in lists of at most so many bytes; a larger thing comes alone."""
+    """Yield items, each given with its size, in lists of at most `most` bytes; a larger item is alone."""
     some: list[T] = []
     total = 0
     for thing, nbytes in sized:

@@ -1,7 +1,8 @@
 """Files that survive a crash or a power failure: they appear complete or not at all, and their names stay.
 
-A file is written beside its place, flushed to the disk, and renamed; then its directory is flushed. Before the rename
-the file is not there, after it all of it is. A half-written file of a crash has a special name, and is not locked.
+A file is written under a temporary name, flushed to the disk, and renamed; then its directory is flushed. Before the
+rename the file is not there, after it all of it is. A half-written file of a crash has a special name, and is not
+locked.
 
 Only the owner can read these files, whatever the umask, since they may have confidential text of tenants.
 """
@@ -73,7 +74,7 @@ def flush_directory(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
-    """A new file, which replaces `path` if all went well; else `path` is unchanged.
+    """Yield a new file, which replaces `path` on success; otherwise `path` is unchanged.
 
     Only its owner may read it. With `keep_group` the group keeps its rights. Raises OSError.
     """
@@ -115,7 +116,7 @@ def remove_unfinished(directory: Path) -> int:
 
 
 def _create(path: Path) -> tuple[BinaryIO, Path]:
-    """A file beside `path`, locked for as long as it is open."""
+    """Create a file in the same directory as `path`, locked for as long as it is open."""
     while True:
         descriptor, name = mkstemp(_UNFINISHED, f".{path.stem}-", path.parent)
         file, unfinished = os.fdopen(descriptor, "r+b"), Path(name)

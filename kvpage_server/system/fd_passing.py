@@ -15,7 +15,7 @@ def hand_over(channel: socket.socket, sock: socket.socket, words: str) -> None:
 
 
 def take_over(channel: socket.socket) -> tuple[socket.socket, str] | None:
-    """The next socket and its words; None if the other process is gone. Raises OSError."""
+    """Receive the next socket and its words; return None if the other process has ended. Raises OSError."""
     said, descriptors, _, _ = socket.recv_fds(channel, _WORDS, 1)
     if not said or not descriptors:
         return None

@@ -1,4 +1,4 @@
-"""How our programs end: one line for a person, an exit code for a script, and never a traceback for what may happen."""
+"""Exit of our programs: one line for a person, an exit code for a script, and no traceback for expected errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ends_quietly(program: str) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(say(program, "interrupted", INTERRUPTED))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter still flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest that the interpreter flushes
         sys.exit(PIPE_CLOSED)
 
 

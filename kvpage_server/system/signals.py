@@ -1,9 +1,10 @@
-"""What signals mean to a server. docs/operations.md has the same as a table.
+"""Signals of a server. docs/operations.md has the same as a table.
 
 Every signal that normally ends a process is a request to stop: acknowledged writes are saved first. SIGHUP has two
-meanings. For a process with a terminal, the terminal is gone, and the process stops. For a service, which has none, its
-log file and certificates are to be reloaded. If SIGHUP was ignored at the start, as under nohup, it stays ignored.
-Signals that mean nothing to a server are ignored, so that they don't end it. Signals of a crash are left as they are.
+meanings. For a process with a terminal, the terminal has been closed, and the process stops. For a service, which has
+none, its log file and certificates are to be reloaded. If SIGHUP was ignored at the start, as under nohup, it stays
+ignored. Signals that mean nothing to a server are ignored, so that they don't end it. Signals of a crash are left as
+they are.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def _terminal() -> int | None:
 def _look(
     loop: asyncio.AbstractEventLoop, terminal: int, watch: select.poll, hang_up: Callable[[], None], in_front: bool
 ) -> None:
-    """Check from time to time whether the terminal is gone.
+    """Check periodically whether the terminal has been closed.
 
-    The system tells only the first process of a terminal. A shell passes it on. make does not, if a window or an ssh
+    The system notifies only the first process of a terminal. A shell passes it on. make does not, if a window or an ssh
     runs nothing else, and waits for the server. A server in the background of its terminal goes on.
     """
     if watch.poll(0):

@@ -101,8 +101,9 @@ def print_json(found: Any) -> None:
 
 
 def readable(name: bytes | str, most: int | None = None) -> Text:
-    """What the store has from others, such as a request's name, with escapes for what cannot be printed. It is cut
-    after `most` letters."""
+    """Return a name from outside, such as a request's, with escapes for characters that cannot be printed. It is cut
+    after `most` letters.
+    """
     said = printable(name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name)
     return Text(said if most is None or len(said) <= most else f"{said[: most - 1]}…")
 

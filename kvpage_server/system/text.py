@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 BUCKETS = 64
-FIRST, LAST = 12, 34  # the powers that are told: 4 microseconds to 17 seconds
+FIRST, LAST = 12, 34  # the reported powers of two: 4 microseconds to 17 seconds
 
 
 def monotonic_ms() -> int:
@@ -49,7 +49,7 @@ def within(histogram: Sequence[int]) -> str:
 
 
 def how_many(count: int, noun: str) -> str:
-    """A count and what is counted: "1 block", "12,000 blocks". `noun` takes an s when there are several."""
+    """Return a count with its noun: "1 block", "12,000 blocks". `noun` takes an s when there are several."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -67,8 +67,9 @@ def as_size(nbytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what cannot be printed: control characters, ends of lines, invisible characters, those
-    that reverse the direction of writing, and bytes that are not UTF-8."""
+    """Return the text with escapes for characters that cannot be printed: control characters, ends of lines, invisible
+    characters, those that reverse the direction of writing, and bytes that are not UTF-8.
+    """
     return text if text.isprintable() else "".join(map(_shown, text))
 
 

@@ -1,1 +1,1 @@
-"""The store's web page, for the process beside the server. The engine's page uses `shared`, too."""
+"""The store's web page, for the HTTP process next to the server. The engine's page uses `shared`, too."""

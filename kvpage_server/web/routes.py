@@ -24,7 +24,7 @@ from kvpage_server.observe.memory_by_agent import Agent, ContextBlock, Holdings
 from kvpage_server.observe.observer import Observer
 from kvpage_server.web import views
 
-# -- What else the page asks a store: slow calls, connections, and blocks that agents have lost ------------------------
+# -- Further queries of the page: slow commands, clients, and blocks that agents have lost -----------------------------
 
 SLOW_CALLS = 32
 MOST_CLIENTS = 200
@@ -106,7 +106,7 @@ def _loss(holdings: Holdings, agent: Agent, index: int, reason: Any) -> Shown:
 # -- Events for the open pages of one user. The store is asked once for all of them ------------------------------------
 
 EVERY_SECONDS = 1.0
-SLOWLY_SECONDS = 5.0  # between two readings of what changes slowly and takes longer to read
+SLOWLY_SECONDS = 5.0  # between two reads of values that change slowly and take longer to read
 
 
 class Feed:
@@ -138,7 +138,7 @@ class Feed:
                 if self._looking is None:
                     self._looking = asyncio.create_task(self._look())
                 elif self._looking.done():
-                    self._looking.result()  # raises what went wrong
+                    self._looking.result()  # raises the error of the task
                     self._looking = None
                     continue
                 await asyncio.sleep(EVERY_SECONDS)
@@ -191,7 +191,7 @@ async def login(request: Request) -> Response:
 async def events(request: Request) -> Response:
     """The store's state every second, and its agents when they change."""
     login = await login_of(request)
-    await login.observer.overview()  # who may not have it is told so
+    await login.observer.overview()  # raises if the user lacks permission
     feed = feed_of(login.observer)
     if feed.watchers >= MOST_WATCHERS:
         raise HTTPException(503, f"this user has {MOST_WATCHERS} open pages, the most allowed", {"Retry-After": "10"})

@@ -1,4 +1,4 @@
-"""Turns what was observed into JSON for the page, with no more than the page shows."""
+"""Conversion of observed data to JSON for the page, limited to the displayed fields."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def moment(then: Moment) -> Shown:
 
 
 def holdings(found: Holdings, store: str) -> Shown:
-    """Who uses the memory, the largest first. `shared` has each block that several agents have once; `unseen` is why
-    nothing can be seen."""
+    """Memory by agent, the largest first. `shared` has each block that several agents have once; `unseen` is why
+    nothing can be seen.
+    """
     told = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
     requests = [_request(request) for request in found.requests[:MOST_REQUESTS]]
     tenants: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""One command for one key: what a cluster is asked, whichever node the key is on."""
+"""Commands for one key on a cluster, and blocks as strings."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ from kvpage_server.page import (
 
 # -- block value -------------------------------------------------------------------------------------------------------
 #
-# A block as one string: what it is, the headers of its pages, then its body.
+# A block as one string: an opening, the headers of its pages, then its body.
 #
-#     64 bytes                what the block is: `opening`
-#     64 bytes a page         the pages' headers, as everywhere, in the order of the body
-#     the body                layer, plane, head, token, dim
+# 64 bytes                the shape of the block: `opening` 64 bytes a page         the pages' headers, as everywhere,
+#   in the order of the body the body                layer, plane, head, token, dim
 #
 # A page of it is two ranges of the string, and has its digest in its header. The whole string has one, too, so that a
 # block is checked in one go.
@@ -99,7 +98,7 @@ def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, cre
 
 
 def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, verify: bool) -> str | None:
-    """What is wrong with a block: header, checksum, or None. `found` are the bytes before its body."""
+    """Return the reason why a block is invalid, header or checksum, or None. `found` are the bytes before its body."""
     before, table = found[:_DIGEST_AT], found[OPENING_SIZE:]
     headers, given = _blank_headers(shape).copy(), np.frombuffer(table, _HEADERS)
     fields = headers.view(_HEADERS)
@@ -174,7 +173,7 @@ def _blank_headers(shape: BlockShape) -> Headers:
 
 _ASKING = command(b"ASKING")
 _KEYS = 4096  # of one command
-_REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # what no name has
+_REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # bytes that no name contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +183,11 @@ class Command:
     key: bytes
     pieces: Callable[[], Iterator[Piece | Chunk]]
     place: Place | None = None
-    writes: bool = False  # so it goes to the primary, and is tried until the deadline
+    writes: bool = False  # so it is sent to the primary, and is retried until the deadline
     at_primary: bool = False  # though it is no write
     once: bool = False  # not again when it may have been done
     apart: Callable[[], Iterator[Command]] | None = None  # the same, one key at a time, for a slot that is being moved
-    read: Callable[[Any], Any] | None = None  # what the answer means; raises WrongReply
+    read: Callable[[Any], Any] | None = None  # decodes the reply; raises WrongReply
 
 
 def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
@@ -272,7 +271,7 @@ def around_value(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after
 
 
-# -- whoever writes a block deletes its pages that were written alone: without it they would be found again -----------
+# -- the writer of a block deletes its pages that were written alone, because they would be found again without it -----
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +303,7 @@ Write = Command | Scattered
 def block_writes(
     name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
 ) -> list[Write]:
-    """What writes a block, and deletes its pages that were written alone."""
+    """Return the commands that write a block, and delete its pages that were written alone."""
     return [*_deletions(name, shape), set_block(name, shape, body, ttl, created_ms)]
 
 
@@ -319,7 +318,7 @@ def _deletions(name: BlockName, shape: BlockShape) -> Sequence[Write]:
 
 
 def _endings(shape: BlockShape) -> Iterator[bytes]:
-    """What stands behind the request in the keys of a block's pages."""
+    """Yield the parts after the request in the keys of a block's pages."""
     for layer, plane, head in product(range(shape.layers), shape.planes, range(shape.heads)):
         yield b"%d:%d:%b:%d" % (layer, head, _PAGE, plane.kv_type)
 
@@ -347,8 +346,8 @@ def _apart(shape: BlockShape, nbytes: int) -> tuple[bytes, bytes]:
 #
 # Takes a batch of commands to the nodes that have their keys, wherever the keys are by now.
 #
-# It follows redirections, refreshes an outdated map, and tries again what could not be done. A read is given up soon,
-# since its pages can be computed. A write is tried until its deadline.
+# It follows redirections, refreshes an outdated map, and retries failed commands. A read has few retries, because its
+# pages can be computed. A write is tried until its deadline.
 
 READ_TRIES = 3  # of a read that no node answers
 FOLLOWED = 8  # redirections of one command
@@ -358,10 +357,10 @@ _AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONL
 
 @dataclass(slots=True)
 class _Way:
-    """How one command of a batch goes."""
+    """The state of one command of a batch."""
 
     to: Node | None = None  # where it was redirected to by ASK
-    tries: int = 0  # that came to nothing
+    tries: int = 0  # failed attempts
     followed: int = 0
     from_replica: bool = False
     answer: Answer | Failed = None
@@ -375,7 +374,7 @@ class Router:
     address: Address
     read_from_replicas: bool
     slots: SlotMap = field(default_factory=SlotMap)
-    outdated: bool = True  # whether the map is known not to be what it should
+    outdated: bool = True  # whether the map is known to be outdated
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
@@ -491,7 +490,7 @@ class Router:
         return bool(shard and shard.replicas)
 
     def scatter(self, slots: Sequence[int], texts: Sequence[bytes]) -> Plan[list[int]]:
-        """Send short commands to the nodes of their slots. Returns the positions of those that no number answered."""
+        """Send short commands to the nodes of their slots. Return the positions of those without a numeric reply."""
         if self.outdated:
             yield from self._refresh()
         groups: dict[Shard | None, list[int]] = defaultdict(list)

@@ -45,7 +45,7 @@ class Peers:
             self.pool(node, replica=False)
 
     def close(self) -> None:
-        """Close the connections. What is under way ends with Closed."""
+        """Close the connections. Calls in progress end with Closed."""
         with self._lock:
             self._closed = True
             for pool in self._pools.values():
@@ -185,7 +185,7 @@ class _Talk:
         self._pool: PagePool | None = None
 
     def take(self, pool: PagePool, deadline: Deadline) -> None:
-        """Begin on a connection of the pool. Raises what connecting can raise."""
+        """Begin on a connection of the pool. Raises connection errors."""
         self._connection = pool.lend()
         self._pool = pool
         self._connection.open(deadline)

@@ -1,4 +1,4 @@
-"""A plan says what a method asks which nodes. It is a generator, which yields rounds and is sent their outcomes."""
+"""A plan: the requests of a method to each node. It is a generator, which yields rounds and is sent their outcomes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RAISES: Any = object()  # in place of a value for missing answers: raise their e
 
 
 def present(answers: Sequence[Any], gone: Any) -> list[Any]:
-    """Answers, with `gone` in place of failures. If `gone` is RAISES, raises the first failure instead."""
+    """Return replies, with `gone` in place of failures. If `gone` is RAISES, raise the first failure instead."""
     failed = next((answer.error for answer in answers if isinstance(answer, Failed)), None)
     if failed and gone is RAISES:
         raise failed.again()

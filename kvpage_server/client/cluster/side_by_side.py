@@ -2,8 +2,8 @@
 
 Rendezvous hashing decides which one: every server gets a number for the segment, and the highest number wins. So all
 clients with the same list of servers, in any order, find the same server. A new server takes its share from all others.
-The segments of a lost server are missed until it is taken off the list. They do not go to the next server meanwhile,
-because the lost one may come back with old values.
+The segments of a lost server are missed until it is taken off the list. They are not sent to the next server meanwhile,
+because the lost one may return with old values.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def segment_of(req_id: bytes) -> bytes:
 
 
 class Rendezvous:
-    """Which of some servers a segment belongs to."""
+    """The choice of a server for each segment."""
 
     def __init__(self, servers: Sequence[ServerUrl]) -> None:
         self.servers = list(servers)
@@ -208,7 +208,7 @@ class SideBySideCalls:
         return self.rendezvous.servers
 
     def strayed(self, error: PageClientError) -> bool:
-        """Whether to try again: nobody else has what belongs to a server."""
+        """Return whether to retry: no other server has the keys of a server."""
         return False
 
     # -- how ---------------------------------------------------------------------------------------------------------

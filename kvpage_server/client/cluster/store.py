@@ -42,14 +42,14 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, uni
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 #
-# What each method of a client does on a cluster, as plans.
+# The client's methods on a cluster, as plans.
 #
 # A block is one string. A page that is written by itself is a string, too. Writing a page deletes the block that it
 # would belong to, writing a block deletes its pages that were written alone, and reads look for the block first. So a
-# read finds what was written last, or nothing.
+# read finds the last written value, or nothing.
 
 _APART = 256  # commands that are sent at once, so that other tasks have their turn
-_SPELLED = 4096  # likewise, of those that are spelled without an object for each
+_SPELLED = 4096  # likewise, of those that are encoded without an object for each
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -121,7 +121,7 @@ class ClusterCalls:
 
     @timed
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Which pages are there."""
+        """Return which pages exist."""
         alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
         found = yield from self._beside_blocks(keys, alone, end)
         return [
@@ -130,7 +130,7 @@ class ClusterCalls:
 
     @timed
     def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Which keys of pages have a value, whether it is a page or not."""
+        """Return which keys of pages have a value, whether it is a page or not."""
         found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         return [in_block or answer == 1 for answer, in_block in found]
 
@@ -171,7 +171,7 @@ class ClusterCalls:
     def fetch_blocks_into(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Plan[list[str | None]]:
-        """Receive blocks into buffers. Those that are absent may be there as pages."""
+        """Receive blocks into buffers. Absent blocks may exist as single pages."""
         check_names(names)
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
@@ -215,7 +215,7 @@ class ClusterCalls:
 
     @timed
     def write(self, end: Deadline, written: Sequence[Write]) -> Plan[None]:
-        """Run commands that write, and are answered OK or a count. What is done apart comes last, some at a time."""
+        """Run commands that write, and are answered OK or a count. Commands for single keys follow last, in groups."""
         yield from self._delete_scattered([one for one in written if isinstance(one, Scattered)], end)
         together, apart = [one for one in written if isinstance(one, Command)], []
         for one, answer in zip(together, (yield from self.router.ask(together, end)), strict=True):
@@ -246,7 +246,7 @@ class ClusterCalls:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _delete_scattered(self, scattered: Sequence[Scattered], end: Deadline) -> Plan[None]:
-        """Delete pages of some blocks at a time. What has to be redirected or tried again is asked singly."""
+        """Delete pages of some blocks at a time. Redirected and failed commands are sent again one by one."""
         blocks, most = iter(scattered), max((one.shape.pages for one in scattered), default=1)
         while some := [*islice(blocks, max(_SPELLED // most, 1))]:
             spelled = [one.spelled() for one in some]
@@ -300,7 +300,7 @@ class ClusterCalls:
         rooms: Sequence[Place],
         end: Deadline,
     ) -> Plan[None]:
-        """Receive the absent blocks' pages, for those that were written page by page. They have a first one."""
+        """Receive the pages of absent blocks that were written page by page. They have a first one."""
         firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
         there = yield from self.router.answers([simple(b"EXISTS", bytes(key)) for key in firsts], end)
         for i, answer in zip(absent, there, strict=True):
@@ -399,8 +399,9 @@ class Several:
 
     @contextmanager
     def attempt(self, node: Hashable, end: Deadline) -> Iterator[None]:
-        """To do something at a node that has to be tried again when nothing comes of it. Raises what it came to when
-        that is of no use, or there is no time for it."""
+        """Run the caller's code on a node, which is retried after an error. Raise the error if a retry is useless, or
+        no time is left.
+        """
         failure: PageClientError | None = None
         try:
             yield

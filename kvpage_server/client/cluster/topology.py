@@ -66,7 +66,7 @@ _TLS: dict[str, _Kind] = {
 
 
 def options_of(query: str, *, tls: bool) -> dict[str, Any]:
-    """The options in a URL's query. Raises ValueError, which says what is wrong and what is allowed."""
+    """The options in a URL's query. Raises ValueError with the problem and the allowed values."""
     allowed, found = {**_ALL, **_TLS} if tls else _ALL, dict[str, Any]()
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name in _TLS and not tls:
@@ -87,7 +87,7 @@ def options_of(query: str, *, tls: bool) -> dict[str, Any]:
 
 SLOTS = 16384
 SCHEMES = {"valkey-cluster": "redis", "redis-cluster": "redis", "rediss-cluster": "rediss"}
-slot_of = key_slot  # of a key as bytes: the CRC of what stands in its first braces, or of all of it
+slot_of = key_slot  # of a key as bytes: the CRC of the part in its first braces, or of all of it
 _TAG = re.compile(rb"[^{]*\{[^}]+\}")
 
 

@@ -1,4 +1,4 @@
 """How the client speaks to one server: connections, questions as bytes, answers as values, each within a deadline.
 
-Nothing here knows what a page is, or how many servers there are.
+This package knows neither pages nor the number of servers.
 """

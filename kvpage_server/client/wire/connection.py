@@ -4,9 +4,8 @@ The pool lends a connection whether it is connected or not, and `open` connects 
 then on its socket never blocks. Our own exchange also sends and reads redis-py's handshake, so that no parser of
 redis-py holds back bytes that belong to a page.
 
-A socket is closed by whoever uses it, and by nobody else: its number may be another file's a moment later, and bytes of
-that would be taken for an answer. A pool that is closed shuts the sockets in use down, so that their users find the end
-of the stream.
+Only the user of a socket closes it: its descriptor may belong to another file a moment later, whose bytes would be
+taken for a reply. A pool that is closed shuts the sockets in use down, so that their users find the end of the stream.
 """
 
 from __future__ import annotations
@@ -76,7 +75,8 @@ class Deadline:
 
 
 T = TypeVar("T")
-NONSENSE = (AttributeError, LookupError, TypeError, ValueError)  # of redis-py's handshake, for what it can't read
+# errors of redis-py's handshake after an unreadable reply
+NONSENSE = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class PageConnection(AbstractConnection):
@@ -91,10 +91,10 @@ class PageConnection(AbstractConnection):
         self._ending = threading.Lock()  # one thread closes the socket while another may shut it down
         super().__init__(*args, **options)
 
-    # -- what the pool asks for ------------------------------------------------------------------------------------
+    # -- interface for redis-py's pool ---------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """The pool connects what it lends. `open` does that here."""
+        """Do nothing: the pool would connect when it lends the connection. `open` does that here."""
 
     def can_read(self, timeout: float = 0) -> bool:
         """The pool asks whether bytes of an earlier answer are left. `is_ready` does that here."""
@@ -104,7 +104,7 @@ class PageConnection(AbstractConnection):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is connected, and nothing has come since its last answer. Otherwise it can't be used."""
+        """Return whether it is connected, and nothing has arrived since its last reply. Otherwise it can't be used."""
         if self._sock is None:
             return False
         try:
@@ -153,7 +153,7 @@ class PageConnection(AbstractConnection):
         self._unsent = [command] if isinstance(command, bytes) else list(command)
 
     def read_response(self, *args: Any, **options: Any) -> Any:
-        """The answer to what was sent last."""
+        """Return the reply to the last request."""
         return self.converse(Request(lambda: iter(self._unsent), Values, only), self._deadline)
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class PageConnection(AbstractConnection):
         return Conversation(self._sock, request)
 
     def interrupt(self) -> None:
-        """End what is under way on it, from another thread or task. It is of no use any more."""
+        """Interrupt the current exchange from another thread or task. The connection cannot be used afterwards."""
         with self._ending:
             self.interrupted = True
             if self._sock is not None:
@@ -191,8 +191,9 @@ class PageConnection(AbstractConnection):
             super().disconnect(*args, **options)  # type: ignore[no-untyped-call]
 
     def close_unless(self, over: bool) -> None:
-        """Close the connection if a conversation was not over. Bytes that still come would be taken for the answer to
-        the next question."""
+        """Close the connection if a conversation was not over. Bytes that arrive later would be taken for the reply to
+        the next request.
+        """
         if not over:
             self.disconnect()
 
@@ -227,7 +228,7 @@ class PageUnixConnection(PageConnection, UnixDomainSocketConnection):
     """unix://"""
 
 
-# Nothing may come uncalled for; and a server that knows no CLIENT MAINT_NOTIFICATIONS counts it as an error.
+# No push may arrive unexpectedly; and a server without CLIENT MAINT_NOTIFICATIONS counts it as an error.
 _QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
 _CLASSES = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
@@ -275,7 +276,7 @@ class PagePool(ConnectionPool):
             connection.disconnect()
 
     def close(self) -> None:
-        """End the connections. Those that are in use end for their users, who give them back."""
+        """End the connections. Connections in use end with an error for their users, which return them."""
         self.closed = True
         with self._lock:
             for connection in self._in_use_connections:

@@ -1,4 +1,5 @@
-"""A question and its answer over a non-blocking socket. It never waits, but says what its driver has to wait for.
+"""A question and its answer over a non-blocking socket. It never waits, but yields the events that its driver has to
+wait for.
 
 Plain sockets gather and scatter by themselves. TLS sockets can't, so there pieces are joined to records. The cipher
 copies every byte anyway.
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 Piece = bytes | memoryview
 READ, WRITE = select.POLLIN, select.POLLOUT
-_CALLS_A_TURN = 8  # calls of the kernel, each of about a millisecond at most, before whoever drives it has a turn
+_CALLS_A_TURN = 8  # system calls, each of about a millisecond at most, before the driver has a turn
 _RECORD_BYTES = 64 * 1024  # bytes that are taken of a TLS socket in one go
 
 
@@ -51,7 +52,7 @@ class Request(Generic[T]):
 
     pieces: Callable[[], Iterator[Piece | Chunk]]
     receiver: Callable[[], Receiver]
-    read: Callable[[Any], T]  # what the receiver's result means
+    read: Callable[[Any], T]  # converts the receiver's result
 
 
 class Conversation(Generic[T]):
@@ -67,9 +68,9 @@ class Conversation(Generic[T]):
     def steps(self) -> Generator[int, int | None, None]:
         """Send and receive, as far as possible without waiting. Raises Disconnected and WrongReply.
 
-        Yields the poll events to wait for, and expects to be sent those that came. Yields 0 to let others have their
-        turn. Answers are received even while there is something to send: a server may refuse early, and it may stop
-        reading when nobody takes its answers.
+        Yields the poll events to wait for, and receives the events that occurred. Yields 0 to give other tasks a turn.
+        Answers are received even while there is something to send: a server may refuse early, and it may stop reading
+        when nobody takes its answers.
         """
         ready, calls = WRITE, 0
         while not self._receiver.done:
@@ -98,7 +99,7 @@ class Conversation(Generic[T]):
             calls += 1
 
     def _send(self) -> int:
-        """Send what the socket takes. Returns the number of bytes, -1 if it takes nothing now."""
+        """Send the bytes that the socket takes. Returns the number of bytes, -1 if it takes nothing now."""
         try:
             if not isinstance(self.sock, ssl.SSLSocket):
                 return self._outgoing.send(self.sock.fileno())
@@ -106,11 +107,11 @@ class Conversation(Generic[T]):
             self._outgoing.sent(sent)
             return sent
         except (BrokenPipeError, ConnectionResetError):
-            self._broken = True  # what the server said before it closed may still be there to be read
+            self._broken = True  # the server's last reply before it closed may still be readable
             return 0
 
     def _receive(self) -> int:
-        """Receive what is there. Returns the number of bytes, -1 if nothing is there now."""
+        """Receive available bytes. Return their number, -1 if none are available."""
         if isinstance(self.sock, ssl.SSLSocket):
             data = self.sock.recv(_RECORD_BYTES)
             self._receiver.feed(data)

@@ -32,8 +32,9 @@ class Receiver(Protocol):
         """Whether all replies have arrived."""
 
     def receive(self, fd: int) -> int:
-        """Receive what is there, in one call. Returns the number of bytes, 0 at the end of the stream, -1 if nothing is
-        there now. Raises WrongReply."""
+        """Receive available bytes in one call. Return their number, 0 at the end of the stream, -1 if none are
+        available. Raises WrongReply.
+        """
 
     def feed(self, data: bytes) -> None:
         """Take bytes that were received by other means. Raises WrongReply."""
@@ -83,7 +84,7 @@ class Values:
 
     With `places`, there is one for each reply, or None, and no reply is an array. A string is received into its place.
     Behind it, at most the line and the head of the next one are received, so that only the kernel copies bodies.
-    Strings without a place are memoryviews, to be told from simple strings.
+    Strings without a place are memoryviews, which distinguishes them from simple strings.
     """
 
     def __init__(
@@ -96,12 +97,12 @@ class Values:
         self._data = b""  # received, not yet parsed, from _pos on
         self._pos = 0
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._into: list[memoryview] = []  # what is still to be filled of a long string
+        self._into: list[memoryview] = []  # the unfilled rest of a long string
         self._steps = self._parse(count)
         next(self._steps)
 
     def receive(self, fd: int) -> int:
-        """As every receiver."""
+        """Receive, as in `Receiver`."""
         try:
             count = os.readv(fd, self._buffers())
         except BlockingIOError:
@@ -111,7 +112,7 @@ class Values:
         return count
 
     def feed(self, data: bytes) -> None:
-        """As every receiver."""
+        """Parse bytes, as in `Receiver`."""
         rest = memoryview(data)
         while rest:
             if self.done:
@@ -156,7 +157,7 @@ class Values:
             self.done = True
 
     def _fill(self, count: int) -> int:
-        """Note that so many bytes have come for a long string. Returns how many of them are behind it."""
+        """Note `count` received bytes of a long string. Return the number of bytes behind it."""
         while self._into and count >= len(self._into[0]):
             count -= len(self._into.pop(0))
         if self._into:
@@ -164,7 +165,7 @@ class Values:
             return 0
         return count
 
-    # -- taking what came ----------------------------------------------------------------------------------------------
+    # -- parsing -------------------------------------------------------------------------------------------------------
 
     def _parse(self, count: int) -> Generator[None, None, None]:
         yield
@@ -237,7 +238,7 @@ class Values:
         return OTHER_SIZE
 
     def _long(self, memory: list[memoryview], *, crlf: bool = True) -> Generator[None, None, None]:
-        """Fill memory with what has come of a string, and then with what comes."""
+        """Copy the buffered part of a bulk string, then receive the rest in place."""
         self._into = [part for part in memory if len(part)]
         while self._into and self._pos < len(self._data):
             there = memoryview(self._data)[self._pos :][: len(self._into[0])]
@@ -261,7 +262,7 @@ class Lines:
         self._received = bytearray()
 
     def receive(self, fd: int) -> int:
-        """As every receiver."""
+        """Receive, as in `Receiver`."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -271,7 +272,7 @@ class Lines:
         return len(data)
 
     def feed(self, data: bytes) -> None:
-        """As every receiver."""
+        """Parse bytes, as in `Receiver`."""
         self._received += data
         self._left -= data.count(b"\n")
         self.done = not self._left and self._received.endswith(b"\r\n")
