@@ -1,10 +1,10 @@
 """A batch engine on MLX that remembers its agents through the page server. The only package that imports MLX.
 
-May lie here: what programs import (`batch_engine`, `agent_engine`, `pool`, `spec`) and what starts an engine. May not
-come in: anything that is only a part of these; it has a folder, and the folder's docstring says which.
+Contains: the modules for programs (`batch_engine`, `agent_engine`, `pool`, `spec`) and the start of an engine.
+Excludes: parts of these; each has a package, whose docstring names its contents.
 """
 
 from engine.platform import keep_freed, prefer_openblas
 
 keep_freed()
-prefer_openblas()  # has to come before the first import of mlx
+prefer_openblas()  # before the first import of mlx

@@ -33,12 +33,12 @@ from engine.tiers.prefill_claims import Claim
 from engine.tiers.store import AgentCacheStore
 from kvpage_server.tracing import TraceSpan, span
 
-# -- A prompt of an agent on its way to an answer, and what its callbacks are given ------------------------------------
+# -- A prompt of an agent, from submission to answer, and the arguments of its callbacks -------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What the store saved an answer."""
+    """Tokens and time that the store saved an answer."""
 
     tier: Tier = "none"  # where its context was found
     tokens: int = 0  # of the prompt that were not computed
@@ -64,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """How far a prompt has come."""
+    """Progress of a prompt."""
 
     uid: int
     agent_id: str
@@ -171,7 +171,7 @@ log = logging.getLogger(__name__)
 MAX_PROMPTS_AHEAD = 8  # prompts loaded before there is room for them
 LOOK_AGAIN_SECONDS = 0.02  # while blocks may become free, or a wait may end
 PATIENCE_FACTOR = 2.0  # wait for another prompt up to so many times the time that computing takes
-MEASURED_TOKENS = 64  # prompts shorter than this do not tell how fast tokens are computed
+MEASURED_TOKENS = 64  # shorter prompts do not measure the speed of prefill
 
 
 class AgentEngine:
@@ -321,7 +321,7 @@ class AgentEngine:
                 job.stage = Stage.READY
             elif ahead < MAX_PROMPTS_AHEAD and (self._ended >= job.not_before or not self._batch.running):
                 job.stage = Stage.LOADING
-                # A second load, after another prompt computed the prefix, has what is left of the same time.
+                # A second load, after another prompt has computed the prefix, uses the rest of the same time limit.
                 with job.span.current():
                     job.loading = self._store.begin_load(
                         job.agent_id,
@@ -338,7 +338,7 @@ class AgentEngine:
                 continue
             try:
                 job.loaded, job.loading = job.loading.result(), None
-            except Exception as error:  # noqa: BLE001 - it goes to on_error of this prompt
+            except Exception as error:  # noqa: BLE001 - passed to on_error of this prompt
                 self._fail(job, error)
                 continue
             job.restore_seconds += job.loaded.seconds
@@ -351,8 +351,8 @@ class AgentEngine:
     def _claim(self, job: Job, reach: int) -> None:
         """Claim the first block that is missing, so that only one prompt computes it.
 
-        A prompt that has waited loads again, and claims what is still missing if it found more than before. A page
-        server that has just failed to answer is not asked for the claim: that would take as long again.
+        Load a waiting prompt again, and claim the missing blocks if the load found more than before. A page server that
+        has just failed to answer is not asked for the claim: that would take as long again.
         """
         if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
             self._release(job)
@@ -478,7 +478,7 @@ class AgentEngine:
             job.claim.release()
 
     def _let_go(self, job: Job) -> None:
-        """Cancel the load of a job, and free what was loaded."""
+        """Cancel the load of a job, and free its blocks."""
         if job.loading:
             job.loading.cancel()
             job.loading = None
@@ -488,7 +488,7 @@ class AgentEngine:
 
 
 def _see(job: Job, done: CompletedGeneration, reuse: Reuse) -> None:
-    """End its span, and say when its first token came."""
+    """End the job's span, with the time of its first token."""
     if reuse.time_to_first_token > 0:
         first = job.submitted + reuse.time_to_first_token
         with job.span.current():
@@ -511,7 +511,7 @@ _Told = TypeVar("_Told")
 
 
 def _tell(receiver: Callable[[_Told], None], told: _Told) -> None:
-    """Call a last callback; what it raises is logged."""
+    """Call a final callback; its exceptions are logged."""
     try:
         receiver(told)
     except Exception:

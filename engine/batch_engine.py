@@ -1,4 +1,4 @@
-"""Continuous batching over mlx-lm, with contexts that come and go as blocks.
+"""Continuous batching over mlx-lm, with contexts that are restored from blocks and saved as blocks.
 
 >>> batch = BlockPoolBatchEngine(model, tokenizer, spec, BlockPool(64))
 >>> batch.submit("alice", prompt, cache=known, max_tokens=100)  # known: blocks of her last context, or None
@@ -238,13 +238,13 @@ class BlockPoolBatchEngine:
                 return
 
     def step_once(self) -> list[CompletedGeneration]:
-        """Advance every prompt by a chunk and every answer by a token; returns what is complete."""
+        """Advance every prompt by a chunk and every answer by a token; return the completed ones."""
         self._admit_waiting()
         if not self._running:
             return []
         try:
             prompts, responses = self._runner.step()
-        except Exception as error:  # noqa: BLE001 - it goes to all requests of the step
+        except Exception as error:  # noqa: BLE001 - passed to all requests of the step
             return self._begin_anew(error)
         ends = [self._alone(self._progress, prompt) for prompt in prompts]
         ends += [self._alone(self._advance, response) for response in responses]
@@ -284,7 +284,7 @@ class BlockPoolBatchEngine:
         request.started = time.perf_counter()
 
     def _alone(self, work: Callable[[Any], CompletedGeneration | None], response: Any) -> CompletedGeneration | None:
-        """Handle the response to one request. What its callbacks or its sampler raise ends this answer only."""
+        """Handle the response to one request. An exception of its callbacks or its sampler ends this answer only."""
         try:
             return work(response)
         except Exception as error:  # noqa: BLE001 - it ends this answer

@@ -22,8 +22,8 @@ _UNNAMED = re.compile(r"anon-([0-9a-f]{16})-[0-9a-f]{32}(@.*)?\Z")
 def chain_hash(fingerprint: int, parent: str, tokens: Sequence[int]) -> str:
     """The name of a block: 32 hex digits that stand for its tokens and everything before them.
 
-    BLAKE2b with 16 bytes over the fingerprint (u64), the parent's 16 bytes (none for the first block) and the
-    token ids (u32 each), all little-endian. Equal names mean equal keys and values, whoever computed them.
+    BLAKE2b with 16 bytes over the fingerprint (u64), the parent's 16 bytes (none for the first block) and the token ids
+    (u32 each), all little-endian. Equal names mean equal keys and values, independent of the engine.
     """
     digest = hashlib.blake2b(fingerprint.to_bytes(8, "little"), digest_size=16)
     digest.update(bytes.fromhex(parent))

@@ -1,4 +1,4 @@
-"""`kvpage-engine`: what one does with the engine from a shell."""
+"""`kvpage-engine`: the command line of the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    from engine.commands import Failure, agents, demo, measure, models, persistent, serve, talk  # what may be missing
+    # dependencies may be missing
+    from engine.commands import Failure, agents, demo, measure, models, persistent, serve, talk
 
     parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
     parser.add_argument("--version", action="version", version=_version())
@@ -31,7 +32,7 @@ def _run(argv: Sequence[str] | None) -> int:
         group.add_to(commands)
     args = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # which would leave undone what has to be done at the end
+        if signal.getsignal(number) is signal.SIG_DFL:  # the default action would skip the cleanup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return int(args.run(args))

@@ -1,7 +1,6 @@
 """Settings of the process before MLX is imported.
 
-May lie here: BLAS, memory allocator, open files. May not come in: anything that imports MLX, or another part of the
-engine.
+Contains: BLAS, memory allocator, open files. Excludes: MLX, and other parts of the engine.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from kvpage_server.system import malloc
 # Makes glibc keep freed memory.
 #
 # New memory from the system costs a page fault for every 4 KiB, on a virtual machine up to a second for a gigabyte.
-# That is more than receiving or copying a context takes. MLX's CPU backend keeps 32 MiB of what it frees; glibc
-# returns the rest to the system, and asks for it again with the next context. So glibc is told to keep it. A process
-# then keeps no more than it once used, which the block pool limits.
+# That is more than receiving or copying a context takes. MLX's CPU backend keeps 32 MiB of freed memory; glibc returns
+# the rest to the system, and requests it again for the next context. So glibc is configured to keep it. A process then
+# keeps no more than it once used, which the block pool limits.
 
 _KEPT_BYTES = 512 << 20  # kept free at the heap's end: a few contexts of a few thousand tokens
 _LARGEST_BYTES = 32 << 20  # glibc's maximum; larger blocks are mapped, and unmapped when freed
@@ -48,7 +47,7 @@ def keep_freed() -> bool:
 # Importing mlx_lm sets it to 2048, and the hard limit to 4096, which only root could raise again. A server with many
 # clients needs more.
 
-OTHERS = 256  # files and sockets besides those of clients
+OTHERS = 256  # files and sockets in addition to those of clients
 
 
 def room_for(connections: int) -> int:
@@ -90,9 +89,9 @@ ADVICE = (
 def prefer_openblas() -> bool:
     """Load OpenBLAS for MLX to use; True when it did.
 
-    False, and nothing changed, where it does not apply: not Linux, MLX's CPU wheel is not what is installed, MLX is
-    already imported, no OpenBLAS on this machine, or ``KVPAGE_BLAS=stock`` in the environment.
-    Raises ValueError for any other KVPAGE_BLAS than "openblas" (the default) and "stock".
+    Return False, without a change, on another system than Linux, without MLX's CPU wheel, if MLX is already imported,
+    without OpenBLAS on this machine, or with ``KVPAGE_BLAS=stock`` in the environment. Raises ValueError for any other
+    KVPAGE_BLAS than "openblas" (the default) and "stock".
     """
     choice = os.environ.get("KVPAGE_BLAS", "openblas")
     if choice not in ("openblas", "stock"):
@@ -125,7 +124,7 @@ def _limit_threads(library: ctypes.CDLL) -> None:
 
 
 def _libraries() -> Iterator[Path]:
-    """OpenBLAS wherever it may be, multi-threaded builds first: PyPI's, Debian's, Fedora's, what the linker knows."""
+    """OpenBLAS wherever it may be, multi-threaded builds first: PyPI's, Debian's, Fedora's, the linker's."""
     if wheel := _directory("ngsolve_openblas"):
         yield from wheel.glob("libopenblas*.so*")
     yield from Path("/usr/lib").glob("*-linux-gnu/openblas-pthread/libopenblas.so.0")

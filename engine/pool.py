@@ -31,7 +31,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one holder has. A shared block counts in full for each holder."""
+    """Blocks and bytes of one holder. A shared block counts in full for each holder."""
 
     blocks: int
     nbytes: int
@@ -50,7 +50,7 @@ class BlockPool:
     An id stands for one :class:`engine.memory.blocks.KVBlock`. Each holder has one reference on the id and frees it
     once. Agents with a common prefix share ids. An id is free again when its last reference is freed.
 
-    A block counts the bytes reserved for it until `settle` says what it really takes.
+    A block counts with its reserved bytes until `settle` sets its actual size.
     """
 
     def __init__(self, total_blocks: int = UNLIMITED, *, total_bytes: int = UNLIMITED) -> None:
@@ -164,7 +164,7 @@ class BlockPool:
         return sorted((r for r in held if r.since <= before), key=lambda r: r.since)
 
     def holdings(self) -> dict[str, Holding]:
-        """What each holder has, by its name."""
+        """Return each holder's blocks and bytes, by name."""
         with self._lock:
             sizes = {block_id: block.nbytes for block_id, block in self._blocks.items()}
             held = [reference for block in self._blocks.values() for reference in block.references]

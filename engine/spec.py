@@ -30,13 +30,13 @@ from engine.model.identity import Identity, UnknownIdentityError
 from engine.model.trial import Trial
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
-PROBED = [1, 0] * 6  # any vocabulary has them, and what grows with the first tokens of a context has grown
+PROBED = [1, 0] * 6  # every vocabulary has them, and arrays that grow with the first tokens have grown
 LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTag:
-    """A few numbers that tell models apart for people. The fingerprint is the identity."""
+    """Short description that distinguishes models for people. The fingerprint is the identity."""
 
     model_id: str
     n_layers: int
@@ -45,7 +45,7 @@ class ModelTag:
     block_tokens: int
 
 
-Shapes = tuple[tuple[Matrices, ...], ...]  # what each layer keeps; () if nothing of this sort
+Shapes = tuple[tuple[Matrices, ...], ...]  # the arrays of each layer; () for a layer without arrays of this sort
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ModelCacheSpec:
     batches: bool  # whether mlx-lm's batches give the same results as the model alone
     resumes: bool = False  # whether a question after a context may be computed in one pass
     refusal: str | None = None  # why contexts of this model cannot be kept; then it has no layers
-    identity: str | None = None  # the digest of what the model computes with; None if unknown
+    identity: str | None = None  # the digest of the model's computation; None if unknown
     quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
     sharing: Sharing = SHARE_ALL  # which blocks the clients of a tenant share
 
@@ -141,11 +141,11 @@ class ModelCacheSpec:
         return _nbytes(self.state_shapes(end))
 
     def token_shapes(self, tokens: int) -> Shapes:
-        """What the layers keep of `tokens` tokens."""
+        """Return the shapes of the layers' arrays for `tokens` tokens."""
         return tuple(layer.matrices(tokens) if isinstance(layer, TokenLayer) else () for layer in self.layers)
 
     def state_shapes(self, end: int) -> Shapes:
-        """What the layers carry on after `end` tokens."""
+        """Return the shapes of the layers' states after `end` tokens."""
         return tuple(layer.matrices(end) if isinstance(layer, StateLayer) else () for layer in self.layers)
 
     def chain(self, agent_id: str, tokens: Sequence[int]) -> Chain:
@@ -161,8 +161,9 @@ class ModelCacheSpec:
 
 
 def _identity(model: nn.Module) -> tuple[str | None, str | None]:
-    """The digest of what the model computes with, or why there is none. The model has been run: some complete
-    themselves."""
+    """Return the digest of the model's computation, or the reason why it has none. The model must have run once,
+    because some models complete themselves.
+    """
     try:
         return Identity(model).digest, None
     except UnknownIdentityError as error:
@@ -195,7 +196,7 @@ def fingerprint(
 ) -> int:
     """64 bits of everything that makes two caches interchangeable.
 
-    What the model computes with (so a fine-tune, an adapter or another scale of it differs, and a copy in another
+    Hash the model's computation (so a fine-tune, an adapter or another scale of it differs, and a copy in another
     directory does not), the vocabulary, the geometry and dtypes of the cache, the block size and the layout's version.
     Not the model's name.
     """
@@ -212,5 +213,5 @@ def fingerprint(
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
-    """What the model was made with: its `args` or `config`."""
+    """Return the model's construction arguments: its `args` or `config`."""
     return {name: vars(value) for name, value in vars(model).items() if dataclasses.is_dataclass(value)}

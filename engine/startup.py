@@ -63,7 +63,7 @@ class Engine:
 
     @classmethod
     def open(cls, options: Options, tell: Callable[[str], object] = lambda _: None) -> Self:
-        """Load the model and connect the tiers. `tell` is called before what takes long.
+        """Load the model and connect the tiers. `tell` is called before each long step.
 
         Raises UnknownModelError, UnsupportedCacheError, ValueError for an invalid URL, and OSError for an unusable
         directory. A page server that does not answer is no error.

@@ -1,6 +1,6 @@
 """Readers and writers of files that may come from strangers: with limits, a piece at a time.
 
-May lie here: readers and writers of bytes. May not come in: MLX, models, agents, or another part of the engine.
+Contains: readers and writers of bytes. Excludes: MLX, models, agents, or another part of the engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class DamagedFileError(ValueError):
-    """The file is incomplete, malformed, or not what was written; the message says which."""
+    """Error: the file is incomplete, malformed, or damaged; the message says which."""
 
 
 class Tensor(NamedTuple):
@@ -67,7 +67,7 @@ def write(
         start, end = end, end + tensor.nbytes
         described[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     header = json.dumps(described, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _LENGTH_BYTES)  # so that what follows is aligned
+    header += b" " * (-len(header) % _LENGTH_BYTES)  # to align the following data
     file.write(len(header).to_bytes(_LENGTH_BYTES, "little"))
     file.write(header)
     digest = xxhash.xxh3_64(header)
@@ -132,7 +132,7 @@ class TensorReader:
 
 
 def _described(header: bytes) -> tuple[dict[str, str], list[tuple[tuple[int, ...], str, Tensor]]]:
-    """The file's metadata; and its tensors, by where they lie. Raises all that can be raised by what is malformed."""
+    """The file's metadata; and its tensors, by where they lie. Raises various exceptions for malformed data."""
     bounded.check(header, containers=3 * _MAX_TENSORS, strings=6 * _MAX_TENSORS, values=12 * _MAX_TENSORS)
     described = json.loads(header)
     metadata = described.pop("__metadata__", {})

@@ -1,7 +1,7 @@
 """The engine behind HTTP, for OpenAI's clients: requests are checked, answers streamed, agents managed.
 
 One thread runs the engine (`worker`); everything else runs on the event loop. `openai.schema` declares requests, and
-`openai.errors` what the client is told if one is wrong.
+`openai.errors` the replies to invalid ones.
 
-May lie here: endpoints, tenants, connections, and the thread. May not come in: what computes or stores a context.
+Contains: endpoints, tenants, connections, and the thread. Excludes: the computation and storage of contexts.
 """

@@ -1,4 +1,4 @@
-"""/v1/agents: what is remembered of a tenant's agents, and what can be done with it."""
+"""/v1/agents: a tenant's agents and their contexts, with operations on them."""
 
 from __future__ import annotations
 

@@ -107,14 +107,14 @@ class Tokens:
         return max(1, places // max(1, len(names)))
 
     def tenant(self, request: Request) -> Tenant:
-        """The tenant who asks for agents. Raises ApiError if there is none."""
+        """Return the tenant of a request about agents. Raises ApiError if there is none."""
         tenant = self.who(request)
         if tenant.name == WATCHER:
             raise ApiError(403, "this token is for /metrics only", code="metrics_only")
         return tenant
 
     def who(self, request: Request) -> Tenant:
-        """The tenant, or watcher, who asks for metrics. Raises ApiError for an unknown token."""
+        """Return the tenant, or the watcher, of a request for metrics. Raises ApiError for an unknown token."""
         if not self._tenants:
             return Tenant()
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")

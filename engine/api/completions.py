@@ -31,7 +31,7 @@ from engine.scheduling.request import EngineClosedError, Token
 
 log = logging.getLogger(__name__)
 
-UNREAD_SECONDS = 5.0  # after the time limit, for the client to read what was sent
+UNREAD_SECONDS = 5.0  # after the time limit, for the client to read its response
 
 _Result = TypeVar("_Result")
 
@@ -78,7 +78,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _
 
 
 def refusal(error: Exception, service: Service) -> ApiError:
-    """What a client is told about an error of the engine."""
+    """Return the API error for an error of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
@@ -153,7 +153,7 @@ async def _events(
         yield await _made(shape, partial(_ending, shape, generation.answer, usage=usage))
     except ClientDisconnect:
         raise
-    except Exception as error:  # noqa: BLE001 - the status is sent: an event tells it
+    except Exception as error:  # noqa: BLE001 - the status is sent already: an event reports it
         yield _encoded([refusal(error, service).body])
 
 

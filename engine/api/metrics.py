@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""Metrics of the server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class _Answers:
-    """What is counted of answers: of all of them, or of a tenant's."""
+    """Metrics of answers: of all of them, or of a tenant's."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -59,7 +59,7 @@ class _Answers:
 
 
 class Metrics:
-    """Of one server."""
+    """Metrics of one server."""
 
     def __init__(self, pending: Callable[[], int]) -> None:
         self._answers = _Answers()
@@ -85,7 +85,7 @@ class Metrics:
             self._of_tenants[tenant].count(answer)
 
     def exposition(self, who: Tenant) -> bytes:
-        """As Prometheus reads it: a tenant is told of its own answers, and of nothing that depends on others."""
+        """Return the metrics in Prometheus' format: a tenant gets only metrics of its own answers."""
         everything = who.name in ("", WATCHER)
         return generate_latest(self._registry if everything else self._of_tenants[who.name].registry)
 

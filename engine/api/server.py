@@ -33,7 +33,7 @@ from kvpage_server.http import Door, Guards, HttpServer, Unanswered, own_names
 from kvpage_server.system import signals
 from kvpage_server.tracing import continued
 
-# -- The routes, and what every request goes through -------------------------------------------------------------------
+# -- The routes, and the middleware of every request -------------------------------------------------------------------
 
 HEALTH = ("/health", "/health/live", "/health/ready")
 METHODS = ["GET", "POST", "DELETE"]
@@ -183,7 +183,7 @@ def run(
 ) -> int:
     """Serve until a signal. Returns 0, or 1 if a context could not be saved or the engine failed.
 
-    `tell` is called with the name of each step that takes long.
+    `tell` is called with the name of each step before it starts.
 
     The first signal ends listening, and leaves requests `grace` seconds to finish. A second one ends the process at
     once. Raises ServeError if the engine can't be opened.

@@ -1,4 +1,4 @@
-"""What all endpoints need: the tenant, the body, and an engine that answers."""
+"""Shared parts of all endpoints: the tenant, the body, and an engine that answers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from engine.api.worker import EngineThread, Generation, Prompt
 from engine.chains import is_unnamed, unnamed_agent
 from engine.startup import Engine
 
-# -- /: the page in the browser, and what it is told -------------------------------------------------------------------
+# -- /: the page in the browser, and its events ------------------------------------------------------------------------
 
 PAGE = Path(__file__).with_name("browser")
 
 
 async def page(request: Request) -> Response:
-    """Nothing in it is anybody's: what it shows, it asks for."""
+    """Return the page, which contains no data; it requests them."""
     return FileResponse(PAGE / "index.html")
 
 
 async def events(request: Request) -> Response:
-    """What happens here, to whoever may see it."""
+    """Stream the events that the tenant may see."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     watchers, share = service.watching.watchers, service.tokens.share(MOST_WATCHERS)
@@ -63,7 +63,7 @@ _Parsed = TypeVar("_Parsed", bound=RequestBody)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of what a client may ask for."""
+    """Limits of a client's requests."""
 
     body: int = 1 << 20  # bytes; parsing a megabyte may delay others by 10 milliseconds
     queue: int = 64  # unfinished answers, waiting ones included; a tenant below its share may exceed it
@@ -102,7 +102,7 @@ class Service:
         self._prompts: Prompts | None = None
 
     async def load(self) -> None:
-        """Return when the engine accepts prompts. Raises what loading raises."""
+        """Return when the engine accepts prompts. Raises the error of the load."""
         renderer = Renderer()  # it is ready before the model is
         engine = await self.worker.loaded()
         self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)

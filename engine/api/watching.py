@@ -1,7 +1,7 @@
-"""What the engine's page shows: what runs, what was answered lately and from what, and who is remembered.
+"""State for the engine's page: running prompts, recent answers with their token sources, and agents.
 
-The engine is asked when somebody looks, once a second for all who do, and never waited for: while it is in the middle
-of a long step they see what there was before.
+The engine is queried once a second if a page is open, for all pages together, and no page waits for it: during a long
+step the pages show the last state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LATELY = 500  # answers that are remembered
 EVERY_SECONDS = 1.0
 AGENTS_SECONDS = 3.0  # that a list of agents is good for
 AGENTS_SHARE = 0.05  # of the time is spent on making it, at the most: it asks the server and the files
-MOST_AGENTS = 1000  # that are told of, the largest
+MOST_AGENTS = 1000  # in the list, the largest
 MOST_WATCHERS = 64  # at a time
 
 
@@ -33,7 +33,7 @@ MOST_WATCHERS = 64  # at a time
 class Answered:
     """An answer, as it is shown."""
 
-    number: int  # among its tenant's: nobody is told how much others ask
+    number: int  # within its tenant, because a tenant must not see the number of other requests
     at: float  # unix seconds
     agent: str | None  # as its tenant calls it; None without a name
     label: str  # the first words of a prompt without a name, or a hash
@@ -62,14 +62,14 @@ class Totals:
 
 @dataclass(slots=True)
 class _Tenancy:
-    """What one tenant may see of the past."""
+    """The history that one tenant may see."""
 
     totals: Totals = field(default_factory=Totals)
     answers: deque[Answered] = field(default_factory=lambda: deque(maxlen=LATELY))
 
 
 class Watching:
-    """Of one engine."""
+    """State for the page of one engine."""
 
     def __init__(self, worker: EngineThread) -> None:
         self.watchers: Counter[str] = Counter()  # pages that are shown, by tenant
@@ -138,7 +138,7 @@ class Watching:
             "running": [
                 _progress(progress, given) for progress in self._running if (given := tenant.given(progress.agent_id))
             ],
-            # A tenant is not told what the others use.
+            # A tenant does not see the memory of others.
             "memory": None if tenant.name else {"used": pool.used_bytes, "total": pool.total_bytes},
             "store": store_health,
             "saves": engine.store.saves,

@@ -1,7 +1,7 @@
 """The thread that runs the engine.
 
 MLX belongs to one thread: it loads the model and does everything that touches an array. The event loop passes calls to
-it through a queue, and tokens come back with `call_soon_threadsafe`. Neither waits for the other.
+it through a queue, and tokens return with `call_soon_threadsafe`. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class EngineThread:
 
     @property
     def pending(self) -> int:
-        """Unfinished answers, including those that wait."""
+        """Return the number of unfinished answers, including waiting ones."""
         return len(self._generations)
 
     def pending_of(self, tenant: str) -> int:
@@ -142,7 +142,9 @@ class EngineThread:
         self._thread.start()
 
     async def loaded(self) -> Engine:
-        """Wait for the engine, and return it. Raises what making it raised. Cancelling the wait does not stop it."""
+        """Wait for the engine, and return it. Raises the error of its construction. Cancelling the wait does not stop
+        it.
+        """
         return await asyncio.shield(asyncio.wrap_future(self._made))
 
     def generate(self, prompt: Prompt, tenant: str = "") -> Generation:
@@ -218,7 +220,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._make()
-        except BaseException as error:  # noqa: BLE001 - it is told to whoever waits for the engine
+        except BaseException as error:  # noqa: BLE001 - passed to the tasks that wait for the engine
             self._made.set_exception(error)
             return
         self._made.set_result(engine)
@@ -238,7 +240,7 @@ class EngineThread:
 def _do(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:
     try:
         done.set_result(work(engine))
-    except Exception as error:  # noqa: BLE001 - it is told to whoever waits
+    except Exception as error:  # noqa: BLE001 - passed to the waiting task
         done.set_exception(error)
     finally:
         del done  # the error has this frame
@@ -266,7 +268,7 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             on_done=generation.tell,
             on_error=generation.tell,
         )
-    except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+    except Exception as error:  # noqa: BLE001 - any error is passed to the caller
         generation.tell(error)
 
 

@@ -3,7 +3,7 @@
 A kind keeps either a row for each token, so that every prefix can be cut out (:class:`TokenLayer`), or a state that is
 valid only where it was taken (:class:`StateLayer`). A CacheList is taken apart. A kind without a codec is refused.
 
-May lie here: a codec a file, and what codecs share. May not come in: models, blocks' ids, or anything above.
+Contains: a file per codec, and the codecs' shared parts. Excludes: models, blocks' ids, and anything above.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ArraysCache: what a convolution or a recurrence carries from token to token, whatever the context's length."""
+"""ArraysCache: the state of a convolution or a recurrence, with the same size for every context length."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ def parts(caches: Iterable[Any]) -> list[Any]:
 
 
 def assemble(nestings: Iterable[Nesting], remaining: Iterator[Any]) -> list[Any]:
-    """The inverse of `parts`: takes the caches that it needs from those that remain."""
+    """Invert `parts`: take the necessary caches from `remaining`."""
     return [next(remaining) if inner is None else CacheList(*assemble(inner, remaining)) for inner in nestings]

@@ -1,6 +1,6 @@
 """The interface of a codec, which stores and restores one kind of cache.
 
-To add a kind, write a module beside this one with a frozen dataclass that derives from :class:`TokenLayer` or
+To add a kind, write a module in this package with a frozen dataclass that derives from :class:`TokenLayer` or
 :class:`StateLayer`, and add the class to CODECS in ``engine.caches``. Nothing else changes: names, files, pages and
 restoring follow from the codec. Its fields are part of a model's fingerprint.
 """
@@ -46,7 +46,7 @@ class CacheStateError(ValueError):
 
 
 class Matrices(NamedTuple):
-    """What a layer keeps in one plane: an array ``[heads, rows, plane.head_dim]``, a page a head."""
+    """Array of a layer in one plane: ``[heads, rows, plane.head_dim]``, a page per head."""
 
     plane: Plane
     heads: int
@@ -74,8 +74,8 @@ def plane_of(kv_type: int, array: mx.array) -> Plane:
 
 
 def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]]:
-    """Of each of `planes`, ``[1, heads, >= edges[-1], dim]``, copies of the rows between every two neighbours of
-    `edges`, ``[heads, rows, dim]``: a list for each two, in the order of the planes.
+    """Split each plane ``[1, heads, >= edges[-1], dim]`` at `edges`: return copies ``[heads, rows, dim]``, a list for
+    each two neighbours of `edges`, in the order of the planes.
 
     Planes with the same kind of row are copied together: of a context of 32 blocks in 48 layers there are 3,072 copies.
     """
@@ -156,7 +156,7 @@ class TokenLayer(CacheCodec):
 
     @abstractmethod
     def arrays(self, cache: Any) -> tuple[mx.array, ...]:
-        """Of a cache that holds one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
+        """Return the arrays of a cache with one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
 
     @abstractmethod
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> Any:
@@ -172,7 +172,7 @@ class StateLayer(CacheCodec):
     def capture(self, cache: Any) -> tuple[mx.array, ...]:
         """A copy of the state of a cache that holds one sequence, an array a plane.
 
-        Raises CacheStateError for a cache that does not hold what its kind does after as many tokens.
+        Raises CacheStateError for a cache whose content does not match its kind and number of tokens.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 An error that the user can fix is a `Failure`; `engine.cli` prints its message in one line.
 
-May lie here: commands, and what their command lines have in common. May not come in: work that a program could want.
+Contains: commands, and the shared parts of their command lines. Excludes: functions that a program could use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`kvpage-engine bench` and `kvpage-engine doctor`: how fast this machine computes, and how fast its store is.
 
-Both delete from the store what they have put there."""
+Both delete their data from the store.
+"""
 
 from __future__ import annotations
 

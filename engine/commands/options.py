@@ -163,7 +163,7 @@ def agent(text: str) -> str:
 
 
 def number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """What reads a number that is not less, and not more."""
+    """Return an argparse type: a number between `least` and `most`."""
     allowed = f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more"
 
     def read(text: str) -> float:

@@ -56,7 +56,7 @@ def add_to(commands: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> NoReturn:
-    """Serve until a signal comes, and end the process."""
+    """Serve until a signal arrives, then end the process."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop_at_once)  # until there are contexts to write

@@ -65,7 +65,7 @@ def print_text(token: Token) -> None:
 
 
 def account(answer: Answer) -> str:
-    """One line about what was reused and how long it took."""
+    """Return one line about the reused tokens and the time."""
     reuse = answer.reuse
     where = {
         "hot": "from memory",

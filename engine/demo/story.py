@@ -37,7 +37,7 @@ Messages = Sequence[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer and what it took."""
+    """One answer and its measurements."""
 
     text: str
     prompt_tokens: int
@@ -91,7 +91,7 @@ START_SECONDS = 30.0  # for the store
 STOP_SECONDS = 10.0
 # OpenBLAS's threads wait for one another: on a busy machine, several would measure the other load.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-MODEL = "smollm2"  # what it is called by its clients
+MODEL = "smollm2"  # its name for clients
 TETHERED = str(Path(__file__).with_name("tethered.py"))
 
 
@@ -105,7 +105,7 @@ class Process:
 
     name: str
     popen: subprocess.Popen[str]
-    log: IO[str]  # what it writes to stderr
+    log: IO[str]  # its stderr
 
     @property
     def ended(self) -> bool:
@@ -249,7 +249,7 @@ SOONER = 10.0  # times, at least
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was measured."""
+    """Measurements."""
 
     moved: tuple[Turn, ...]  # from engine to engine
     uninterrupted: tuple[Turn, ...]  # at one
@@ -261,7 +261,7 @@ class Outcome:
 
     @property
     def sooner(self) -> float:
-        """How many times sooner the last turn's first token came than the first turn's, whose prompt is shorter."""
+        """Return the ratio of the times to the first token of the first and the last turn, whose prompt is longer."""
         return self.moved[0].first_token / self.moved[-1].first_token
 
     @property
@@ -349,7 +349,7 @@ def table(outcome: Outcome) -> Table:
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """The table, and what became of each promise."""
+    """Print the table, and whether each promise was kept."""
     console.print("", table(outcome), "", highlight=False)
     for promise, kept in outcome.promises().items():
         console.print("kept   " if kept else "[bold red]MISSED [/]", promise, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""How tokens are made: samplers, the text of an answer, and what runs prompts that mlx-lm's batches cannot.
+"""Decoding: samplers, the text of an answer, and prompts that mlx-lm cannot batch.
 
-May lie here: what a step of a model needs. May not come in: blocks, tiers, agents, or the engines.
+Contains: the parts of a model's step. Excludes: blocks, tiers, agents, and the engines.
 """

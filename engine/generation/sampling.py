@@ -1,7 +1,7 @@
 """mlx-lm's sampling, with a separate key for every answer.
 
-mlx-lm's samplers share one random generator, so what an answer draws depends on who else is in the batch. Here an
-answer with a seed is always the same.
+mlx-lm's samplers share one random generator, so an answer's random numbers depend on the other answers in the batch.
+Here an answer with a seed is always the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Guarded:
             drawn = self._sampler(logprobs)
             if not isinstance(drawn, mx.array) or drawn.shape != (1,) or not mx.issubdtype(drawn.dtype, mx.integer):
                 raise SamplerError(f"a sampler gives token ids [1], one of whole numbers, got {drawn!r:.80}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+        except Exception as error:  # noqa: BLE001 - any error is passed to the caller
             self._drawn.append(error)
             return likeliest(logprobs)
         self._drawn.append(drawn)

@@ -197,12 +197,13 @@ def _sentence_piece(piece: str) -> bytes:
     return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8", "replace")
 
 
-# -- The text of an answer as its tokens come, up to a stop string -----------------------------------------------------
+# -- The text of an answer, token by token, up to a stop string --------------------------------------------------------
 
 
 class AnswerText:
-    """Text from tokens. What has been read is never taken back: half a character, and a possible beginning of a stop
-    string, are held back."""
+    """Text from tokens. Returned text is never revised: an incomplete character, and a possible beginning of a stop
+    string, are held back.
+    """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         """`detokenizer`: fresh; the text ends before the first of the `stop` strings."""
@@ -217,7 +218,7 @@ class AnswerText:
 
     @property
     def text(self) -> str:
-        """All of it, when it is finished, without a stop string and what follows it."""
+        """Return the whole text of a finished answer, without a stop string and the text after it."""
         return self._text
 
     def add(self, token: int) -> None:
@@ -226,7 +227,7 @@ class AnswerText:
             self._look()
 
     def finish(self) -> None:
-        """There are no more tokens: what was held back is text now."""
+        """Note that no token follows: the held-back text is final."""
         if not self.stopped:
             self._detokenizer.finalize()
             self._look()
@@ -242,7 +243,7 @@ class AnswerText:
 
     def _look(self) -> None:
         before, self._text = len(self._text), self._detokenizer.text
-        start = max(0, before - self._longest)  # what comes before was looked at
+        start = max(0, before - self._longest)  # earlier text was searched before
         at = min((at for word in self._stop if (at := self._text.find(word, start)) >= 0), default=-1)
         self.stopped = at >= 0
         if self.stopped:

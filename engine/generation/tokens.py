@@ -26,7 +26,7 @@ class UnknownTokenError(PromptError):
 
 
 def token_ids(tokens: Any, vocabulary: int = MAX_TOKEN_IDS) -> list[int]:
-    """`tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for what is no run of such numbers."""
+    """`tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for any other value."""
     tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # an array's are its own kind of number
     if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | bytearray | memoryview | Mapping):
         raise UnknownTokenError(f"a prompt in tokens is a sequence of their ids, got {type(tokens).__name__}")
@@ -50,7 +50,7 @@ def _token_id(token: Any) -> int:
 
 
 def check_prompt(tokens: Sequence[int], vocabulary: int, context: int | None) -> None:
-    """Raise EmptyPromptError, PromptTooLongError or UnknownTokenError for what a model cannot be given."""
+    """Raise EmptyPromptError, PromptTooLongError or UnknownTokenError for a prompt that the model cannot process."""
     if not tokens:
         raise EmptyPromptError("a prompt has at least one token")
     if context and len(tokens) >= context:

@@ -105,7 +105,7 @@ class OnePassGenerator:
             self._forget(uid)
 
     def close(self) -> None:
-        """Free what mlx-lm holds of the system's memory."""
+        """Free mlx-lm's system memory."""
         self._batch.close()
 
     def _insert(
@@ -175,7 +175,7 @@ class NextToken:
 @dataclass(slots=True)
 class _Sequence:
     uid: int
-    segments: deque[list[int]]  # of the prompt, what is still to be computed; the last is one token
+    segments: deque[list[int]]  # the uncomputed rest of the prompt; the last segment is one token
     cache: list[Any]
     tokens: list[int]  # that the cache holds
     left: int  # tokens that may still be generated
@@ -217,7 +217,7 @@ class UnbatchedGenerator:
         all_tokens: Sequence[Sequence[int]],
         samplers: Sequence[Sampler | None],
     ) -> list[int]:
-        """Take up prompts, in `segments` that no chunk goes beyond, each after the tokens in its cache; their uids.
+        """Add prompts, each as `segments` that no chunk crosses, after the tokens in its cache; return their uids.
 
         The caches are this generator's from now on.
         """

@@ -1,4 +1,4 @@
-"""Contexts in memory: blocks, how they become mlx-lm's caches and back, their names, and those that prompts share.
+"""Contexts in memory: blocks, their conversion to mlx-lm's caches and back, their names, and shared prefixes.
 
-May lie here: what holds or names keys and values in this process. May not come in: servers, files, or the engines.
+Contains: keys and values in this process, and their names. Excludes: servers, files, and the engines.
 """

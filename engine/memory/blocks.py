@@ -13,7 +13,7 @@ from engine.caches import MLX_DTYPES
 from engine.chains import chain_hash, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec, Shapes
 
-# -- What an agent may be called: its name stands in keys, and in the names of files -----------------------------------
+# -- Rules for agent names, which are part of keys and file names ------------------------------------------------------
 
 RULE = "an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot"
 _AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
@@ -144,9 +144,9 @@ def states_of(blocks: Sequence[KVBlock]) -> dict[int, Arrays]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgentBlocks:
-    """An agent's context: its tokens and the blocks that hold them, all full but perhaps the last.
+    """An agent's context: its tokens and their blocks; all blocks are full except the last one.
 
-    Whoever holds it holds one reference on each of its blocks: when done, ``pool.free(agent_blocks.block_ids)``.
+    Its owner holds one reference on each of its blocks and releases them with ``pool.free(agent_blocks.block_ids)``.
     """
 
     agent_id: str

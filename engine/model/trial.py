@@ -1,8 +1,8 @@
 """Tries whether a model gives the same results in a batch, and for a question in one pass, as alone and token by token.
 
 Prompts of different lengths are padded to run in one batch, and some models let the padding into their state. Some
-models compute several tokens after a context by another mask or formula than one token. Only a trial tells. Both are
-tried at the beginning of a context and, where layers have windows, beyond the window.
+models compute several tokens after a context by another mask or formula than one token. Only a trial reveals this. Both
+are tried at the beginning of a context and, where layers have windows, beyond the window.
 
 A trial takes about thirty steps of the model, most of one token, and twice that where there are windows. A long context
 is not computed but made up, of rows like those of a short one.
@@ -24,7 +24,7 @@ from engine.caches import FullLayer, Layer, Nesting, TokenLayer, WindowLayer, as
 from engine.generation.unbatched import Sampler, logprobs_after
 
 _LENGTHS = (16, 15, 5, 9)  # of prompts, which differ by one and by many; the last joins late
-_COMPARED = (5, 2, 2, 2)  # tokens of their answers; some of the first come after the last has joined
+_COMPARED = (5, 2, 2, 2)  # tokens of their answers; some tokens of the first one follow after the last has joined
 _BEGIN = (9, -4, None, 1)  # where each begins, relative to the end of a window; None: no context
 _QUESTION = 6  # tokens
 _FOLLOWING = 2  # tokens of its answer that are compared
@@ -133,7 +133,7 @@ class Trial:
         return [mx.stack(steps[:count]) for steps, count in zip(seen, _COMPARED, strict=True)]
 
     def _said(self, cache: list[Any], given: Sequence[Sequence[int]]) -> mx.array:
-        """The log-probabilities after each of what is `given`, one after the other, ``[given, vocabulary]``."""
+        """Return the log-probabilities after each item of `given`, one after the other, ``[given, vocabulary]``."""
         said = [logprobs_after(self._model, mx.array(list(tokens)), cache)[0].astype(mx.float32) for tokens in given]
         return mx.stack(said)
 

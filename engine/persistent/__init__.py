@@ -1,7 +1,7 @@
 """Persistent memory: state that survives across the steps of a graph, declared, sliced, grown, and stored as pages.
 
-May lie here: what programs import, and the errors and dtypes that all parts share. May not come in: agents, or
-language models.
+Contains: the modules for programs, and the errors and dtypes that all parts share. Excludes: agents, and language
+models.
 """
 
 from engine.persistent.builder import GraphBuilder

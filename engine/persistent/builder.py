@@ -62,7 +62,9 @@ class GraphBuilder:
         indices: Sequence[str] = (),
         reference: str | None = None,
     ) -> VariableRef:
-        """What each step begins anew: the model's tensor, `init` or zeros. `reference` as @ref and @pattern say it."""
+        """Declare a variable that each step initialises: with the model's tensor, `init` or zeros. `reference`
+        corresponds to @ref and @pattern.
+        """
         return self._declare(
             nodes.Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
         )
@@ -103,7 +105,7 @@ class GraphBuilder:
 
     @contextmanager
     def block(self, name: str) -> Iterator[Body]:
-        """A block, whose statements are what is called on the body."""
+        """Define a block from the statements that are called on the body."""
         body = Body()
         yield body
         self._blocks.append(nodes.Block(name, body.statements()))
@@ -142,7 +144,7 @@ class Body:
     def loop(
         self, name: str, variable: str, start: int | str | VariableRef, stop: int | str | VariableRef
     ) -> Iterator[Body]:
-        """A loop, whose statements are what is called on the body; the stop is not included."""
+        """Define a loop from the statements that are called on the body; the stop is exclusive."""
         body = Body()
         yield body
         self._statements.append(nodes.Loop(name, variable, _expression(start), _expression(stop), body.statements()))

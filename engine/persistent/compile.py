@@ -1,6 +1,6 @@
 """From a graph to Python functions: declarations checked, sizes resolved, operations called.
 
-May lie here: what is known before a step, and what one step holds. May not come in: a store.
+Contains: preparation before a step, and the state of one step. Excludes: a store.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from engine.persistent.graph import (
 from engine.persistent.state import MEMORY_BYTES, Layout
 from engine.persistent.variables import Action, Frame, Tensors, Variable, arithmetic, constant
 
-# -- The operations: what they compute, how many arguments they take, and of which dtype their result is ---------------
+# -- The operations: their computation, number of arguments, and result dtype ------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. ``result`` is the dtype of what comes out:
+    """An operation. ``result`` is the result's dtype:
 
     * ``same``: that of the arguments, which must all have one; ``float``: likewise, and it is a float;
     * ``first``: that of the first argument; ``second``: that of the second;
-    * ``target``: that of the variable it goes to; else the dtype with this name.
+    * ``target``: the dtype of the target variable; else the dtype with this name.
 
     Parameters are named, and of the type given here; those in ``required`` have no default.
     """
@@ -179,7 +179,7 @@ OPS: dict[str, Op] = {
 }
 
 
-# -- Calls of operations: the dtype that comes out, and the parameters that go in --------------------------------------
+# -- Calls of operations: their result dtypes and parameters -----------------------------------------------------------
 
 
 def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
@@ -200,7 +200,7 @@ def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DTyp
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Those that are the same in every step, and how the others are had."""
+    """Constant parameters, and getters for the others."""
 
     fixed: dict[str, Any]
     counted: dict[str, Callable[[Frame], Any]]
@@ -270,7 +270,7 @@ def _add(
     raise DTypeError(f"the parameter {key} of {statement.name} is {shown}", statement.at)
 
 
-# -- Integers of a step: indices, bounds of slices and loops, and what operations are told by number -------------------
+# -- Integers of a step: indices, bounds of slices and loops, and integer parameters of operations ---------------------
 
 Count = Callable[[Frame], int]
 Scope = frozenset[str]  # the loop variables that can be used
@@ -355,8 +355,8 @@ class Counting:
 # Which variables may take values of several sizes.
 #
 # A slice with variable ends, an auto_dim tensor and a table that grows have no size that is known beforehand. A
-# variable that takes one of those, or what was computed from one, is *elastic*: its declaration says its rank and
-# dtype, and the sizes it begins with. All others have exactly the sizes that they declare.
+# variable that is assigned one of those, or a value computed from one, is *elastic*: its declaration gives its rank and
+# dtype, and its initial sizes. All others have exactly the sizes that they declare.
 
 
 def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozenset[str]:
@@ -392,7 +392,7 @@ def selected_rank(access: Access, layout: Layout) -> int:
 
 
 def _is_known(access: Access, layout: Layout) -> bool:
-    """Whether the sizes of what is read are certain before it is read."""
+    """Return whether the sizes of a read are known before it."""
     given = [*(access.indices or ()), *[Slice(None, None)] * len(layout.indices)][: len(layout.indices)]
     lengths = [_is_fixed(index, layout.limit(name)) for name, index in zip(layout.indices, given, strict=True)]
     return not layout.auto and all(lengths)
@@ -407,8 +407,8 @@ def _is_fixed(index: Index, limit: int | None) -> bool:
 
 # -- compile -----------------------------------------------------------------------------------------------------------
 #
-# A graph made into Python functions, once, so that a step only calls them. All that can be known before a step is
-# checked here: names, dtypes, the number of indices, what is written to, and that blocks don't go round in circles.
+# A graph made into Python functions, once, so that a step only calls them. Everything known before a step is checked
+# here: names, dtypes, the number of indices, targets of writes, and that blocks have no cycle.
 
 Get = Callable[[Frame], mx.array]
 
@@ -416,13 +416,13 @@ Get = Callable[[Frame], mx.array]
 def compile_graph(
     graph: nodes.Graph, variables: Mapping[str, Variable], sizes: Mapping[str, int], tensors: Tensors
 ) -> list[Action]:
-    """What a step does, in order. Raises a GraphError with the place of what is wrong."""
+    """Return the actions of a step, in order. Raises a GraphError with the position of the error."""
     check_cycles(graph)
     return _Compiler(graph, variables, sizes, tensors).block("entry")
 
 
 def check_cycles(graph: nodes.Graph) -> None:
-    """Raise UnknownNameError for a block that is not there, BlockCycleError for those that branch in a circle."""
+    """Raise UnknownNameError for an undefined block, BlockCycleError for blocks that branch in a cycle."""
     blocks = {block.name: block for block in graph.blocks}
     done: set[str] = set()
 
@@ -630,7 +630,7 @@ class _Compiler:
         select = self._counting.selection(access, layout, scope)
         return Action(lambda frame: frame.memory.tables[layout.name].reset(select(frame)), what, at=access.at)
 
-    # -- what statements are made of -----------------------------------------------------------------------------------
+    # -- parts of statements -------------------------------------------------------------------------------------------
 
     def _variable(self, name: str, at: Place | None) -> Variable:
         variable = self.variables.get(name)
@@ -648,7 +648,7 @@ class _Compiler:
         return variable
 
     def _persistent(self, access: nodes.Access, *, bare: bool = False) -> Layout:
-        """What cache statements work on; `bare` when they may name a table without brackets."""
+        """Return the layout that a cache statement refers to; `bare` permits a table's name without brackets."""
         variable = self._variable(access.name, access.at)
         if variable.section != "persistent":
             raise AccessError(

@@ -36,7 +36,7 @@ class DType:
         return (value - low) % (high - low + 1) + low
 
     def literal(self, value: bool | int | float) -> bool | int | float | None:
-        """What a literal means in this type; None when it is of another kind or out of range.
+        """Return a literal's value in this type; None if it has another kind or is out of range.
 
         Only a literal with a point, an exponent, inf or nan is a float, and 0 and 1 are bools too.
         """
@@ -87,5 +87,5 @@ WORDS: dict[str, Any] = {"true": True, "false": False, "inf": math.inf, "nan": m
 
 
 def named(mlx: mx.Dtype) -> str:
-    """What the language calls an MLX dtype; MLX's own name when it has none."""
+    """Return the language's name of an MLX dtype; MLX's own name if the language has none."""
     return next((dtype.name for dtype in DTYPES.values() if dtype.mlx == mlx), str(mlx).removeprefix("mlx.core."))

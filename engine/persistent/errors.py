@@ -1,4 +1,4 @@
-"""What can be wrong with a graph, with a step of it, and with what is stored of an instance."""
+"""Errors of a graph, of one of its steps, and of a stored instance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PersistentError(Exception):
 
 
 class GraphError(PersistentError, ValueError):
-    """A graph is wrong, or a step of it went wrong. `at` is where in its text, None for a graph without one.
+    """Error in a graph, or in one of its steps. `at` is the position in its text, None for a graph without one.
 
     A step that raises it leaves persistent memory as it was before.
     """
@@ -122,15 +122,15 @@ class ModelError(PersistentError, ValueError):
 
 
 class DeviceError(PersistentError):
-    """The device can't do what the graph asks for."""
+    """Error: the device does not support an operation of the graph."""
 
 
 class BrokenExecutorError(PersistentError):
-    """MLX failed while it computed a step; what this executor holds in memory is not to be trusted any more."""
+    """Error: MLX failed during a step; this executor's memory is not reliable any more."""
 
 
 class StoreError(PersistentError):
-    """The root of what goes wrong with stored instances."""
+    """Base of errors of stored instances."""
 
 
 class NoInstanceError(StoreError):
@@ -146,4 +146,4 @@ class ConflictError(StoreError):
 
 
 class DamagedError(StoreError):
-    """What is stored is incomplete or not what was written."""
+    """Error: stored data is incomplete or damaged."""

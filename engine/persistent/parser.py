@@ -15,12 +15,12 @@ from engine.persistent.dtypes import WORDS
 from engine.persistent.errors import DeclarationError, GraphError, ParseError, Place, Source, UnknownNameError
 
 MAX_DIGITS = 20  # as many as 2^64 has
-MAX_DEPTH = 100  # of what stands in one another, such as sums: far from where Python's own recursion ends
+MAX_DEPTH = 100  # nesting depth, for example of sums: far below Python's recursion limit
 ATTRIBUTES = ("init", "table", "fixed", "auto_dim", "pattern", "ref")
 
 
 def parse(text: str, name: str = "<graph>") -> nodes.Graph:
-    """The graph that `text` describes; `name` is what errors call it.
+    """Parse `text`; errors call it `name`.
 
     Raises ParseError, DeclarationError or UnknownNameError with the line, the column and a caret.
     """

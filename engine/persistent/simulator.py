@@ -34,7 +34,7 @@ from engine.persistent.state import Memory
 from engine.persistent.storage import PersistentStore, SavedPages, StoredInstance, body, export
 from engine.persistent.variables import Event, Frame, Tensors, resolve
 
-# -- What a graph is run with: the sizes that its dimensions name, and the tensors that its constants nam --------------
+# -- Inputs of a graph: the sizes of its dimensions, and the tensors of its constants ----------------------------------
 
 MAX_SIZE = 2**31 - 1  # as MLX counts
 _SIZE = re.compile("[0-9]{1,18}")
@@ -56,7 +56,7 @@ class Model:
     def load(cls, path: Path, sizes: Mapping[str, int] | None = None) -> Self:
         """The tensors of a safetensors file. Its metadata gives sizes as decimal numbers; `sizes` go before those.
 
-        Raises ModelError for what is no such file or has tensors of dtypes that MLX can't load, such as f64.
+        Raises ModelError for any other file, and for tensors of dtypes that MLX cannot load, such as f64.
         """
         try:
             loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
@@ -77,7 +77,7 @@ class Model:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of what a program's fingerprint stands for
+FORMAT = 1  # version of the fingerprinted data
 
 
 class Device(Enum):
@@ -99,8 +99,8 @@ class Device(Enum):
 class Simulator:
     """A graph with the model that it is run with, and a store in which its instances go on living, or none.
 
-    Raises a GraphError with the place of what is wrong, ModelError where the model lacks what the graph names, and
-    DeviceError for a dtype that the device can't compute and a device that is not there.
+    Raises a GraphError with the position of the error, ModelError for names that the model lacks, and DeviceError for
+    an unsupported dtype or a missing device.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Simulator:
             self.tensors = Tensors(self.variables, model.tensors)
             self.actions = compile_graph(graph, self.variables, model.sizes, self.tensors)
         declared = {declaration.name for declaration in graph.declarations}
-        self.temporary = [name for name in self.variables if name not in declared]  # those that `assign` declares
+        self.temporary = [name for name in self.variables if name not in declared]  # declared by `assign`
 
     @cached_property
     def fingerprint(self) -> int:
@@ -154,7 +154,7 @@ class Simulator:
 
 
 class Executor:
-    """One instance of a graph. `insert` what is dynamic, `step`, `fetch` what came of it.
+    """One instance of a graph. `insert` the dynamic inputs, `step`, and `fetch` the results.
 
     A step that raises leaves persistent memory as it was before. Not to be shared between threads.
     """
@@ -164,7 +164,8 @@ class Executor:
             raise ValueError(f"autosave is 0 or more, and needs an instance to save, got {autosave}")
         self.simulator = simulator
         self.steps = 0  # whole ones, those before a resume too
-        self.unsaved = 0  # autosaves that failed since one succeeded; the next one saves what they did not
+        # number of failed autosaves since the last successful one; the next one includes their changes
+        self.unsaved = 0
         self._stored = stored
         self._autosave = autosave
         self._trace = trace
@@ -186,9 +187,9 @@ class Executor:
     def step(self) -> None:
         """Run the graph's entry block once; dynamic variables are empty again afterwards.
 
-        Raises InputError when one has not been inserted, a GraphError with the place of a statement that went wrong,
-        BrokenExecutorError when MLX could not compute what the step asked for. An autosave, after the step, raises
-        ConflictError when somebody else has saved the instance.
+        Raises InputError for a missing input, a GraphError with the position of the failed statement,
+        BrokenExecutorError if MLX failed. An autosave, after the step, raises ConflictError when somebody else has
+        saved the instance.
         """
         if self._broken:
             raise BrokenExecutorError("an earlier step could not be computed; resume the instance, or start anew")
@@ -213,7 +214,7 @@ class Executor:
                 raise
             self._inserted = {}
             for name in self.simulator.temporary:
-                frame.values.pop(name, None)  # what nobody refers to MLX computes in place
+                frame.values.pop(name, None)  # MLX updates an array without other references in place
             self._evaluate(lambda: mx.eval(journal.arrays(), list(frame.values.values())))
         journal.begin()  # nothing of this step is taken back any more
         self._frame = frame
@@ -222,7 +223,7 @@ class Executor:
             self._save_if_possible()
 
     def fetch(self, name: str) -> mx.array:
-        """What a variable holds: persistent and constant ones always, others after a step, until the next begins.
+        """Return a variable's value: persistent and constant ones always, others between a step and the next.
 
         Raises UnknownNameError, and InputError for a variable that holds nothing now, as those of `assign` always do.
         """
@@ -244,13 +245,13 @@ class Executor:
         return found
 
     def trace(self) -> list[Event]:
-        """What each statement of the last step did. Raises InputError when nothing is traced."""
+        """Return the events of the last step's statements. Raises InputError without tracing."""
         if self._frame is None or self._frame.trace is None:
             raise InputError("there is a trace after a step, for make_executor(trace=True)")
         return list(self._frame.trace)
 
     def save(self) -> SavedPages:
-        """Store what has changed since the last save; whoever resumes finds all of it or what was there before.
+        """Store all changes since the last save atomically: a reader finds all of them or the state before.
 
         Raises StoreError without an instance, ConflictError where somebody else saved it, redis.RedisError.
         """
@@ -291,7 +292,7 @@ class Executor:
                 log.warning("step %d is saved again, after %d failures", self.steps, failures)
 
     def _evaluate(self, compute: Any) -> None:
-        """What goes wrong here is MLX's, such as too little memory, and may have spoilt what changed in place."""
+        """An error here is MLX's, such as too little memory, and may have damaged arrays that change in place."""
         try:
             compute()
         except BaseException as error:

@@ -1,6 +1,6 @@
 """Persistent memory while it runs: tables, their entries side by side, and how a change is taken back.
 
-May lie here: what outlives a step. May not come in: graphs, or a store.
+Contains: state that survives a step. Excludes: graphs, and a store.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Journal:
 #
 # A lane's array has room for more entries than it holds, and doubles when it is full, so n appends cost O(n). A slice
 # of it is a view. MLX updates an array in place when nobody else refers to it: that is the case when a step writes an
-# entry and then reads slices, whose views are dropped when the next step begins. Where a view of an array is still
-# held when an entry is written, MLX copies the array once, and the view keeps what it has shown.
+# entry and then reads slices, whose views are dropped when the next step begins. If a view of an array is still
+# referenced when an entry is written, MLX copies the array once, and the view keeps the old data.
 
 Literal = bool | int | float | None
 MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -85,7 +85,7 @@ class Lane:
         self._shape = shape
         self._init = init
         self._journal = journal
-        self._array = self._fill(0)  # [capacity, *shape]; what was not written is init
+        self._array = self._fill(0)  # [capacity, *shape]; unwritten entries have the init value
         self._written = bytearray()  # a byte an entry, as many as the array has room for
         self._changed_in = -1  # the journal's step
 
@@ -163,7 +163,7 @@ class Lane:
 #
 # One persistent tensor, or a table of them: how it is indexed, grows, is written and reset.
 #
-# Three kinds in one, by what its declaration says:
+# The declaration selects one of three kinds:
 #
 # * ``W: f32[D]``: no indices, one tensor.
 # * ``K(l, t): f16[H, Dh] @table``: a tensor for every (l, t). The last index runs along a `Lane`, a lane for each of
@@ -181,7 +181,7 @@ MAX_DIM = 2**31 - 1  # as MLX counts
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a declaration says, its sizes resolved."""
+    """A declaration with resolved sizes."""
 
     name: str
     dtype: DType
@@ -208,7 +208,7 @@ class Layout:
 class Table:
     """A persistent tensor or table. Every change can be undone until the journal begins its next step.
 
-    How many indices a graph gives, where it may give slices, and the dtypes of what it writes were checked before.
+    The number of indices of a graph's access, the positions of slices, and the dtypes of writes were checked before.
     """
 
     def __init__(self, layout: Layout, journal: Journal) -> None:
@@ -227,7 +227,7 @@ class Table:
             return self.counts[self.layout.auto.index(index)]
         return self.sizes[self.layout.indices.index(index)]
 
-    # -- what graphs do ------------------------------------------------------------------------------------------------
+    # -- operations of graphs ------------------------------------------------------------------------------------------
 
     def read(self, selection: Selection) -> mx.array:
         """The tensors selected: an axis for each slice and for each table index not given, then a tensor's own.
@@ -268,7 +268,8 @@ class Table:
         self._set_lengths(sizes, counts)
 
     def reset(self, selection: Selection = ()) -> None:
-        """What was never written: all of it, also its length and counts, or the entries that begin with `selection`.
+        """Reset to the unwritten state: the whole table with its length and counts, or the entries that begin with
+        `selection`.
 
         Entries leave the table as long as it is. Raises NegativeIndexError, GrowthError.
         """
@@ -287,10 +288,10 @@ class Table:
             for lane in [lane for lane in self._lanes if lane[: len(prefix)] == prefix]:
                 self._drop(lane)
 
-    # -- what stores and listings ask ----------------------------------------------------------------------------------
+    # -- queries of stores and listings --------------------------------------------------------------------------------
 
     def entries(self, prefix: Entry = ()) -> Iterator[Entry]:
-        """Those that were written, of those that begin with `prefix`."""
+        """Yield the written entries that begin with `prefix`."""
         for cell in self._cells:
             if cell[: len(prefix)] == prefix:
                 yield cell
@@ -301,7 +302,7 @@ class Table:
                 yield from ((*lane, index) for index in held.indices())
 
     def stored_runs(self, entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], mx.array | None]]:
-        """Runs of entries and their tensors ``[n, ...]``, None for those that are not written."""
+        """Yield runs of entries and their tensors ``[n, ...]``, None for unwritten entries."""
         for written, several in groupby(sorted(entries), self._is_written):
             if not written:
                 yield list(several), None
@@ -530,7 +531,7 @@ class Scalar:
 
 
 class Memory:
-    """Scalars and tables by name. What is done to them between `begin` and `rollback` is undone."""
+    """Scalars and tables by name. `rollback` undoes their changes since `begin`."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.journal = Journal()

@@ -1,6 +1,6 @@
 """Persistent memory elsewhere: instances on a page server, and safetensors files.
 
-May lie here: what is written and read back. May not come in: graphs, or how a step runs.
+Contains: the stored form of an instance. Excludes: graphs, and the execution of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvpage_server.page import MAX_HEAD, PageKey
 from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import replacing
 
-# -- What is stored of an instance: everything but the bytes of its tensors --------------------------------------------
+# -- The stored form of an instance, except the bytes of its tensors ---------------------------------------------------
 
 FORMAT = 1
 
@@ -102,7 +102,7 @@ class Manifest:
     digest: int = 0  # the sum, modulo 2^64, of the digests of all entries
 
     def successor(self, token: str, steps: int) -> Manifest:
-        """What the next save begins with. Lanes are shared with this one until they are replaced."""
+        """Return the starting point of the next save. Lanes are shared with this one until they are replaced."""
         tables = {
             name: StoredTable(list(table.sizes), list(table.counts), dict(table.lanes))
             for name, table in self.tables.items()
@@ -128,7 +128,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: bytes, instance: str) -> Self:
-        """What `dump` made. Raises DamagedError for anything else."""
+        """Parse the output of `dump`. Raises DamagedError for anything else."""
         check, _, text = raw.partition(b" ")
         if xxhash.xxh3_64_hexdigest(text).encode() != check:
             raise DamagedError(f"instance {instance}: its manifest is not what was written")
@@ -176,7 +176,7 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
 #
 # Instances on a page server.
 #
-# What lies where::
+# Keys::
 #
 #     kv:{fingerprint}.{instance}:{layer}:{head}:{index}:{slot}   one entry of a table, or one tensor
 #     persistent:{instance}                                       the manifest, written last
@@ -188,7 +188,7 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
 #
 # The manifest has the fingerprint, the scalars, the lengths and counts, which slots hold which entries, and a digest
 # over all of them. It is replaced only if it is still the one last read or written here, so two processes cannot both
-# continue from the same state. What is read must match the manifest's digest, or an error is raised.
+# continue from the same state. The data must match the manifest's digest, otherwise an error is raised.
 
 CHUNK_BYTES = 8 << 20  # of pages in one command, at most, but for one page
 TRIES = 10  # to read an instance that another process keeps saving
@@ -200,7 +200,7 @@ _Received = tuple[str, Entry, mx.array]  # of which table, from which entry on, 
 
 @dataclass(frozen=True, slots=True)
 class SavedPages:
-    """What a save wrote."""
+    """Result of a save."""
 
     pages: int
     nbytes: int  # of pages
@@ -212,7 +212,7 @@ class _Version:
 
     slots: dict[int, int] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
-    shapes: dict[int, Shape] = field(default_factory=dict)  # of those that can differ
+    shapes: dict[int, Shape] = field(default_factory=dict)  # of tables whose entries can differ in shape
     gone: set[int] = field(default_factory=set)
 
 
@@ -252,7 +252,7 @@ class PersistentStore:
             request = _request(instance, manifest.fingerprint)
             try:
                 self.server.delete_request(request)
-            except Unsupported:  # a Redis or a cluster, which does not know what pages a request has
+            except Unsupported:  # a Redis or a cluster, which does not know the pages of a request
                 self.server.delete(list(_every_page(request, manifest)))
         return bool(there)
 
@@ -273,7 +273,7 @@ class StoredInstance:
         self._store = store
         self._fingerprint = fingerprint
         self._request = _request(name, fingerprint)
-        self._known = Manifest(fingerprint)  # what is stored; its token is "" while nothing is
+        self._known = Manifest(fingerprint)  # the stored state; its token is "" if nothing is stored
         self._attempt: Manifest | None = None  # one that may have been stored: the connection broke
         self._stale: list[PageKey] = []
 
@@ -300,7 +300,7 @@ class StoredInstance:
         raise ConflictError(f"instance {self.name} is being saved by somebody else all the time")
 
     def save(self, memory: Memory, steps: int) -> SavedPages:
-        """Write the entries that changed, then the manifest, then delete what it replaced.
+        """Write the changed entries, then the manifest, then delete the replaced entries.
 
         Raises WrongProgramError or ConflictError when the manifest is not the one that was last seen here.
         """
@@ -470,7 +470,7 @@ def _page_key(request: bytes, lane: int, index: int, slot: int) -> PageKey:
 
 
 def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
-    """Both slots of every entry: what a save that broke off has left may be in the other one."""
+    """Yield both slots of every entry, because an interrupted save may have written the other one."""
     for table in manifest.tables.values():
         for lane in table.lanes.values():
             for index in lane.slots:
@@ -522,7 +522,7 @@ def _digest(name: str, entry: Entry, body: Any) -> int:
 
 
 def _scalar(value: mx.array) -> int | str:
-    """An integer, or the bytes of a float in hex: what a decimal number may not say exactly."""
+    """Return an integer, or a float's bytes in hex, because a decimal number may be inexact."""
     if value.dtype in (mx.float16, mx.bfloat16, mx.float32, mx.float64):
         return bytes(np.asarray(value.reshape(-1).view(mx.uint8))).hex()
     return int(value.item())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a graph declares, checked and with its sizes resolved."""
+"""The variables of a graph, checked and with resolved sizes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Variable:
 
 
 def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> dict[str, Variable]:
-    """All variables of a graph by name, those that `assign` declares too.
+    """Return all variables of a graph by name, including those that `assign` declares.
 
     Raises DeclarationError, UnknownNameError, DTypeError or DimError with the declaration's place, and DeviceError for
     f64 on a GPU.
@@ -178,12 +178,12 @@ def _check_attributes(declaration: Declaration) -> None:
             raise DeclarationError(complaint, at)
 
 
-# -- A step as it runs: its values, its loop variables, and what it has done so far ------------------------------------
+# -- The state of a running step: its values, its loop variables, and its events ---------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a statement did: `to` which variable, and what that holds then."""
+    """Event of a statement: `to` is the target variable, with its new value."""
 
     step: int
     what: str
@@ -237,7 +237,7 @@ class Action:
     at: Place | None = None
 
 
-# -- What variables hold when a step begins: the model's tensors, what @init says, or zeros ----------------------------
+# -- Initial values of variables in a step: the model's tensors, @init, or zeros ---------------------------------------
 
 
 class Tensors:
@@ -268,7 +268,7 @@ class Tensors:
         return get
 
     def beginning(self, name: str) -> mx.array | None:
-        """What a volatile or constant variable begins with; None for others."""
+        """Return the initial value of a volatile or constant variable; None for others."""
         return self._values.get(name)
 
     def entry_getter(self, variable: Variable, counts: Sequence[Callable[[Frame], int]]) -> Callable[[Frame], mx.array]:

@@ -1,4 +1,4 @@
-"""What the batch engine needs to run a prompt: the request, its blocks, and a look at whether the model has changed.
+"""Parts of the batch engine: the request, its blocks, and the check for a changed model.
 
-May lie here: what a request has from `submit` to its completion. May not come in: servers, files, agents' histories.
+Contains: a request from `submit` to its completion. Excludes: servers, files, agents' histories.
 """

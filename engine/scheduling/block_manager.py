@@ -46,7 +46,7 @@ class BlockManager:
         return max(0, min(left, carried + 1))
 
     def needed(self, request: Request) -> tuple[int, int]:
-        """The blocks that its context may need besides the shared ones, and their bytes."""
+        """Return the number of blocks that its context may need in addition to the shared ones, and their bytes."""
         return self._needed(request.capacity, len(request.shared), len(request.checkpoints) + request.spare_states)
 
     def check_fits(self, tokens: int, capacity: int, thought: int | None) -> None:
@@ -64,7 +64,7 @@ class BlockManager:
                 raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: {larger}")
 
     def reserve(self, request: Request) -> None:
-        """Reserve what it needs in the pool. Raises PoolExhaustedError."""
+        """Reserve a request's blocks in the pool. Raises PoolExhaustedError."""
         blocks, nbytes = self.needed(request)
         request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
         request.promised = nbytes

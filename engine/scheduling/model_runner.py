@@ -108,7 +108,7 @@ class ModelRunner:
         self._generator = self._new_generator()
 
     def close(self) -> None:
-        """Free what mlx-lm holds."""
+        """Free mlx-lm's memory."""
         self._generator.close()
 
     def cache(self, blocks: AgentBlocks | None, tokens: int) -> Cache:

@@ -127,7 +127,7 @@ class Request:
             self.text.add(token)
 
     def told(self, response: Any, *, ends_text: bool) -> Token:
-        """What `on_token` gets for an added token (mlx-lm's GenerationBatch.Response)."""
+        """Return the argument of `on_token` for an added token (mlx-lm's GenerationBatch.Response)."""
         text = self.text.read()
         if not self.logprobs:
             return Token(self.uid, response.token, text, ends_text)

@@ -1,4 +1,4 @@
 """The tiers of an agent's memory below the live batch: memory, a page server, files.
 
-May lie here: a tier, what moves contexts between tiers, and what counts it. May not come in: the engines, or HTTP.
+Contains: the tiers, the movement of contexts between tiers, and its metrics. Excludes: the engines, and HTTP.
 """

@@ -11,7 +11,7 @@ and for a layer that carries a state instead, once for every position at which i
 
     state_{tokens}_layer_{i}_{n}             [heads, rows, dim], the n-th of its arrays
 
-with what they are in the metadata, all of it text:
+with their description in the metadata, all of it text:
 
     version, digest, agent_id, model_id, fingerprint (16 hex digits), created_at (ISO 8601), total_tokens, v_head_dim,
     kv_bits and kv_group_size ("" unless quantised); as JSON model_tag (n_layers, n_kv_heads, head_dim, block_tokens),
@@ -95,9 +95,9 @@ class SafetensorsCacheAdapter:
     """Saves contexts to safetensors files and loads them. Any threads may load at once, and one save.
 
     An unusable file is a miss, and a failed write leaves the previous file. The reason is counted: ``absent`` there is
-    no file, or it does not begin as the prompt does; ``version``, ``agent``, ``fingerprint`` it is of another format,
-    agent or model; ``schema`` it contradicts itself or the model; ``damaged`` it is not what was written; ``pool`` no
-    blocks are free; or the system's error, such as ``EACCES`` or ``ENOSPC``.
+    no file, or it does not start with the prompt; ``version``, ``agent``, ``fingerprint`` it has another format, agent
+    or model; ``schema`` it contradicts itself or the model; ``damaged`` its checksum does not match; ``pool`` no blocks
+    are free; or the system's error, such as ``EACCES`` or ``ENOSPC``.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, directory: Path = DIRECTORY) -> None:
@@ -158,7 +158,7 @@ class SafetensorsCacheAdapter:
     def find(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, given_up: Callable[[], bool] = lambda: False
     ) -> tuple[AgentBlocks | None, str | None]:
-        """What `load` returns, and the reason of a miss. Stops when `given_up` returns True, which is no miss."""
+        """Return the result of `load`, and the reason of a miss. Stop without a miss when `given_up` returns True."""
         try:
             with _open(self._path(agent_id)) as file:
                 return self._load(agent_id, TensorReader(file), tokens, given_up), None

@@ -163,7 +163,7 @@ class Flusher:
     def _wait_for_server(self, publication: Publication) -> bool:
         """Put a context behind the others that wait for a server that fails. Returns whether it waits now.
 
-        Called with the lock held. A context that another covers does not wait beside it.
+        Called with the lock held. A context that another one covers does not wait separately.
         """
         if publication.label is None or publication.nbytes > self._max_prompt_bytes:
             self.lost += publication.label is not None
@@ -336,7 +336,7 @@ class Flusher:
     def _wrote(self, entry: CacheEntry, tier: Below, *, well: bool) -> None:
         if not well:
             self._failed[tier] = time.monotonic() + RETRY_SECONDS
-            entry.dirty_since = time.monotonic()  # this context may be the cause: others come first
+            entry.dirty_since = time.monotonic()  # this context may be the cause: try others first
             return
         self._failed.pop(tier, None)
         entry.kept |= self._failures[tier]() is None

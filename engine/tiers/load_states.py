@@ -37,13 +37,13 @@ class LoadState(Enum):
     """Where a load is."""
 
     WAITING = auto()  # for the page server or the file
-    SETTLED = auto()  # what is there can be taken
+    SETTLED = auto()  # the available blocks can be taken
     TAKEN = auto()  # its blocks are the caller's
     CANCELLED = auto()  # its blocks are free
 
 
 class FileState(Enum):
-    """What is known of the agent's file."""
+    """State of the agent's file."""
 
     LOOKING = auto()  # its header is being read, for the number of tokens
     SEEN = auto()  # the number of tokens is known; it is not read so far
@@ -55,12 +55,12 @@ class Patience(Enum):
     """How long the load has taken."""
 
     FRESH = auto()
-    LATE = auto()  # the file is read beside the page server
-    OVERDUE = auto()  # what has arrived is taken
+    LATE = auto()  # the file is read in addition to the page server
+    OVERDUE = auto()  # the received blocks are taken
 
 
 class LoadEvent(Enum):
-    """What moves these states."""
+    """Event that changes these states."""
 
     SETTLE = auto()
     RESULT = auto()

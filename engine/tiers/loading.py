@@ -24,7 +24,7 @@ HEDGE_AFTER_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load found."""
+    """Result of a load."""
 
     blocks: AgentBlocks | None  # the receiver's to free, under its agent's name; None on a miss
     tier: Tier
@@ -35,7 +35,7 @@ class Loaded:
 
     @property
     def nbytes(self) -> int:
-        """Of its blocks."""
+        """Return the size of its blocks."""
         return sum(block.nbytes for block in self.blocks.blocks) if self.blocks else 0
 
     @property
@@ -90,10 +90,11 @@ class _File:
 class Loading:
     """A load under way. It holds blocks until `result` or `cancel` is called.
 
-    The page server is asked for what memory lacks. Meanwhile the header of the agent's file is read. The file itself is
-    read if it has more than the server, or if the server has not delivered after HEDGE_AFTER_SECONDS; then the first of
-    the two is taken and the other cancelled. If memory has most of the prompt, the load ends at that point. After its
-    time limit a load takes what has arrived, and the engine computes the rest. Its states are in `load_states`.
+    The page server is queried for blocks that memory lacks. Meanwhile the header of the agent's file is read. The file
+    itself is read if it has more than the server, or if the server has not delivered after HEDGE_AFTER_SECONDS; then
+    the first of the two is taken and the other cancelled. If memory has most of the prompt, the load ends at that
+    point. After its time limit a load takes the received blocks, and the engine computes the rest. Its states are in
+    `load_states`.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Loading:
         within: float,
     ) -> None:
         """`came` is called with the result and the tokens, before the caller gets the result. `within` is the time
-        limit in seconds; if it is 0, only `memory` is used."""
+        limit in seconds; if it is 0, only `memory` is used.
+        """
         self._ways = ways
         self._agent_id = wanted.agent_id
         self._tokens = wanted.tokens
@@ -140,7 +142,7 @@ class Loading:
         self._settled.add_done_callback(lambda _: callback())
 
     def result(self, timeout: float | None = None) -> Loaded:
-        """Wait, and return what was found. Makes arrays, so only the thread that owns MLX may call it.
+        """Wait for the result, and return it. Makes arrays, so only the thread that owns MLX may call it.
 
         Raises TimeoutError after `timeout` seconds, and CancelledError after `cancel`.
         """
@@ -258,7 +260,7 @@ class Loading:
         return False
 
     def _take(self) -> tuple[Found, str | None]:
-        """The best of what was found, and why there is not more. Frees the rest."""
+        """Return the best result, and the reason why it is not longer. Frees the rest."""
         file, fetch, best = self._file, self._fetch, self._memory
         if file.found:
             best = Found(file.found, "cold", beginning(self._ways.spec, file.found, self._tokens)[1])

@@ -83,7 +83,7 @@ class StoreMetrics:
     dirty_flushes: int  # contexts written to all their tiers
     lost: int  # contexts dropped because no tier could take them
     unsaved: Mapping[str, int]  # writes that failed, by tier; they are tried again
-    hedges: int  # cold loads started beside a slow fetch
+    hedges: int  # cold loads that started because a fetch was slow
     hedges_won: int  # of these, how often the file was there first
     published: int  # prompts whose blocks were written before their answer was complete
     unnamed_written: int  # contexts without a name that were given to the page server
@@ -129,14 +129,14 @@ class Tally:
             traffic.load_seconds += seconds
 
     def answered(self, tier: Tier, reused: int, computed: int) -> None:
-        """Count the tokens of a prompt, of which `tier` had those that were reused."""
+        """Count the tokens of a prompt; `tier` supplied the `reused` ones."""
         with self._lock:
             self.events["answers"] += 1
             self.tokens[tier] += reused
             self.tokens["none"] += computed
 
     def figures(self) -> dict[str, Any]:
-        """What is told to others: how many tokens each tier has spared."""
+        """Return the published statistics: the tokens that each tier supplied."""
         with self._lock:
             tiers = {
                 name: {"hits": traffic.hits, "tokens": self.tokens[name], "bytes": traffic.loaded_bytes}
@@ -156,7 +156,7 @@ class Tally:
             traffic.save_seconds += seconds
 
     def snapshot(self, pages: PageTier | None, cold: SafetensorsCacheAdapter | None, **now: int) -> StoreMetrics:
-        """All counters, those of the tiers, and what is in memory `now`."""
+        """Return all counters, those of the tiers, and the current values `now`."""
         with self._lock:
             return StoreMetrics(
                 hot=replace(self.traffic["hot"]),
@@ -179,7 +179,7 @@ class Tally:
             )
 
 
-# -- telling -----------------------------------------------------------------------------------------------------------
+# -- statistics channel ------------------------------------------------------------------------------------------------
 #
 # Statistics of this engine for the viewers of its page server: its name, and the tokens that each tier has spared it.
 #

@@ -69,20 +69,19 @@ class References(Protocol):
 
 
 class PageTier:
-    """Saves contexts to a page server and loads them. Thread-safe. Its methods do not raise for what the server does.
+    """Saves contexts to a page server and loads them. Thread-safe. Its methods do not raise errors of the server.
 
-    With a server that is slow, full, wrong or gone, a load finds less or nothing, and a save leaves what was there. The
-    reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they are not
-    what was written; ``manifest`` it is unreadable, or of an earlier version; ``tails`` a record of blocks is
-    unreadable; ``pool`` no blocks are free;
-    ``recompute`` computing is faster than fetching; ``slow`` no answer in time; ``late`` not everything within the
-    limit of a load; ``down`` no connection; ``gone`` one of several servers does not answer; ``full`` the server has no
-    memory left; ``garbled`` the answer makes no sense; ``refused`` the answer is an error; ``open`` the server failed
-    so often lately that it was not asked.
+    With a server that is slow, full, faulty or unavailable, a load finds less or nothing, and a save leaves the old
+    state. The reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they
+    are damaged; ``manifest`` it is unreadable, or of an earlier version; ``tails`` a record of blocks is unreadable;
+    ``pool`` no blocks are free; ``recompute`` computing is faster than fetching; ``slow`` no reply in time; ``late``
+    not everything within the limit of a load; ``down`` no connection; ``gone`` one of several servers does not answer;
+    ``full`` the server has no memory left; ``garbled`` the reply is unreadable; ``refused`` the reply is an error;
+    ``open`` the server has failed so often that it was not asked.
 
     With several servers, every name begins with a tag in braces, the same for four blocks of a prompt in a row. If one
-    of the servers is gone, a save stores the blocks before the first one that it should have had, for other prompts
-    with this beginning, and leaves the agent's last manifest as it was.
+    of the servers is unavailable, a save stores the blocks before the first one that belongs to it, for other prompts
+    with this prefix, and leaves the agent's last manifest unchanged.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class PageTier:
         within = max(RESTORE_SECONDS, 2 * deadline) if restore_within is None else restore_within
         if not min(deadline, within) > 0:
             raise ValueError(f"a time must be more than 0 seconds, got {min(deadline, within)}")
-        self.misses: Counter[str] = Counter()  # what loads did not find, by reason
-        self.unsaved: Counter[str] = Counter()  # what was not written, by reason
+        self.misses: Counter[str] = Counter()  # misses of loads, by reason
+        self.unsaved: Counter[str] = Counter()  # failed writes, by reason
         self.unasked: Counter[str] = Counter()  # failures of all other questions, by reason
         self.loads: Counter[bool] = Counter()  # loads by whether it was decided to fetch
         self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
@@ -138,7 +137,7 @@ class PageTier:
         self._connection.begin(work(self._connection), lambda _: None)
 
     def close(self) -> None:
-        """Cancel what is under way, and close the connections."""
+        """Cancel operations in progress, and close the connections."""
         self._connection.close()
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -171,8 +170,8 @@ class PageTier:
     def load(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, held: Sequence[KVBlock] = ()
     ) -> AgentBlocks | None:
-        """The longest stored context that begins like `tokens`, or, without `tokens`, the agent's own context. It has
-        what arrived within `restore_within` seconds.
+        """The longest stored context that begins like `tokens`, or, without `tokens`, the agent's own context. It
+        consists of the blocks received within `restore_within` seconds.
 
         Its last block may go on differently than `tokens`; the engine's submit compares them. Its blocks are allocated
         in the pool, and the caller frees them. None if nothing is usable.

@@ -29,8 +29,9 @@ ANSWER_SECONDS = 0.5  # for the server's first answer; then the claim is given
 
 
 class Claim:
-    """A place in a queue. ``wait``: another computes the block; ``mine``: compute and publish it; ``proceed``: load
-    again, and compute what is still missing. Must be released in any state."""
+    """A place in a queue. ``wait``: another engine computes the block; ``mine``: compute and publish it; ``proceed``:
+    load again, and compute the missing rest. Must be released in any state.
+    """
 
     def __init__(self, claims: Claims, name: str, state: State) -> None:
         self.name = name  # the chain hash that is claimed; "" when nothing is missing
@@ -63,7 +64,7 @@ class Claim:
 
 
 class Lease(Enum):
-    """Which engine has the lease, by the server's last answer. UNKNOWN before the first."""
+    """The engine that has the lease, by the server's last reply. UNKNOWN before the first."""
 
     UNKNOWN = auto()
     ELSEWHERE = auto()
@@ -71,7 +72,7 @@ class Lease(Enum):
 
 
 class _Queue:
-    """The claims on one block, first come first. The first gets it when the server grants the lease."""
+    """The claims on one block, first in, first out. The first gets it when the server grants the lease."""
 
     def __init__(self, name: str, before: Sequence[str]) -> None:
         """The block's name, and those of the prompt's blocks before it."""
@@ -82,7 +83,7 @@ class _Queue:
         self.due = 0.0  # when to ask or to renew
 
     def dismiss(self, claims: Iterable[Claim]) -> list[Callable[[], object]]:
-        """Remove claims; returns the callbacks of those that waited."""
+        """Remove claims; return the callbacks of the waiting ones."""
         told = []
         for claim in claims:
             self.claims.remove(claim)
@@ -151,7 +152,7 @@ class Claims:
         _tell(told)
 
     def close(self) -> None:
-        """Release all claims, and let those that wait proceed."""
+        """Release all claims, and let the waiting prompts proceed."""
         with self.lock:
             self._closed = True
             told = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]

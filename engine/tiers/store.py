@@ -40,7 +40,7 @@ from engine.tiers.server.tails import least_tail
 from kvpage_server.system import malloc
 from kvpage_server.system.text import how_many
 
-# -- The limits of what agents remember --------------------------------------------------------------------------------
+# -- Limits of agents' contexts ----------------------------------------------------------------------------------------
 
 Keep = Literal["all", "worth", "named"]
 KEEP: tuple[Keep, ...] = get_args(Keep)
@@ -58,7 +58,7 @@ class CacheConfig:
     queue_bytes: int | None = None  # evicted and not yet written; default: a quarter of the pool, a GiB at most
     prefix_bytes: int | None = None  # the tree of all contexts; default: half of the pool
     keep: Keep = "worth"  # which contexts without a name are given to the page server; see `AgentCacheStore.publish`
-    restore_within: float = RESTORE_SECONDS  # seconds of a load; the engine computes what has not arrived
+    restore_within: float = RESTORE_SECONDS  # seconds of a load; the engine computes the missing rest
 
     def __post_init__(self) -> None:
         if self.keep not in KEEP:
@@ -88,7 +88,7 @@ WORTH_SECONDS = 0.1  # a context that takes longer to compute is written even if
 
 @dataclass(frozen=True, slots=True)
 class AgentInfo:
-    """What the store has of an agent."""
+    """An agent's contexts in the store."""
 
     agent_id: str
     tokens: int
@@ -117,8 +117,8 @@ class AgentCacheStore:
     more. Loaded blocks are kept in memory, unless the agent was saved, forked over or deleted meanwhile. When a lower
     tier fails, less is found, and the reason is counted.
 
-    A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
-    common is there once, and every reference in the pool bears the name of its agent.
+    A saved context is dirty until it is written, behind the answers. Memory is shared by reference: blocks that agents
+    have in common are in memory once, and every reference in the pool has the name of its agent.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class AgentCacheStore:
         self._pages = pages
         self._cold = cold
         self._tally = Tally()
-        self._changed = threading.Condition()  # the lock of what is in memory
+        self._changed = threading.Condition()  # the lock of contexts in memory
         self._hot = HotTier(pool, config.max_hot_agents, hot_bytes, queue_bytes)
         self._tree = ContextTree(spec, pool, tree_bytes)
         self._flusher = Flusher(self._hot, self._changed, pages, cold, self._tally, queue_bytes)
@@ -240,7 +240,7 @@ class AgentCacheStore:
             self._pages.rates.prefilled(tokens, seconds)
 
     def keep_telling(self) -> None:
-        """Tell whoever watches the page server what the tiers have spared this engine, every few seconds from now."""
+        """Publish statistics on the page server every few seconds from now on."""
         if self._pages:
             told = partial(figures, self.spec.model_id, self._pool, self._tally)
             self._pages.do_beside(lambda connection: keep_telling(connection, told))
@@ -258,7 +258,7 @@ class AgentCacheStore:
             try:
                 on_server = self._pages.delete(agent_id) if self._pages else False
                 on_file = bool(self._cold and self._cold.delete(agent_id))
-            finally:  # memory comes last, or a load could bring back there what is about to be deleted below
+            finally:  # memory last, otherwise a load could restore data that the steps below delete
                 with self._changed:
                     entry = self._hot.look(agent_id)
                     self._forget(agent_id)
@@ -289,7 +289,7 @@ class AgentCacheStore:
                 try:
                     if self._cold:
                         self._cold.delete(new_id)  # an older context
-                finally:  # what memory has is older, too, and so is what a load has brought there meanwhile
+                finally:  # contexts in memory are older, too, and so are contexts that a load has restored meanwhile
                     with self._changed:
                         self._forget(new_id)
                 return True
@@ -398,7 +398,7 @@ class AgentCacheStore:
         return self._info(agent_id, entry, on_server=bool(on_server), on_file=on_file)
 
     def metrics(self) -> StoreMetrics:
-        """The counters, and what is in memory now."""
+        """Return the counters, and the use of memory."""
         with self._changed:
             dirty = [entry for entry in self._hot if entry.owed]
             return self._tally.snapshot(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def digest(folder: Path) -> str:
-    """Return the digest of the names and contents of a folder's Cython sources; empty without sources, as in a wheel."""
+    """Return the digest of the names and contents of a folder's Cython sources; empty without sources (a wheel)."""
     seen = hashlib.blake2b(digest_size=8)
     sources = sorted(folder.glob("*.p[xy][xd]"))
     for source in sources:

@@ -149,7 +149,7 @@ class AsStrings:
         return pages
 
     def _requests(self, told: Answers) -> Any:
-        """SCAN's answer, with the requests of the keys as their index keys. Note the pages and blocks of the requests."""
+        """Return SCAN's reply, with an index key for each request. Note the requests' pages and blocks."""
         (answer,) = told
         if isinstance(answer, redis.ResponseError):
             return answer

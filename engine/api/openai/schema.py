@@ -249,7 +249,7 @@ class FunctionTool(RequestBody):
 
 
 class Tool(RequestBody):
-    """What may be called."""
+    """A callable function."""
 
     type: Literal["function"]
     function: FunctionTool
@@ -290,7 +290,7 @@ class Asked(RequestBody):
 
 
 class ChatBody(Asked):
-    """Of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     unsupported = IN_CHATS
 
@@ -321,7 +321,7 @@ class ChatBody(Asked):
 
 
 class CompletionBody(Asked):
-    """Of POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     unsupported = IN_TEXTS
 
@@ -330,7 +330,7 @@ class CompletionBody(Asked):
 
 
 class ForkBody(RequestBody):
-    """Of POST /v1/agents/{id}/fork."""
+    """Body of POST /v1/agents/{id}/fork."""
 
     to: str
     replace: bool = False  # an agent of this name

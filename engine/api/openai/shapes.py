@@ -99,7 +99,7 @@ class Envelope:
         return self.chunk(prefix, kind, [choice], usage=usage(answer), kvpage=self.kvpage(answer))
 
     def kvpage(self, answer: Answer) -> Reply:
-        """What the store has spared this answer."""
+        """Return the tokens and time that the store saved this answer."""
         reuse = answer.reuse
         return {
             "agent_id": self._agent_id,

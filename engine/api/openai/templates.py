@@ -1,7 +1,6 @@
 """Chat templates: rendered in a process of their own, which bounds their time and memory.
 
-May lie here: the input of a template, its process, and the tokens of its text. May not come in: requests, replies, or
-the engine.
+Contains: the input of a template, its process, and the tokens of its text. Excludes: requests, replies, and the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contexts on a page server: the connection, what lies where, and how blocks are written, planned and fetched.
+"""Contexts on a page server: connection, lookup, writes, restore plans and fetches.
 
-May lie here: what `PageTier` is made of. May not come in: other tiers, or the engines.
+Contains: the parts of `PageTier`. Excludes: other tiers, and the engines.
 """

@@ -26,7 +26,7 @@ class Saved:
     blocks_written: int
     blocks_present: int  # stored before, by anybody
     nbytes: int  # of blocks and states written
-    whole: bool = True  # False if some could not be written, because one of several servers is gone
+    whole: bool = True  # False if some could not be written, because one of several servers is unavailable
     places: tuple[BlockPlace, ...] = field(default=(), compare=False, repr=False)  # of the blocks and states written
 
 
@@ -68,7 +68,7 @@ async def write(
 ) -> list[BlockPlace]:
     """Write some of the parts, chunk by chunk, and seal each chunk. Returns the places that were written.
 
-    If one of several servers is gone, these are the places before the first that it should have had.
+    If one of several servers is unavailable, return the places before the first one that belongs to it.
     """
     written: list[BlockPlace] = []
     for chunk in layout.chunks(places):

@@ -50,8 +50,8 @@ class State(StrEnum):
 class CircuitBreaker:
     """Says whether to ask a server, from the results so far. Thread-safe.
 
-    Whoever was let through reports `succeeded` or `failed`. If a probe reports nothing within a pause, because it was
-    cancelled, another one is made.
+    A caller that was permitted reports `succeeded` or `failed`. If a probe reports nothing within a pause, because it
+    was cancelled, another one is made.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,7 +112,7 @@ class CircuitBreaker:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OUTAGES = (PageClientError, OSError, TimeoutError)  # what a server that fails or is absent can cause
+OUTAGES = (PageClientError, OSError, TimeoutError)  # exceptions of a server that fails or is absent
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which the server is not asked for a while
 LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # codes of errors with which the server answers everything
 _limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the current attempt
@@ -282,7 +282,7 @@ class ServerConnection:
             limit.reschedule(self._loop.time() + self.deadline)
 
     async def ask(self, questions: Iterable[Question], *, gone: Any = RAISES, of: Hashable = None) -> list[Any]:
-        """Ask several questions at once. Raises the first refusal. For `gone` and `of` see the client."""
+        """Ask several questions at once. Raises the first refusal. The client documents `gone` and `of`."""
         answers = await self.server.ask(list(questions), gone=gone, of=of, deadline=self.answer_within)
         self.progressed()
         return answers
@@ -304,8 +304,9 @@ class ServerConnection:
         return cast(T, answer)
 
     async def read(self, keys: Sequence[str], missed: Callable[[str], object] = lambda _: None) -> list[bytes | None]:
-        """Read strings; None for those that do not exist. `missed` is called with ``gone`` if one of several servers is
-        gone."""
+        """Read strings; None for those that do not exist. `missed` is called with ``gone`` if one of several servers
+        does not answer.
+        """
         if not self.several:
             return await self.ask_one(texts(len(keys)), "MGET", *keys)
         nothing = object()
@@ -366,7 +367,7 @@ class ServerConnection:
         return answers
 
     def close(self) -> None:
-        """Cancel what is under way, close the connections, and end the thread."""
+        """Cancel operations in progress, close the connections, and end the thread."""
         if self._thread.is_alive():
             self.do(self._close())
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -44,12 +44,12 @@ Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memor
 
 
 class Receiver:
-    """The received part of a plan. It ends at the first block that is missing or not what was sealed."""
+    """The received part of a plan. It ends at the first block that is missing or does not match its seal."""
 
     def __init__(self, lookup: Lookup, plan: Plan, digests: Mapping[str, str]) -> None:
         """`digests` are by seal."""
         self.plan = plan
-        self.arrays: dict[BlockPlace, Arrays] = {}  # what has arrived and matches its seal
+        self.arrays: dict[BlockPlace, Arrays] = {}  # received blocks that match their seals
         self.state = next(iter(lookup.in_memory.states), None)  # the state from which the model goes on, so far
         self._lookup = lookup
         self._report = lookup.report
@@ -62,7 +62,7 @@ class Receiver:
 
     @property
     def reach(self) -> int:
-        """Tokens of the prompt that need not be computed with what has arrived."""
+        """Return the number of tokens of the prompt that the received blocks cover."""
         kept = self.kept()
         end = self.state or kept[-1] if kept else None
         return max(0, min(self.plan.reach, end.end, self._lookup.limit)) if end else 0
@@ -75,7 +75,7 @@ class Receiver:
         return [place for place in had if self.state and place.start < self.state.end]
 
     async def receive(self) -> None:
-        """Receive what the plan has and is not held. Raises an outage that stopped it."""
+        """Receive the planned blocks that are not in memory. Raises an outage that interrupted it."""
         wanted = self._layout.nbytes(*self._lookup.wanted(self.plan))
         missing = [place for place in self.plan.blocks if place not in self._lookup.held]
         self._begun = time.perf_counter()
@@ -137,15 +137,16 @@ class Receiver:
             raise Miss("recompute")
 
     async def _take(self, places: Sequence[BlockPlace], memory: Sequence[mx.array]) -> None:
-        """Receive blocks of one size. For a block that is not what was sealed, raises Miss and deletes the seal, so
-        that the next save writes it again."""
+        """Receive blocks of one size. For a block that does not match its seal, raise Miss and delete the seal, so that
+        the next save writes the block again.
+        """
         nbytes = self._layout.nbytes(places[0])
         mx.eval(memory)
         missed: list[str | None] = [None] * len(places)
         if nbytes:
             names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
             missed = await self._connection.server.fetch_blocks_into(names, self._layout.block(places[0]), bodies)
-            self._connection.progressed()  # what follows does not count as the server's time
+            self._connection.progressed()  # the following time does not count as the server's
         shapes = self._layout.shapes(places[0])
         whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
         with span("kvpage.verify") as seen:
@@ -203,7 +204,7 @@ class FetchState(Enum):
 
 
 class FetchEvent(Enum):
-    """What moves a fetch."""
+    """Event that changes a fetch's state."""
 
     WORK_ENDED = auto()
     WORK_FAILED = auto()
@@ -243,7 +244,7 @@ class Fetch:
         self._request = request
         self._pool = remote.pool
         self._lookup = Lookup(remote, request, self.report)
-        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # only what is held, so far
+        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # so far only the blocks in memory
         self._ids: list[int] = []  # of the blocks to be received
         self._pool.share((block.block_id for block in request.held), request.agent_id)
         self._lock = threading.Lock()  # of the state
@@ -254,7 +255,7 @@ class Fetch:
         self._started = time.perf_counter()
         self._cancel = remote.connection.begin(self._run(), self._end)
 
-    # -- for whoever waits -----------------------------------------------------------------------------------------
+    # -- interface for the waiting caller ------------------------------------------------------------------------------
 
     @property
     def why(self) -> str | None:
@@ -365,7 +366,7 @@ class Fetch:
     # -- taking it up ----------------------------------------------------------------------------------------------
 
     def _assemble(self) -> AgentBlocks | None:
-        """Make blocks of what has arrived, and free all others."""
+        """Make blocks of the received arrays, and free the rest."""
         agent_id = self._request.agent_id
         try:
             blocks = self._blocks()

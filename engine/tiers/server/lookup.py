@@ -1,4 +1,4 @@
-"""Looks up what a page server has of a prompt, plans what to fetch, and leases it."""
+"""Lookup of a prompt on a page server: it plans the fetch, and leases the blocks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MOST_BRANCHES = 4  # of a record: the others have fewer tokens in common with th
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A page server, and what is needed to use it for one model."""
+    """A page server, with the parts to use it for one model."""
 
     connection: ServerConnection
     spec: ModelCacheSpec
     layout: BlockLayout
-    pool: BlockPool  # for what is received
+    pool: BlockPool  # for received blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class FetchRequest:
 
 @dataclass(slots=True)
 class FetchReport:
-    """What became of a fetch."""
+    """Result of a fetch."""
 
     reasons: list[str] = field(default_factory=list)  # why it found less than it might have
     decision: Decision | None = None  # None if there was nothing to decide
@@ -86,12 +86,14 @@ class Lookup:
 
     @cached_property
     def digests_in_memory(self) -> dict[str, str]:
-        """Digests for what is held, since a plan asks for them."""
+        """Return digests for the blocks in memory, which a plan requires."""
         blocks = dict.fromkeys((place.seal for place in self.held), "")
         return blocks | {place.state().seal: "" for place, block in self.held.items() if block.state is not None}
 
     def wanted(self, plan: Plan) -> list[BlockPlace]:
-        """What a plan has to fetch: the blocks that are not held, and the furthest state if it is not."""
+        """Return the places to fetch for a plan: the blocks that are not in memory, and the furthest state if it is
+        not.
+        """
         return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in self.digests_in_memory]
 
     async def ask(self) -> dict[str, str]:
@@ -120,7 +122,7 @@ class Lookup:
         return there
 
     async def lease(self, digests: dict[str, str]) -> Plan:
-        """A plan whose blocks all exist and are leased. If computing is faster, it has only what is in memory."""
+        """Return a plan whose blocks exist and are leased; if computing is faster, only the blocks in memory."""
         while True:
             plan = self._offer.plan(digests, self.limit)
             beyond = max(self.in_memory.reach, self._request.beyond)
@@ -195,7 +197,7 @@ class Lookup:
         return branches, digests
 
     async def _lease_all(self, places: Sequence[BlockPlace]) -> list[BlockPlace]:
-        """Lease blocks and states, up to the first that is missing. Returns those that are lost with it."""
+        """Lease blocks and states, up to the first that is missing. Return those that are lost with it."""
         connection, layout = self.remote.connection, self.remote.layout
         stored = [place for place in places if layout.nbytes(place)]
         kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]
@@ -205,7 +207,7 @@ class Lookup:
         lost = []
         for kind in kinds:
             count = await self._lease_prefix(kind, milliseconds)
-            if count < len(kind):  # perhaps too much is leased already
+            if count < len(kind):  # the limit of leases may be reached
                 count = await self._lease_prefix(kind, 0)
             lost += kind[count:]
         return lost

@@ -36,7 +36,7 @@ _NAME = re.compile(r"[0-9a-f]{32}\Z")
 
 
 class Miss(Exception):
-    """What is stored cannot be used; the argument is the reason."""
+    """A stored context cannot be used; the argument is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class BlockPlace:
 
 
 class BlockLayout:
-    """What is stored at each place, for one model."""
+    """The pages at each place, for one model."""
 
     def __init__(self, spec: ModelCacheSpec, together: int = 0) -> None:
         """`together` blocks of a prompt are kept on the same of several servers; 0 if there is only one server."""
@@ -153,7 +153,7 @@ def block_shape(shapes: Shapes) -> BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class ContextManifest:
-    """What an agent's context consists of."""
+    """The parts of an agent's context."""
 
     agent_id: str
     owner: str  # the agent in whose chain its blocks are; another one in a fork
@@ -198,8 +198,9 @@ class ContextManifest:
         return places
 
     def dump(self, spec: ModelCacheSpec, together: int, before: bytes | None = None) -> bytes:
-        """The bytes to store in place of the manifest `before`: a digest, and JSON. The tokens come last, so that a
-        reader of the chain need not read them."""
+        """The bytes to store in place of the manifest `before`: a digest, and JSON. The tokens are last, so that a
+        reader of the chain need not read them.
+        """
         now, key = unix_ms(), manifest_key(self.agent_id, spec.fingerprint)
         text = json.dumps({
             "format": FORMAT,

@@ -120,7 +120,7 @@ async def bury(connection: ServerConnection, names: Sequence[str]) -> None:
 
 
 def forget_block(name: str) -> Question:
-    """Delete what is stored of a block besides its pages."""
+    """Delete the keys of a block other than its pages."""
     return Question(["DEL", f"seal:{name}", f"state:{name}", label_key(name), count_key(name)], integer)
 
 

@@ -4,9 +4,9 @@
     refs:{tag}name:{agent}:{fingerprint}  a reference: the digest of the manifest that named the block last
 
 All keys of a block have its tag, so they are on one server and change together. A save has these steps, each of which
-can be repeated: it writes the blocks; adds a reference to each; writes those that were deleted before that; writes the
-manifest; and removes the references of the old manifest. If an engine dies in between, some blocks have too many
-references, or none, and are left to eviction. There is never a manifest without its blocks.
+can be repeated: it writes the blocks; adds a reference to each; writes blocks again that were deleted before that;
+writes the manifest; and removes the references of the old manifest. If an engine dies in between, some blocks have too
+many references, or none, and are left to eviction. There is never a manifest without its blocks.
 
 A reference is removed only if it has the digest of the old manifest. If another engine has saved the agent's next
 context meanwhile, it has set its own digest.

@@ -16,11 +16,11 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.server.manifest import BlockPlace, ContextManifest
 from kvpage_server.page import tag_of
 
-# -- Fetch or compute: what is on the server is fetched if that is faster than computing it again ----------------------
+# -- Fetch or compute: blocks on the server are fetched if that is faster than computing them again --------------------
 
 DECAY = 0.5  # how much earlier measurements still count at the next one
 VALID_SECONDS = 30.0  # after that, the link may have changed
-LEAST_BYTES = 1 << 20  # smaller transfers do not tell how fast a link is
+LEAST_BYTES = 1 << 20  # smaller transfers do not measure a link's speed
 
 
 class Rate:
@@ -75,7 +75,7 @@ class Rates:
         self._questions.observe(1, seconds)
 
     def received(self, nbytes: int, seconds: float, wanted: int) -> None:
-        """`nbytes` of `wanted` have arrived. A small transfer tells only the latency of a link."""
+        """`nbytes` of `wanted` have arrived. A small transfer measures only the latency of a link."""
         if wanted >= LEAST_BYTES:
             self._connection.observe(nbytes, seconds)
             self._link_seen = self._clock()
@@ -110,7 +110,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to fetch."""
+    """The blocks and states to fetch."""
 
     tokens: tuple[int, ...]  # the blocks have its beginning
     blocks: tuple[BlockPlace, ...]  # in order, without gaps

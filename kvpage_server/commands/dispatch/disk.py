@@ -152,7 +152,7 @@ def caught_up(client: Client) -> Iterator[Reply]:
 def _bring(
     client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[Cold], *, touches: bool
 ) -> tuple[Wait, Hold]:
-    """Load and hold the needed values; return the wait and the hold. Raises ReplyError when there is no memory for it."""
+    """Load and hold the needed values; return the wait and the hold. Raises ReplyError if memory is full."""
     most = client.server.config.client_memory
     try:
         hold, start = tiered.fetching.bring(needed, cold, most, touches=touches)

@@ -111,7 +111,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
-    """Return the error reply for an exception; drop its traceback, which holds the command's words. Raises Postponed."""
+    """Return the error reply for an exception, without the traceback, which holds the words. Raises Postponed."""
     if not isinstance(error, (*_REFUSALS, Postponed, MemoryError)):
         log.error("%r failed; the connection goes on", words[0], exc_info=error)
     error.__traceback__ = error.__context__ = None

@@ -143,7 +143,7 @@ class Outbox:
         self._pieces += pieces
 
     def send(self, descriptor: int) -> int:
-        """Send queued output until the kernel takes no more or a turn is over; return the bytes sent. Raises OSError."""
+        """Send queued output until the kernel is full or a turn is over; return the bytes sent. Raises OSError."""
         sent = 0
         while self.nbytes and sent < SEND_TURN:
             buffers = self.next()

@@ -135,7 +135,7 @@ class DiskUsedUp(OverLimit):
 
 
 class TooMuchAtOnce(OverLimit):
-    """Error: a write does not fit on the disk together with the values that it replaces, which are deleted only then."""
+    """Error: a write does not fit on the disk together with the values that it replaces."""
 
     def __init__(self, maxdisk: int, size: int) -> None:
         super().__init__(
