@@ -23,19 +23,19 @@ from kvpage_server import core
 from kvpage_server.core.choice import STALE
 
 surroundings.make_usual()
-_DATA = TemporaryDirectory()  # a server that is told nothing keeps nothing in the home of who runs the tests
+_DATA = TemporaryDirectory()  # a server without options writes nothing to the user's home directory
 os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX
 gc.disable()  # until all is imported
 
-# Others' load is no failure of ours; what was tried once is tried again. `make soak` tries what nobody has tried.
+# Other load on the machine is no failure; the same examples are tried again. `make soak` tries new ones.
 hypothesis.settings.register_profile("the same again", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("anything", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("the same again")
 
 
 def pytest_configure() -> None:
-    """What was compiled before the last change of it is not what is to be tested."""
+    """Refuse to test a core that was compiled from other sources."""
     if core.REASON == STALE:
         raise pytest.UsageError(f"the page core would not run: {core.REASON}. To compile it: make core")
 
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported stays: garbage is looked for in what comes after."""
+    """Freeze imported objects, so that later garbage collections are short."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -81,7 +81,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Of garbage: those of a test's process look at everything that all tests have imported."""
+    """Disable garbage collections, which scan every object that tests have imported."""
     gc.disable()
     yield
     gc.enable()
@@ -89,14 +89,14 @@ def no_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
-    """A kvpage-server. What other tests left is in it: flush first, or use keys of your own."""
+    """A kvpage-server. Other tests leave keys in it: flush first, or use keys of your own."""
     with start_server("--maxmemory", "2gb") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def second_server() -> Iterator[RunningServer]:
-    """Another kvpage-server, beside the first."""
+    """Another kvpage-server, in addition to the first."""
     with start_server("--maxmemory", "2gb") as server:
         yield server
 

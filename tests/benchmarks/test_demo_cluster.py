@@ -1,4 +1,4 @@
-"""`make demo-cluster`: what it promises, and that it notices a promise that is not kept."""
+"""`make demo-cluster`: its promises, and its detection of a broken promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's benchmarks measure what they say: right bytes, the same tokens, and attention to what was packed."""
+"""The engine's benchmarks are correct: right bytes, the same tokens, and attention to the packed arrays."""
 
 from __future__ import annotations
 

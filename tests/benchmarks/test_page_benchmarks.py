@@ -1,4 +1,4 @@
-"""The benchmarks of pages measure what they say: every byte that is moved is right, and wrong ones are found."""
+"""The benchmarks of pages are correct: every transferred byte is right, and wrong ones are detected."""
 
 from __future__ import annotations
 

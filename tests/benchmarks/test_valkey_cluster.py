@@ -28,7 +28,7 @@ def test_a_cluster_has_three_masters_with_a_replica_each_and_ends_with_its_block
 
 
 def test_one_that_is_started_from_the_shell_runs_until_it_is_stopped(tmp_path: Path) -> None:
-    port = random.randrange(17000, 22000, 6)  # below those that the system gives away, as are the ones 10000 above
+    port = random.randrange(17000, 22000, 6)  # below the system's ephemeral ports, as are the ports 10000 above
     directory = tmp_path / "cluster"
 
     def do(command: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""docs/api.md and docs/engine.md tell the truth: every curl line is run, with the real small model and a store."""
+"""docs/api.md and docs/engine.md are true: every curl line is run, with the real small model and a store."""
 
 from __future__ import annotations
 

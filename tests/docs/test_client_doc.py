@@ -1,4 +1,4 @@
-"""docs/client.md: its program runs against a server and prints what its comments say; its tables are complete."""
+"""docs/client.md: its program runs against a server and prints the values in its comments; its tables are complete."""
 
 from __future__ import annotations
 

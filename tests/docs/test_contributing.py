@@ -1,7 +1,7 @@
-"""CONTRIBUTING.md's recipes, followed to the letter in a copy of the tree: what they add works, and its tests pass.
+"""CONTRIBUTING.md's recipes, followed exactly in a copy of the tree: their code works, and its tests pass.
 
-A recipe says where each block goes: at the end of a file, before a text in it, instead of one, or into a new file. The
-lines of a block that goes into the middle are indented as what stands there.
+A recipe names the place of each block: the end of a file, the text before or in place of which it is inserted, or a new
+file. The lines of an inserted block are indented as the lines around it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COPIED = ["kvpage_server", "engine", "benchmarks", "docs", "conf", "tests"]
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a recipe changes and runs."""
+    """Return a copy of the files that a recipe changes and runs."""
     tree = tmp_path_factory.mktemp("tree")
     for name in COPIED:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "node_modules"))
@@ -59,7 +59,7 @@ def follow(tree: Path, said: str, block: str) -> Path:
 def run(tree: Path, typed: str) -> None:
     """A command of a recipe, with the environment that the tests run in."""
     program, *words = shlex.split(typed)
-    if program == "make":  # what is installed is installed
+    if program == "make":  # the installation exists already
         words += ["-o", ".venv/dev.stamp", f"BIN={Path(sys.executable).parent}"]
     else:
         assert program == ".venv/bin/python"

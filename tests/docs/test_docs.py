@@ -1,4 +1,4 @@
-"""docs/commands.md says what the server does: made from the command table, its examples run, its arguments hinted."""
+"""docs/commands.md describes the server: generated from the command table, its examples run, its arguments are hinted."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def interactive(port: int) -> Iterator[int]:
 
 
 def read_until(terminal: int, wanted: bytes) -> bytes:
-    """What the terminal shows up to and with `wanted`."""
+    """Return the terminal's output up to and including `wanted`."""
     shown, deadline = b"", time.monotonic() + PATIENCE
     while wanted not in shown:
         assert select.select([terminal], [], [], max(deadline - time.monotonic(), 0))[0], f"{wanted!r} not in {shown!r}"

@@ -1,4 +1,6 @@
-"""docs/eviction.md does what it shows: on a server of its own, and on short traces under the names of the recorded."""
+"""docs/eviction.md is true: its examples run on a server of their own, and on short traces under the names of the
+recorded ones.
+"""
 
 from __future__ import annotations
 

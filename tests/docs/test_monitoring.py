@@ -1,4 +1,4 @@
-"""docs/monitoring/: what alerts and dashboard ask for exists, and what the page lists is all there is."""
+"""docs/monitoring/: metrics of alerts and dashboards exist, and the page lists all metrics."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
 
 @pytest.mark.filterwarnings("ignore:Prefer using dashboardv2")
 def test_the_dashboard_has_nothing_that_grafana_does_not_know() -> None:
-    """What Grafana's own types leave out when they read it and write it again, Grafana would pass over."""
+    """Grafana ignores fields that its own types drop when they read and write the dashboard."""
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason="no grafana-foundation-sdk")
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
     from grafana_foundation_sdk.models.dashboard import Dashboard

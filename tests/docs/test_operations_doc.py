@@ -31,7 +31,7 @@ SHAPE = block([(0, DType.FLOAT16, 64), (1, DType.FLOAT16, 64)], layers=4, heads=
 
 
 class Machines:
-    """What the document calls kv1, which it means by port 9221 too, and kv2, and their directories."""
+    """The machines kv1, which also has port 9221, and kv2 of the document, and their directories."""
 
     def __init__(self, directory: Path, certificates: Path, stack: ExitStack) -> None:
         self._stack = stack
@@ -54,7 +54,7 @@ class Machines:
         }
 
     def _start(self, name: str, port: int | None = None) -> RunningServer:
-        """A server of the shipped configuration, with what the document says of disks in its place."""
+        """Start a server with the shipped configuration and the document's disk settings."""
         directory = self._directory / name
         directory.mkdir(exist_ok=True)
         told = dict(line.split() for line in blocks(DOCUMENT, "conf")[0].splitlines())
@@ -69,7 +69,7 @@ class Machines:
         )
 
     def here(self, text: str) -> str:
-        """What is written in the document, with the names that things have here."""
+        """Replace the document's names by the names in this test."""
         for name, own in self._names.items():
             text = text.replace(name, own)
         return text
@@ -94,7 +94,7 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path, certificates: Path) -> Iterator[Machines]:
-    """Two servers; the first has a conversation and what an engine keeps of an agent."""
+    """Start two servers; the first has a conversation and an engine's keys of an agent."""
     with ExitStack() as stack:
         machines = Machines(tmp_path, certificates, stack)
         with machines.first.client() as client:

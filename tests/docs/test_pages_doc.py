@@ -1,4 +1,4 @@
-"""docs/monitoring/pages.md tells the truth: what it starts starts, and its curl lines are answered as shown."""
+"""docs/monitoring/pages.md is true: its servers start, and its curl lines have the documented replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/persistent.md: its program runs and prints what it says, and what it lists is what there is."""
+"""docs/persistent.md: its program runs and prints the documented values, and its lists are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README and the guides tell the truth: what they show is run, or at least asked for by the same words.
+"""The README and the guides are true: their examples are run, or at least use existing words.
 
 Port 9221 is replaced by the test server's.
 """
@@ -29,7 +29,7 @@ from engine.demo import story
 from kvpage_server.configuration.reference import reference
 
 DOCUMENTS = ["README.md", "docs/engine.md", "docs/configuration.md", "docs/architecture.md", "docs/lmcache.md"]
-LONG = ["docs/engine.md"]  # what takes a minute with the real model
+LONG = ["docs/engine.md"]  # examples that take a minute with the real model
 NUMBER = r"\d[\d.,]*"
 
 
@@ -44,7 +44,7 @@ CASES = [
 @pytest.mark.parametrize(("words", "shown"), CASES)
 def test_a_command_does_what_is_shown(words: list[str], shown: str, server: RunningServer) -> None:
     program, *rest = words
-    if program == "make":  # what it does is tested elsewhere
+    if program == "make":  # other tests cover it
         run(["make", "--dry-run", *rest])
     elif words == ["kvpage-engine", "demo"]:
         assert "--model" in run([*entry_point("kvpage-engine"), "demo", "--help"])
@@ -84,7 +84,7 @@ def test_they_run_with_any_model(document: str, tmp_path: Path, server: RunningS
 
 
 def test_the_readme_shows_what_the_demo_prints() -> None:
-    """Figures differ from run to run; what is asked, the table's rows and the promises do not."""
+    """Figures differ between runs; the questions, the table's rows and the promises do not."""
     (shown,) = (block for block in blocks("README.md", "text") if "promised" in block)
     said = StringIO()
     story.show(KEPT, Console(file=said))

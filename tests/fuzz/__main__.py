@@ -1,7 +1,7 @@
 """`python tests/fuzz [libFuzzer options] FOLDER`: noise guided by coverage, until something does not hold.
 
-What the Python core does with an input leads to the next; the compiled core has to do the same with each.
-FOLDER keeps what was found interesting, so that the next run goes on from there.
+New behaviour of the Python core leads to the next inputs; the compiled core has to behave identically. FOLDER keeps
+interesting inputs, so that the next run continues from there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ with atheris.instrument_imports(include=["kvpage_server"]):
 
 
 def _quoted(word: str) -> str:
-    """As libFuzzer's dictionaries spell bytes."""
+    """Quote bytes as in libFuzzer's dictionaries."""
     return '"' + "".join(f"\\x{ord(letter):02x}" for letter in word) + '"'
 
 

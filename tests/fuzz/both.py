@@ -1,7 +1,7 @@
-"""The same input to both cores: the same commands, errors, pages and replies have to come out of them.
+"""The same input for both cores: the commands, errors, pages and replies must be equal.
 
-An input's first byte says how the cores are used, some more where the rest is cut. The rest is what one connection
-sends, or several in turns. Of every command that comes out, the words are read as names of pages and as pages.
+An input's first byte says how the cores are used, some more where the rest is cut. The rest is the input of one
+connection, or of several in turns. The words of every command are parsed as names of pages and as pages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LIMITS = Limits(max_bulk=300_000, max_arguments=2000, max_command=400_000)  # or
 HASHED = frozenset((b"KVPAGESET", b"KVPAGEMSET", b"BATCH"))
 NOW = 1_700_000_000_000
 AT_ONCE = 50  # pages that are read of a command at a time
-LEFT = 777  # bytes that are left of what a socket is offered
+LEFT = 777  # bytes that remain of those offered to a socket
 MOST = 20_000  # bytes that are looked up at a time
 
 
 @dataclass
 class Plan:
-    """How the cores are used, as an input's first bytes say it, and what is sent on each connection."""
+    """The use of the cores, decoded from an input's first bytes, and the input of each connection."""
 
     received: bool  # by the core, from a socket
     trusted: bool
@@ -57,7 +57,7 @@ def _cut(data: bytes, steps: bytes) -> Iterator[bytes]:
 
 @dataclass
 class Run:
-    """A core with a plan. `seen` is what it did, in words that can be compared."""
+    """A core with a plan. `seen` is its behaviour, in words that can be compared."""
 
     core: ModuleType
     plan: Plan
@@ -87,7 +87,7 @@ class Run:
         return self.seen
 
     def _send(self, out: socket.socket, peer: socket.socket) -> None:
-        """Send what waits: by the core, or as TLS takes it."""
+        """Send queued output: by the core, or as TLS does."""
         waiting, sent = self.outbox.nbytes, b""
         while self.outbox.nbytes:
             if self.plan.received:
@@ -106,7 +106,7 @@ class Run:
         self.seen.append(("sent", sent))
 
     def try_(self, what: str, do: Callable[[], Any]) -> Any:
-        """Note what something gives, or how it refuses."""
+        """Note a function's result, or its error."""
         try:
             done = do()
         except BadPage as error:
@@ -173,7 +173,7 @@ class Run:
 
 
 class Connection:
-    """A parser and what is sent to it."""
+    """A parser and its input."""
 
     def __init__(self, run: Run, scratch: Any, pieces: list[bytes], sockets: ExitStack) -> None:
         self.run = run

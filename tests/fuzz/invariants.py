@@ -1,7 +1,7 @@
-"""What must hold of the parser whatever comes in: checked by `make fuzz`, and by hypothesis in test_parser.py.
+"""Invariants of the parser for any input: checked by `make fuzz`, and by hypothesis in test_parser.py.
 
-An input's first bytes say how the rest is cut into pieces. The pieces give the commands that
-the whole gives; nothing but a ProtocolError is raised; every command is what its frames said; nothing is leaked.
+An input's first bytes say how the rest is cut into pieces. The pieces give the same commands as the whole; only a
+ProtocolError is raised; every command matches its frames; nothing leaks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs for both cores, by the seed: commands of every kind, nearly right ones, and what lies at the edges."""
+"""Inputs for both cores, by seed: commands of every kind, almost valid ones, and edge cases."""
 
 from __future__ import annotations
 

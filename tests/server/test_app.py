@@ -1,4 +1,4 @@
-"""`kvpage-server` as a person starts it: its words, configuration and log, and what it says when something is wrong."""
+"""`kvpage-server` on the command line: its arguments, configuration, log, and error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def refused(*words: str) -> str:
-    """What it says when it refuses to start: one line, no traceback."""
+    """Return the error message of a refused start: one line, no traceback."""
     result = run(*words)
     assert result.returncode == 1
     assert result.stdout == ""

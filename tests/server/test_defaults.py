@@ -1,4 +1,4 @@
-"""A server that is started without a configuration file: how much memory it takes, and where its store lies."""
+"""A server without a configuration file: its memory limit, and the place of its store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Home:
 
     @contextmanager
     def server(self, *options: str, file: str = "", **environment: str) -> Iterator[tuple[redis.Redis, list[str]]]:
-        """What they get; a client of it, and what it says when it starts."""
+        """Yield a client of the server, and the server's start messages."""
         with self._run(*filter(None, [file]), "--port", "0", *options, **environment) as process:
             told = []
             assert process.stderr

@@ -1,4 +1,4 @@
-"""Names, patterns and manifests are whatever a user sends: none breaks what shows it, or is a command to a terminal."""
+"""Names, patterns and manifests may contain any bytes: none breaks the output, or controls a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_kvpage_cli import kvpage, set_block
 from kvpage_server.look.top import engines_table
 from kvpage_server.observe.engines import TIERS, EngineFigures, TierFigures
 
-REQ = b"\xff\xfe\xc2\x9b31m\xe2\x80\xae"  # no UTF-8, and what a terminal may obey
+REQ = b"\xff\xfe\xc2\x9b31m\xe2\x80\xae"  # invalid UTF-8, and a control sequence of terminals
 NO_TIERS = dict.fromkeys(TIERS, TierFigures())
 CLEARS = b"\x1bc\x07\xc2\x9b31m\xe2\x80\xae"  # resets a terminal, a bell, red, and right-to-left
 FOREIGN = b"\xff\xfe" + CLEARS

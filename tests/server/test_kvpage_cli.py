@@ -1,4 +1,4 @@
-"""`kvpage` in a terminal, against a real server: what it shows, and what its exit code says."""
+"""`kvpage` in a terminal, against a real server: its output and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvpage_server.page import DType, PageKey, encode_page
 
 
 def kvpage(*words: str, url: str = "") -> tuple[int, str, str]:
-    """Exit code, and what it wrote to stdout and stderr."""
+    """Return the exit code, stdout and stderr."""
     with redirect_stdout(StringIO()) as shown, redirect_stderr(StringIO()) as said:
         try:
             main([*words, *(["--url", url] if url else [])])
@@ -170,7 +170,7 @@ def test_what_is_to_be_pasted_is_quoted_or_left_out(server: RunningServer, clien
 
 
 def flip_a_bit(pid: int, wanted: bytes) -> None:
-    """What a failing memory chip does to every place where a process holds `wanted`; at least one."""
+    """Flip a bit, as a defective memory chip would, at every place where a process has `wanted`; at least one."""
     flipped = 0
     with open(f"/proc/{pid}/maps", encoding="utf-8") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         for line in maps:
@@ -307,7 +307,7 @@ def test_help_is_there_for_every_command(command: str) -> None:
     assert f"usage: kvpage {command}".rstrip() in shown
 
 
-# -- who asks, and how it ends -----------------------------------------------------------------------------------------
+# -- users, and exit codes ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,8 @@ def test_a_password_comes_from_the_environment(
     assert "2 requests, 2 blocks, 24 keys" in shown
     monkeypatch.setenv("KVPAGE_URL", guarded.url)
     assert kvpage("ls")[0] == 0
-    code, _, said = kvpage("status", url=guarded.url.replace("//", "//app:word@"))  # what stands in the URL stays
+    # the credentials of the URL are used
+    code, _, said = kvpage("status", url=guarded.url.replace("//", "//app:word@"))
     assert (code, said) == (0, "")
 
 
@@ -400,7 +401,8 @@ def test_a_reader_that_goes_ends_it_without_a_word(server: RunningServer, client
     for number in range(3000):
         client.execute_command("KVPAGESET", f"a-request-with-a-long-name-{number}", 0, 0, 0, 0, 3, 1, 1, 0, b"x")
     command = [str(Path(sys.executable).with_name("kvpage")), "ls", "--limit", "0", "--url", server.url]
-    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else the interpreter drops what a pipe does not take at once
+    # otherwise the interpreter drops the part that a pipe does not take immediately
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -453,7 +455,7 @@ def test_the_server_is_a_module_too() -> None:
     assert done.stdout == f"kvpage-server {__version__}, page core: {core.NAME}\n"
 
 
-# -- what lies on disk -------------------------------------------------------------------------------------------------
+# -- values on disk ----------------------------------------------------------------------------------------------------
 
 
 def test_to_look_at_what_lies_on_disk_leaves_it_there_and_idle(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def run(*words: str) -> int:
 
 @contextmanager
 def watched(*words: str) -> Iterator[IO[bytes]]:
-    """What a command prints that goes on until it is ended."""
+    """Yield the output of a command that runs until it is interrupted."""
     with subprocess.Popen([PROGRAM, *words], stdout=subprocess.PIPE) as process:
         assert process.stdout
         try:
@@ -123,7 +123,7 @@ def test_top_goes_on_when_a_server_dies_and_shows_it_when_it_is_back(server: Run
         assert f"{port} is gone" in next(node for node in told if "error" in node)["error"]
         stack.enter_context(start_server(port=port))
         back = next(node for node in told if "error" not in node)
-        assert back["per_second"] is None  # a server that has begun anew has not gone backwards
+        assert back["per_second"] is None  # rates of a restarted server are unknown, not negative
         assert next(told)["per_second"]["commands"] > 0
 
 

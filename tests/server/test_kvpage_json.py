@@ -1,4 +1,4 @@
-"""`kvpage --json`: an object a line, with the keys that docs/operations.md lists; and what goes on until ended."""
+"""`kvpage --json`: an object per line, with the keys in docs/operations.md; and commands that run until interrupted."""
 
 from __future__ import annotations
 

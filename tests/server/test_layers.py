@@ -1,6 +1,6 @@
 """Structure of the packages: permitted imports between rooms, the contents of rooms, and depth of inheritance.
 
-Every import counts, those for type checking too. Nothing is excused: what breaks a rule is mended.
+Every import counts, those for type checking too. There are no exceptions: violations are fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = next(parent for parent in Path(__file__).parents if (parent / "pyproject.
 PACKAGES = ("kvpage_server", "engine")
 MOST_ABOVE = 2  # classes of ours above a class
 
-# What each room of the server may know of the others. Arrows point down; `cli` and `app` are at the top.
+# Permitted imports between the server's packages. Arrows point down; `cli` and `app` are at the top.
 MAY_KNOW = {
     "page": "",
     "glob": "",
@@ -146,7 +146,7 @@ def test_nothing_below_the_commands_spells_a_reply() -> None:
 
 @pytest.mark.parametrize("package", sorted({name.rpartition(".")[0] for name in modules()}))
 def test_there_is_no_circle(package: str) -> None:
-    """What lies side by side in a folder, modules and folders alike, has an order; so modules have one altogether."""
+    """Modules and folders within a folder have an import order; so all modules have one."""
     graph: dict[str, set[str]] = defaultdict(set)
     edges: dict[tuple[str, str], tuple[str, str]] = {}
     beginning = package + "."
@@ -166,7 +166,7 @@ def test_there_is_no_circle(package: str) -> None:
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
-Class = tuple[str, ast.ClassDef]  # the module it lies in, and its text
+Class = tuple[str, ast.ClassDef]  # the module, and the syntax tree
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Layouts: every number arrives where the other party looks for it, and comes back."""
+"""Layouts: every number is at the other layout's position, and the inverse conversion restores it."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ class BadPageTest(unittest.TestCase):
 
 
 class BlockShapeTest(unittest.TestCase):
-    """Where each page of a block lies in its body: layer, plane, head, token, dim."""
+    """The position of each page of a block in its body: layer, plane, head, token, dim."""
 
     # A 4-bit cache: K and V packed in uint32, with scales and biases, which have another row length and dtype.
     SHAPE = BlockShape(

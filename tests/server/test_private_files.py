@@ -1,6 +1,6 @@
-"""What server, dump and engine write is for their own user's eyes, under whatever umask, and whatever lay there before.
+"""Files of server, dump and engine are readable only by their own user, under every umask, and if they existed before.
 
-It holds the pages and strings of all tenants, who they are, and what they said.
+They contain pages, strings and names of all tenants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_THE_STORE = {"kvpage.lmdb", "kvpage.lmdb-lock", "kvpage.lmdb.clean", "kvpage.
 
 
 def rights(directory: Path) -> dict[str, int]:
-    """What everything in a directory lets whom do, by its path from there."""
+    """Return the permissions of all files in a directory, by relative path."""
     return {str(path.relative_to(directory)): stat.S_IMODE(path.lstat().st_mode) for path in directory.rglob("*")}
 
 

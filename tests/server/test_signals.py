@@ -1,4 +1,4 @@
-"""Signals: what ends the server ends it in order, what renews it does not end it, and the rest does it no harm."""
+"""Signals: some end the server in order, some reload it, and others do no harm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ main()
 
 
 def command(directory: Path, port: int, *options: str) -> list[str]:
-    """One with a disk, which writes what it is told at the end, and not before."""
+    """Return the command of a server with a disk, which writes only at the end."""
     where = ["--dir", str(directory), "--port", str(port)]
     return [sys.executable, "-m", "kvpage_server.app", *where, "--appendfsync", "no", *options]
 
@@ -70,7 +70,7 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def assert_kept(directory: Path) -> None:
-    """What was acknowledged is there after a restart."""
+    """Check that acknowledged values exist after a restart."""
     with start_server("--store", "tiered", directory=directory) as server, server.client() as client:
         assert client.get("x") == BODY
 
@@ -100,7 +100,7 @@ class TestTerminal:
 
     @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
     def test_make_that_started_it_goes_and_it_writes_everything(self, tmp_path: Path) -> None:
-        """The shell is hung up on, and ends; then the system hangs up on what ran in the foreground, make and all."""
+        """The shell is hung up, and ends; then the system hangs up the foreground processes, including make."""
         port, pidfile = free_port(), tmp_path / "pid"
         words = shlex.join(command(tmp_path, port, "--pidfile", str(pidfile)))
         (tmp_path / "Makefile").write_text(f"run:\n\t{words}\n", encoding="utf-8")
@@ -119,7 +119,7 @@ class TestTerminal:
     def test_it_stops_though_who_is_told_does_not_pass_it_on_unless_it_is_in_the_background(
         self, tmp_path: Path, background: bool
     ) -> None:
-        """The system tells the terminal's first process alone; make, if it is that, waits for the server."""
+        """The system notifies only the terminal's first process; if that is make, it waits for the server."""
         port, pidfile = free_port(), tmp_path / "pid"
         with terminal() as place:
             words = [*command(tmp_path, port, "--pidfile", str(pidfile))]
@@ -136,14 +136,14 @@ class TestTerminal:
         assert_kept(tmp_path)
 
     def test_who_ignored_it_before_goes_on_without_a_terminal(self, tmp_path: Path) -> None:
-        """nohup. Its log went to the terminal: that it is gone is no reason to stop, nor to stop otherwise."""
+        """nohup. The loss of the terminal, to which its log was written, does not stop it."""
         with terminal() as place, at(place, tmp_path, sys.executable, "-c", _IGNORE_AND_RUN) as server:
             place.close()
             with server.client() as client:
                 client.config_set("loglevel", "debug")
                 for _ in range(100):
                     client.execute_command("CLIENT", "NO-EVICT", "ON")
-                    with server.connect() as other:  # is told in the log
+                    with server.connect() as other:  # is logged
                         other.sendall(b"*1\r\nnonsense\r\n")
                 assert client.ping()
             assert server.stop(signal.SIGTERM) == 0
@@ -160,7 +160,7 @@ _IGNORE_AND_RUN = (
 
 
 def test_a_log_that_nobody_reads_any_more_is_no_reason_to_stop(tmp_path: Path) -> None:
-    """As in `kvpage-server 2>&1 | head -1`."""
+    """The case of `kvpage-server 2>&1 | head -1`."""
     port = free_port()
     process = subprocess.Popen(command(tmp_path, port), stderr=subprocess.PIPE, start_new_session=True)
     assert process.stderr
@@ -203,7 +203,7 @@ def test_what_means_nothing_to_it_does_nothing() -> None:
 
 
 def test_a_file_that_may_not_grow_ends_nothing_and_is_no_promise(tmp_path: Path) -> None:
-    """SIGXFSZ: where it may not write, `always` refuses, and what it did not refuse is there."""
+    """SIGXFSZ: without permission to write, `always` refuses, and values that it did not refuse exist."""
     port, most = free_port(), 2 << 20
     process = subprocess.Popen(
         [*command(tmp_path, port), "--appendfsync", "always"],
@@ -241,7 +241,7 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
 
 
 def fates() -> dict[str, str]:
-    """What docs/operations.md says of each signal."""
+    """Return the documented effect of each signal in docs/operations.md."""
     table = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     return {name: fate for names, fate in FATE.findall(table) for name in re.findall(r"`(SIG\w+)`", names)}
 
@@ -262,12 +262,12 @@ def test_the_table_of_signals_is_true_and_whole() -> None:
 
 @pytest.mark.parametrize("read", [False, True])
 def test_what_was_removed_and_stored_again_is_written_too(tmp_path: Path, read: bool) -> None:
-    """Under appendfsync no the new value waits in memory, while it waits to be written that the old one is gone."""
+    """Under appendfsync no the new value waits in memory, while the removal of the old one waits to be written."""
     options = ("--store", "tiered", "--appendfsync", "no")
     with start_server(*options, directory=tmp_path) as server, server.client() as client:
         for key in ("a", "b", "c"):
             client.set(key, b"old" * 3000)
-            assert client.get(key)  # a second use: it goes to disk
+            assert client.get(key)  # a second use: it is written to disk
         client.save()
         client.delete("a", "b", "c")
         with client.pipeline(transaction=False) as pipe:

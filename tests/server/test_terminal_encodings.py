@@ -1,4 +1,4 @@
-"""Our programs in terminals of ASCII and Latin-1: what these cannot show is replaced, and nothing fails."""
+"""Our programs in terminals of ASCII and Latin-1: unsupported characters are replaced, and nothing fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Debian's Chromium, without a window, and what is asked of a page."""
+"""Debian's Chromium, headless, and queries of a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 NO_CHROMIUM = "chromium is not installed (Debian: chromium)"
 FRAME = 50.0  # milliseconds that a task may take: more is felt
 DRIVEN = "blink.mojom.DevToolsSession"  # by which Playwright drives a page
-WITHIN = 60_000  # milliseconds, for what is going to be shown
+WITHIN = 60_000  # milliseconds, for elements that will be shown
 SERIOUS = ("serious", "critical")
 
 
@@ -55,7 +55,7 @@ def says(page: Any, selector: str, text: str) -> None:
 
 
 def faults(page: Any) -> list[str]:
-    """What axe-core finds serious, and where."""
+    """Return the serious faults that axe-core finds."""
     found = axe.Axe().run(page).response["violations"]
     return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found if one["impact"] in SERIOUS]
 
@@ -67,8 +67,9 @@ def fits_a_phone(page: Any) -> None:
 
 
 def stays_fluid(page: Any, work: Callable[[], object]) -> bool:
-    """Whether no task takes longer than a frame. What others on the machine do only adds to the time of a task, so the
-    best of three times counts."""
+    """Whether no task takes longer than a frame. Other processes can only increase the time of a task, so the best of
+    three times counts.
+    """
 
     def longest() -> float:
         with busy(page) as tasks:

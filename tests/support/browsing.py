@@ -1,4 +1,4 @@
-"""A kvpage-server that answers HTTP, and what asks it."""
+"""A kvpage-server that answers HTTP, and its clients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SeenServer:
         return samples(answer.text)
 
     def event(self, name: str, browser: httpx.Client) -> Any:
-        """The data of the first event of that name which the page is told."""
+        """Return the data of the first event of that name that the page receives."""
         with browser.stream("GET", "/page/events") as reply:
             assert reply.status_code == 200, reply.read()
             lines = reply.iter_lines()
@@ -81,7 +81,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 @contextmanager
 def start_seen_server(*options: str, **how: Any) -> Iterator[SeenServer]:
-    """As `start_server`, with its process for HTTP."""
+    """Start a server as `start_server` does, with its process for HTTP."""
     http = free_port()
     with start_server("--metrics-port", str(http), "--web-token", TOKEN, *options, **how) as server:
         seen = SeenServer(server, http)

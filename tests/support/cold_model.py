@@ -1,7 +1,7 @@
-"""What every command that touches keys answers, by a plain dictionary of them: without slots, blocks or a disk.
+"""Model of every command for keys, based on a plain dictionary: without slots, blocks or a disk.
 
-A command is words; `Model.answer` is what it must answer, and does to the dictionary what it does to a server. What of
-a reply cannot be known, such as the time in a page's header, is left open.
+A command is words; `Model.answer` returns its expected reply, and changes the dictionary as a server changes its keys.
+Unpredictable parts of a reply, such as the time in a page's header, are left open.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Open:
-    """A reply of which it is only known what holds of it."""
+    """A reply that is only constrained by a predicate."""
 
     holds: Callable[[Any], bool]
 
@@ -47,7 +47,7 @@ NO_INTEGER = Error("ERR value is not an integer")
 
 
 def agrees(expected: Any, reply: Any) -> bool:
-    """Whether a reply is what it has to be. That the server is to blame is never an answer."""
+    """Return whether a reply matches the expected one. An internal error never matches."""
     if isinstance(reply, str) and "internal error" in reply:
         return False
     if isinstance(expected, Open):
@@ -84,7 +84,7 @@ def _map(**expected: Any) -> Open:
 
 
 def string(value: Value | None) -> Any:
-    """What GET answers. Of a page's header some is not known, but it has to fit the body."""
+    """Return the reply of GET. Of a page's header some is not known, but it has to fit the body."""
     if value is None or not value.is_page:
         return None if value is None else value.data
 

@@ -1,4 +1,4 @@
-"""Contexts without a model: every row is made from the tokens up to it, so that what comes back can be checked."""
+"""Contexts without a model: every row is computed from the tokens up to it, so that loaded rows can be checked."""
 
 from __future__ import annotations
 

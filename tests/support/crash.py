@@ -1,13 +1,13 @@
 """Kills a server at random moments, again and again, and finds out whether it kept its promises.
 
-Now and then it is hung up on instead (SIGHUP, since its terminal is gone), which is to lose nothing at all.
+Sometimes it receives SIGHUP instead, because its terminal was closed, and must lose nothing.
 
-Writers change keys of their own, version by version; a value says which key and version it is, and what it must be
-follows from that. Whatever a server says after it was killed is held against what it had acknowledged:
+Writers change their own keys, version by version; a value contains its key and version, from which all its bytes
+follow. After each kill, the server's values are compared with the acknowledged ones:
 
 - every value is one that was written to that key, to the last byte
 - under `always` no acknowledged change is lost, under `everysec` none that is older than a second
-- what was written by one command or transaction is there as one: at no moment is half of it seen
+- the writes of one command or transaction are visible together: no reader sees a part of them
 
 In some scenes others fill the disk meanwhile, and free it again. A write may be refused then.
 """
@@ -43,7 +43,7 @@ def body(name: str, version: int, size: int) -> bytes:
 
 
 def version_of(value: bytes, name: str) -> int:
-    """Which version a value is. It has to be it to the last byte."""
+    """Return the version of a value. Every byte has to match."""
     version = int.from_bytes(value[:8], "little")
     assert value == body(name, version, len(value)), f"{name} is torn: it begins as version {version}"
     return version
@@ -51,7 +51,9 @@ def version_of(value: bytes, name: str) -> int:
 
 @dataclass
 class Unit:
-    """What is written at once, and which versions of it were sent and acknowledged, when. Version 0 is nothing."""
+    """Keys that are written together, and the versions that were sent and acknowledged, with times. Version 0 is
+    absent.
+    """
 
     kind: str
     name: str
@@ -147,7 +149,7 @@ class Unit:
         return found.pop()
 
     def check(self, client: redis.Redis, promised: float, *, may_be_evicted: bool) -> None:
-        """Hold what is there against what had been acknowledged by the time `promised`; go on from there."""
+        """Compare the values with those acknowledged by the time `promised`; continue from there."""
         least = max(version for when, version in self.acknowledged if when <= promised)
         allowed = range(least, self.sent + 1)
         found = self.read(client)
@@ -174,14 +176,14 @@ class Harness:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
-        self._promised = 0.0  # what was acknowledged by then has to be there
+        self._promised = 0.0  # writes acknowledged by then must exist
         self._may_be_evicted = False
         self._units = [
             [Unit(kind, f"{kind}-{writer}-{i}") for kind in KINDS for i in range(UNITS)] for writer in range(WRITERS)
         ]
 
     def live_and_die(self, mode: str, *options: str, may_evict: bool = False, kinds: tuple[str, ...] = KINDS) -> None:
-        """A server finds what was promised, is written to for a moment, and dies."""
+        """Start a server, check the durable values, write for a moment, and kill it."""
         with self._server("--appendfsync", mode, *options) as (process, port):
             self._wait(process, port)
             self._check(port)
@@ -192,7 +194,7 @@ class Harness:
         self.kills += 1
 
     def be_hung_up_on(self, *options: str) -> None:
-        """A server finds what was promised, is written to for a moment, and loses its terminal: nothing is lost."""
+        """Start a server, check the durable values, write for a moment, and close its terminal: nothing is lost."""
         with terminal() as place, self._server(*options, start=place.start) as (process, port):
             self._wait(process, port)
             self._check(port)
@@ -203,7 +205,7 @@ class Harness:
         self.hangups += 1
 
     def die_within_exec(self, mode: str) -> None:
-        """A server dies in the middle of transactions that read and write into what lies on disk, most of it alone."""
+        """Kill a server during transactions that read and write values on disk, most of them not in memory."""
         self.live_and_die(mode, "--maxmemory", "400kb", kinds=("mixed",))
 
     def die_at_the_start(self, *options: str) -> None:
@@ -215,7 +217,7 @@ class Harness:
         self.kills += 1
 
     def live(self) -> None:
-        """A server finds what was promised, and ends in order."""
+        """Start a server, check the durable values, and stop it."""
         with self._server() as (process, port):
             self._wait(process, port)
             self._check(port)
@@ -268,7 +270,7 @@ class Harness:
                     while True:
                         with self._refusals(dying):
                             self._act(client, rng, units)
-            except BaseException as error:  # noqa: BLE001 - told by the thread that waits
+            except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
                 failures.append(error)
 
         written = [[unit for unit in units if unit.kind in kinds] for units in self._units]
@@ -295,7 +297,7 @@ class Harness:
 
     @contextmanager
     def _refusals(self, dying: threading.Event) -> Iterator[None]:
-        """Where the disk may be full, go on with what was refused, and after the connection that ends with it."""
+        """If the disk may be full, continue after refused commands, and after the connection that ends with the server."""
         try:
             yield
         except redis.ConnectionError:

@@ -1,4 +1,4 @@
-"""Documents that tell the truth: what they show, for tests to run.
+"""Tests of documents: their examples, extracted to be run.
 
 A fenced block is `console` (commands after ``$ ``, their output below, ``...`` standing for any), `python`, a file
 (`conf`, `ini`, `dockerfile`), or `text`, which claims nothing. The Python blocks of a document are one program. A line
@@ -27,7 +27,7 @@ def blocks(document: str, kind: str) -> list[str]:
 
 
 def commands(document: str) -> Iterator[tuple[str, str]]:
-    """What is typed in a document's console blocks, and what it shows below."""
+    """Yield the commands in a document's console blocks, and the output below each."""
     for block in blocks(document, "console"):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             typed, _, shown = part.partition("\n")
@@ -35,7 +35,7 @@ def commands(document: str) -> Iterator[tuple[str, str]]:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints when it succeeds."""
+    """Return the output of a successful command."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.rstrip("\n")
@@ -46,7 +46,7 @@ def check(output: str, shown: str) -> None:
 
 
 def check_program(program: str) -> None:
-    """That a document's program runs, and prints what its comments promise."""
+    """Check that a document's program runs, and prints the values in its comments."""
     promised = re.findall(r"^ *print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert promised
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A batch engine on a family's small model: what the model is given is seen, what answers hold is given back."""
+"""A batch engine on a family's small model: the model's inputs are recorded, and the blocks of answers are freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.scheduling.request import CompletedGeneration, SchedulerConfig
 
 
 class Watched:
-    """A model, and the shapes ``[batch, tokens]`` of what it was given."""
+    """A model, and the shapes ``[batch, tokens]`` of its inputs."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -1,7 +1,7 @@
-"""An engine with its store, as a process: prompts come as lines of JSON on stdin, answers go as lines to stdout.
+"""An engine with its store, as a process: prompts arrive as lines of JSON on stdin, answers are lines on stdout.
 
 Run as ``python -m engine_process MODEL STORE_URL [COLD_DIRECTORY]``; MODEL is a directory, ``tiny`` or ``adapted``; a
-load takes RESTORE_WITHIN seconds at most, from the environment. It is told:
+load takes RESTORE_WITHIN seconds at most, from the environment. Input lines:
 
     {"id": 1, "agent": "alice", "tokens": [...], "max_tokens": 8}   to be answered; each token is told, too; an agent
                                                                     "anon-..." has no name
@@ -130,7 +130,7 @@ class EngineProcess:
     """The other side of it."""
 
     process: Process
-    tokens: dict[int, list[int]] = field(default_factory=dict)  # told so far, by the prompt's number
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # received so far, by the prompt's number
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     _said: deque[dict[str, Any]] = field(default_factory=deque)
     _asked: int = 0
@@ -183,7 +183,7 @@ class EngineProcess:
         self.process.wait(WITHIN)
 
     def stop(self) -> None:
-        """Let it write what it has, and end: well, with an empty pool."""
+        """Let it write its contexts, and end: with exit code 0 and an empty pool."""
         assert self.process.stdin
         self.process.stdin.close()
         assert self.process.wait(WITHIN) == 0
@@ -215,7 +215,7 @@ class EngineProcess:
 def start_engines(
     count: int, url: str, directory: Path | None = None, model: str = "tiny"
 ) -> Iterator[list[EngineProcess]]:
-    """So many engines on one server; those that have not been stopped or killed are stopped, and must end well."""
+    """Start `count` engines on one server; the running ones are stopped at the end, and must exit with 0."""
     engines: list[EngineProcess] = []
     try:
         engines += [start_process(url, directory, model) for _ in range(count)]
@@ -233,7 +233,7 @@ def start_engines(
 def start_process(
     url: str, directory: Path | None = None, model: str = "tiny", errors: int = 2, **environment: str
 ) -> EngineProcess:
-    """One, without waiting for it. `errors` is a file descriptor, for what it says on the standard error."""
+    """Start an engine, without waiting for it. `errors` is a file descriptor for its standard error."""
     command = [sys.executable, "-m", "engine_process", model, url, *([str(directory)] if directory else [])]
     return EngineProcess(converse(command, errors, **environment))
 

@@ -1,4 +1,4 @@
-"""What an engine and mlx-lm itself say to a prompt, token by token, so that the two can be compared."""
+"""Answers of an engine and of mlx-lm to a prompt, token by token, for comparison."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Every family of models that the installed mlx-lm has, found by looking, each as a tiny random model.
 
 A family is a module of `mlx_lm.models` with a `Model` and its `ModelArgs`. Their configurations call the same things by
-many names: TINY has a small value for each, of which a family takes those it knows, and OWN is what one wants besides.
+many names: TINY has a small value for each, of which a family takes the names that it knows, and OWN has further values
+of a family.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def modules() -> list[str]:
-    """The modules that define a family, by what they say in their source: some cannot be imported."""
+    """Return the modules that define a family, found in their source, because some cannot be imported."""
     sources = Path(mlx_lm.models.__path__[0]).glob("*.py")
     return sorted(source.stem for source in sources if "class ModelArgs" in source.read_text(encoding="utf-8"))
 

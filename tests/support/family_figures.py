@@ -1,4 +1,4 @@
-"""What the engine says with every family of mlx-lm's, against mlx-lm itself, as the second table of docs/engine.md.
+"""Comparison of the engine's answers with mlx-lm's for every family of mlx-lm: the second table of docs/engine.md.
 
 `python tests/support/family_figures.py` measures all and writes the table; with names, it prints their rows.
 """
@@ -101,7 +101,7 @@ def _reason(error: BaseException) -> str:
 
 
 class Bench(EngineBench):
-    """An engine, and what was said in it."""
+    """An engine, and its answers."""
 
     def __init__(self, of: Tiny, spec: ModelCacheSpec) -> None:
         super().__init__(of, TOKENIZER, 64)
@@ -158,7 +158,7 @@ def _together(of: Tiny, spec: ModelCacheSpec) -> list[Said]:
 
 
 def _restored(of: Tiny, spec: ModelCacheSpec, told: Sequence[int], url: str) -> Said:
-    """What is said to a question after a turn that was stored and loaded again."""
+    """Return the answer to a question after a turn that was stored and loaded again."""
     bench = Bench(of, spec)
     pages = PageTier(url, spec, bench.pool)
     try:
@@ -193,7 +193,7 @@ def _furthest(ours: Sequence[Said], theirs: Sequence[Said]) -> float:
 
 
 def _distance(ours: Said, theirs: Said) -> float:
-    """As long as the two say the same, and at the first token in which they differ."""
+    """Return the largest difference up to the first token that differs."""
     same = 0
     while same < ANSWERED - 1 and ours.tokens[same] == theirs.tokens[same]:
         same += 1
@@ -217,7 +217,7 @@ def row(name: str, url: str) -> list[str]:
 
 
 def applies() -> bool:
-    """Whether the table was made of the mlx-lm that is installed, and where what it needs is there as it is here."""
+    """Return whether the table was made with the installed mlx-lm, on a machine that has its requirements."""
     return platform.system() == "Linux" and f"{BEGIN}{_made_of()}" in DOCUMENT.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/engine.md: what was tested of which family."""
+"""The table of docs/engine.md: tested features by family."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ NOT_APPLICABLE = {
     **{(kind, OFFSET): "has no offset" for kind in WITHOUT_OFFSET},
 }
 
-passed: Counter[tuple[str, str]] = Counter()  # (kind, column) -> checks that went well
+passed: Counter[tuple[str, str]] = Counter()  # (kind, column) -> passed checks
 
 
 @contextmanager
 def covers(kind: str, column: str) -> Iterator[None]:
-    """What is done within, if it goes well, is a check in that cell of the table."""
+    """Count the body as a check in that cell of the table, if it passes."""
     assert kind in KINDS
     assert column in COLUMNS
     assert (kind, column) not in NOT_APPLICABLE
@@ -55,7 +55,7 @@ def untested() -> list[tuple[str, str]]:
 
 
 def table() -> str:
-    """Markdown, a row a kind, in a cell how many checks went well."""
+    """Return the table as Markdown, a row per kind, with the number of passed checks in a cell."""
     head = ["family", "its layers keep", "prompts run", *COLUMNS]
     rows = [head, ["---"] * 3 + ["---:"] * len(COLUMNS)]
     for kind in KINDS:

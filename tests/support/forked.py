@@ -1,7 +1,7 @@
 """Programs that begin where others have imported everything, which takes longer than most tests.
 
 Each is a fork of a process that has done nothing else. Run as ``python forked.py MODULE...``, that process imports the
-modules, and is told over a socket, its standard input, in JSON:
+modules, and reads requests in JSON from a socket, its standard input:
 
     {"module": "...", "arguments": [...]}   with three descriptors, its standard streams: the module's `main` begins;
                                             its process id is told
@@ -27,14 +27,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import IO, Any
 
-LONGEST = 1 << 16  # bytes of what is said
+LONGEST = 1 << 16  # bytes of a message
 SERVER = ("kvpage_server.app",)
 ENGINES = ("engine_process", "engine.cli", "engine.api.server", "persistent_models")  # the first imports MLX
 SUPPORT = os.path.dirname(__file__)
 
 
 def main() -> object:
-    sys.path[:1] = [os.getcwd(), SUPPORT]  # as for `python -m`, and what lies here
+    sys.path[:1] = [os.getcwd(), SUPPORT]  # as with `python -m`, and this folder
     for module in sys.argv[1:]:
         importlib.import_module(module)
     assert threading.active_count() == 1, "a fork has one thread of several"
@@ -59,7 +59,7 @@ def main() -> object:
             for stream in streams:
                 os.close(stream)
         told.send(json.dumps(said).encode())
-    for pid in running:  # of who was killed before it could stop them
+    for pid in running:  # processes whose parent was killed before it could stop them
         os.kill(pid, signal.SIGKILL)
     return None
 
@@ -95,7 +95,7 @@ class _Origin:
 
 @cache
 def _origin(modules: Sequence[str], folder: str, *environment: tuple[str, str]) -> _Origin:
-    """For those who start one of these programs in this folder, with this environment."""
+    """Return the origin for programs in this folder with this environment."""
     return _Origin(modules, dict(environment))
 
 
@@ -138,7 +138,7 @@ Process = subprocess.Popen[Any] | Forked
 
 
 def begin(command: Sequence[str], log: IO[bytes]) -> Process:
-    """A service, which says what it says in a log: `python -m MODULE` with further words."""
+    """Start a service with its output in a log: `python -m MODULE` with further words."""
     if not _forks(command):
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     with open(os.devnull, "rb") as nothing:
@@ -146,7 +146,7 @@ def begin(command: Sequence[str], log: IO[bytes]) -> Process:
 
 
 def converse(command: Sequence[str], errors: int = 2, **environment: str) -> Process:
-    """A program that is told lines and answers with lines. `errors` is a descriptor."""
+    """Start a program that reads and writes lines. `errors` is a descriptor."""
     environment = {**os.environ, "PYTHONPATH": SUPPORT, **environment}
     if not _forks(command):
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}

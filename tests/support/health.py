@@ -1,4 +1,4 @@
-"""Whether a server is well: it answers at once, holds nothing for clients that are gone, is no larger than before."""
+"""Health of a server: it answers immediately, holds nothing for disconnected clients, and has not grown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from waiting import until
 
 PROMPT = 0.5  # seconds: a server that holds up its clients does so for longer; a busy machine does not
 MIB = 1024 * 1024
-EMPTY = 64 * MIB  # of a server without a value; what its arena keeps ready need not be in memory
+EMPTY = 64 * MIB  # of a server without a value; the arena's reserve need not be in memory
 
 
 def assert_prompt(server: RunningServer, **credentials: Any) -> None:
@@ -30,7 +30,7 @@ def assert_prompt(server: RunningServer, **credentials: Any) -> None:
 
 @contextmanager
 def unharmed(server: RunningServer, *, slack: int = 16 * MIB, **credentials: Any) -> Iterator[None]:
-    """What happens meanwhile leaves a server that answers at once, holds nothing for anybody and is no larger."""
+    """Check that the body leaves a server that answers immediately, holds nothing for clients and has not grown."""
     with server.client(**credentials) as client:
         before = max(_size(server, client), EMPTY)
         yield
@@ -40,6 +40,6 @@ def unharmed(server: RunningServer, *, slack: int = 16 * MIB, **credentials: Any
 
 
 def _size(server: RunningServer, client: redis.Redis) -> int:
-    """Bytes of the process, but for what the arena keeps ready for the next values."""
+    """Return the bytes of the process without the arena's reserve."""
     memory = client.info("memory")
     return server.rss() - (int(memory["arena_held"]) - int(memory["arena_used"]))

@@ -15,14 +15,14 @@ TTL_ERROR = 5000  # milliseconds by which times to live may differ: whole second
 
 @dataclass(frozen=True)
 class Held:
-    """A key's value, without what a page's header says of when it was written."""
+    """A key's value, without the write time in a page's header."""
 
     value: bytes
     expires: bool
 
 
 def everything(client: redis.Redis) -> tuple[dict[bytes, Held], dict[bytes, int]]:
-    """What there is, and the milliseconds that keys have to live."""
+    """Return all values, and the remaining milliseconds of keys with a TTL."""
     held, left = {}, {}
     for key in sorted(set(client.scan_iter(count=1000))):
         value, ttl = client.get(key), client.pttl(key)
@@ -39,7 +39,7 @@ def everything(client: redis.Redis) -> tuple[dict[bytes, Held], dict[bytes, int]
 
 
 def check_same(client: redis.Redis, before: tuple[dict[bytes, Held], dict[bytes, int]]) -> None:
-    """That a server holds what another did a moment before."""
+    """Check that a server has the values that another one had a moment before."""
     held, left = everything(client)
     assert held.keys() == before[0].keys()
     assert held == before[0]

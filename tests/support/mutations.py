@@ -1,4 +1,4 @@
-"""Frames that are nearly right: commands of every kind, with a word or a byte that is not what it should be."""
+"""Almost valid frames: commands of every kind with a wrong word or byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpage_server.page import decode_page
 
 Words = list[bytes]
 
-# These end or hold up connections, or change who may come in and what may be sent: then nothing could be expected.
+# These end or delay connections, or change rights and permitted data: then no reply could be predicted.
 _LEFT_OUT = frozenset(
     (
         *("shutdown", "quit", "client|kill", "client|pause", "config|set", "acl|setuser", "acl|deluser", "acl|load"),
@@ -135,7 +135,7 @@ class Frames:
         return b"kv:" + b":".join(self._name()) if self._rng.random() < 0.5 else b"key%d" % self._rng.randrange(300)
 
     def _blob(self, key: bytes) -> bytes:
-        """What a page is as a string, mostly not under its own key."""
+        """Return a page as a string, usually not under its own key."""
         body = bytes(64)
         blob = b"KVPG" + bytes([2, 8]) + bytes(58) + body
         assert len(blob) == 128

@@ -21,7 +21,7 @@ TOKENIZER.eos_token_ids = []
 
 
 class Model:
-    """A family's tiny model, in float32 or in what is said."""
+    """A family's tiny model, in float32 or in the given dtype."""
 
     def __init__(self, name: str, dtype: mx.Dtype = mx.float32, times: float = 1.0) -> None:
         self.model = random_model(name)

@@ -25,12 +25,12 @@ def attention() -> Graph:
 
 
 def report(step: int, word: mx.array, logits: mx.array) -> str:
-    """A line that says what a step gave, to the bit."""
+    """Return a line with the exact result of a step."""
     return f"{step} {word.item()} {xxhash.xxh3_64_hexdigest(np.asarray(logits).tobytes())}"
 
 
 def main() -> None:
-    """Run a step of an instance for each line of the input, save it, and print what it gave."""
+    """Run a step of an instance for each line of the input, save it, and print its result."""
     url, instance = sys.argv[1:]
     simulator = Simulator(decoder(), attention(), store=PersistentStore(url))
     try:

@@ -1,5 +1,6 @@
-"""A proxy on the loopback that treats a server's answers badly: it cuts them off, holds them back, lets them drip,
-changes them; in bad weather any of it, by chance, and what is asked likewise."""
+"""Faulty proxy on the loopback: it cuts, delays, fragments or changes a server's replies; in bad weather at random, and
+requests likewise.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Weather:
-    """What may happen to each piece that passes, and how often of a thousand."""
+    """Faults of each piece that passes, and their frequency per thousand."""
 
     flips: int = 20  # a bit is turned over
     cuts: int = 5  # the connection is closed
-    truncations: int = 5  # some bytes are left out, and the rest comes
-    delays: int = 20  # it comes late
+    truncations: int = 5  # some bytes are left out, and the rest follows
+    delays: int = 20  # it arrives late
     longest: float = 0.05  # seconds
     random: random.Random = field(default_factory=random.Random)
     happened: Counter[str] = field(default_factory=Counter)
 
     def pass_on(self, data: bytes, way: str) -> bytes:
-        """What becomes of a piece of the ``questions`` or ``answers``. Raises OSError for a cut."""
+        """Return the changed piece of the ``questions`` or ``answers``. Raises OSError for a cut."""
         draw = self.random.randrange(1000)
         for name, often in (("flip", self.flips), ("cut", self.cuts), ("gap", self.truncations), ("late", self.delays)):
             if 0 <= draw < often:
@@ -37,7 +38,7 @@ class Weather:
         return data
 
     def _happen(self, name: str, data: bytes) -> bytes:
-        at = min(len(data) - 1, int(self.random.paretovariate(0.5)) - 1)  # frames come before bodies
+        at = min(len(data) - 1, int(self.random.paretovariate(0.5)) - 1)  # frames precede bodies
         if name == "flip":
             changed = bytearray(data)
             changed[at] ^= 1 << self.random.randrange(8)
@@ -52,8 +53,9 @@ class Weather:
 
 @dataclass
 class Proxy:
-    """Passes everything on, unless told otherwise. What is set applies to the bytes that a server sends from then on,
-    on each connection."""
+    """Proxy that forwards everything by default. Settings apply to the bytes that a server sends from then on, on each
+    connection.
+    """
 
     target: int  # port
     port: int = 0

@@ -74,7 +74,7 @@ class Commands:
         return self._rng.choice(NO_INTEGERS if self._rng.random() < 0.15 else INTEGERS)
 
     def _time(self, now: int, unit: int) -> bytes:
-        """A time far off, never one that comes during the test; or none, or one that is past or out of range."""
+        """Return a time far in the future, never one during the test; or none, or one in the past or out of range."""
         if self._rng.random() < 0.8:
             return b"%d" % (now + self._rng.randint(unit, 1000 * unit))
         return self._rng.choice([b"0", b"-1", b"1" if now else b"-5", *NO_INTEGERS, *INTEGERS[-2:]])

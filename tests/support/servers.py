@@ -33,7 +33,7 @@ CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "re
 
 @dataclass
 class RunningServer:
-    """A process that answers on `port`. What it prints goes to `log_file`."""
+    """A process that answers on `port`. Its output is written to `log_file`."""
 
     process: Process
     port: int
@@ -94,7 +94,7 @@ def answers(port: int) -> bool:
 
 @contextmanager
 def _run(command: list[str], port: int, directory: Path | None = None, name: str = "log") -> Iterator[RunningServer]:
-    """A service: it belongs to no terminal, whoever runs the tests."""
+    """Run a service: it has no terminal, independent of the terminal of the tests."""
     with tempfile.TemporaryDirectory() if directory is None else nullcontext(directory) as place:
         log_file = Path(place, name)
         command = [*command, "--dir", str(place)]

@@ -64,7 +64,7 @@ class Here:
         self.client = Client(self.server, "test", "test", connection=None)  # type: ignore[arg-type]
 
     def call(self, *given: Any) -> bytes:
-        """The reply as it goes over the wire, in RESP2."""
+        """Return the reply in RESP2."""
         words = [word if isinstance(word, bytes) else str(word).encode() for word in given]
         pieces: list[Piece] = []
         encode(run(self.client, find(words), list(words)), 2, pieces)

@@ -39,7 +39,7 @@ async def talk_nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 async def announce_much(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
-    """Half a gigabyte, of which little comes."""
+    """Announce half a gigabyte, and send a small part."""
     writer.write(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % rng.choice([500 * 2**20, 60 * 2**20]) + bytes(3000))
     await asyncio.wait_for(reader.read(), rng.random() * 2)
 

@@ -10,7 +10,7 @@ UMASK = 0o022
 
 
 def make_usual() -> None:
-    """Set what the parent process may have left otherwise. Before MLX is imported: OpenBLAS reads its threads then.
+    """Reset settings that the parent process may have changed. Before MLX is imported: OpenBLAS reads its threads then.
 
     Tests of one of these settings set it themselves, for a process of their own.
     """

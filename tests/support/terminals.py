@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Terminal:
-    """A pseudo-terminal. It holds some kilobytes of what is written to it, and nobody reads them."""
+    """A pseudo-terminal. Its buffer holds some kilobytes, which no process reads."""
 
     def __init__(self) -> None:
         self._master, self.slave = pty.openpty()

@@ -32,7 +32,7 @@ _END = b"*2\r\n$4\r\nPING\r\n" + _MARK
 
 @dataclass
 class Cost:
-    """Of a command: processor seconds of the longest turn and of all, and how many turns there were."""
+    """Cost of a command: processor seconds of the longest turn and of all, and the number of turns."""
 
     longest: float
     total: float
@@ -47,7 +47,7 @@ class Turns:
     server: Server
 
     def cost(self, before: bytes, command: bytes) -> Cost:
-        """What a command costs on a connection of its own, with what is left to do after it; `before` was sent first.
+        """Return the cost of a command on a connection of its own, with its background work; `before` was sent first.
 
         Both are spelt already.
         """
@@ -78,7 +78,7 @@ class Turns:
         sending.join()
 
     def on_loop(self, work: Callable[[], Any]) -> Any:
-        """Call something in the loop's thread, once what it has begun is done; what that returns."""
+        """Call a function in the loop's thread after its pending callbacks; return the result."""
 
         async def call() -> Any:
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Waiting for what comes to be, on a machine that may be slow and busy: as long as it takes, within reason."""
+"""Waiting for a condition on a machine that may be slow and busy, with a time limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PATIENCE = 60.0  # seconds: far more than anything takes that is going to happen
 
 
 def eventually(holds: Callable[[], object], within: float = PATIENCE) -> bool:
-    """Whether it comes to hold within so many seconds."""
+    """Return whether the condition becomes true within the given seconds."""
     deadline = time.monotonic() + within
     while not holds():
         if time.monotonic() > deadline:

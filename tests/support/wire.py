@@ -1,4 +1,4 @@
-"""RESP as it goes over the wire: commands spelt by hand, replies as the very bytes that came."""
+"""RESP on the wire: hand-encoded commands, replies as received bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Error(str):
 
 
 def parse(frame: bytes) -> Any:
-    """What a reply says: int, bytes, str for a simple string, Error, None, list; a map is a list of its items."""
+    """Parse a reply: int, bytes, str for a simple string, Error, None, list; a map is a list of its items."""
     value, end = _parse(frame, 0)
     assert end == len(frame), frame[end:]
     return value
@@ -79,7 +79,7 @@ def _line(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _parse(data: bytes, at: int) -> tuple[Any, int]:
-    """What the reply that begins at a place says, and where it ends."""
+    """Parse the reply at an offset; return it, and the offset of its end."""
     line, at = _line(data, at)
     kind, body = line[:1], line[1:]
     if kind == b"+":
