@@ -1,4 +1,4 @@
-"""AsyncPageClient: what its twin does, in an event loop that goes on turning."""
+"""AsyncPageClient: the behaviour of PageClient, in an event loop that keeps running."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ async def test_the_loop_goes_on_turning_meanwhile(server: RunningServer) -> None
         await asyncio.sleep(0)
         turns.clear()
         assert all(await pages.mget_into(keys, into))
-        assert len(turns) > 4, "it moved all at once"  # or what lay in the socket, which may be much on a busy machine
+        # or the content of the socket, which may be large on a busy machine
+        assert len(turns) > 4, "it moved all at once"
         turning.cancel()
 
 
@@ -184,7 +185,7 @@ async def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_
             into = room(written)
             assert await pages.mget_into(keys[::-1], into) == [True] * 20
             assert all(map(same, into, written[::-1]))
-    async with AsyncPageClient(proxy.url) as pages:  # one retry is what it has by itself
+    async with AsyncPageClient(proxy.url) as pages:  # one retry is its default
         assert await pages.exists(keys[0])
         proxy.cut_after, proxy.mend_after = 3000, 1
         assert await pages.mget_into(keys, into) == [True] * 20
@@ -259,7 +260,7 @@ async def test_after_a_call_was_cancelled_nothing_is_written_into_its_buffers(pr
 async def test_a_call_that_is_cancelled_while_it_connects_ends_at_once_and_gives_its_connection_back(
     either_server: RunningServer,
 ) -> None:
-    """The connection, of which the pool has one, comes back when the thread that connects it gives up."""
+    """The only connection of the pool returns to it when the thread that connects it gives up."""
     with start_proxy(either_server.port) as proxy:
         proxy.stall_after = 10
         async with AsyncPageClient(proxy.url, retry=NO_RETRY, max_connections=1) as pages:

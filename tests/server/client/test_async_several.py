@@ -1,4 +1,4 @@
-"""AsyncPageClient on a real Valkey Cluster and on servers side by side: what its twin for threads promises."""
+"""AsyncPageClient on a real Valkey Cluster and on servers side by side: the behaviour of PageClient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpage_server.client.questions import Question, integer
 
 NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(160)]  # 40 segments: servers have random names
 BODIES = [block_body(i) for i in range(len(NAMES))]
-Store = tuple[str, Callable[[signal.Signals], None]]  # its URL, and what sends one of its servers a signal
+Store = tuple[str, Callable[[signal.Signals], None]]  # its URL, and a function that sends one of its servers a signal
 
 
 @pytest.fixture(scope="module", params=["cluster", "side by side"])
@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 async def read(pages: AsyncPageClient, deadline: float = 30) -> list[bool]:
-    """Which blocks were found. Each has the right bytes."""
+    """Return which blocks were found. Each has the right bytes."""
     into = [np.zeros(SHAPE.nbytes, np.uint8) for _ in NAMES]
     found = await pages.mget_blocks_into(NAMES, SHAPE, into, deadline=deadline)
     assert all((a == b).all() for a, b, there in zip(into, BODIES, found, strict=True) if there)

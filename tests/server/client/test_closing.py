@@ -109,7 +109,7 @@ def test_calls_in_other_tasks_end_and_the_loop_is_as_it_was(
         store.signal(signal.SIGSTOP)
         try:
             calls = [asyncio.create_task(call(client)) for call in CALLS.values()]
-            while waiting(client) < len(calls):  # noqa: ASYNC110 - nobody tells
+            while waiting(client) < len(calls):  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.01)
             await client.close()
             for call in calls:
@@ -117,7 +117,7 @@ def test_calls_in_other_tasks_end_and_the_loop_is_as_it_was(
                     await call
         finally:
             store.signal(signal.SIGCONT)
-        async with store.client(AsyncPageClient) as another:  # on sockets with the numbers of those that are gone
+        async with store.client(AsyncPageClient) as another:  # its sockets have the descriptors of the closed ones
             await another.mset(PAGES)
             assert all(await another.mget_into(KEYS, room(PAGES)))
         assert not told

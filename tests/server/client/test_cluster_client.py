@@ -20,7 +20,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from page_batches import SHAPE, batch, block_body, same
-from test_page_client import (  # noqa: F401 - what is promised of one server holds for a cluster
+from test_page_client import (  # noqa: F401 - these tests of one server apply to a cluster
     test_a_block_and_its_pages_are_the_same_data,
     test_a_block_in_several_pieces_arrives_as_one,
     test_a_page_of_another_length_is_a_miss,
@@ -80,7 +80,7 @@ def node_of(cluster: Cluster, name: tuple[bytes, int]) -> Node:
     return cluster.master_of(slot_of(block_key(name)))
 
 
-# -- what lies there ---------------------------------------------------------------------------------------------------
+# -- stored values -----------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_costs_a_round_trip_a_node_however_many_blocks_it_has(pages: PageClient) -> None:
@@ -300,7 +300,7 @@ def node_ids(cluster: Cluster) -> dict[int, str]:
 
 
 def set_slot(cluster: Cluster, slot: int, to: Node) -> None:
-    """Whoever imports a slot has it in a new epoch, so what others still hear of the old one counts no more."""
+    """The importing node has the slot in a new epoch, so older claims that other nodes receive are void."""
     ids = node_ids(cluster)
     with suppress(redis.ResponseError):  # it has the slot
         to.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", next(other for port, other in ids.items() if port != to.port))
@@ -311,7 +311,7 @@ def set_slot(cluster: Cluster, slot: int, to: Node) -> None:
 
 
 def _serves(node: Node, slot: int) -> int:
-    """The port of who has a slot, as a node knows it."""
+    """Return the port of a slot's owner, as a node knows it."""
     return next(entry[2][1] for entry in node.ask("CLUSTER", "SLOTS") if entry[0] <= slot <= entry[1])
 
 
@@ -400,7 +400,7 @@ def test_what_a_replica_does_not_have_yet_is_found_at_its_master(pages: PageClie
             until(lambda node=node: node.told("INFO", "replication")["master_link_status"] == "up")
 
 
-# -- what the documentation says ---------------------------------------------------------------------------------------
+# -- statements of the documentation -----------------------------------------------------------------------------------
 
 
 def test_the_documented_example_runs(cluster: Cluster) -> None:
@@ -475,7 +475,7 @@ def test_kvpage_status_tells_the_share_of_each_master(
 def test_kvpage_lists_requests_and_says_what_is_there(
     cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Blocks, and pages that were written by themselves; a name with what a pattern would take for a sign."""
+    """Blocks, and pages that were written one by one; a name with glob characters."""
 
     def told(*words: str) -> Any:
         with pytest.raises(SystemExit):
@@ -502,7 +502,7 @@ def test_kvpage_lists_requests_and_says_what_is_there(
 def test_kvpage_verifies_pages_and_tells_of_one(
     cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of a block, and those that were written by themselves. What is not what was written is removed."""
+    """Pages of a block, and pages that were written one by one. Damaged pages are removed."""
 
     def told(*words: str, code: int = 0) -> Any:
         with pytest.raises(SystemExit) as ended:

@@ -1,6 +1,6 @@
 """PageClient on a cluster that fails: nodes that die, hang or lie, slots that nobody serves, doors that are shut.
 
-Never wrong bytes, no error but the documented ones, no wait past the deadline, and what survives is found.
+Never wrong bytes, only documented errors, no wait past the deadline, and surviving values are found.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def empty() -> list[Any]:
 
 
 def read(pages: PageClient, deadline: float = 30) -> list[bool]:
-    """Which blocks were found. Each has the right bytes."""
+    """Return which blocks were found. Each has the right bytes."""
     into = empty()
     found = pages.mget_blocks_into(NAMES, SHAPE, into, deadline=deadline)
     assert all((a == b).all() for a, b, there in zip(into, BODIES, found, strict=True) if there)
@@ -257,7 +257,7 @@ def test_bad_weather_before_a_node_never_becomes_wrong_bytes(masters: Cluster) -
 
 
 def announce(node: Node, port: int, cluster: Cluster) -> None:
-    """Have a node say that it is elsewhere, and the others hear of it."""
+    """Make a node announce another address, and wait until the others know it."""
     node.ask("CONFIG", "SET", "cluster-announce-port", port)
     for other in cluster.masters:
         until(lambda other=other: (port or node.port) in [entry[2][1] for entry in other.ask("CLUSTER", "SLOTS")])
@@ -286,7 +286,7 @@ def test_slots_that_nobody_serves_are_an_error_until_somebody_does(masters: Clus
 
 
 def _gave_up(node: Node) -> bool:
-    """Whether it knows nobody who serves the last third of the slots. The owner may have told it of them again."""
+    """Whether it knows nobody who serves the last third of the slots. The owner may have announced them again."""
     with suppress(redis.ResponseError):  # nobody serves them
         node.ask("CLUSTER", "DELSLOTSRANGE", SLOTS * 2 // 3, SLOTS - 1)
     return bool(node.told("CLUSTER", "INFO")["cluster_state"] == "fail")

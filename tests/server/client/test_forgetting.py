@@ -1,4 +1,4 @@
-"""What a call was given is freed when the call has failed, and not when Python looks for circles the next time."""
+"""The arguments of a failed call are freed with the call, without a garbage collection."""
 
 from __future__ import annotations
 

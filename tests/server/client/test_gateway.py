@@ -17,7 +17,7 @@ import redis
 from browsing import start_seen_server
 from page_batches import SHAPE, batch, block_body, same
 from servers import RunningServer, free_port, start_redis, start_server
-from test_page_client import (  # noqa: F401 - what is promised of one server holds through a gateway
+from test_page_client import (  # noqa: F401 - these tests of one server apply to a gateway
     test_a_block_in_several_pieces_arrives_as_one,
     test_a_page_of_another_length_is_a_miss,
     test_blocks_come_back_whole_or_not_at_all,
@@ -34,7 +34,7 @@ from kvpage_server.cli import main
 from kvpage_server.client import PageClient
 from kvpage_server.page import PageKey, decode_page
 
-PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # what stands between the request and the body in KVPAGESET
+PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # the words between the request and the body in KVPAGESET
 
 
 def start_node(*options: str, port: int | None = None) -> AbstractContextManager[RunningServer]:

@@ -1,4 +1,4 @@
-"""PageClient against a kvpage-server and against Debian's redis-server: what goes, what comes back, what is refused."""
+"""PageClient against a kvpage-server and against Debian's redis-server: writes, reads, errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_mlx_s_arrays_can_be_sent_and_received(pages: PageClient, dtype: DType) 
 
 
 def comes_back(pages: PageClient, array: Any, into: Any, dtype: DType) -> None:
-    """What is written from an array is read into another, and as bytes."""
+    """Check that an array can be read into another one, and as bytes."""
     pages.set_page(Page(key(1), array, dtype, 8, 64))
     assert pages.get_page_into(key(1), into)
     assert bytes(memoryview(into)) == bytes(memoryview(array))

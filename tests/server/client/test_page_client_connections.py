@@ -1,4 +1,4 @@
-"""PageClient's connections: the ways in, and what happens when they fail, through a proxy that treats them badly."""
+"""PageClient's connections: kinds of URLs, and failures, through a faulty proxy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_both_protocols(either_server: RunningServer, protocol: int) -> None:
 
 @pytest.fixture(params=[start_server, start_redis], ids=["kvpage-server", "redis-server"])
 def start(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[RunningServer]]:
-    """What starts a server with options."""
+    """Return a function that starts a server with options."""
     found: Callable[..., AbstractContextManager[RunningServer]] = request.param
     return found
 
@@ -200,7 +200,7 @@ def test_no_server_is_an_error_of_its_own_and_one_of_redis_py_s() -> None:
 
 @contextmanager
 def exceeding(seconds: float) -> Iterator[None]:
-    """What happens within exceeds a deadline, and takes about as long as that; without one it would take minutes."""
+    """Check that the body exceeds a deadline, and takes about as long; without a deadline it would take minutes."""
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=f"within {seconds:g} s"):
         yield
@@ -208,7 +208,7 @@ def exceeding(seconds: float) -> Iterator[None]:
 
 
 def test_a_deadline_is_for_the_whole_call_however_much_still_comes(proxy: Proxy) -> None:
-    """Each byte comes in time, all of them do not; and connecting counts."""
+    """Each byte arrives in time, all of them do not; connecting counts."""
     written = batch(4)
     keys, into = [page.key for page in written], room(written)
     with PageClient(proxy.url, retry=NO_RETRY) as pages:
@@ -263,7 +263,7 @@ def test_a_server_that_does_not_read_cannot_hold_a_writer_for_longer() -> None:
 
 
 def test_a_write_that_does_not_get_through_ends_at_the_deadline(either_server: RunningServer) -> None:
-    """The server is stopped as by a debugger: the kernel takes what it can hold, no more."""
+    """The server is stopped as by a debugger: the kernel buffers a limited number of bytes."""
     with PageClient(either_server.url, retry=NO_RETRY) as pages:
         assert not pages.exists(key(0))
         either_server.process.send_signal(signal.SIGSTOP)

@@ -116,7 +116,7 @@ def test_a_transaction_that_is_refused_or_given_up_leaves_nothing_watched(
 
 @contextmanager
 def saying(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
-    """A server that greets and then says these, and what was asked on which of its connections."""
+    """Start a server that greets and then sends these replies; yield its URL, and the connection of each request."""
     connections: list[int] = []
 
     def serve(listening: socket.socket) -> None:
@@ -152,7 +152,7 @@ def saying(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
         (b"*1\r\n:1\r\n", texts(1)),
         (b"*2\r\n*0\r\n*0\r\n", scanned),
         (b"_\r\n", array(0)),
-        (b"$1\r\na\r\n$6\r\nsecret\r\n", text),  # an answer too many: another's, perhaps
+        (b"$1\r\na\r\n$6\r\nsecret\r\n", text),  # a reply too many: it may be another caller's
         (b"?\r\n", text),
     ],
 )

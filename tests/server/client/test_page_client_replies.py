@@ -1,4 +1,4 @@
-"""The receivers of the page client, without a server: any answer, in any split, ends as what was answered."""
+"""The receivers of the page client, without a server: the result is independent of the split of a reply."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvpage_server.page import FIELD_AT, DType, PageKey, encode_page
 
 
 def receive(receiver: Receiver, data: bytes, cuts: list[int] | None = None) -> None:
-    """Give the receiver what a socket would, in pieces."""
+    """Feed the receiver in pieces, as a socket would."""
     bounds = [0, *sorted(cut for cut in cuts or [] if cut < len(data)), len(data)]
     for start, stop in pairwise(bounds):
         receiver.feed(data[start:stop])
 
 
 class Outcome(NamedTuple):
-    """What became of an answer: the reasons of what was missed or the error, and what the places hold."""
+    """Result of a reply: the missing items or the error, and the content of the places."""
 
     missed: dict[int, str] | str
     places: list[bytes]
@@ -43,7 +43,7 @@ def outcome(
     array: bool = True,
     verify: bool = True,
 ) -> Outcome:
-    """Of an answer to a question for bodies of these sizes."""
+    """Return the outcome of a reply to a request for bodies of these sizes."""
     places = [bytearray(size) for size in sizes]
     names = None if keys is None else core.PageKeys(keys)
     bodies = core.Bodies(core.Memory(places, writable=True), array=array, names=names, verify=verify)
@@ -69,7 +69,7 @@ SIZES = st.one_of(st.integers(0, 20), st.integers(0, 900))
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[list[int], list[bytes | None], bytes]:
-    """Places by size, what the server has for each, and its answer on the wire."""
+    """Draw places by size, the server's values for each, and its reply on the wire."""
     sizes = draw(st.lists(SIZES, min_size=1, max_size=12))
     null = draw(st.sampled_from([b"$-1\r\n", b"_\r\n"]))
     held: list[bytes | None] = []

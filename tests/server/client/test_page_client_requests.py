@@ -1,4 +1,4 @@
-"""What the page client sends, on every core: words and blobs spelt as the contract says, pieces gathered in order."""
+"""Requests of the page client, on every core: words and blobs encoded by the contract, pieces in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def word(value: bytes | int) -> bytes:
 
 
 def sent(core: Any, pieces: Iterator[Any]) -> bytes:
-    """What arrives of pieces that are sent over a socket which soon is full."""
+    """Return the received bytes of pieces that are sent over a socket with a small buffer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)

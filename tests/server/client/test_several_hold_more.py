@@ -1,4 +1,4 @@
-"""Several servers hold what one has no room for."""
+"""Several servers hold more than one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from page_batches import NO_RETRY, SHAPE, batch, block_body, key, room, same
 from proxy import Weather, start_proxy
 from servers import RunningServer, start_redis, start_server
-from test_page_client import (  # noqa: F401 - what is promised of one server holds for several
+from test_page_client import (  # noqa: F401 - these tests of one server apply to several
     test_a_block_and_its_pages_are_the_same_data,
     test_a_block_in_several_pieces_arrives_as_one,
     test_a_page_of_another_length_is_a_miss,
@@ -59,7 +59,7 @@ def pages(servers: list[RunningServer], request: pytest.FixtureRequest) -> Itera
 
 
 def read(pages: PageClient, names: Any = NAMES, deadline: float = 30) -> list[bool]:
-    """Which blocks were found. Each has the right bytes."""
+    """Return which blocks were found. Each has the right bytes."""
     into = [np.zeros(SHAPE.nbytes, np.uint8) for _ in names]
     found = pages.mget_blocks_into(names, SHAPE, into, deadline=deadline)
     assert all((a == BODIES[name[1]]).all() for a, name, there in zip(into, names, found, strict=True) if there)
@@ -117,7 +117,7 @@ def test_a_segment_is_what_stands_in_the_first_braces(req_id: bytes, segment: by
 
 
 def test_a_call_costs_a_round_trip_a_server(pages: PageClient) -> None:
-    pages.mexists([key(i, b"r%d" % i) for i in range(64)])  # it has asked what they understand
+    pages.mexists([key(i, b"r%d" % i) for i in range(64)])  # it has asked for their capabilities
     assert pages._several
     peers = pages._several.peers
     for ask in (
@@ -140,7 +140,7 @@ def test_a_prefix_over_all_servers_ends_at_the_first_hole(pages: PageClient) -> 
     assert pages.lease(NAMES[3][0], 1000) == 1
 
 
-# -- servers that are gone ---------------------------------------------------------------------------------------------
+# -- unavailable servers -----------------------------------------------------------------------------------------------
 
 
 @contextmanager

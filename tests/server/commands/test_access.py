@@ -1,4 +1,4 @@
-"""Who may come in, and what they may do: passwords, users, rules, as Redis 7 has them."""
+"""Authentication and authorisation: passwords, users, rules, as in Redis 7."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class TestRules:
         assert admin.acl_list() == before
 
     def test_may_be_said_again(self, locked: RunningServer, admin: redis.Redis) -> None:
-        """As every script does that sets a machine up."""
+        """A setup script runs it again."""
         for _ in range(2):
             assert admin.execute_command("ACL", "SETUSER", "app", "on", ">pw", "~*", "&*", "+@all")
         with locked.client(username="app", password="pw") as app:
@@ -185,7 +185,7 @@ class TestRules:
         assert "function, hset" in warned[0]
 
     def test_a_command_that_concerns_every_key_says_so(self, locked: RunningServer, admin: redis.Redis) -> None:
-        """To be allowed the command is not enough: to be told only that it is lacking would send one the wrong way."""
+        """The right to the command is not enough: an error about the command alone would be misleading."""
         admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+acl", "+flushall"])
         with locked.client(username="u") as user:
             assert user.acl_whoami() == "u"
@@ -453,7 +453,7 @@ class TestTheFile:
 
 
 def start_refused(*options: str) -> str:
-    """What a server says that does not start."""
+    """Return the error message of a server that does not start."""
     command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--store", "memory", *options]
     ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=False)
     assert ended.returncode == 1

@@ -1,4 +1,4 @@
-"""Whoever sends wrong passwords is slowed down; nobody else is."""
+"""Clients that send wrong passwords are slowed down; other clients are not."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_failures_are_forgiven_one_every_six_seconds(clock: Clock) -> None:
     known = Guesses()
     fail(known, "10.0.0.1:1", FREE_FAILURES + 2)
     clock.now += 2 * 6
-    assert known.take_turn("10.0.0.1:1") == 0  # a turn whose time has come
+    assert known.take_turn("10.0.0.1:1") == 0  # a turn that is due
     assert known.take_turn("10.0.0.1:1") == 1
     clock.now += 6
     assert [known.take_turn("10.0.0.1:1") for _ in range(3)] == [0, 0, 0]

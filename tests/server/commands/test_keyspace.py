@@ -1,5 +1,4 @@
-"""The keyspace family where one answer is not enough to judge it: scans under change, expiry, globs, what OBJECT and
-MEMORY tell."""
+"""The keyspace family beyond single replies: scans during changes, expiry, globs, OBJECT and MEMORY."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ class TestScan:
         living = [b"%d" % i for i in range(1000)]
         order = ScanOrder(living.copy, living.__len__)
         order.visit(0, 1, now=0)
-        for i in range(100_000):  # keys that come and go
+        for i in range(100_000):  # keys that are added and removed
             if order.current is None:
                 order.visit(0, 1, now=0)
             order.add(b"passing:%d" % i)

@@ -1,4 +1,4 @@
-"""Commands of very many words, which run in parts, do what they do when they run at once."""
+"""Commands of very many words, which run in steps, have the same effect as in one step."""
 
 from __future__ import annotations
 

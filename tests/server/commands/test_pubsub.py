@@ -1,4 +1,4 @@
-"""Pub/sub and keyspace notifications: who hears what, in both protocols, and what it costs when one does not read."""
+"""Pub/sub and keyspace notifications: recipients, in both protocols, and the cost of a client that does not read."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TestChannels:
                 await listener.aclose()
 
     def test_a_listener_that_ends_while_it_is_told_costs_the_others_nothing(self) -> None:
-        """It listens by many patterns, and is ended when it is told by one of them."""
+        """It subscribes to many patterns, and is closed during a message to one of them."""
         with (
             start_server("--client-output-buffer-limit", "pubsub", "1mb", "0", "0") as server,
             server.client() as client,
@@ -183,11 +183,11 @@ class TestChannels:
                 told.add(client.publish("flood", message))
                 assert [got["data"] for got in heard(before, 1)] == [message]
                 assert [got["data"] for got in heard(after, 1)] == [message]
-            assert (min(told), max(told)) == (2, 32)  # it may be told by some of its patterns when it is ended
+            assert (min(told), max(told)) == (2, 32)  # some of its patterns may have received it before it was closed
             assert client.pubsub_numpat() == 2
 
     def test_who_watches_and_listens_may_end_while_what_it_watches_expires(self) -> None:
-        """Telling of what expired ends it, in the middle of the look at the keys that are watched."""
+        """The notification of an expired key closes it, during the check of the watched keys."""
         with (
             start_server("--client-output-buffer-limit", "pubsub", "1mb", "0", "0") as server,
             server.client() as client,
@@ -229,7 +229,7 @@ class TestChannels:
                 sent = 0
                 while client.publish("flood", bytes(100_000)) and sent < 1000:
                     sent += 1
-                assert 20 < sent < 400  # what the sockets hold, and 8 MiB
+                assert 20 < sent < 400  # the capacity of the sockets, and 8 MiB
                 assert server.rss() - before < 64 * 1024**2
             assert client.ping()
 
@@ -271,7 +271,7 @@ class TestNotifications:
         client.get("missing")
         client.set("key", "1")
         assert self.told(events, 2) == [(b"__keyevent@0__:keymiss", b"missing"), (b"__keyevent@0__:new", b"key")]
-        client.config_set("notify-keyspace-events", "x")  # no channel: nothing to tell
+        client.config_set("notify-keyspace-events", "x")  # no channel: no notification
         client.set("key", "1", px=1)
         assert silent(events)
 
@@ -317,7 +317,7 @@ class TestNotifications:
 
 
 def test_many_listeners_hear_all_in_the_order_in_which_it_was_said(server: RunningServer, client: redis.Redis) -> None:
-    """Some are told in every turn; what is said meanwhile, to fewer of them too, comes after it."""
+    """Several receive the message in every turn; messages that are published meanwhile follow it."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(Wire(server.port)) for _ in range(200)]
         for number, listener in enumerate(listeners):

@@ -25,7 +25,7 @@ BEGINS = {  # RESP3's replies by their first bytes
     "set": (b"~",),
     "push": (b">",),
 }
-# What ends the connection or the server, is silent, changes the protocol, or makes everybody wait.
+# Commands that end the connection or the server, send no reply, change the protocol, or make every client wait.
 NOT_TRIED = {"shutdown", "client|kill", "client|reply", "client|pause", "hello"}
 TRIES = 40
 
@@ -42,7 +42,7 @@ def _fits(frame: bytes, shape: str) -> bool:
 
 
 def a_reply(server: RunningServer, spec: Spec, rng: random.Random) -> bytes:
-    """What is answered to a call of a command that is no error; or nothing, when every one of many is."""
+    """Return a reply of a command that is no error; or b"" if many calls are errors."""
     commands = Commands(rng, [TABLE["get"]])
     for _ in range(TRIES):
         with Wire(server.port) as wire:

@@ -1,4 +1,4 @@
-"""Strings: what the differential test cannot see, because Redis has no pages, and what long values promise."""
+"""Strings: behaviour that the differential test cannot see, because Redis has no pages, and long values."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class TestSet:
 
 
 def test_mget_answers_as_so_many_gets_would(client: redis.Redis, page: bytes) -> None:
-    """Pages, long strings and short ones, what is absent and what is overdue, in any order; each is a hit or a miss."""
+    """Pages, long strings and short ones, absent and overdue keys, in any order; each is a hit or a miss."""
     client.mset({"short": b"s", "long": b"l" * 5000})
     client.set("soon", b"gone", px=1)
     keys = ["absent", page, "short", "soon", "long", page, "short", "kv:r:0:0:0:0"]

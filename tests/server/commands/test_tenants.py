@@ -1,4 +1,4 @@
-"""A tenant, a user with `~kv:tenantA.*`, learns nothing of what others have: through no command of the table."""
+"""A tenant, a user with `~kv:tenantA.*`, gets no information about other tenants from any command of the table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ USERS = (
     *("--user", "tenantB", "on", "nopass", "~kv:tenantB.*", "&tenantB.*", "+@all"),
 )
 
-# What an argument of that name is in a call: the tenant's own, then somebody else's.
+# Values of an argument by name: the tenant's own, then another tenant's.
 ARGUMENTS = {
     "key": [b"kv:tenantA.x:0:0:0:0", b"kv:tenantB.secret:0:0:0:0", b"kv:tenantB.secret:index", b"plain:tenantB"],
     "req": [b"tenantA.x", b"tenantB.secret"],
@@ -55,7 +55,7 @@ ARGUMENTS = {
 
 
 def calls_of(spec: Spec) -> list[Words]:
-    """Calls of a command that ask for whatever it may tell: each choice, with and without what is optional."""
+    """Return calls of a command with each choice, with and without its optional arguments."""
     name = [word.encode() for word in spec.name.split("|")]
     tails = _sequences(arguments(spec.usage))
     return [name + tail for tail in sorted(tails, key=lambda tail: SECRET not in b" ".join(tail))[:MOST_CALLS]]
@@ -149,7 +149,7 @@ def _fill(server: RunningServer, tenant: str) -> None:
 
 
 def answer(server: RunningServer, user: bytes, call: Words) -> bytes:
-    """Everything that a new connection of a user is told after a call, until it knows that no more will come."""
+    """Return everything that a new connection of a user receives after a call, up to the reply of a marker."""
     told = b""
     with Wire(server.port) as wire:
         assert wire.ask(b"AUTH", user, b"") == b"+OK\r\n"
@@ -165,7 +165,7 @@ def answer(server: RunningServer, user: bytes, call: Words) -> bytes:
             told += reply
 
 
-# What differs from moment to moment, and from process to process.
+# Values that differ between moments and processes.
 MOMENTARY = re.compile(
     rb"(?<=server_time_usec:)\d+|(?<=uptime_in_seconds:)\d+|(?<=process_id:)\d+|(?<=run_id:)\w+|(?<=tcp_port:)\d+|"
     rb"(?<=master_replid:)\w+|(?<=\bid=)\d+|(?<=addr=127.0.0.1:)\d+|(?<=fd=)\d+|(?<=age=)\d+|(?<=idle=)\d+|"
@@ -226,7 +226,7 @@ def test_lists_and_counts_are_of_its_own(shared: RunningServer) -> None:
 
 
 def test_events_are_those_of_its_own_keys(shared: RunningServer) -> None:
-    """Even for a user who may listen to every channel."""
+    """Also for a user who may subscribe to every channel."""
     with shared.client(username="admin", password="") as admin:
         admin.config_set("notify-keyspace-events", "KEA")
         with shared.client(username="listener", password="") as listener, listener.pubsub() as events:
@@ -242,7 +242,7 @@ def test_events_are_those_of_its_own_keys(shared: RunningServer) -> None:
 
 
 def test_a_pattern_for_part_of_a_request_does_not_open_all_of_it(shared: RunningServer) -> None:
-    """What concerns a whole request needs the right to whatever begins like it."""
+    """Commands for a whole request require the right to its whole prefix."""
     with shared.client(username="admin", password="") as admin:
         admin.acl_setuser("layer0", enabled=True, nopass=True, keys=["kv:tenantB.secret:0:*"], commands=["+@all"])
         assert answer(shared, b"layer0", [b"KVPAGEGET", *b"tenantB.secret 0 0 0 0".split()]).startswith(

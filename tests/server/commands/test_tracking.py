@@ -1,4 +1,4 @@
-"""CLIENT TRACKING: who keeps what it read is told when it changes, as Redis tells it, and nobody is told too much."""
+"""CLIENT TRACKING: clients that cache keys are notified of changes, as in Redis, and of nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = b"all keys"  # stands for the null that says so
 
 
 class Cache:
-    """A connection, and the keys that it is told of."""
+    """A connection, and the keys of its invalidations."""
 
     def __init__(self, server: RunningServer, protocol: int = 3) -> None:
         self._wire = Wire(server.port)
@@ -27,18 +27,18 @@ class Cache:
         self.id = int(parse(self.ask("CLIENT", "ID")[-1]))
 
     def ask(self, *words: str | bytes) -> list[bytes]:
-        """A command: the frames that come until it is answered, what it was told before it and the reply."""
+        """Run a command: return the frames up to its reply, with invalidations before it."""
         return self.ask_all([words])
 
     def ask_all(self, commands: list[tuple[str | bytes, ...]]) -> list[bytes]:
-        """Some commands at once: all frames that they bring, but what is told."""
+        """Run several commands together: return all frames without invalidations."""
         self._told: list[list[bytes]] = getattr(self, "_told", [])
         spelt = [[word.encode() if isinstance(word, str) else word for word in words] for words in commands]
         self._wire.send(b"".join(map(spell, spelt)))
         return list(self._frames())
 
     def _frames(self) -> Iterator[bytes]:
-        """Frames up to the answer of a ping, without those that tell of keys."""
+        """Yield frames up to the reply of a ping, without invalidations."""
         self._marks += 1
         mark = b"mark %d" % self._marks
         self._wire.send(spell([b"PING", mark]))
@@ -50,7 +50,7 @@ class Cache:
                 self._told.append(keys)
 
     def told(self) -> list[bytes]:
-        """Every key that it was told of since it was asked last, in order of their bytes; each as often as it was."""
+        """Return the invalidated keys since the last call, in order of their bytes; repeated keys are repeated."""
         self.ask_all([])
         told, self._told = self._told, []
         return sorted(key for keys in told for key in keys)
@@ -66,7 +66,7 @@ class Cache:
 
 
 def told_by(frame: bytes) -> list[bytes] | None:
-    """The keys that a frame tells of, or that all are gone; None for any other frame."""
+    """Return the keys that a frame invalidates, or the marker for all; None for any other frame."""
     if frame.startswith(b">2\r\n$10\r\ninvalidate\r\n"):
         keys = parse(frame)[1]
     elif frame.startswith((b"*3\r\n$7\r\nmessage\r\n", b">3\r\n$7\r\nmessage\r\n")) and CHANNEL in frame:
@@ -78,7 +78,7 @@ def told_by(frame: bytes) -> list[bytes] | None:
 
 @pytest.fixture
 def caches(server: RunningServer) -> Iterator[tuple[Cache, Cache]]:
-    """One that keeps what it reads, and one that writes."""
+    """Yield a connection that caches, and one that writes."""
     with Cache(server) as cache, Cache(server) as writer:
         writer.ask("FLUSHALL")
         yield cache, writer
@@ -391,7 +391,7 @@ def random_words(rng: random.Random) -> str:
 
 @pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
 def test_redis_tells_the_same() -> None:
-    """The same random commands of three clients to redis-server and to ours: the same replies, the same keys told."""
+    """The same random commands of three clients to redis-server and to ours: the same replies, the same invalidations."""
     with start_redis() as theirs, start_server() as ours:
         told = 0
         for seed in range(15):
@@ -413,7 +413,7 @@ def test_redis_tells_the_same() -> None:
                         inside = [words for words in inside if words not in ("RESET", "CLIENT TRACKING OFF")]
                         batch += ["MULTI", *inside, "EXEC"]
                     if {"RESET", "CLIENT TRACKING OFF"} & {*batch}:
-                        batch.append("FLUSHALL")  # Redis keeps what was read before, and we do not
+                        batch.append("FLUSHALL")  # Redis keeps keys that were read before, and we do not
                     sent.append(f"{place}: {'; '.join(batch)}")
                     answers = []
                     for one, listener in zip(pairs[place], listeners, strict=True):
@@ -431,7 +431,7 @@ def test_redis_tells_the_same() -> None:
 
 
 def test_who_read_very_many_pages_of_a_block_is_told_at_once_that_all_are_gone(server: RunningServer) -> None:
-    """One message in place of thousands; what was read of others is not lost to the server."""
+    """One message instead of thousands; keys that were read of other blocks stay tracked."""
     block = [b"KVBLOCKSET", b"r", b"0", b"25", b"80", b"1", b"0", b"1", b"0", b"8", b"1", b"b" * 2000]
     pages = [word for at in range(2000) for word in (b"r", b"%d" % (at // 80), b"%d" % (at % 80), b"0", b"0")]
     with Cache(server) as reader, Cache(server) as writer:

@@ -114,7 +114,7 @@ class TestTransactions:
             assert client.get(bytes(key)) == blob
             wire.ask(b"MULTI")
             wire.ask(b"SET", b"gone", body)
-            wire.close()  # what was queued goes with its client
+            wire.close()  # the queue is deleted with its client
             used = sum(client.memory_usage(name) for name in client.keys("*"))
             until(lambda: client.info("memory")["used_memory"] < 1.1 * used)
 
@@ -128,7 +128,7 @@ class TestTransactions:
 
 class TestWatch:
     def changed(self, server: RunningServer, client: redis.Redis, *change: object, gone: bool = False) -> bool:
-        """Whether a transaction fails because of what another client did to a watched key."""
+        """Return whether a transaction fails after another client's change of a watched key."""
         with server.client() as watcher, watcher.pipeline() as pipe:
             pipe.watch("key", "untouched")
             if change:
@@ -209,7 +209,7 @@ class TestWatch:
             assert wire.ask(b"EXEC") == b"*0\r\n"
 
     def test_who_leaves_watches_no_more(self, server: RunningServer, client: redis.Redis) -> None:
-        """A write tells whoever watches: with nobody left there is nothing to tell, and nothing kept."""
+        """A write notifies watchers: without a watcher there is no work, and no memory."""
         for i in range(200):
             with Wire(server.port) as wire:
                 wire.ask(b"WATCH", *(b"watched:%d:%d" % (i, j) for j in range(10)))

@@ -1,5 +1,6 @@
 """Client libraries as their users use them: redis-py in every variant and with its cache, valkey-glide, ioredis,
-node-redis with its cache, and what reads INFO."""
+node-redis with its cache, and readers of INFO.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ class TestRedisPy:
 
 
 class TestRedisPyCache:
-    """Its client-side cache answers what it read before without asking, until it is told of a change."""
+    """Its client-side cache answers repeated reads without a request until an invalidation."""
 
     @pytest.fixture
     def keeps(self, server: RunningServer) -> Iterator[redis.Redis]:
@@ -344,7 +345,7 @@ def test_clients_of_another_world(server: RunningServer, node: Path, script: str
 class TestMetrics:
     """INFO the way exporters read it: sections of name:value lines, numbers where they want numbers."""
 
-    # What redis_exporter turns into gauges and counters, of the fields that make sense here.
+    # Fields that redis_exporter turns into gauges and counters, as far as they exist here.
     NUMBERS = """
         uptime_in_seconds process_id connected_clients blocked_clients maxclients pubsub_clients used_memory
         used_memory_rss used_memory_peak maxmemory mem_fragmentation_ratio loading total_connections_received
@@ -354,7 +355,7 @@ class TestMetrics:
     """
 
     def read(self, client: redis.Redis, *sections: str) -> dict[str, dict[str, str]]:
-        """As redis_exporter does it: by lines, a section begins with '# '."""
+        """Parse as redis_exporter does: by lines, a section begins with '# '."""
         text = client.execute_command("INFO", *sections, NEVER_DECODE=True)
         found: dict[str, dict[str, str]] = {}
         for line in text.decode().split("\r\n"):
@@ -408,7 +409,7 @@ class TestMetrics:
         assert grown("keyspace_misses") == 7
         assert grown("keyspace_hits") == 5
         assert grown("total_error_replies") == 1
-        assert grown("total_commands_processed") == 14  # the INFO before and 13 more; what is unknown is not run
+        assert grown("total_commands_processed") == 14  # the INFO before and 13 more; unknown commands are not run
         assert grown("total_net_input_bytes") > 14 * 10
 
     def test_keys_and_memory(self, r: redis.Redis) -> None:
@@ -431,7 +432,7 @@ class TestMetrics:
 
 
 def test_an_exporters_questions_are_answered(client: redis.Redis) -> None:
-    """What redis_exporter sends on every scrape."""
+    """Requests of redis_exporter on every scrape."""
     questions: list[tuple[list[str], Callable[[Any], bool]]] = [
         (["CLIENT", "SETNAME", "redis_exporter"], bool),
         (["CONFIG", "GET", "*"], lambda reply: len(reply) > 10),

@@ -1,4 +1,4 @@
-"""The same random commands to Debian's redis-server and to ours: the same bytes must come back, errors included.
+"""The same random commands to Debian's redis-server and to ours: the replies must be the same bytes, errors included.
 
 Every tolerated difference, and every command that both know but that is not compared, is listed in
 docs/compatibility.md with its reason; these tests read the document, so that it is true.
@@ -81,7 +81,7 @@ def two_errors(theirs: bytes, ours: bytes) -> bool:
 
 
 def same_keys(theirs: bytes, ours: bytes) -> bool:
-    """Both are arrays of a key and what is done to it: the same keys."""
+    """Return whether both are arrays of a key and its access, with the same keys."""
     if not (theirs[:1] == ours[:1] == b"*"):
         return False
     there, here = ([key for key, _ in parse(reply)] for reply in (theirs, ours))
@@ -91,7 +91,7 @@ def same_keys(theirs: bytes, ours: bytes) -> bool:
 def same_greeting(theirs: bytes, ours: bytes) -> bool:
     """Both are HELLO's map; ours has no less to say, and the same where that is not another version or connection.
 
-    Or both are errors: with more than one mistake, either may be told.
+    Or both are errors: with more than one mistake, either may be reported.
     """
     if theirs[:1] == ours[:1] == b"-":
         return True
@@ -151,14 +151,14 @@ def pair() -> Iterator[Pair]:
 
 
 class Difference(AssertionError):
-    """A reply that is not what redis-server replies."""
+    """A reply that differs from redis-server's."""
 
 
 class Twin:
     """Two connections in the same state, one to each server."""
 
     def __init__(self, pair: Pair, needed: set[str]) -> None:
-        """`needed` is told each tolerance that was."""
+        """`needed` collects the necessary tolerances."""
         self._wires = [Wire(server.port) for server in pair]
         self._needed = needed
         self._queued: list[Words] | None = None
@@ -268,7 +268,7 @@ def some_commands(rng: random.Random, commands: Commands, in_transaction: bool) 
 
 
 class Listener:
-    """Two connections that listen, one to each server; what each is sent up to a ping is compared."""
+    """Two subscribed connections, one to each server; their messages up to a ping are compared."""
 
     def __init__(self, pair: Pair, protocol: int) -> None:
         self._wires = [Wire(server.port) for server in pair]
@@ -287,7 +287,7 @@ class Listener:
             wire.send(spell(words))
 
     def told(self) -> list[list[bytes]]:
-        """What redis-server and ours have sent."""
+        """Return the messages of redis-server and of ours."""
         self._pings += 1
         mark = b"ping %d" % self._pings
         self.send([b"PING", mark])
@@ -307,7 +307,7 @@ class Listener:
 
 
 def scattered(frames: list[bytes]) -> list[bytes]:
-    """The items of some replies, in the order of their bytes: what the order of the replies does not change."""
+    """Return the items of some replies, in the order of their bytes, to ignore the order of replies."""
     return sorted(item for frame in frames for item in (items(frame) if frame[:1] in b"*>" else [frame]))
 
 

@@ -1,7 +1,7 @@
-"""LMCache, a client that never heard of us: its native RESP client byte for byte, and LMCache itself where it is there.
+"""LMCache, an unmodified client: its native RESP client byte for byte, and LMCache itself if it is installed.
 
-That client compares bytes, has one command outstanding on a connection, sends no handshake, and takes anything else
-than what it expects for the end of the world; see `csrc/storage_backends/redis` in LMCache 0.5.
+That client compares bytes, has one command outstanding on a connection, sends no handshake, and treats any other reply
+as fatal; see `csrc/storage_backends/redis` in LMCache 0.5.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Native:
 
     def close(self) -> None:
         self.sock.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nothing came that was not expected
+        with pytest.raises(BlockingIOError):  # no unexpected bytes
             self.sock.recv(1)
         self.incoming.close()
         self.sock.close()
@@ -134,7 +134,7 @@ def test_what_exists_is_still_there_when_it_is_read() -> None:
 
 
 def test_asking_for_everything_does_not_protect_everything() -> None:
-    """What EXISTS protects is bounded: new values still find room."""
+    """The protection of EXISTS is bounded: new values still fit."""
     with start_server("--maxmemory", "16mb") as server:
         native, value = Native(server), bytes(MIB)
         for chunk in range(60):
@@ -145,7 +145,7 @@ def test_asking_for_everything_does_not_protect_everything() -> None:
         native.close()
 
 
-PORT = 9221  # of the documented configurations, which are what is tried
+PORT = 9221  # of the documented configurations, which are tested
 ADAPTERS = documents.blocks("docs/lmcache.md", "json")
 (REMOTE,) = documents.blocks("docs/lmcache.md", "yaml")
 

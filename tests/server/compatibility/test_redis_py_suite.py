@@ -1,7 +1,8 @@
-"""redis-py's own tests against kvpage-server: what fails here and not on redis-server is known, and for a reason.
+"""redis-py's own tests against kvpage-server: each test that fails here and not on redis-server is listed with a
+reason.
 
-They come with redis-py's source, which pip gets from the index it is configured for. Tests of commands that do not
-exist here are told by the error that they meet. docs/compatibility.md lists the others that fail, and is read here.
+They come with redis-py's source, which pip gets from the index it is configured for. Tests of missing commands are
+recognised by their error. docs/compatibility.md lists the other failing tests, and is read here.
 """
 
 from __future__ import annotations

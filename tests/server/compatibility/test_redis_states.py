@@ -1,4 +1,4 @@
-"""States that random commands do not reach, full memory, silence, a pause: ours answers what redis-server does."""
+"""States that random commands do not reach, full memory, CLIENT REPLY, a pause: ours replies as redis-server does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pair() -> Iterator[Pair]:
 
 
 def answers(server: RunningServer, *commands: str, memory: int = 0) -> list[bytes]:
-    """What a new connection is answered; `FULL` and `ROOM` have the server's memory be full, or not."""
+    """Return the replies to a new connection; `FULL` and `ROOM` make the server's memory full, or not."""
     with server.client() as client, Wire(server.port) as wire:
         replies = []
         for command in commands:

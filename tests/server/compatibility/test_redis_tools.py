@@ -26,7 +26,7 @@ EXAMPLE = ["test_req_001", "5", "8", "42", "0"]
 
 
 class Terminal(pexpect.spawn):
-    """What a person has before them."""
+    """The terminal of a person."""
 
     def enter(self, line: str) -> None:
         """Type a line; the terminal is in raw mode, where Enter is a carriage return."""

@@ -1,4 +1,4 @@
-"""The log file and the certificates are renewed while the server runs, and what is of no use changes nothing."""
+"""The log file and the certificates are renewed while the server runs, and invalid ones change nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TestLogFile:
 
 @pytest.fixture(scope="module")
 def next_year(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What takes the place of `certificates`: another authority, and a server and a client that it vouches for."""
+    """Create a replacement of `certificates`: another authority, with certificates of a server and a client."""
     at = tmp_path_factory.mktemp("next")
     issue(at, " of next year")
     run_openssl(*("rsa", "-aes256", "-passout", "pass:secret", "-in", "server.key", "-out", "locked.key"), at=at)

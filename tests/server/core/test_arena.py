@@ -1,4 +1,4 @@
-"""Slots: none overlaps another, what is counted is there, and what nobody refers to goes back, on each core."""
+"""Slots: none overlaps another, counters are right, and unreferenced slots are freed, on each core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = [0, 1, 9, 10, 99, 100, 1024, 4096, 5000, 9999, 10_000, 16384, 65536, 99_
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is spare goes back sooner."""
+    """Return spare memory earlier."""
     monkeypatch.setattr("kvpage_server.core.regions.SPARE_FOR", 0.3)
 
 
@@ -210,7 +210,7 @@ def is_below(limit: int) -> bool:
 @pytest.mark.usefixtures("soon")
 @on_each_core
 def test_memory_goes_back_to_the_system(core: Any) -> None:
-    """Once nothing needed it for a while; what comes before is not mapped again, whatever its size."""
+    """After it was unused for a while; later allocations of any size do not map it again."""
     gc.collect()
     arena, held = core.Arena(), 0
     for _ in range(3):
@@ -253,7 +253,7 @@ def test_what_is_kept_for_new_values_is_bounded_though_nobody_rests(core: Any) -
 
 
 def test_what_was_returned_is_cut_again() -> None:
-    """Whatever its size was, and side by side with what it was cut from."""
+    """For any size, and adjacent to the memory that it was taken from."""
     regions = Regions()
     region = regions.take(4096).region
     for size in (65536, 3 * MIB, 4096, 12 * MIB):
@@ -269,7 +269,7 @@ def test_what_was_returned_is_cut_again() -> None:
 
 @pytest.mark.usefixtures("soon")
 def test_memory_is_taken_and_handed_back_in_whole_huge_pages() -> None:
-    """A huge page of which a part went back would be split, and come back in small ones, each zeroed by itself."""
+    """A huge page that is returned in part would be split, and return as small pages, each zeroed separately."""
     regions = Regions()
     stretches = [regions.take(size * 4096) for size in (1, 700, 1030, 5, 4000)]
     region = stretches[0].region
@@ -394,7 +394,7 @@ def test_no_thread_sees_a_slot_that_was_returned(core: Any) -> None:
 
 @on_each_core
 def test_a_million_slots_leave_nothing_behind(core: Any) -> None:
-    """However they come and go: taken one by one, by the hundred, and dropped in another order."""
+    """In any order: taken one by one, by the hundred, and dropped in another order."""
     arena, times = core.Arena(), 10_000 if core.__name__.endswith("native") else 1000
 
     def work(times: int) -> None:

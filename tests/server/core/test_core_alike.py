@@ -1,4 +1,4 @@
-"""Both cores do the same: commands, errors, pages and replies, whatever comes in and however it is cut.
+"""Both cores behave identically: commands, errors, pages and replies, for any input and any split.
 
 `make fuzz` goes on with it, guided by coverage and in a build that sees misuse of memory.
 """

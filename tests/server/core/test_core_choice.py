@@ -1,4 +1,4 @@
-"""Which core runs is said by everybody who is asked; one that is half built, or older than its sources, never does."""
+"""All programs report the core in use; a half-built or outdated core is never used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def said(where: Path = ROOT, **variables: str) -> str:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the package and of what was compiled of it, with all that it takes to compile it."""
+    """Return a copy of the package and its compiled core, with everything that a build needs."""
     shutil.copytree(ROOT / "kvpage_server", tmp_path / "kvpage_server", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
@@ -146,7 +146,7 @@ class TestTheBuild:
 
     @pytest.mark.parametrize("broken", ["aa.pyx", "zz.pyx"])
     def test_all_is_built_or_nothing(self, small: Path, broken: str) -> None:
-        """Not even what was compiled before."""
+        """Including modules that were compiled before."""
         for source in native(small, "*.pyx"):
             source.with_suffix(get_config_var("EXT_SUFFIX")).touch()
         native(small, broken)[0].write_text(

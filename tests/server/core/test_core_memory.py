@@ -1,4 +1,4 @@
-"""Neither core keeps anything of what was sent, whole, broken or cut off: no slot, no object, no memory."""
+"""Neither core leaks after whole, damaged or truncated input: no slot, no object, no memory."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def test_nothing_is_kept(core: Any, commands: int) -> None:
         seen.append((sys.getallocatedblocks(), sys.getrefcount(None), in_use()))
     (blocks, nones, memory), (blocks_after, nones_after, memory_after) = seen
     assert blocks_after - blocks < 100
-    assert nones_after - nones < 100  # what no block shows: a reference that is lost to what there is anyway
+    assert nones_after - nones < 100  # a leak that no allocation shows: a lost reference to an immortal object
     assert memory_after - memory < MORE

@@ -52,7 +52,7 @@ class Body:
 
 
 class Core:
-    """One of the two, with what is stored in it."""
+    """One of the two cores, with its stored values."""
 
     def __init__(self, pages: ModuleType, slots: ModuleType) -> None:
         self.pages = pages
@@ -67,7 +67,7 @@ class Core:
         return slot
 
     def words(self, page: list[Any]) -> list[Any]:
-        """A page's words, as a parser leaves them: what is long lies in slots."""
+        """Return a page's words in a parser's form: long words are in slots."""
         made = []
         for word in page:
             data = word.data if isinstance(word, Body) else word
@@ -80,7 +80,7 @@ class Core:
         return made
 
     def read(self, batch: list[list[Any]], strict: bool, hashes: bool) -> Any:
-        """The pages, or what is said of the first bad one."""
+        """Return the pages, or the error of the first bad one."""
         words = [b"", *(word for page in batch for word in self.words(page))]
         try:
             return self.pages.NewPages(words, 1, len(batch), self.arena, NOW, strict, hashes)
@@ -88,7 +88,7 @@ class Core:
             return str(error), error.place
 
     def put(self, new: Any) -> list[Any]:
-        """Store pages as a store does; what it was told."""
+        """Store pages as a store does; return the notifications."""
         told: list[Any] = []
         at = 0
         while at < len(new):
@@ -117,7 +117,7 @@ class Core:
         return bodies, [(one.req_id, one.page) for one in blocks], absent, others, names.runs(absent), names.blocks()
 
     def everything(self) -> Any:
-        """What is stored, but for the order of entries."""
+        """Return the stored values, without the order of entries."""
         entries = {
             key: (bytes(value.header), bytes(value.view), value.expires, (value.unit.req_id, value.unit.page))
             if isinstance(value, self.slot_type)
@@ -220,7 +220,7 @@ def test_slots_go_back_when_pages_are_replaced(pages: ModuleType, slots: ModuleT
 
 
 def some_command(chance: random.Random) -> list[bytes]:
-    """A command of the page family, or one that changes what is under a page's key."""
+    """Return a command of the page family, or one that changes the value under a page's key."""
 
     def name() -> list[bytes]:
         word = [b"r%d" % chance.randrange(2), *(b"%d" % chance.randrange(2) for _ in range(4))]

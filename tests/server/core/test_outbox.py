@@ -1,4 +1,4 @@
-"""What waits to be sent goes in order, byte for byte, whatever the kernel takes at a time, and is kept until then."""
+"""Output is sent in order, byte for byte, for any capacity of the kernel, and is kept until then."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Kinds:
         return slot.part(len(data) // 3, len(data)), data[len(data) // 3 :]
 
 
-Round = tuple[list[tuple[str, bytes]], list[int], bool]  # pieces; what is taken; whether memory moves
+Round = tuple[list[tuple[str, bytes]], list[int], bool]  # pieces; capacities; whether memory moves
 kinds = st.sampled_from(["bytes", "bytes", "lent", "slot", "part"])
 texts = st.binary(max_size=20) | st.sampled_from([bytes(511), b"x" * 512, b"y" * 2000])
 rounds = st.lists(
@@ -180,7 +180,7 @@ def test_what_is_no_piece_is_refused_and_what_stands_before_it_does_not_wait(cor
 
 @contextmanager
 def connected() -> Iterator[tuple[socket.socket, bytearray, threading.Thread]]:
-    """A socket that does not block, and what somebody else reads from it until it is closed."""
+    """Yield a non-blocking socket, and the bytes that its peer reads until it is closed."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     arrived = bytearray()
@@ -200,7 +200,7 @@ def connected() -> Iterator[tuple[socket.socket, bytearray, threading.Thread]]:
 
 
 def send_all(outbox: Any, ours: socket.socket) -> int:
-    """Send what waits; in how many calls that sent something."""
+    """Send all queued output; return the number of calls that sent something."""
     calls = 0
     while outbox.nbytes:
         before = outbox.nbytes

@@ -24,7 +24,7 @@ def get(path: str) -> bytes:
 
 
 def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
-    """Runs a story with a server that answers /held when it is told to, /body when it has one, and the rest at once."""
+    """Run a story with a server that answers /held after a signal, /body after its body, and other paths immediately."""
 
     async def run() -> None:
         may_go = asyncio.Event()
@@ -84,7 +84,7 @@ def test_requests_that_are_never_finished_lock_nobody_out() -> None:
 def test_whole_requests_keep_their_places_and_more_are_refused() -> None:
     async def story(ask: Ask, may_go: asyncio.Event) -> None:
         held = [await ask(get("/held")) for _ in range(CONNECTIONS - 1)]
-        while await status(ask, get("/")) != 503:  # until all of them were heard
+        while await status(ask, get("/")) != 503:  # until all of them were received
             pass
         for _ in range(CONNECTIONS):
             await ask(HALF)
@@ -106,7 +106,7 @@ def test_a_chunk_that_makes_no_sense_is_not_logged(
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
         reader, writer = await ask(head.encode())
         if path == "/":
-            assert b"200" in await reader.readline()  # it is answered before the chunk comes
+            assert b"200" in await reader.readline()  # it is answered before the chunk arrives
         writer.write(b"zz\r\n")
         told = await reader.read()
         assert b" 400 " in told or path == "/"

@@ -1,4 +1,4 @@
-"""A server that is killed at any moment keeps what it promised, and starts again without help."""
+"""A server that is killed at any moment keeps durable values, and restarts without help."""
 
 from __future__ import annotations
 

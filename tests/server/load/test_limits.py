@@ -1,4 +1,4 @@
-"""Every limit of the configuration, gone past: the server stays well, the others are served, memory comes back."""
+"""Every limit of the configuration, exceeded: the server stays healthy, other clients are served, memory is freed."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class TestWhatIsSent:
 
 
 def _send_until_refused(sock: socket.socket, data: bytes) -> bytes:
-    """What the server says to it; nothing when it just ends the connection."""
+    """Return the server's error; empty if it only closes the connection."""
     with suppress(ConnectionError):
         sock.sendall(data)
     return read_all(sock)
@@ -225,7 +225,7 @@ def _is_open(sock: socket.socket) -> bool:
 
 class TestWhatIsNotRead:
     def test_messages_that_pile_up(self, limited: RunningServer, client: redis.Redis) -> None:
-        """Beyond the hard limit of those who listen, at once."""
+        """Beyond the hard limit of subscribers, immediately."""
         with unharmed(limited, slack=40 * MIB), Wire(limited.port) as deaf, Wire(limited.port) as listening:
             deaf.ask(b"SUBSCRIBE", b"news")
             listening.ask(b"SUBSCRIBE", b"news")
@@ -274,7 +274,7 @@ class TestWhatIsNotRead:
         client.flushall()
 
     def test_transactions_count_too(self, limited: RunningServer, client: redis.Redis) -> None:
-        """What is queued is held: queue after queue, and the first of them has to go."""
+        """Queued commands count: with more and more of them, the first client is closed."""
         with unharmed(limited, slack=48 * MIB), ExitStack() as stack:
             before = client.info("stats")["evicted_clients"]
             for _ in range(8):
@@ -311,7 +311,7 @@ def _waits_for(client: redis.Redis) -> int:
 
 
 def test_connections_that_came_and_went_leave_nothing(limited: RunningServer, client: redis.Redis) -> None:
-    """Each in the middle of something: what a connection held goes with it, without the collector's help."""
+    """Each in the middle of a command: its memory is freed with it, without a garbage collection."""
 
     def come_and_go(times: int) -> None:
         for i in range(times):

@@ -1,7 +1,7 @@
-"""Nothing that a client asks for holds up the others, and what it costs grows as what is asked for.
+"""No request delays other clients, and its cost is linear in its size.
 
-Counted in processor time of a server in this process, so that what else the machine does counts little;
-`python -m benchmarks stalls` measures what a client beside it feels.
+Measured in processor time of a server in this process, so that other load counts little; `python -m benchmarks stalls`
+measures the latency of another client.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from benchmarks.worst import NOT_ASKED, Scene, scene_name, scenes
 from kvpage_server.commands.table import TABLE, subcommands
 
 FEW, FOUR_TIMES = 1100, 4400
-# Seconds of a turn that are not looked at: what else runs here, and how slow the machine is. A command that goes by
-# its arguments without steps takes far longer; whether a turn stays under 10 ms is for `python -m benchmarks stalls`.
+# Seconds of a turn that are ignored, because of other load and slow machines. A command that iterates over its
+# arguments without steps takes much longer; `python -m benchmarks stalls` checks the limit of 10 ms.
 AT_LEAST = 0.06
 TRIES = 5  # a turn that is long is so each time; one in which this machine did something else is not
 SHORT = frozenset(  # what `make test` looks at; `make soak` looks at all
@@ -57,7 +57,7 @@ ENDS = {"QUIT as it is"}  # and with it the connection that is measured
 
 
 def cost(turns: Turns, scene: Scene) -> Cost:
-    """What a command costs a store that has what the scene wants and nothing else."""
+    """Return the cost of a command on a store with only the scene's values."""
     before = [[b"FLUSHALL"], *scene.before, *([[b"SAVE"]] if scene.cold else [])]
     with ExitStack() as stack:
         for _ in range(scene.crowd):
@@ -67,7 +67,9 @@ def cost(turns: Turns, scene: Scene) -> Cost:
 
 
 def is_bad(little: Cost, much: Cost, name: str) -> bool:
-    """Whether a turn took much of the work, or the work grew faster than what was asked for, four times as much."""
+    """Return whether one turn took much of the work, or the work grew more than the request, which is four times as
+    large.
+    """
     holds = much.longest > max(AT_LEAST, much.total / 4) and name not in BY_DESIGN
     return holds or much.total > 8 * little.total + AT_LEAST
 
@@ -95,7 +97,7 @@ def test_no_turn_takes_much_of_the_work_and_work_grows_as_what_is_asked_for(
 
 
 def test_every_command_is_asked_with_its_worst_arguments() -> None:
-    """Whoever enters a command into the table says what its worst arguments are: see `benchmarks/worst.py`."""
+    """A new command of the table needs its worst arguments: see `benchmarks/worst.py`."""
     told = {name for name in TABLE if not name.endswith("|help") and not subcommands(name)} | {"command"}
     assert {scene.command for scene in scenes(10)} | NOT_ASKED.keys() >= told
 

@@ -26,7 +26,7 @@ from benchmarks.watchers import TOKEN, watching
 pytestmark = pytest.mark.alone
 
 WARM_UP = 4.0
-SPARE_FOR = 2.0  # seconds after which a server hands back what lies empty
+SPARE_FOR = 2.0  # seconds after which a server returns spare memory
 IMPATIENT = with_constants("kvpage_server.core.regions", SPARE_FOR=SPARE_FOR)
 HONEST = 66
 WAIT = 250  # milliseconds: 99 of 100 requests are answered within, on a machine that does nothing else
@@ -37,15 +37,15 @@ PAGES = 2000  # that lie in the server all the while, of 128 KiB
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("seconds", "growth", "part"), [(4.0, 1.1, 0.5), pytest.param(60.0, 1.05, 0.99, marks=pytest.mark.soak)]
-)  # in a short storm the memory that any storm takes weighs more, and so does what else the machine does
+)  # in a short storm the constant memory of a storm weighs more, and so does other load
 def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float, part: float) -> None:
-    """On a machine that is busy with other things everybody waits for a processor, too: that is measured beside."""
+    """On a busy machine every client waits for a processor, too: that is measured in parallel."""
     with start_server("--maxmemory", "1gb", program=IMPATIENT) as server:
         _fill(server)
         with _storm(server, WARM_UP):
             asyncio.run(_be_honest(server, WARM_UP))  # the memory that any storm takes for itself, it takes in this one
         _wait_for_quiet(server)
-        time.sleep(2 * SPARE_FOR + 3)  # until memory that lies empty has gone back
+        time.sleep(2 * SPARE_FOR + 3)  # until spare memory was returned
         before = server.rss()
         with _storm(server, seconds) as deeds:
             waited, late = asyncio.run(_be_honest(server, seconds))
@@ -65,7 +65,7 @@ def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float,
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_scrape_and_three_dashboards_slow_no_honest_client_of_a_storm() -> None:
-    """In short storms by turns, whose requests are put together: what is slow in one of them is slow by chance."""
+    """In alternating short storms, whose requests are combined: a slow one is slow by chance."""
     http = free_port()
     waited: dict[bool, list[float]] = {True: [], False: []}
     with start_server("--maxmemory", "1gb", "--metrics-port", str(http), "--web-token", TOKEN) as server:
@@ -114,7 +114,7 @@ def _check_pages(server: RunningServer) -> None:
 
 
 def _wait_for_quiet(server: RunningServer) -> None:
-    """Until nobody is connected any more; what they wrote goes."""
+    """Wait until no client is connected; delete their keys."""
     with server.client() as client:
         until(lambda: len(client.client_list()) == 1, "quiet")
         until(lambda: int(client.info("memory")["mem_clients_normal"]) == 0, "the memory of clients being free")
@@ -124,7 +124,7 @@ def _wait_for_quiet(server: RunningServer) -> None:
 
 
 async def _be_honest(server: RunningServer, seconds: float) -> tuple[list[float], list[float]]:
-    """66 clients that store and fetch pages; the seconds that each request waited, and those that a clock was late.
+    """66 clients that store and fetch pages; return the seconds of each request, and the delays of a clock.
 
     No request may fail.
     """

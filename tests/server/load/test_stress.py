@@ -37,7 +37,7 @@ ROWS = [8, 32, 128]  # of a page: 1, 4 and 16 KiB
 
 
 class Client:
-    """One of those who fight over the pages. Versions of client n are n, n + 8, n + 16 ..."""
+    """A client of the shared pages. Versions of client n are n, n + 8, n + 16 ..."""
 
     def __init__(self, number: int, server: RunningServer, issued: list[int]) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""What engines tell is believed within bounds: counts grow, names are cut, and noise is passed over."""
+"""Statistics of engines are accepted within bounds: counts grow, names are cut, and invalid messages are ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def told(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any)
 
 
 def test_tokens_are_counted_from_when_an_engine_is_first_heard() -> None:
-    """What it did before, perhaps for another store's process, is no rate of now."""
+    """Its earlier tokens are not part of the current rate."""
     heard = Engines()
     heard.heard(CHANNEL, told(computed=1000, page=5000))
     assert not any(heard.seen().tokens.values())
@@ -60,7 +60,7 @@ def test_a_user_is_shown_what_was_told_on_their_own_channel_alone() -> None:
 
 
 def test_there_are_so_many_users_at_most() -> None:
-    """The others' engines are told to who may see all of them."""
+    """Further engines are visible to users with all rights."""
     heard = Engines()
     for number in range(3 * MOST_USERS):
         heard.heard(b"%b:%d" % (CHANNEL, number), told(f"host:{number}"))

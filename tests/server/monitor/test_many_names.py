@@ -1,4 +1,4 @@
-"""However many names clients invent, what is told and shown of them stays little."""
+"""The output stays small for any number of names that clients invent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def invent(seen: SeenServer, names: range) -> None:
 
 
 def shown(seen: SeenServer, agents: int) -> dict[str, str]:
-    """What a page is told, once it is told of so many agents."""
+    """Return the events of a page after it has received this number of agents."""
     told: dict[str, str] = {}
     with seen.browser() as browser, browser.stream("GET", "/page/events") as reply:
         for line in reply.iter_lines():

@@ -1,4 +1,4 @@
-"""The process beside the server: what /metrics says is what INFO says, whoever asks, and nobody gets more than that."""
+"""The HTTP process next to the server: /metrics shows INFO's values to every user, limited by its rights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_disk_tells_its_queue_and_how_long_it_takes() -> None:
     assert told["kvpage_disk_queue_bytes",] == 0
 
 
-# -- who may ask -------------------------------------------------------------------------------------------------------
+# -- permitted users ---------------------------------------------------------------------------------------------------
 
 
 def test_metrics_need_the_token_or_a_password(seen: SeenServer) -> None:
@@ -110,7 +110,7 @@ def test_metrics_need_the_token_or_a_password(seen: SeenServer) -> None:
 def test_a_tenant_is_told_nothing_that_depends_on_others(seen: SeenServer) -> None:
     work(seen)
     told = seen.metrics(auth=("tenant", "sesame"))
-    engines = {"kvpage_engines", "kvpage_prompt_tokens_total"}  # those that have logged in as the tenant: none
+    engines = {"kvpage_engines", "kvpage_prompt_tokens_total"}  # engines of the tenant's account: none
     assert {name for name, *_ in told} == {"kvpage_server_info", "kvpage_uptime_seconds", *engines}
     assert not any(count for (name, *_), count in told.items() if name in engines)
 

@@ -1,4 +1,4 @@
-"""What was found in the store is looked for again, seldom where that takes long."""
+"""Memory by agent is read again, less often if a read takes long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = [b"request-%d" % number for number in range(10)]
 
 
 async def _seen(server: RunningServer) -> list[list[bytes]]:
-    """The requests that are found before and after a FLUSHALL, and after one key of many has gone."""
+    """Return the requests that are found before and after a FLUSHALL, and after the deletion of one key of many."""
     store = redis.asyncio.Redis(port=server.port, protocol=3)
     seen = Observer(store, "default", Engines())
     found = []

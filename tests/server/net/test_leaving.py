@@ -1,4 +1,4 @@
-"""What is left of connections that are over: nothing, although the garbage collector rarely runs."""
+"""Closed connections leave no memory, although the garbage collector rarely runs."""
 
 from __future__ import annotations
 

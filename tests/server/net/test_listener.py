@@ -1,4 +1,4 @@
-"""Connections whose peer is gone before it is greeted."""
+"""Connections whose peer disconnects before the greeting."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PAGE = [b"req", b"0", b"0", b"7", b"0"]
 def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
     """The functions that one of some equal commands called, in order; or so many of them `together`.
 
-    The shortest list is returned, since others have what a timer has called meanwhile.
+    The shortest list is returned, because others contain calls of timers.
     """
     calls: list[str] = []
     paths: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""CLIENT PAUSE: who waits for its end, and what is left of them."""
+"""CLIENT PAUSE: the waiting clients, and clients that disconnect meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that are sent together are answered like those that are sent one after another, and cost little each."""
+"""Pipelined commands get the same replies as single ones, and cost little each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDED = b"$9\r\nend of it\r\n"
 
 
 def answers(server: RunningServer, *lines: str) -> bytes:
-    """Every byte that comes of commands sent at once."""
+    """Return all reply bytes of pipelined commands."""
     with Wire(server.port) as wire:
         wire.send(b"".join(spell(line.encode().split()) for line in lines) + spell(END))
         came = b""
@@ -71,7 +71,7 @@ def test_what_changes_how_the_next_command_is_treated_does_so(
 
 @pytest.mark.parametrize("turn", [0, 60 * 10**9], ids=["command by command", "all at once"])
 def test_own_reply_comes_before_the_invalidation(turn: int) -> None:
-    """Commands that are sent together may be answered in several turns. The invalidation comes at the end of one."""
+    """Commands that are sent together may be answered in several turns. The invalidation is sent at the end of a turn."""
     program = with_constants("kvpage_server.net.session", TURN=turn)
     with start_server(program=program) as server, Wire(server.port) as wire, Wire(server.port) as other:
         wire.ask(b"HELLO", b"3")

@@ -1,4 +1,4 @@
-"""What is being sent is received in large pieces and hashed on its way, and what does not come is not waited for."""
+"""Bytes are received in large pieces and hashed during receipt, and missing bytes are not waited for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def wire(server: RunningServer) -> Iterator[Wire]:
 def test_a_batch_that_ends_in_smaller_pages_is_answered_at_once(
     client: redis.Redis, wire: Wire, sizes: list[int]
 ) -> None:
-    """Though more seemed to be coming than comes."""
+    """Although more bytes seemed to follow."""
     waited = []
     for seed in range(10):
         sent, bodies = batch(sizes, seed)

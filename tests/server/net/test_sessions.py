@@ -101,7 +101,9 @@ class TestMalformedFrames:
 
 
 class TestLastWords:
-    """Who is told something, and then that it is over, is told both: also when the first has to be on disk before."""
+    """A client that receives a reply, and then the end of the connection, receives both: also if the first waits for
+    the disk.
+    """
 
     @pytest.mark.parametrize(
         ("last", "told"),
@@ -281,7 +283,7 @@ class TestSlowReaders:
         until(lambda: arena_used(honest) == 0)
 
     def test_pipelines_are_answered_to_their_end_however_much_waits_for_others(self) -> None:
-        """What stopped a reply, all that waits for all clients, may be over by the time it is looked at again."""
+        """The limit that stopped a reply may be free again by the next check."""
         body, rounds, commands = bytes(300_000), 2, 150
 
         def read(server: RunningServer, seed: int, answered: list[int]) -> None:
@@ -357,7 +359,7 @@ class TestFairness:
         assert p95(waited) < PROMPT
 
     def test_memory_that_was_announced_but_never_sent_evicts_nothing(self) -> None:
-        """Whoever announces more than all clients may hold is closed before it costs anybody a page."""
+        """A client that announces more than all clients may hold is closed before a page is evicted for it."""
         options = ("--maxmemory", "32mb", "--maxmemory-clients", "25%")
         with start_server(*options) as server, server.client() as client:
             for page in range(200):
@@ -427,7 +429,7 @@ class TestEnding:
 
 
 def refused(*options: str) -> subprocess.CompletedProcess[str]:
-    """What a server says that finds no address."""
+    """Return the error of a server that cannot bind its address."""
     command = [sys.executable, "-m", "kvpage_server.app", "--store", "memory", *options]
     return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
 

@@ -1,4 +1,4 @@
-"""What one tenant sends, pins and leases is its own: it takes no memory from others."""
+"""A tenant's requests, pins and leases use its own share: they take no memory from others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def half_sent(server: RunningServer, size: int) -> socket.socket:
     return sock
 
 
-READERS_LIMIT = 65 * MIB  # what clients of a small server may hold: one great page
+READERS_LIMIT = 65 * MIB  # limit of all clients of a small server: one large page
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def mget(count: int) -> list[bytes]:
 
 
 def answered(stream: BinaryIO, count: int) -> bool:
-    """Whether the whole answer to an `mget` comes, and is right."""
+    """Return whether the whole reply to an `mget` arrives, and is right."""
     wanted = b"*%d\r\n" % count + b"".join(b"$%d\r\n%b\r\n" % (MIB, bytes([i]) * MIB) for i in range(count))
     return stream.read(len(wanted)) == wanted
 
@@ -231,7 +231,7 @@ def test_what_is_refused_in_a_transaction_is_nobodys() -> None:
 
 
 def test_a_command_that_comes_slowly_counts_once() -> None:
-    """Not what was received of it and the memory that more of it is received into as well."""
+    """The received part does not count in addition to the receive buffer."""
     body = bytes(70_000)
     pages = [[b"r", b"0", b"0", b"%d" % page, b"0", b"8", b"1", b"70000", b"0", body] for page in range(40)]
     data = spell([b"KVPAGEMSET", b"40", *(word for page in pages for word in page)])

@@ -1,4 +1,4 @@
-"""What INFO counts, and what CONFIG RESETSTAT makes of it."""
+"""Counters of INFO, and the effect of CONFIG RESETSTAT."""
 
 from __future__ import annotations
 

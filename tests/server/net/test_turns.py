@@ -1,4 +1,4 @@
-"""The line of those who wait for their turn, when somebody in it fails."""
+"""The run queue after an error of one of its sessions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_who_breaks_off_is_logged_and_holds_up_nobody(
     async def turns() -> None:
         line = Line(asyncio.get_running_loop())
         first(line)
-        for _ in range(2):  # who is in the line already, and who joins it later
+        for _ in range(2):  # a session in the queue, and one that joins it later
             taken = asyncio.Event()
             line.join(Turn(taken.set))
             await asyncio.wait_for(taken.wait(), 20)

@@ -1,4 +1,4 @@
-"""`kvpage replay`: what policies make of a recorded trace."""
+"""`kvpage replay`: the hit ratios of policies on a recorded trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trace_of(*chains: str) -> list[TracedPrompt]:
 
 
 def chat_trace(requests: int, users: int, seed: int = 1) -> list[dict[str, object]]:
-    """Users who come back a few times, each time with their whole context and some more, among strangers who do not."""
+    """Users who return a few times, each time with their whole context and more, among others who do not."""
     chance = random.Random(seed)
     fresh = iter(range(1, 10**9))
     talks: dict[int, list[int]] = {}
@@ -60,7 +60,7 @@ def test_lru_by_hand() -> None:
 
 def test_a_hole_ends_the_hits() -> None:
     found = simulate(LRU, trace_of("abcd", "x", "abcd"), 4)
-    assert found.hits == 0  # x pushes out a: what follows is there, and worth nothing
+    assert found.hits == 0  # x evicts a: the blocks behind a exist, and are useless
     assert simulate(Prefix, trace_of("abcd", "x", "abcd"), 4).hits == 3
 
 

@@ -1,4 +1,4 @@
-"""The parser: every split of the input gives the same commands, and what is no RESP is refused as Redis refuses it."""
+"""The parser: every split of the input gives the same commands, and invalid RESP gets Redis' errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def commands_of(parser: Parser) -> Iterator[Words]:
 
 
 def parse(core: ModuleType, pieces: Iterable[bytes], limits: Limits | None = None) -> tuple[list[Words], str]:
-    """The commands that come out when the input arrives in pieces, and the error that it ended in."""
+    """Return the commands of input that arrives in pieces, and the final error."""
     arena = core.Arena()
     parser = core.Parser(arena, limits=limits)
     commands: list[Words] = []
@@ -81,7 +81,7 @@ def cut(data: bytes, positions: Iterable[int]) -> list[bytes]:
     return [data[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
-# Lengths around the parser's own limits: short words, slots, what is received straight into one, the scratch memory.
+# Lengths around the parser's own limits: short words, slots, direct receipt, the scratch memory.
 LENGTHS = [0, 1, 9, 255, 510, 511, 512, 513, 1000, 4095, 4096, 8192, 65536, 70000, DIRECT, DIRECT + 1, SCRATCH_SIZE + 1]
 short_words = st.binary(max_size=12) | st.sampled_from([b"", b"\r\n", b"\r", b"\n", b"$3\r\n", b"*1\r\n", b"\0", b"7"])
 long_words = st.builds(
@@ -149,7 +149,7 @@ class TestSplits:
 
     @given(st.data())
     def test_damaged_input_gives_the_same_whatever_the_split(self, core: ModuleType, data: st.DataObject) -> None:
-        """Commands before the damage come out, the same ones; then the same error, or none."""
+        """The commands before the damage are the same; then the same error, or none."""
         good = b"".join(map(spell, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1))))
         damaged = bytearray(good)
         for _ in range(data.draw(st.integers(1, 3))):
@@ -175,7 +175,7 @@ class TestSplits:
         check(bytes(data))
 
     def test_commands_wait_for_whoever_takes_them(self, core: ModuleType) -> None:
-        """What was received is kept when it is not asked for at once."""
+        """Received commands are kept until they are read."""
         sent = [[b"SET", b"key:%d" % i, bytes(i * 37 % 5000)] for i in range(300)]
         parser = core.Parser(core.Arena())
         for piece in cut(b"".join(map(spell, sent)), range(0, 10**6, 1000)):
@@ -209,7 +209,7 @@ class TestReceiving:
                         count = 0
                     left[i] = left[i][count:]
                 if parsers[i].receive(pairs[i][1].fileno()) > 0 and order.random() < 0.7:
-                    command = parsers[i].next()  # perhaps not all of them: others receive before the rest is taken
+                    command = parsers[i].next()  # a part, because others receive before the rest is read
                     got[i] += [] if command is None else [plain(command)]
                 for parser, commands in zip(parsers, got, strict=True):
                     if parser is parsers[i]:
@@ -249,7 +249,7 @@ class TestReceiving:
                 assert parser.next() is None
 
     def test_of_what_stands_behind_a_long_word_little_is_received_with_its_end(self, core: ModuleType) -> None:
-        """The next one may be as long: what came with the end of this one would have to be copied to its place."""
+        """The next word may be as long: bytes that arrived with the end of this one would have to be copied."""
         parser = core.Parser(core.Arena())
         data = spell([b"PAGE", b"key", bytes(2 * DIRECT)])
         one, other = socket.socketpair()
@@ -282,7 +282,7 @@ class TestReceiving:
         assert max(counts) < 2 * RECEIVE_TURN
 
     def test_what_is_wrong_is_told_when_the_command_is_asked_for(self, core: ModuleType) -> None:
-        """The bytes that came before it were received, and are counted."""
+        """The bytes before the error were received, and are counted."""
         parser = core.Parser(core.Arena())
         sent = b"PING\r\n*2\r\n$4\r\nECHO\r\n#oops\r\n"
         one, other = socket.socketpair()
@@ -436,7 +436,7 @@ class TestMemory:
     @pytest.mark.parametrize("piece", [1, 512])
     @pytest.mark.parametrize("unit", [b"$2\r\nab\r\n", b"$511\r\n" + bytes(511) + b"\r\n"])
     def test_the_work_grows_with_the_input_not_with_its_square(self, core: ModuleType, unit: bytes, piece: int) -> None:
-        """A command of many words that comes in small pieces; ten times as many take about ten times as long."""
+        """A command of many words that arrives in small pieces; ten times as many take about ten times as long."""
         few = 500 * piece // len(unit) + 10
 
         def seconds(count: int) -> float:
@@ -463,7 +463,7 @@ class TestMemory:
 
 class TestLimits:
     def refused(self, core: ModuleType, data: bytes, limits: Limits | None = None, *, step: int = 2**30) -> str:
-        """The error that `data` ends in when it comes in pieces of `step` bytes."""
+        """Return the final error of `data` that arrives in pieces of `step` bytes."""
         return parse(core, cut(data, range(0, len(data), step)), limits)[1]
 
     def test_words_longer_than_the_limit(self, core: ModuleType) -> None:
@@ -585,7 +585,7 @@ def talk(server: RunningServer, data: bytes) -> bytes:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError, OSError):
-            pass  # refused while it was still being sent: what was answered is there to read
+            pass  # refused during the write: the error can still be read
         answer = b""
         try:
             while piece := sock.recv(65536):

@@ -204,7 +204,7 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(
     assert restored.there == 0
     assert client.get("kv:chat-7:0:0:1:0")[64:] == old[64:]
     assert client.get("manifest:alice") == b"\x00\xff" * 40
-    assert not client.exists("kv:chat-7:9:0:1:0")  # a block is what was dumped, and nothing else
+    assert not client.exists("kv:chat-7:9:0:1:0")  # a block equals its dump
 
 
 def test_a_string_with_the_key_of_a_page_is_there_already(
@@ -260,7 +260,7 @@ def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: Runni
     assert (restored.amount.strings, restored.expired) == (1, 1)
 
 
-# -- interrupted dumps, and those that are brought up to date ------------------------------------------------------
+# -- interrupted dumps, and updated ones -------------------------------------------------------------------------------
 
 
 KILLED = """
@@ -381,7 +381,7 @@ def test_a_full_disk_is_said_and_leaves_no_torn_file(
     assert done.stderr.count("\n") == 1
 
 
-# -- what the commands say ---------------------------------------------------------------------------------------------
+# -- output of the commands --------------------------------------------------------------------------------------------
 
 
 def test_the_commands_report_what_they_did(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The files of `kvpage dump`: any safetensors reader opens them, and what is not as it was written is noticed."""
+"""The files of `kvpage dump`: any safetensors reader opens them, and damage is detected."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def whole(file: Path) -> bool:
-    """Whether a file is taken for what was written."""
+    """Return whether a file is accepted as intact."""
     try:
         contents = read_contents(file)
         with opened(contents) as data:
@@ -71,7 +71,7 @@ def whole(file: Path) -> bool:
         return False
 
 
-# -- what a reader finds -------------------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_plane_is_a_tensor_of_layers_heads_tokens_and_dimensions(
@@ -166,7 +166,7 @@ def test_tensors_lie_aligned_to_their_elements(tmp_path: Path) -> None:
     assert [(span.entry.element, span.start) for span in contents.spans] == [("F16", 0), ("U8", 8), ("U8", 11)]
 
 
-# -- what is written is read ---------------------------------------------------------------------------------------
+# -- a written file can be read ----------------------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=40))
@@ -199,7 +199,7 @@ def test_what_was_written_is_whole(file: Path) -> None:
     assert file.stat().st_size == contents.size
 
 
-# -- what is wrong is noticed --------------------------------------------------------------------------------------
+# -- damage is detected ------------------------------------------------------------------------------------------------
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
@@ -246,7 +246,7 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
 
 
 def forged(file: Path, **changes: object) -> FileContents:
-    """Write a file whose digest is right and whose page is told to be something else, and read it."""
+    """Write a file with a valid digest whose page is described as something else, and read it."""
     (tensor,) = tensors_of([found(1)])
     entry, note = tensor.entry, tensor.entry.note() | changes
     forgery = SimpleNamespace(name=entry.name, element=entry.element, shape=entry.shape, note=lambda: note)
@@ -280,7 +280,7 @@ def test_a_note_that_makes_no_sense_is_left_out(tmp_path: Path, changes: dict[st
     assert [name for name, _ in (bad.split(": ", 1) for bad in contents.bad)] == ["kv:r:1:0:7:0"]
 
 
-# -- a restore leaves out what is wrong ----------------------------------------------------------------------------
+# -- a restore omits damaged entries -----------------------------------------------------------------------------------
 
 
 def damage(file: Path, at: int = -1) -> None:

@@ -1,4 +1,4 @@
-"""What a batch that is stored in steps was promised is not given to others between its steps."""
+"""The reservation of a batch in steps is not available to others between its steps."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def at_once(server: RunningServer, batches: list[list[bytes]]) -> list[str]:
         sock.settimeout(60)
         sock.sendall(line[:-5000])
     server.process.send_signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(len(socks)) as threads:  # what the server has not read yet may fill a connection
+    with ThreadPoolExecutor(len(socks)) as threads:  # unread bytes may fill a connection
         for sock, line in zip(socks, lines, strict=True):
             threads.submit(sock.sendall, line[-5000:])
         server.process.send_signal(signal.SIGCONT)

@@ -183,7 +183,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
         before = {block: block.pages for req in REQUESTS for block in self.keys.index.of(req)}
         evicted = self.keys.counters.evicted
         self.keys.memory.maxmemory = limit = max(int(self.keys.memory.used * share), 1)
-        while not self.keys.memory.make_room():  # much goes at a time, not all
+        while not self.keys.memory.make_room():  # much is evicted at a time, not all
             pass
         self.keys.memory.maxmemory = 0
         assert self.keys.memory.used <= limit
@@ -248,7 +248,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
             if block.extent is not None:
                 assert block.footprint == block.extent.slot.footprint
             elif not any(isinstance(page, ExtentPage) for page in self.keys.pages_at(block.page_keys())):
-                assert block.footprint - shares < 512  # what a split leaves: the frame and the rounding of its slot
+                assert block.footprint - shares < 512  # overhead of a split: the frame and the rounding of its slot
 
     def nothing_is_left(self) -> None:
         keys = self.keys
@@ -396,7 +396,7 @@ def test_a_slot_in_flight_is_not_recycled() -> None:
 
 
 def test_random_sizes_over_a_long_time_do_not_fragment() -> None:
-    """20,000 values of changing sizes through a bounded store: what is held stays near what is used."""
+    """20,000 values of changing sizes through a bounded store: held memory stays near used memory."""
     keys, noise = Keyspace(maxmemory=16 * MIB), random.Random(6)
     for i in range(20_000):
         keys.memory.make_room()

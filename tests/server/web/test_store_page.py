@@ -1,4 +1,4 @@
-"""The page server's page in a browser: it shows what INFO says, whose memory it is, and never runs what users wrote."""
+"""The page server's page in a browser: it shows INFO's values and memory by agent, and never runs names as code."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def remember(client: redis.Redis, agent: str, blocks: Sequence[str], fingerprint
         "tokens": [1] * TOKENS * len(blocks),
     }
     told = json.dumps(manifest).encode()
-    digest = blake2b(told, digest_size=8).hexdigest()  # who has read it before goes by it
+    digest = blake2b(told, digest_size=8).hexdigest()  # readers that have read it before use it
     client.set(f"manifest:{agent}:00000000000000{fingerprint}", digest.encode() + told)
 
 
 def tell(client: redis.Redis, name: str, channel: str = "kvpage:engines") -> int:
-    """What an engine tells of itself; how many heard it."""
+    """Publish an engine's statistics; return the number of recipients."""
     tier = {"hits": 2, "tokens": 300, "bytes": 1 << 20}
     none = dict.fromkeys(tier, 0)
     told = {"name": name, "model": "tiny", "answers": 4, "computed": 100, "used": 3 << 20, "room": 12 << 20}
@@ -52,7 +52,7 @@ def tell(client: redis.Redis, name: str, channel: str = "kvpage:engines") -> int
 
 
 def work(client: redis.Redis) -> None:
-    """Alice has most; she, bob and carol begin alike, and one of bob's blocks has gone."""
+    """Alice has most blocks; she, bob and carol share a prefix, and one of bob's blocks is missing."""
     remember(client, "alice", ["same-0", "same-1", *(f"alice-{i}" for i in range(6))])
     remember(client, "bob", ["same-0", "same-1", "bob-0", "bob-1"])
     remember(client, "carol", ["same-0", "same-1", "carol-0"])
@@ -104,7 +104,8 @@ def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: S
         assert page.locator("#whose .tile").first.get_attribute("aria-label").startswith("alice: ")
         assert page.locator("#whose .tile.shared").count() == 1
         buttons = [each.get_attribute("aria-label") for each in page.locator("#whose [role=button]").all()]
-        assert {label.split(":")[0] for label in buttons} == {"alice", "bob", "carol", f"eve{SCRIPT}"}  # what opens
+        # buttons that open details
+        assert {label.split(":")[0] for label in buttons} == {"alice", "bob", "carol", f"eve{SCRIPT}"}
         says(page, "#shared", "alice, bob, carol")
         says(page, "#saved", "KiB")
         says(page, "#lost", "bob")
@@ -165,7 +166,7 @@ def test_a_context_is_a_strip_of_blocks_and_a_block_is_layers_by_heads(seen: See
         assert page.locator("#contexts .block.common").count() == 2
         painted = "all => all.map(one => getComputedStyle(one).backgroundColor)"
         colours = page.locator("#contexts .block").evaluate_all(painted)
-        assert len(set(colours)) == 2  # what is in memory, and what is missing
+        assert len(set(colours)) == 2  # in memory, and missing
         assert "missing: deleted" in page.locator("#contexts .block.missing").get_attribute("title")
         page.locator("#contexts .block").first.focus()
         page.keyboard.press("ArrowRight")
@@ -313,7 +314,7 @@ def test_ten_thousand_requests_and_five_hundred_agents_stay_fluid(browser: Any) 
                 page.locator("#by").select_option(kind)
             page.locator("#agents button", has_text="long").click()
             page.locator("#contexts .block").nth(599).wait_for()
-            page.wait_for_timeout(6000)  # the time in which all of it is told again
+            page.wait_for_timeout(6000)  # the time in which all of it is sent again
 
         with shown(browser, seen.page) as page:
             assert stays_fluid(page, look)

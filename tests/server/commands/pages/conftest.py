@@ -103,7 +103,7 @@ def client(request: pytest.FixtureRequest, server: RunningServer) -> Iterator[re
 
 @pytest.fixture
 def tier(server: RunningServer) -> str:
-    """Where a page that was just written lies."""
+    """Return the tier of a page that was just written."""
     return "cluster" if is_gateway(server) else "memory"
 
 

@@ -119,7 +119,7 @@ SHAPES = st.builds(
 )
 
 
-# What fails before a cluster, as it has to, need not be made smaller.
+# Failures before a cluster, which are expected, need no smaller example.
 @settings(max_examples=15, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=SHAPES, seed=st.integers(0, 1000))
 def test_any_shape_goes_both_ways(client: redis.Redis, shape: BlockShape, seed: int) -> None:

@@ -44,7 +44,8 @@ def test_an_index_is_scanned_block_by_block(client: redis.Redis) -> None:
     cursor, keys = client.sscan("kv:r:index", count=7)
     assert cursor
     assert len(keys) == 8
-    client.execute_command("KVPAGEDEL", "r", 0, 1, 2)  # what goes or comes meanwhile does not disturb the rest
+    # pages that are added or removed meanwhile do not disturb the rest
+    client.execute_command("KVPAGEDEL", "r", 0, 1, 2)
     set_block(client, "r", 30)
     rest = set()
     while cursor:
@@ -93,7 +94,7 @@ def test_an_index_key_is_no_string(client: redis.Redis) -> None:
     for words in (("GET",), ("STRLEN",), ("GETRANGE", 0, 1), ("SUBSTR", 0, 1)):
         with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
             client.execute_command(words[0], "kv:r:index", *words[1:])
-    assert client.mget("kv:r:index") == [None]  # as Redis answers for what is no string
+    assert client.mget("kv:r:index") == [None]  # Redis' reply for a key that is not a string
     client.set("plain", "x")
     for command in ("SMEMBERS", "SCARD"):
         with pytest.raises(redis.ResponseError, match="WRONGTYPE"):

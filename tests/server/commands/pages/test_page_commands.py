@@ -1,4 +1,4 @@
-"""The five page commands over a real connection: what they answer, what they refuse, and that nothing stored is lost.
+"""The five page commands over a real connection: replies and errors; no error loses stored data.
 
 Also runs by itself, from this directory: ``python3 -m unittest test_page_commands.py -v``. A kvpage-server on port 9221
 is used when there is one (the tests keep to request ids of their own); otherwise one is started and ended again.
@@ -353,7 +353,7 @@ class ExpiryTest(PageCommandsTest):
 
 
 class BadInputTest(PageCommandsTest):
-    """Each has an error of its own that names the argument and what is allowed."""
+    """Each has an error that names the argument and the allowed values."""
 
     RANGES = (
         (1, "layer_idx", 0, 65535),
@@ -460,7 +460,7 @@ class BadInputTest(PageCommandsTest):
 
 
 class ConfiguredTest(unittest.TestCase):
-    """What the configuration changes; on servers of its own."""
+    """Effects of the configuration; on servers of its own."""
 
     def test_a_strict_server_wants_bodies_that_fill_their_shape(self) -> None:
         with start_server("--strict-page-shape", "yes") as server, server.client() as client:

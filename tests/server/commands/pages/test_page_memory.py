@@ -1,4 +1,4 @@
-"""What pages take of the memory, however they came and went: as a batch, cut short, or while they are being read."""
+"""Memory of pages after every kind of addition and removal: as a batch, interrupted, or during a read."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_pages_in_use_survive_the_eviction_of_all_that_came_with_them() -> None:
             for number in hot[-40:]:
                 assert fetch(client, number) == body(number), number
         assert used(client) <= 26 * MIB
-        assert int(client.info("memory")["arena_held"]) < 110 * MIB  # with what is kept for new values
+        assert int(client.info("memory")["arena_held"]) < 110 * MIB  # including the reserve for new values
 
 
 def arena_used(client: redis.Redis) -> int:
@@ -126,7 +126,7 @@ def test_a_page_that_is_being_read_stays_though_it_is_deleted_and_others_are_sto
         assert answers.read(SIZE + 2) == body(7) + b"\r\n"
         whole = b"$%d\r\n%b\r\n" % (SIZE, body(7))
         answered = 1
-        while (line := answers.readline()) != b"$-1\r\n":  # from where it was gone
+        while (line := answers.readline()) != b"$-1\r\n":  # the position of the deletion
             assert line + answers.read(SIZE + 2) == whole
             answered += 1
         assert answered < 2000

@@ -1,4 +1,4 @@
-"""KVPAGEPREFIX, leases and pins: what eviction spares, for how long, and how much of it."""
+"""KVPAGEPREFIX, leases and pins: protection from eviction, its duration and its limit."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_no_more_than_half_of_the_memory_can_be_protected() -> None:
         leased = client.info("kvpage")["leased_or_pinned"]
         assert 120_000 < client.info("kvpage")["leased_or_pinned_bytes"] <= 128 * 1024
         names = [word for page in pages for word in ("r", page)]
-        assert prefix(client, *names, lease_ms=1000) == leased  # what it counts can be relied upon
+        assert prefix(client, *names, lease_ms=1000) == leased  # the count is reliable
         assert prefix(client, *names) == len(pages)
         with pytest.raises(redis.ResponseError, match="leases and pins may take 131072 bytes together, half of max"):
             client.execute_command("KVPAGEPIN", "r")

@@ -1,4 +1,4 @@
-"""What a store tells of its pages, by the page and by the request, and deletes; all in small steps."""
+"""Queries and deletions of pages, by page and by request; all in small steps."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def longest_step(line: str) -> float:
 
 
 def steps_of(here: Here, words: list[Any]) -> Iterator[tuple[float, bytes]]:
-    """What each step of a reply says, and the seconds of this processor that it took."""
+    """Yield the output of each step of a reply, and its seconds of CPU time."""
     stream, began = run(here.client, find(words), words), time.thread_time()
     for item in stream.items:
         pieces: list[Any] = []

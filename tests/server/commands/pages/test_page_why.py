@@ -174,7 +174,7 @@ def test_every_reason_is_told_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_page_has_gone_for_one_reason_its_last() -> None:
-    """Whatever is removed, in whatever order. What is kept is counted."""
+    """After removals in any order. The number of ghosts is bounded."""
     luck, reasons = random.Random(1), ("expired", "evicted", "over quota", "deleted", "overwritten", "corrupt")
     ghosts, last = Ghosts(), dict[tuple[int, int], str]()
     for _ in range(2000):

@@ -71,7 +71,7 @@ def transaction(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
 def test_what_was_promised_on_disk_counts_as_protected_once_it_is_in_memory(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "8mb") as (_, client):
         cold_strings(client, 4)
-        assert client.exists("k0") == 1  # who is told so is to find it
+        assert client.exists("k0") == 1  # a client that gets 1 must find it
         assert client.info()["leased_or_pinned_bytes"] < 3 * MB
         assert client.getrange("k0", 0, 10) == body(3 * MB, 0)[:11]
         assert client.info()["leased_or_pinned_bytes"] >= 3 * MB
@@ -394,7 +394,7 @@ def test_what_is_not_told_waits_for_the_disk_all_the_same(tmp_path: Path) -> Non
 
 
 def test_who_waits_for_a_promise_and_for_the_disk_goes_on_when_both_have_come(tmp_path: Path) -> None:
-    """What is asked behind a write, in one packet, waits for its own and not only until the write is on disk."""
+    """A command behind a write, in one packet, waits for its own values and not only until the write is durable."""
     pages, size = 64, 64 * 1024
     names = [words for number in range(pages) for words in (b"r", b"0", b"0", b"%d" % number, b"0")]
     read = spell([b"KVPAGEMGET", b"%d" % pages, *names])
@@ -425,7 +425,7 @@ def test_a_string_under_the_key_of_a_page_is_scanned_after_a_restart_as_before(t
         client.mset({"kv:r:0:0:0:0": "x", "kv:s:0:0:0:0": "y"})
         there = {b"kv:r:0:0:0:0", b"kv:r:1:0:0:0", b"kv:s:0:0:0:0"}
         assert set(client.scan_iter()) == there
-        while cursor:  # what was begun before meets all that was there all the while
+        while cursor:  # an earlier scan returns all keys that existed all the time
             cursor, more = client.scan(cursor)
             first += more
         assert set(first) == there
@@ -447,13 +447,13 @@ def test_a_block_that_rests_is_scanned_when_it_is_stored_whole_meanwhile(tmp_pat
         assert {b"kv:r:0:0:0:0", b"kv:s:0:0:0:0"} <= {*found}
 
 
-# -- what has to stay in memory ----------------------------------------------------------------------------------------
+# -- values that must stay in memory -----------------------------------------------------------------------------------
 
 
 def test_to_find_that_blocks_wait_to_be_written_costs_little_however_many_pages_they_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They cannot leave memory yet. Whoever makes room looks at very many of them, and others wait meanwhile."""
+    """They cannot leave memory yet. Eviction examines very many of them, while other clients wait."""
     spelt = 0
     each = Block.page_names
 

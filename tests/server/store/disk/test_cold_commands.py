@@ -138,7 +138,7 @@ def called(name: str, args: Words) -> Words:
 
 
 def _of_another(name: str) -> Words:
-    """As few words as a command takes that touches no keys: what it answers does not matter here."""
+    """Return the shortest call of a command without keys; its reply does not matter here."""
     spec = TABLE[name]
     return called(name, [b"x"] * (abs(spec.arity) - spec.words))
 
@@ -151,7 +151,7 @@ others = st.sampled_from(OTHERS).map(_of_another)
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 MEMORY = "40kb"  # for some 250 KB of values
-PRESS = [b"set", b"press", b"p" * 30_000]  # what comes after it finds memory full of this
+PRESS = [b"set", b"press", b"p" * 30_000]  # later commands find memory full of this value
 
 
 class CommandsMachine(RuleBasedStateMachine):
@@ -171,7 +171,7 @@ class CommandsMachine(RuleBasedStateMachine):
 
     @initialize(single=st.booleans())
     def fill(self, single: bool) -> None:
-        """Something of every kind lies on disk alone: blocks stored whole, or page by page, strings long and short."""
+        """Store a value of every kind on disk only: blocks stored whole, or page by page, strings long and short."""
         for number, (req, page) in enumerate(product((b"r", b"s"), (b"0", b"1"))):
             body = bytes([number]) * PAGE
             if single and req == b"s":
@@ -195,7 +195,7 @@ class CommandsMachine(RuleBasedStateMachine):
 
     @rule()
     def press(self) -> None:
-        """What was used before has to leave memory: only to be held, or not to be on disk yet, would keep it there."""
+        """Make earlier values leave memory: a hold, or a queued write, would keep them there."""
         for _ in range(3):
             self.check(PRESS, self.wire.ask(*PRESS))
         self.wire.ask(b"kvpageunpin", b"r")
@@ -221,7 +221,7 @@ class CommandsMachine(RuleBasedStateMachine):
     def transact(
         self, batch: list[Words], press: bool, watched: bytes | None, between: Words | None, discard: bool
     ) -> None:
-        """Some commands as one, after another connection's, which may change what is watched."""
+        """Run commands as a transaction, after another connection's, which may change a watched key."""
         batch = [words for words in batch if "no_multi" not in find(words).flags]
         if press:
             self.press()
@@ -250,7 +250,7 @@ class CommandsMachine(RuleBasedStateMachine):
             assert agrees(expected, found), f"{shown(words)} answered {found!r:.200}, not {expected!r:.200}"
 
     def teardown(self) -> None:
-        """All that there is is what there should be."""
+        """Check that the keys and values match the model."""
         self.check([b"keys", b"*"], self.wire.ask(b"KEYS", b"*"))
         for key in self.model.keys:
             self.check([b"get", key], self.wire.ask(b"GET", key))

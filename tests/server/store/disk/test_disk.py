@@ -1,4 +1,4 @@
-"""The store on disk: what is written is read, whole or not at all, by one server, from a file that is ours."""
+"""The store on disk: writes are readable, as a whole or not at all, by one server, from our own file."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ print(intact, damaged)
 
 
 def open_and_read(directory: Path) -> subprocess.CompletedProcess[str]:
-    """What another process finds, which may die of it without harm to this one."""
+    """Open a store in another process, which may die without harm to this one."""
     code = OPEN_AND_READ.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[3] / "support")])
     return subprocess.run(
         [sys.executable, "-c", code, str(directory)], capture_output=True, encoding="utf-8", timeout=60

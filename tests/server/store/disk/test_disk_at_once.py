@@ -1,4 +1,4 @@
-"""What is replaced stays on the disk until the commit that replaces it: what `maxdisk` has room for at once."""
+"""A replaced value stays on the disk until the commit that replaces it: the limits of `maxdisk`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def split_all(client: redis.Redis, *, transaction: bool) -> list[Any]:
 
 
 def have_room(client: redis.Redis) -> None:
-    """The disk takes what is written, and everything is there."""
+    """Check that the disk accepts writes, and everything is durable."""
     client.execute_command("SAVE")
     info = disk_info(client)
     assert (info["disk_failing"], info["disk_waiting_bytes"]) == ("", 0)
@@ -152,7 +152,7 @@ def test_blocks_that_were_split_in_the_commit_that_stored_them_are_evicted_from_
 
 @pytest.mark.parametrize(("mode", "size"), [("always", 1_000_000), ("everysec", 262_000), ("everysec", 20_000)])
 def test_long_values_have_room_where_many_short_ones_lay(tmp_path: Path, mode: str, size: int) -> None:
-    """What is free then are single pages, and none of them in a row."""
+    """The free space consists of single pages, none of them adjacent."""
     options = (*SMALL, "--appendfsync", mode, "--maxmemory-policy", "noeviction")
     with start_server(*TIERED, *options, directory=tmp_path, killed=True) as server, server.client() as client:
         with client.pipeline(transaction=False) as pipe:
@@ -192,7 +192,7 @@ def test_strings_that_had_keys_of_pages_leave_nothing_to_their_blocks(tmp_path: 
             for i in range(55):
                 pipe.execute_command("KVPAGEPIN", f"p{i}")
             pinned = [i for i, reply in enumerate(pipe.execute(raise_on_error=False)) if reply == 1]
-        assert 30 < len(pinned) < 55  # half of what is for values
+        assert 30 < len(pinned) < 55  # half of the space for values
         assert [client.set(f"key:{i}", body(300_000, i)) for i in range(60)] == [True] * 60
         assert all(client.get(f"kv:p{i}:0:0:0:0")[HEADER_SIZE:] == body(150_000, i) for i in pinned)
 

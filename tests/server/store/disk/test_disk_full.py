@@ -1,4 +1,4 @@
-"""A disk that is full or cannot be written to: nothing is told that is not so, and no harm is done."""
+"""A disk that is full or read-only: no false reply, and no harm."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 def try_to_set(server: RunningServer, names: range) -> tuple[list[int], set[str]]:
-    """Set values, each over a connection of its own; those that were answered OK, and what the others were."""
+    """Set values, each over a connection of its own; return the stored ones, and the errors of the others."""
     done, refused = [], set()
     for i in names:
         with server.client() as client:
@@ -191,7 +191,7 @@ def test_a_deletion_that_is_tried_again_is_not_said_to_be_done_before_the_first_
 
 @contextmanager
 def with_values_that_wait(disk: Path) -> Iterator[tuple[RunningServer, redis.Redis]]:
-    """A server on a full disk that cannot write what it has. It has to end with an exit code of 1."""
+    """Yield a server on a full disk that cannot write its values. It has to end with an exit code of 1."""
     with start_server(*TIERED, directory=disk, killed=True) as server, server.client() as client:
         settle(client)
         with filled(disk):

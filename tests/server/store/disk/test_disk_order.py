@@ -1,4 +1,4 @@
-"""What goes next from a disk is found at once, however much went before it."""
+"""The next victim on a disk is found immediately, for any number of evictions before it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 from kvpage_server.store.disk.usage import DiskUsage
 
-ENOUGH = 1.5  # seconds of processor time, ten times what it takes
+ENOUGH = 1.5  # seconds of processor time, ten times the usual value
 
 
 def test_a_disk_is_emptied_in_its_order_in_linear_time() -> None:

@@ -1,4 +1,4 @@
-"""Where `maxdisk` is reached, the policy says what goes and what is refused, as it does where memory is full."""
+"""At `maxdisk`, the policy determines evictions and errors, as at maxmemory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_volatile_ttl_lets_go_of_what_expires_soonest_and_of_nothing_else(tmp_pa
         settle(client)
         gone = {seed for seed in lives if get_page(client, seed, "goes") is None}
         assert 40 < len(gone) < 130
-        left = set(lives) - gone - set(list(lives)[-len(lives) // 8 :])  # the last were not there when others went
+        # the last ones did not exist during the evictions
+        left = set(lives) - gone - set(list(lives)[-len(lives) // 8 :])
         assert max(map(lives.__getitem__, sorted(gone)[: len(gone) // 2])) < max(map(lives.__getitem__, left))
         assert sum(lives[a] < lives[b] for a in gone for b in left) > 0.9 * len(gone) * len(left)
         assert client.info("stats")["evicted_keys"] == disk_info(client)["disk_evicted"] == 4 * len(gone)
@@ -202,7 +203,7 @@ def test_what_is_expected_on_the_disk_is_what_will_be_there() -> None:
 
 
 def test_a_disk_full_of_short_strings_takes_them_all_anew_at_once(tmp_path: Path) -> None:
-    """Each of them lies in a page of the database that has others, and all of these pages are written again."""
+    """Each of them shares a database page with others, and all of these pages are written again."""
     options = (*SMALL, "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
 
     def put(client: redis.Redis, keys: list[str], value: str) -> None:

@@ -1,4 +1,4 @@
-"""What goes to disk behind the loop's back, what comes from it, and what looks after it."""
+"""Writes, reads and checks of the disk on background threads."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ class Refusing:
 
 @pytest.mark.skipif(not malloc.IS_THERE, reason="another C library keeps what is freed as it likes")
 class TestMemoryOfCommits:
-    """LMDB copies what it writes, and frees the copy at every commit."""
+    """LMDB copies its writes, and frees the copy at every commit."""
 
     async def test_it_is_used_again_and_goes_back_when_nothing_is_written_for_a_while(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ def fill(client: redis.Redis, ttl: int) -> None:
 
 
 def ask_about_everything(client: redis.Redis) -> None:
-    """What an engine and a client of strings do first: each answer is a lease, as far as there may be more."""
+    """Run the first queries of an engine and of a string client: each answer is a lease, within the limit."""
     with client.pipeline(transaction=False) as pipe:
         for seed in STRINGS:
             pipe.exists(f"old:{seed}")

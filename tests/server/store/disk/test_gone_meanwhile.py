@@ -1,4 +1,4 @@
-"""Blocks that go while a command that works in steps has found them already: it sees them as gone."""
+"""Blocks that are removed during a command in steps: it treats them as removed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_block_that_goes_while_it_is_read_from_disk_is_not_evicted_from_its_qu
         client.execute_command("KVBLOCKSET", "v", 0, *block, random.Random(0).randbytes(MB))
     slow = tmp_path / "slow"
     slow.touch()
-    options = ("--store", "tiered", "--quota", "kv:v:*", "3mb", "--maxmemory", "1mb")  # so what is read is lent
+    options = ("--store", "tiered", "--quota", "kv:v:*", "3mb", "--maxmemory", "1mb")  # so reads are borrowed
     with start_server(*options, directory=tmp_path, program=[str(UNREADABLE)]) as server, server.client() as client:
         with Wire(server.port) as reader:
             reader.send(spell(words("KVBLOCKGET", "v", 0)))

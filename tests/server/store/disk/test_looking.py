@@ -1,4 +1,4 @@
-"""Who only looks (CLIENT NO-TOUCH) changes nothing: what lies on disk alone stays there, what goes next is the same."""
+"""A client with CLIENT NO-TOUCH changes nothing: values on disk stay there, and the order of eviction is unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fill(client: redis.Redis) -> None:
 
 @pytest.fixture(scope="module")
 def looker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    """Of a store that was started anew, so that everything lies on disk alone, and was not used for a while."""
+    """Yield a client of a restarted store, so that all values are on disk only and idle."""
     directory = tmp_path_factory.mktemp("store")
     with tiered(directory) as (_, client):
         fill(client)

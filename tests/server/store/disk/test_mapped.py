@@ -1,4 +1,4 @@
-"""Values that a reply is lent from the map of the disk's file: they stay what they were, and hold nobody up."""
+"""Values that a reply borrows from the map of the disk's file: they do not change, and delay no client."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_a_loan_is_called_in_when_it_is_old_or_there_are_too_many(tmp_path: Path
 
 
 def test_a_slow_reader_is_sent_whole_blocks_while_they_are_overwritten_and_replaced(tmp_path: Path) -> None:
-    """It takes its time for longer than a loan lasts: what is left of it goes on from memory."""
-    count, rounds = 128, 4  # 64 MB: several times what the server and the kernel keep for a client
+    """It reads longer than a borrowed read lasts: the rest continues from memory."""
+    count, rounds = 128, 4  # 64 MB: several times the buffers of server and kernel for a client
     names = [(b"b", b"%d" % seed) for seed in range(count)]
     options = ("--store", "tiered", "--maxmemory", "2mb", "--appendfsync", "everysec")
     with start_server(*options, directory=tmp_path) as server, server.client() as writer:

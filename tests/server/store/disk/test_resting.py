@@ -1,4 +1,4 @@
-"""What is said of a resting block: its pages are listed from their rows on disk, and it goes on resting."""
+"""Queries about a block on disk: its pages are listed from their rows on disk, and it stays there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def key_of(number: int) -> bytes:
 
 @asynccontextmanager
 async def opened(directory: Path) -> AsyncIterator[Keyspace]:
-    """What is on a disk, as after a start."""
+    """Open a store, as at a start."""
     keyspace = Keyspace(disk=Disk(directory, maxdisk=64 * MB), maxdisk=64 * MB)
     tier = keyspace.tier
     assert tier is not None
@@ -57,7 +57,7 @@ async def resting(directory: Path, expiries: list[int]) -> AsyncIterator[Keyspac
 
 
 def scanned(keyspace: Keyspace) -> list[bytes]:
-    """What a client gets that scans."""
+    """Return the keys of a complete scan."""
     cursor, found = keyspace.listing.scan(0, 10)
     while cursor:
         cursor, some = keyspace.listing.scan(cursor, 10)

@@ -1,4 +1,4 @@
-"""Small values on a disk that has a limit: what was answered with OK is there, and what has no room is refused.
+"""Small values on a disk with a limit: acknowledged values exist, and values without space are refused.
 
 Several lie in a page of LMDB, which is seldom full and is written as a whole. So they take more than their bytes.
 """
@@ -55,7 +55,7 @@ def do_all(client: redis.Redis, commands: Iterable[tuple[Any, ...]]) -> list[Any
 
 
 def store(client: redis.Redis, numbers: list[int], size: int, version: int = 0) -> list[int]:
-    """Store pages. Returns those that were accepted. For others there was no room, and no other reason."""
+    """Store pages. Return the accepted ones. For others there was no room, and no other reason."""
     accepted: list[int] = []
     for start in range(0, len(numbers), AT_ONCE):
         some = numbers[start : start + AT_ONCE]

@@ -1,4 +1,4 @@
-"""A server with a disk behind its memory: what it was given is there, in memory or not, before a restart and after."""
+"""A server with a disk below its memory: its values exist, in memory or not, before a restart and after."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ def test_a_server_that_was_told_nothing_keeps_what_it_has(tmp_path: Path) -> Non
     assert list(tmp_path.rglob(FILE))
 
 
-# -- what was promised -------------------------------------------------------------------------------------------------
+# -- durability --------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_answered_under_always_survives_a_kill(tmp_path: Path) -> None:

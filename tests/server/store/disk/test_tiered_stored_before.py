@@ -1,4 +1,4 @@
-"""A store that was written before its code was rewritten is opened: a value of every kind is there, and is what it was.
+"""A store that an older version has written is opened: a value of every kind exists, and is unchanged.
 
 `stored_before/kvpage.lmdb.tar.xz` was written by a server with `appendfsync always` that was stopped in order.
 """
@@ -52,7 +52,7 @@ def test_it_is_still_there_after_it_was_changed_and_stopped(directory: Path) -> 
 
 
 def check(client: redis.Redis) -> None:
-    """That all that was stored then is what it was."""
+    """Check that all stored values are unchanged."""
     for page in range(2):  # single pages of two blocks
         for i in range(8):
             layer, head, kind = i >> 2, i >> 1 & 1, i & 1

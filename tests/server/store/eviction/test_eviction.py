@@ -1,4 +1,4 @@
-"""What goes when memory is full: each policy alone, and all of them in the keyspace."""
+"""Eviction at full memory: each policy alone, and all of them in the keyspace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(policy: Queues, *units: bytes) -> None:
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Any policy, beside a plain set of what there is and when it was used."""
+    """Any policy, compared with a plain set of units and their last use."""
 
     @initialize(make=st.sampled_from(KINDS))
     def start(self, make: type[Queues]) -> None:
@@ -181,7 +181,7 @@ def test_s3fifo_takes_what_comes_back_soon_into_the_main_queue() -> None:
 
 
 def test_s3fifo_offers_everybody_once_whoever_is_spared() -> None:
-    """What was used often has rounds to go, in which the others are not offered again."""
+    """A frequently used unit has rounds left, in which the others are not offered again."""
     policy = S3FIFO()
     policy.used(b"hot")
     policy.used(b"cold")

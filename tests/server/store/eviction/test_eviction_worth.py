@@ -1,4 +1,4 @@
-"""What units are worth: learned from how often their kind and age was used again."""
+"""The worth of units: learned from the uses of their kind and age."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ RARE, OFTEN = 0, 1
 
 
 def lived(again_after: dict[int, int], step: int = 100, until: int = 60_000) -> Worth:
-    """What is learned where units of each kind come all the time, and half are used again after so much, if any."""
+    """Return the learned worth if units of each kind are inserted all the time, and half are used again after a given
+    time, if any.
+    """
     worth = Worth((1.0, 1.0))
     for now in range(0, until, step):
         for kind in (RARE, OFTEN):

@@ -1,4 +1,4 @@
-"""When keys are due, whatever is noted by those who are given one."""
+"""Due keys, for any changes by their consumers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_is_noted_while_eviction_spares_keys_is_due_in_its_time() -> None:
 def test_no_key_is_lost(
     first: dict[int, int], changes: list[list[tuple[int, int]]], spared: set[int], slack: int
 ) -> None:
-    """Whatever is noted by those who are given a key, of eviction or of a sweep."""
+    """For any changes by the consumers of a key, in eviction or in a sweep."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expiry, "_SLACK", slack)
         times = {b"%d" % key: expires for key, expires in first.items()}

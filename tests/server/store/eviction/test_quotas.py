@@ -1,4 +1,4 @@
-"""Quotas: what keys that match a pattern may hold, how exactly that is counted, and who goes when it is too much."""
+"""Quotas: limits of keys that match a pattern, the exactness of the count, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def count_all(keys: Keyspace) -> None:
 
 
 def check_units(keys: Keyspace, quota: Quota) -> None:
-    """That whatever a quota knows is there, and counts as what it is."""
+    """Check that every unit of a quota exists, with its actual size."""
     for unit in {*quota.sizes, *quota.units}:
         there = keys.index.still_has(unit) if isinstance(unit, Block) else unit in keys.contents.catalogue.entries
         assert there, f"{unit!r} does not exist"
@@ -108,7 +108,7 @@ def test_what_is_stored_counts_and_what_goes_does_not(client: redis.Redis) -> No
 
 
 class Quotas(RuleBasedStateMachine):
-    """Whatever is done, what is counted is what there is; and no more than may be, but for the last value written."""
+    """After any operation the count is exact, and within the limit except for the last written value."""
 
     @initialize(
         policy=st.sampled_from(["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo", "volatile-ttl", "noeviction"])
@@ -308,7 +308,7 @@ def test_when_memory_is_full_those_over_their_quota_go_first() -> None:
         for page in range(20):
             set_block(client, f"tenantA.{page}", 0, size=800)
         client.config_set("quota", f"{A} {5 * 4 * 864}")
-        assert quota(client)["bytes"] == 20 * 4 * 864  # it is lower now, and nothing has gone for that alone
+        assert quota(client)["bytes"] == 20 * 4 * 864  # the limit is lower now, which evicts nothing by itself
         for page in range(60):
             set_block(client, f"other.{page}", 0, size=800)
         assert quota(client)["bytes"] == 5 * 4 * 864
@@ -463,7 +463,7 @@ def test_what_goes_while_a_quota_is_counted_does_not_count(monkeypatch: pytest.M
     here.keyspace.quotas.go_on()
     for page in range(3, 8):
         remove(here, kind, page)
-    for page in (4, 5, 20):  # some come back, as others
+    for page in (4, 5, 20):  # some are stored again, with other content
         KINDS[kind](here, page)
     remove(here, kind, 5)
     count_all(here.keyspace)
