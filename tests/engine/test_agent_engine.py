@@ -1,4 +1,4 @@
-"""The engine that other code drives says what mlx-lm says, remembers, waits only in turn, and leaks nothing."""
+"""The engine for other code gives mlx-lm's answers, restores contexts, waits only in turn, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Watched:
 
 
 class Bench:
-    """An engine with a store, and what has become of what it was asked."""
+    """An engine with a store, and the results of its prompts."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ def test_each_tier_gives_an_agent_its_context_back(running: RunningServer, url: 
 
 
 def test_others_go_on_while_a_context_is_on_its_way(running: RunningServer, url: str) -> None:
-    """The server holds back what one agent waits for; another, that needs nothing of it, is answered meanwhile."""
+    """The server delays one agent's context; another agent, which needs nothing of it, is answered meanwhile."""
     with start_proxy(running.port) as proxy:
         bench = Bench(proxy.url, deadline=3.0)
         known = bench.ask("bob", SYSTEM)
@@ -284,7 +284,7 @@ def test_a_cancelled_prompt_gives_back_everything_at_once_wherever_it_is(running
 
 
 def test_agents_with_one_beginning_compute_it_once_though_they_start_together(bench: Bench) -> None:
-    """Each computes what is its own: the end of the last block, and what follows it."""
+    """Each computes its own part: the end of the last block, and the tokens behind it."""
     prompts = {f"agent-{i}": [*SYSTEM, *TOKENS[1000 + i : 1020 + i]] for i in range(4)}
     uids = {bench.submit(name, prompt): prompt for name, prompt in prompts.items()}
     bench.run()
@@ -395,7 +395,7 @@ def test_an_engine_that_is_shut_down_tells_those_who_wait(bench: Bench) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 6))])
 def test_whoever_comes_and_goes_everybody_gets_the_answer_of_mlx_lm(seed: int, url: str, tmp_path: Path) -> None:
-    """Agents that come, go on, share beginnings, wait for room and leave, as chance will have it, in a small pool."""
+    """Agents that start, continue, share prefixes, wait for memory and are cancelled at random, in a small pool."""
     chance = random.Random(seed)
     bench = Bench(url, tmp_path, blocks=14, max_hot_agents=3)
     histories: dict[str, list[int]] = {}

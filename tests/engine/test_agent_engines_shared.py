@@ -1,4 +1,4 @@
-"""Engines in processes of their own share one memory: whoever goes on, whatever is killed, the text is the same."""
+"""Engines in processes of their own share one memory: the text is the same on any engine, after any kill."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stored(server: RunningServer, pattern: str) -> int:
 def test_a_conversation_that_wanders_between_engines_is_the_uninterrupted_one(
     engines: list[EngineProcess],
 ) -> None:
-    """Every turn brings a block: what an engine has in its memory of a turn before is less than the server has."""
+    """Every turn adds a block: an engine's memory of an earlier turn is shorter than the server's."""
     history = TOKENS[:300]
     for turn in range(len(engines) + 1):
         prompt = [*history, *TOKENS[1000 + 300 * turn : 1260 + 300 * turn]]
@@ -73,15 +73,17 @@ def test_engines_that_start_on_one_beginning_together_compute_it_once(running: R
     for answer, prompt in zip(answers, prompts, strict=True):
         assert answer["tokens"] == greedy(prompt)
     assert sorted(answer["reused"] for answer in answers) == [0, 768, 768]
-    assert any(answer["waited"] > 0 for answer in answers)  # on a slow machine one may come when all is there
+    # on a slow machine one may be submitted when everything is stored
+    assert any(answer["waited"] > 0 for answer in answers)
 
 
 @pytest.mark.parametrize("moment", [0.002, *(pytest.param(i / 1000, marks=pytest.mark.soak) for i in range(0, 30, 3))])
 def test_an_engine_killed_in_the_middle_of_a_save_leaves_the_old_context_or_the_new_one(
     running: RunningServer, engines: list[EngineProcess], moment: float
 ) -> None:
-    """Killed so many seconds after its answer; another engine finds the old context, or of the new one what was
-    written: whole blocks, or all of it."""
+    """Killed `moment` seconds after its answer; another engine finds the old context, or the written part of the new
+    one: whole blocks, or all of it.
+    """
     name = f"victim-{moment}"
     old = TOKENS[round(moment * 1000) :][:700]
     new = [*old, *TOKENS[1500:2500]]
@@ -118,7 +120,7 @@ def test_an_engine_killed_while_it_stores_a_context_without_a_name_costs_no_text
 
 
 def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tmp_path: Path) -> None:
-    """Killed as alice is being answered and bob asks; what they said then is written to the next one."""
+    """Killed during alice's answer and bob's prompt; their contexts are written to the next server."""
     port = free_port()
     prompt = TOKENS[:300]
     with start_server(port=port, directory=tmp_path, killed=True) as server, start_engines(1, server.url) as (engine,):
@@ -136,7 +138,7 @@ def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tm
 
 
 def test_after_a_restart_of_everything_all_agents_resume_with_the_same_text(tmp_path: Path) -> None:
-    """The engine is killed, the server is stopped and started from its disk: nobody computes what was known."""
+    """The engine is killed, the server is stopped and started from its disk: no known token is computed."""
     port = free_port()
     options = ("--store", "tiered")
     prompts = {f"agent-{i}": [*TOKENS[2000:2260], *TOKENS[i * 31 : i * 31 + 5 + i]] for i in range(8)}

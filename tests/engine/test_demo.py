@@ -1,4 +1,4 @@
-"""`kvpage-engine demo`, as a user runs it: what it promises, what it says when a promise is not kept, how it ends."""
+"""`kvpage-engine demo`, as a user runs it: its promises, its report of a broken promise, and its end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_conversation_moves_between_engines(tmp_path: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.soak  # it promises how much sooner the first token comes, and takes a minute
+@pytest.mark.soak  # it promises a ratio of times to the first token, and takes a minute
 def test_a_conversation_moves_between_engines_as_promised() -> None:
     """With the real model."""
     said = StringIO()

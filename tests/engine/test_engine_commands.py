@@ -36,7 +36,7 @@ def run(*words: str) -> None:
 
 
 def reused(said: str) -> list[tuple[int, str]]:
-    """What each turn says that it reused, and where it was found."""
+    """Return the reused tokens of each turn, and their source."""
     return [(int(found[1].replace(",", "")), found[3] or "") for found in ACCOUNT.finditer(said)]
 
 
@@ -171,7 +171,7 @@ def test_what_is_no_argument_is_refused_before_a_model_is_loaded(
     try:
         assert cli.main([command, *model, *rest]) == 1
     except SystemExit as refused:
-        assert refused.code == 2  # noqa: PT017 - argparse has told it
+        assert refused.code == 2  # noqa: PT017 - argparse has printed the error
     assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -1,4 +1,4 @@
-"""What fails in one answer ends that answer alone; what fails for all is told to all, and the next is answered."""
+"""An error in one answer ends that answer alone; an error of all is passed to all, and the next prompt is answered."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def after(count: int, then: Sampler) -> Sampler:
 
 @cache
 def undisturbed(of: Family) -> tuple[tuple[int, ...], ...]:
-    """What is said to a long prompt and to a short one."""
+    """Return the answers to a long prompt and to a short one."""
     bench = EngineBench(of, TOKENIZER, 32)
     return said(bench, TOKENS[:300]), said(bench, TOKENS[50:90])
 
@@ -84,7 +84,7 @@ def undisturbed(of: Family) -> tuple[tuple[int, ...], ...]:
 def test_a_sampler_that_fails_ends_its_own_answer_alone(
     bench: EngineBench, sampler: Sampler, error: type[Exception], message: str, count: int
 ) -> None:
-    """At its first token or at a later one, beside an answer that goes on and one that comes later."""
+    """At its first token or at a later one, during an answer that continues and before one that is submitted later."""
     alone, later = undisturbed(bench.of)
     failing = bench.batch.submit("bob", TOKENS[:40], max_tokens=8, sampler=after(count, sampler))
     well = bench.batch.submit("alice", TOKENS[:300], max_tokens=12)
@@ -118,7 +118,7 @@ def test_a_sampler_that_fails_at_the_question_to_a_context_that_comes_back_ends_
 def test_a_tokenizer_that_fails_at_a_token_ends_that_answer_alone(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """As those do of models that have more tokens than their tokenizers."""
+    """Tokenizers do so with models that have more tokens."""
     alone = said(bench, TOKENS[:300])
     failing = bench.batch.submit("bob", TOKENS[:40], max_tokens=8)
     detokenizer = bench.batch._running[next(iter(bench.batch._running))].text._detokenizer
@@ -139,7 +139,7 @@ def _only_for(one: object, fail: Callable[..., None], otherwise: Callable[..., N
 
 
 def test_a_model_that_fails_in_a_step_ends_the_answers_of_that_step_and_the_next_are_right(bench: EngineBench) -> None:
-    """As when the device has no memory left: nobody knows how far the batch has come."""
+    """As if the device had no memory left: the state of the batch is unknown."""
     right = said(bench, TOKENS[:300])
     uids = {bench.batch.submit(name, TOKENS[:300], max_tokens=12) for name in ("alice", "bob")}
     bench.batch.step_once()
@@ -172,7 +172,7 @@ def test_whoever_drives_the_engine_is_told_and_the_others_go_on() -> None:
     assert [str(error) for error in errors] == ["no such token"]
 
 
-# -- what is no prompt, and no agent -----------------------------------------------------------------------------------
+# -- invalid prompts and agents ----------------------------------------------------------------------------------------
 
 NO_TOKENS = [
     ([1.7, 2.2], "token ids are whole numbers, got 1.7"),

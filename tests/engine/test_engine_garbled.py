@@ -1,4 +1,4 @@
-"""Whatever comes over the wire, nothing of it raises out of the page tier, and nothing of it is taken for a context.
+"""No reply from the network raises out of the page tier, or is taken for a context.
 
 `make soak` has the conversation of the README go on for ten minutes behind a proxy in bad weather.
 """
@@ -56,7 +56,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def everything(tier: PageTier, pool: BlockPool) -> None:
-    """All that a page tier can be asked. Nothing but what was saved may come of it, and nothing may be raised."""
+    """All that a page tier can be asked. The result may only be the saved context, and no exception."""
     for tokens in (None, TOKENS):
         loaded = tier.load("alice", tokens)
         assert loaded is None or same(loaded, context(), len(loaded))
@@ -230,7 +230,7 @@ def test_a_persistent_store_raises_what_it_says_and_nothing_else() -> None:
 def test_a_load_takes_no_longer_than_it_may_and_has_what_came(
     server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """Chunk after chunk comes in time, but all of it does not. That is no failure of the server's."""
+    """Each chunk arrives in time, but not all of them do. That is no failure of the server's."""
     monkeypatch.setattr("engine.tiers.server.manifest.CHUNK_BYTES", 1)
     direct = PageTier(server.url, SPEC, pool)
     assert direct.save(context())

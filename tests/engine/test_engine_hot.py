@@ -1,4 +1,4 @@
-"""The hot tier: who is used least leaves first, nothing dirty is lost, and memory is what it was told to be."""
+"""The hot tier: the least recently used context leaves first, nothing dirty is lost, and memory stays within its limit."""
 
 from __future__ import annotations
 

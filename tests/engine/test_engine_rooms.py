@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 PATHS = sorted((ROOT / "engine").rglob("*.py"))
 MAX_ARGUMENTS = 6  # of a constructor; records, which are dataclasses, have as many as they have fields
 
-# From the bottom up: a room imports those above it in this list. A module that lies in no folder is a room by itself.
+# From the bottom up: a room imports those above it in this list. A module directly in `engine` or `engine.persistent`
+# is an entry by itself.
 ROOMS = [
     "engine.platform",
     "engine.pool",

@@ -41,7 +41,7 @@ SYSTEM = TOKENS[:300]  # with which half of the agents begin
 
 
 class Undisturbed:
-    """What a model says that was never disturbed, with each of its adapters."""
+    """Answers of an undisturbed model, with each of its adapters."""
 
     def __init__(self) -> None:
         self._model = adapted_llama()
@@ -55,7 +55,7 @@ class Undisturbed:
 
 @dataclass
 class Soak:
-    """What is going on, and what has happened so far."""
+    """Running and finished work so far."""
 
     url: str
     place: Path
@@ -79,7 +79,7 @@ class Soak:
         return bool(self.wrong) or time.monotonic() > self.end
 
     def prompt(self, rng: random.Random, adapter: int, agent: int) -> list[int]:
-        """The agent's next: what was said so far, and something new."""
+        """Return the agent's next prompt: its history, and new tokens."""
         history = self.histories.get((adapter, agent), [])
         if not history or len(history) > LONGEST:
             history = SYSTEM if agent % 2 else []
@@ -147,7 +147,7 @@ def check(
 
 @contextmanager
 def store(directory: Path, soak_over: threading.Event, happened: Counter[str]) -> Iterator[int]:
-    """The port of a store on disk that is killed now and then, and comes back with what it has."""
+    """Run a store on disk that is killed periodically and restarted; yield its port."""
     port, up = free_port(), threading.Event()
 
     def run() -> None:

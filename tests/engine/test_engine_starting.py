@@ -1,4 +1,4 @@
-"""An engine that is loading says what it does, and may be told to stop at any moment."""
+"""An engine that is loading prints its steps, and can be stopped at any moment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serving(model: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def read_until(process: subprocess.Popen[bytes], text: str) -> str:
-    """What it says up to a line with that text, or to its end."""
+    """Return its output up to a line with that text, or to its end."""
     assert process.stdout
     said, end = b"", time.monotonic() + WITHIN
     with selectors.DefaultSelector() as selector:

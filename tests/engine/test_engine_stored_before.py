@@ -1,4 +1,4 @@
-"""What earlier versions stored is still opened: files of the cold tier, contexts and instances on a page server.
+"""Data of earlier versions is still readable: files of the cold tier, contexts and instances on a page server.
 
 The files in `stored_before` were written before the engine was divided into folders, by the code of that day.
 """
@@ -83,7 +83,7 @@ pool = pool_of(16)
 
 @pytest.fixture(scope="module")
 def stored() -> Iterator[RunningServer]:
-    """A page server that has what one had then."""
+    """Start a page server with the keys of an earlier version."""
     with start_server("--maxmemory", "100mb") as server, server.client() as client:
         for key, value in json.loads((STORED / "page_server.json").read_text(encoding="utf-8")).items():
             client.set(key, base64.b64decode(value))
@@ -131,7 +131,7 @@ def test_a_context_on_a_page_server_of_that_day_is_loaded_to_the_bit(
 def test_what_is_saved_on_a_page_server_is_what_was_saved_that_day(
     spec: ModelCacheSpec, pool: BlockPool, stored: RunningServer
 ) -> None:
-    """Every key and every value, but for the times in the pages' headers, and for what manifests say since then."""
+    """Every key and every value, except the times in the pages' headers, and newer fields of manifests."""
     pages = PageTier(stored.url, spec, pool)
     context = pages.load(spec.model_id)
     assert context
@@ -198,7 +198,7 @@ def wanted_size(described: dict[str, dict[str, object]]) -> int:
 
 
 def as_of_that_day(value: bytes) -> object:
-    """A value without what differs from day to day; a manifest as it was read then."""
+    """Return a value without its variable parts; a manifest with its former fields."""
     if b'{"format"' in value:
         told = json.loads(value.partition(b" ")[2])
         return {name: told[name] for name in ("format", "fingerprint", "tokens", "chain")}

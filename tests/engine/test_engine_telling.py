@@ -1,4 +1,4 @@
-"""Engines tell whoever watches their page server how many tokens their tiers have spared them, and nobody else."""
+"""Engines publish the tokens that their tiers supplied on their page server, and only authorised users receive them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_tenant_is_told_of_engines_that_have_logged_in_as_they_have(seen: Seen
     spared = sum(tokens(seen, auth=("tenant", "sesame")).values())
     benches[0].ask("alice", SYSTEM)
     until(lambda: sum(tokens(seen, auth=("tenant", "sesame")).values()) == spared + len(SYSTEM), "its tokens")
-    assert engines(auth=("other", "sesame")) == 0  # it tells on the channel that all have in common
+    assert engines(auth=("other", "sesame")) == 0  # it publishes on the common channel
     assert sum(tokens(seen, auth=("other", "sesame")).values()) == 0
     for bench in benches:
         bench.store.close()

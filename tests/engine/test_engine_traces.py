@@ -36,7 +36,7 @@ TRACEPARENT = f"00-{TRACE}-{CALLER}-01"
 
 
 class Spans:
-    """What was exported."""
+    """Exported spans."""
 
     def __init__(self, found: list[ReadableSpan]) -> None:
         self.found = found
@@ -150,7 +150,7 @@ def test_spans_say_why_less_was_found(
 
 
 def damage(client: redis.Redis, name: str) -> None:
-    """Put other bytes into a page, as somebody who may write there can."""
+    """Overwrite bytes of a page, as any client with write access can."""
     (key, *_) = client.smembers(f"kv:{name}:index")
     _, req_id, layer, head, page, kv_type = key.split(b":")
     header, body = decode_page(client.get(key))

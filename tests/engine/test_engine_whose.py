@@ -1,4 +1,4 @@
-"""Whose memory it is: agents by name, with what they share, from the manifests that engines write."""
+"""Memory by agent: agents by name, with shared prefixes, from the manifests that engines write."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvpage_server.observe.context import context_of, pages_of
 from kvpage_server.observe.memory_by_agent import Holdings, Known, LookLimits, holdings_of_store
 
 SYSTEM = some_tokens(7, 24)  # the beginning of everybody's prompt: three blocks
-TOOLS = some_tokens(8, 16)  # and of those who have tools: two more
+TOOLS = some_tokens(8, 16)  # and of agents with tools: two more
 
 
 class Engine:
-    """What an engine does to a store, without a model."""
+    """The keys of an engine's save, without a model."""
 
     def __init__(self, url: str) -> None:
         self.pool = BlockPool(64)
@@ -253,7 +253,7 @@ def both(server: RunningServer, client: redis.Redis) -> Iterator[tuple[str, Runn
         url = f"{server.url},{second.url}"
         engine = Engine(url)
         engine.save("alice", [*SYSTEM, *TOOLS, *some_tokens(1, 22 * 8 + 4)])
-        for i in range(40):  # ports decide what lies where: of so many, something is at either
+        for i in range(40):  # ports determine the servers of keys: with so many agents, each server has some
             engine.save(f"bob-{i}", [*SYSTEM, *some_tokens(10 + i, 4 * 8)])
         yield url, second, engine
         engine.tier.close()

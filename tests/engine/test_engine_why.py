@@ -1,4 +1,4 @@
-"""`kvpage why AGENT`: what a load of an agent's context would find."""
+"""`kvpage why AGENT`: the result of a load of an agent's context."""
 
 from __future__ import annotations
 

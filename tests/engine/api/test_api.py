@@ -1,4 +1,4 @@
-"""The engine over HTTP, asked by OpenAI's own client, by plain sockets, and by those who send nonsense."""
+"""The engine over HTTP: OpenAI's own client, plain sockets, and invalid requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def client(engine: RunningEngine) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """Of a model that calls a tool; a request has a second."""
+    """Start an engine with a model that calls a tool; a request has a limit of a second."""
     model = write_caller(tmp_path_factory.mktemp("models") / "caller")
     with start_engine(model, "--timeout", "1", "--max-tokens", "7") as engine:
         yield engine
@@ -385,7 +385,7 @@ def test_a_tenant_is_told_of_its_own_answers_alone(engine: RunningEngine) -> Non
 
 
 def test_tenants_share_nothing(engine: RunningEngine) -> None:
-    """Neither their agents nor what these have in common."""
+    """Neither agents nor common blocks."""
 
     def ask(agent: str, token: str) -> Any:
         with engine.client(token) as client:

@@ -85,7 +85,7 @@ def test_a_conversation_whose_turns_alternate_between_two_engines(engines: list[
     (first, _), (second, computed), *others = reused
     assert (first, second) == ("none", "page")
     assert computed < 60
-    # What an engine has of two turns ago may be fetched or computed, whichever is sooner.
+    # The context of two turns ago may be fetched or computed, whichever is faster.
     assert all(tier in ("hot", "page") and computed < 150 for tier, computed in others), reused
 
 
@@ -125,7 +125,7 @@ def test_an_engine_stops_when_it_has_answered_and_another_goes_on(
 
 
 def test_an_engine_whose_terminal_is_closed_loses_nothing(tiny: Path, server: RunningServer) -> None:
-    """It is told twice, as by a shell that goes with it; a service goes on when it is told."""
+    """It receives SIGHUP twice, as from a shell that ends with it; a service continues after SIGHUP."""
     messages = [{"role": "user", "content": HANDBOOK[::-1] + "hung up"}]
     with terminal() as place, start_engine(tiny, "--store", server.url, start=place.start) as first:
         text = ask(first, messages, "hung-up").choices[0].message.content

@@ -31,7 +31,7 @@ MEGABYTE = 1 << 20
 
 
 def array(element: bytes) -> bytes:
-    """As many as a body may have by its length."""
+    """Return an array with as many elements as the length limit of a body permits."""
     return b"[" + element + (b"," + element) * (MEGABYTE // (len(element) + 1)) + b"]"
 
 
@@ -74,7 +74,9 @@ def models(field: Any) -> Iterator[type[BaseModel]]:
 
 
 def paths(kind: type[BaseModel]) -> Iterator[Callable[[bytes], bytes]]:
-    """For every field of `kind`, and of what its fields hold, a function from a value to the body that has it there."""
+    """Yield for every field of `kind`, and of nested fields, a function from a value to a body that has the value
+    there.
+    """
     needed = {"model": b'"tiny"', "messages": b'[{"role":"user","content":"x"}]', "prompt": b'"x"', "to": b'"bob"'}
     given_fields = {name: value for name, value in needed.items() if name in kind.model_fields}
 
@@ -103,7 +105,7 @@ def refused(kind: type[RequestBody], raw: bytes) -> ApiError | None:
 @pytest.mark.parametrize("worst", WORST)
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ForkBody])
 def test_no_body_takes_long(kind: type[RequestBody], worst: str) -> None:
-    """Wherever it stands. Half a second is many times what a quiet machine needs; unbounded, it was seconds."""
+    """Wherever it stands. Half a second is many times the time of an idle machine; without bounds it was seconds."""
     for path in paths(kind):
         raw = path(WORST[worst])
         began = time.thread_time()
@@ -195,7 +197,7 @@ def test_eight_megabytes_of_nothing_are_refused_by_their_length(engine: RunningE
     body = b'{"messages":[' + b"0," * (4 << 20) + b"0]}"
     with Heart(engine) as heart:
         began = time.perf_counter()
-        with suppress(httpx.WriteError):  # it was told before all was sent
+        with suppress(httpx.WriteError):  # the error arrived before all was sent
             assert httpx.post(f"{engine.url}/v1/chat/completions", content=body).status_code == 413
         assert time.perf_counter() - began < 10
     assert heart.longest < MOST_WAIT

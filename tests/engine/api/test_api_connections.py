@@ -39,7 +39,7 @@ def connect(engine: RunningEngine, said: bytes = b"", source: str = "127.0.0.1")
 
 
 def told(sock: socket.socket) -> bytes:
-    """All that comes until the other side closes."""
+    """Return all bytes until the peer closes."""
     received = b""
     with suppress(ConnectionResetError):
         while more := sock.recv(65536):
@@ -91,7 +91,7 @@ def test_who_does_not_finish_a_request_is_not_waited_for(engine: RunningEngine) 
 
 
 def test_silent_connections_lock_nobody_out(engine: RunningEngine) -> None:
-    """Who comes takes the place of the one that has been silent for longest."""
+    """A new connection replaces the one that has been silent for longest."""
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(engine)) for _ in range(3 * FROM_ADDRESS)]
         assert answered(engine) == 200
@@ -109,7 +109,7 @@ def test_bodies_that_do_not_come_lock_nobody_out(engine: RunningEngine) -> None:
 
 
 def test_more_than_may_be_answered_at_once_are_told_so(engine: RunningEngine) -> None:
-    """With an error as OpenAI's clients know them, and when to come again."""
+    """The error has the format of OpenAI's clients, and a Retry-After header."""
     with ExitStack() as stack:
         for _ in range(FROM_ADDRESS - 1):
             watching = stack.enter_context(connect(engine, b"GET /page/events HTTP/1.1\r\nHost: here\r\n\r\n"))
@@ -138,7 +138,7 @@ def test_one_address_takes_nothing_from_another(engine: RunningEngine) -> None:
 
 
 def test_two_lengths_are_refused_and_the_connection_with_them(engine: RunningEngine) -> None:
-    """What one of them calls the body is a request to whoever believes the other."""
+    """The body for one of them is a request for a server that uses the other."""
     body = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: here\r\n\r\n"
     for more in ("Transfer-Encoding: chunked\r\n", "transfer-encoding: Chunked\r\nConnection: keep-alive\r\n"):
         with connect(engine, posting(body, more=more)) as sock:
@@ -164,7 +164,7 @@ def test_who_asks_before_sending_is_told_to(engine: RunningEngine) -> None:
 
 
 def chunked(engine: RunningEngine, chunks: bytes) -> bytes:
-    """What is answered to a body in chunks, while others are."""
+    """Return the reply to a body in chunks, during other answers."""
     head = posting().replace(b"Content-Length: 0", b"Connection: close\r\nTransfer-Encoding: chunked")
     with Heart(engine) as heart, connect(engine, head) as sock:
         with suppress(OSError):

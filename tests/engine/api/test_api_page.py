@@ -1,4 +1,4 @@
-"""The engine's page in a browser: what each answer reused, a chat, tokens, and no other site's business."""
+"""The engine's page in a browser: reused tokens of each answer, a chat, tokens, and protection from other sites."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ask(engine: RunningEngine, agent: str | None, text: str, token: str = "none"
 
 
 def first_events(engine: RunningEngine, token: str) -> dict[str, Any]:
-    """What a page is told at once."""
+    """Return the first events of a page."""
     told: dict[str, Any] = {}
     headers = {"Authorization": f"Bearer {token}"}
     with httpx.stream("GET", f"{engine.url}/page/events", headers=headers, timeout=60) as reply:

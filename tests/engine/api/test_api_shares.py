@@ -114,7 +114,7 @@ def test_header_and_field_that_name_two_agents_are_refused(acme: httpx.Client) -
 
 
 def test_a_queue_takes_turns_between_tenants(tmp_path: Path) -> None:
-    """A tenant with one prompt does not wait for all those that another one has queued before."""
+    """A tenant with one prompt does not wait for all earlier prompts of another tenant."""
     lines = [f"{name} {secret}" for name, secret in SECRETS.items()]
     (tmp_path / "tokens").write_text("\n".join(lines), encoding="utf-8")
     options = ["--token-file", str(tmp_path / "tokens"), "--max-queue", "200"]

@@ -1,4 +1,4 @@
-"""Chat templates: what they get of tool calls, what they may cost, and what they do with control tokens."""
+"""Chat templates: their input of tool calls, their time limit, and control tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a cache is made of, it comes back from the page server and from a file with the same bytes and logits."""
+"""A cache of any dtype returns from the page server and from a file with the same bytes and logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Round = Callable[[AgentBlocks], AgentBlocks]  # saved, forgotten, loaded
 
 
 class Kept:
-    """A model whose cache is of one dtype, and what it has computed of TOKENS but the last."""
+    """A model whose cache has one dtype, and its cache of TOKENS without the last."""
 
     def __init__(self, dtype: mx.Dtype, bits: int | None) -> None:
         self.bits = bits
@@ -63,7 +63,7 @@ class Kept:
         return bytes(memoryview(self.model(mx.array([TOKENS[-1:]]), cache=cache).astype(mx.float32)))
 
     def holds(self, context: AgentBlocks) -> bool:
-        """Whether it is what was computed, to the bit, and continues so."""
+        """Return whether a context is identical to the computed one, and continues identically."""
         if [*map(bodies, context.blocks)] != [*map(bodies, self.context.blocks)]:
             return False
         return self.next_logits(kvcache.reconstruct(self.spec, context.blocks, len(context))) == self.logits

@@ -1,4 +1,4 @@
-"""Blocks and mlx-lm's caches are the same bits, in memory and as pages; what doesn't fit is refused."""
+"""Blocks and mlx-lm's caches have the same bits, in memory and as pages; other shapes are errors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_generating_on_a_restored_cache_leaves_its_blocks_as_they_were() -> None
 
 
 def test_reconstruction_computes_nothing_until_it_is_needed() -> None:
-    """What it will compute is 700 tokens in 4 layers; what it allocates at once is nothing."""
+    """The lazy result has 700 tokens in 4 layers; nothing is allocated immediately."""
     blocks = blocks_of(filled(TOKENS))
     mx.synchronize()
     before = mx.get_active_memory()

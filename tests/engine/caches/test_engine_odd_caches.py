@@ -1,4 +1,4 @@
-"""Whatever a model keeps, it is served; what can be kept comes back, and what cannot is named."""
+"""Every kind of cache is served; storable ones are restored, and others are named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_cache_that_is_not_what_its_kind_is_refused_by_name() -> None:
 
 
 def test_values_without_a_width_come_back_without_one() -> None:
-    """As sparse attention keeps beside the keys of its index."""
+    """Sparse attention keeps such values next to the keys of its index."""
     of = Model("minimax_m3_vl")
     cache = of.empty()
     mx.eval(of.model(mx.array([TOKENS[:50]]), cache=cache))

@@ -1,4 +1,4 @@
-"""A context that comes back is asked in one pass over the model, and says what it would have said in two."""
+"""A restored context is continued in one pass over the model, with the result of two passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family of models that the installed mlx-lm has says in the engine what it says in mlx-lm itself.
+"""Every family of models of the installed mlx-lm gives the same answers in the engine as in mlx-lm itself.
 
 The families are found by looking, so one that comes with another mlx-lm is tried, too. docs/engine.md has a row for
 each, which `python tests/support/family_figures.py` writes.
@@ -38,7 +38,7 @@ def test_the_table_has_a_row_for_every_family_that_there_is() -> None:
 
 
 def one_of_a_kind() -> list[Any]:
-    """All families; `make soak` measures those whose row says what another one's says, in which only figures differ."""
+    """Return all families; `make soak` measures those whose row differs from another one's only in figures."""
     seen, found, rows = set[tuple[str, ...]](), list[Any](), documented() if applies() else {}
     for name in modules():
         row = tuple(FIGURE.sub("#", cell) for cell in rows.get(name, [name])[1:])

@@ -211,7 +211,7 @@ def load(request: pytest.FixtureRequest, server: RunningServer, client: redis.Re
 def test_stored_states_within_blocks_are_loaded(bench: Bench, load: Load) -> None:
     (first,) = bench.ask((PROMPT, None))
     (second,) = bench.ask(([*first.blocks.tokens, *QUESTION], first.blocks))
-    (long,) = bench.ask((LONG, None), count=40)  # its last token but one lies in a block that the answer fills
+    (long,) = bench.ask((LONG, None), count=40)  # its last token but one is in a block that the answer fills
     cases = [
         (first, PROMPT, len(PROMPT) - 1),
         (first, [*PROMPT, *OTHER], len(PROMPT) - 1),

@@ -1,4 +1,4 @@
-"""The batch engine says what mlx-lm says with every family of models: alone to the bit, with others within rounding.
+"""The batch engine gives mlx-lm's answers with every family of models: alone bit by bit, with others within rounding.
 
 mlx-lm's own run goes on with the cache it has from the first turn; the engine goes on with the blocks it made of it.
 """
@@ -93,8 +93,9 @@ def test_alone_it_says_what_mlx_lm_says_to_the_bit(bench: Bench, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_ragged_batch_each_says_what_it_says_alone_and_goes_on_from_there(bench: Bench, kind: str) -> None:
-    """The first three are submitted together and end one after the other; the fourth comes when one has ended. Beside
-    their second turns runs a first one."""
+    """The first three are submitted together and end one after the other; the fourth is submitted when one has ended.
+    Beside their second turns runs a first one.
+    """
     theirs = [MlxLm(bench.of) for _ in PROMPTS]
     asked = {bench.submit(prompt, count=4 + i): i for i, prompt in enumerate(PROMPTS[:3])}
     first: dict[int, CompletedGeneration] = {}
@@ -161,7 +162,7 @@ def test_checkpoints_stay_within_their_budget(budget: int, kept: list[int]) -> N
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2", "jamba", "rwkv7"])
 def test_a_model_runs_in_one_batch_exactly_if_its_batches_are_right(kind: str) -> None:
-    """Padding gets into what the layers of some carry. They are put into one batch here, to see whether it is so."""
+    """Padding enters the states of some layers. They run in one batch here, to verify that."""
     bench = Bench(kind)
     forced = replace(bench.of.spec, batches=True)
     bench.batch = BlockPoolBatchEngine(bench.of.model, TOKENIZER, forced, bench.pool)

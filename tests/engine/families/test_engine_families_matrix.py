@@ -1,4 +1,4 @@
-"""The table of families in docs/engine.md says what the tests before this one did, and they left no cell out."""
+"""The table of families in docs/engine.md matches the results of the tests before this one, which cover every cell."""
 
 from __future__ import annotations
 

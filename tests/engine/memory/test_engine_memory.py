@@ -1,4 +1,4 @@
-"""Memory that an engine frees: what is needed next is made of it, and it does not pile up."""
+"""Memory that an engine frees: it is reused, and does not accumulate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(not keep_freed(), reason="another C library than
 
 
 def printed(code: str) -> list[int]:
-    """What a fresh Python prints that runs `code`: how memory is kept is decided once a process."""
+    """Return the output of a new Python that runs `code`: the allocator is configured once per process."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=60)
     assert not done.returncode, done.stderr
     return [int(word) for word in done.stdout.split()]

@@ -1,4 +1,4 @@
-"""The block budget: never more blocks or bytes than there are, never one lost, and always known who has them."""
+"""The block budget: the limits of blocks and bytes hold, no block is lost, and every holder is known."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.update((block_id, agent) for block_id in ids)
         shares = dict.fromkeys(ids, nbytes // count if count else 0)
         self.sizes |= shares
-        if count:  # what doesn't divide lies wherever the pool has put it
+        if count:  # tensors that cannot be divided are on the server that the pool chose
             self.pool.settle(shares)
 
     @precondition(lambda self: self.sizes)
@@ -243,7 +243,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sizes)
     @rule(data=st.data())
     def free_without_a_name(self, data: st.DataObject) -> None:
-        """Whoever's it was: the block loses one reference."""
+        """Free a block without its holder's name: it loses one reference."""
         block_id = data.draw(st.sampled_from(sorted(self.sizes)))
         oldest = next(r.agent_id for r in self.pool.references() if r.block_id == block_id)
         self.pool.free([block_id])
@@ -273,7 +273,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert {name: (found.blocks, found.nbytes) for name, found in self.pool.holdings().items()} == expected
 
     def teardown(self) -> None:
-        """What is freed as often as it is held leaves an empty pool."""
+        """Check that the pool is empty after every reference is freed."""
         for (block_id, agent), count in self.held.items():
             self.pool.free([block_id] * count, agent)
         self.pool.check_empty()

@@ -1,4 +1,4 @@
-"""The pool as the engine uses it: after a failed extraction, a drain, a shutdown, and who is said to hold what."""
+"""The pool as the engine uses it: after a failed extraction, a drain, a shutdown, and the names of holders."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def test_a_claim_is_held_for_as_long_as_its_engine_lives(
 def test_when_its_holder_dies_one_of_those_who_wait_takes_it_over(
     engines: Callable[[], Claims], client: redis.Redis
 ) -> None:
-    """What a dead engine leaves behind is a lease that runs out."""
+    """A dead engine leaves a lease that expires."""
     here, there = engines(), engines()
     name = ContextTree(SPEC, BlockPool(1), 0).names("alice", TOKENS)[0]
     client.set(f"claim:{name}", "one that is dead", px=500)

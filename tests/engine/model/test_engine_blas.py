@@ -18,7 +18,7 @@ print(np.abs(product - a.astype(np.float64) @ b.astype(np.float64)).max() < 1e-3
 
 
 def run(code: str, **environment: str) -> str:
-    """What a fresh Python prints that runs `code`. MLX binds its symbols once a process."""
+    """Return the output of a new Python that runs `code`. MLX binds its symbols once a process."""
     clean = {name: value for name, value in os.environ.items() if name != "KVPAGE_BLAS"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=clean | environment, capture_output=True, encoding="utf-8", timeout=60

@@ -1,4 +1,4 @@
-"""Two models share contexts only when they compute the same: what changes its answers changes who it is.
+"""Two models share contexts only if they compute the same: every change of answers changes the identity.
 
 The differences are generated: every attribute that the modules of a family have is changed, and where that changes the
 logits by a bit, the identity has to be another.
@@ -67,10 +67,10 @@ UNLIKE = ["llama", "gemma3_text", "gpt_oss", "deepseek_v32", "qwen3_next", "rwkv
 
 @dataclass(frozen=True)
 class Place:
-    """Somewhere in a model where a value lies."""
+    """The place of a value in a model."""
 
     path: str
-    name: tuple[Any, ...]  # what other places of the same kind have in common
+    name: tuple[Any, ...]  # the common name of places of the same kind
     value: Any
     put: Callable[[Any], None]
 
@@ -122,7 +122,7 @@ def logits(model: Any) -> list[Any]:
 
 
 def says_otherwise(model: Any, right: list[Any]) -> bool:
-    """Not what it said; a model that cannot be run says nothing."""
+    """Return whether the output differs; a model that cannot be run has no output."""
     try:
         return not all(np.array_equal(one, two, equal_nan=True) for one, two in zip(steps(model), right, strict=True))
     except Exception:  # noqa: BLE001 - whatever a model makes of attributes that nobody would give it
@@ -235,7 +235,7 @@ def layer_class(by: float) -> type[nn.Module]:
 
 
 class Settings:
-    """Of no kind that anybody knows."""
+    """An object of an unknown kind."""
 
     def __init__(self, **settings: Any) -> None:
         vars(self).update(settings)
@@ -363,7 +363,7 @@ def freed(pool: BlockPool, *answers: CompletedGeneration) -> None:
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_one_adapter_at_two_scales_shares_nothing(server: RunningServer, pool: BlockPool, dora: bool) -> None:
-    """The same file with `scale` 0.5 and 4.0: not by the agent's name, and not by what their prompts begin with."""
+    """The same file with `scale` 0.5 and 4.0: neither by the agent's name, nor by common prefixes."""
     model = adapted(0.5, dora=dora)
     spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=16)
     done = complete(BlockPoolBatchEngine(model, TOKENIZER, spec, pool), tokens=60)
@@ -411,7 +411,9 @@ def replace_layer(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [rescale, rebase, write_into, add_to, replace_layer])
 def test_an_engine_sees_that_its_model_was_changed(pool: BlockPool, change: Callable[[Any], None]) -> None:
-    """What was computed before is not used, and what is computed now is not kept; the answer is the changed model's."""
+    """Contexts from before the change are not used, contexts from now on are not stored; the answer is the changed
+    model's.
+    """
     model = adapted()
     _, batch = spec_and_batch(model, pool)
     first = complete(batch)
@@ -492,7 +494,7 @@ def test_what_was_changed_and_changed_back_has_to_be_told(pool: BlockPool) -> No
 
 
 def test_a_prompt_that_waited_while_the_model_was_changed_is_computed_whole(pool: BlockPool) -> None:
-    """Its cache was put together from what the model had computed before."""
+    """Its cache was assembled from blocks of the unchanged model."""
     model = adapted()
     _, batch = spec_and_batch(model, pool, wait_for_blocks=True)
     first = complete(batch)
@@ -511,7 +513,7 @@ def test_a_prompt_that_waited_while_the_model_was_changed_is_computed_whole(pool
 
 
 def test_a_model_is_let_go_of_with_its_engine(pool: BlockPool) -> None:
-    """An identity refers to the weights, as they were; it must not outlive whoever asked for it."""
+    """An identity refers to the weights; it must not outlive its owner."""
     model = tiny_llama()
     spec, batch = spec_and_batch(model, pool)
     ids = {id(module) for module in model.modules()}

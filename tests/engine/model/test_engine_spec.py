@@ -1,4 +1,4 @@
-"""What the engine learns of a model by running it, and the fingerprint that tells two models apart."""
+"""Properties of a model that the engine measures by running it, and the fingerprint that distinguishes models."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_configuration_counts_by_whatever_name_the_model_has_it() -> None:
 
 
 class Nameless(nn.Module):
-    """A model that doesn't say what it was made with."""
+    """A model without construction arguments."""
 
     def __init__(self, theta: float) -> None:
         super().__init__()

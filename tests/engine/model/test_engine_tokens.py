@@ -1,5 +1,6 @@
-"""An answer comes token by token: readable text that is never taken back, log-probabilities for who asks, the prompt's
-blocks as soon as they are computed; and a receiver that fails harms nobody else."""
+"""Streaming of answers: readable text that is never revised, optional log-probabilities, the prompt's blocks as soon as
+they are computed; and a receiver that fails harms no other answer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ IN_ONE_BATCH, IN_TURNS, WITH_STATE = "llama", "llama4", "gemma3_text"
 
 
 class Bench(EngineBench):
-    """A batch engine and what its answers told token by token."""
+    """A batch engine and the tokens of its answers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(family(kind), TOKENIZER, 32)
@@ -134,7 +135,7 @@ def test_the_end_of_text_is_told_as_such_with_what_was_held_back(bench: Bench) -
 
 @pytest.mark.parametrize("kind", [BPEStreamingDetokenizer, NaiveStreamingDetokenizer])
 def test_half_a_character_is_not_readable(kind: Any) -> None:
-    """With a token a byte, as any byte-level vocabulary spells what it has no token for."""
+    """With one token per byte, as any byte-level vocabulary encodes unknown text."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     fast = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -212,7 +213,7 @@ def test_of_a_prompt_that_was_known_the_blocks_are_told_too(bench: Bench) -> Non
 
 @both_ways
 def test_no_byte_is_promised_twice(bench: Bench) -> None:
-    """What is made before the answer comes out of what was promised for it."""
+    """Blocks made before the answer use its reservation."""
     used: list[int] = []
     bench.batch.submit("alice", TOKENS[:769], max_tokens=200, on_prompt=lambda _: used.append(bench.pool.used_bytes))
     promised = bench.pool.used_bytes

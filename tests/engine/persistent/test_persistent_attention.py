@@ -1,5 +1,6 @@
-"""A decoder written in the graph language gives what the same decoder in plain MLX gives, to the bit, also when it is
-killed again and again and goes on elsewhere from what the page server has."""
+"""A decoder in the graph language gives the result of the same decoder in plain MLX, bit by bit, also when it is killed
+repeatedly and continues elsewhere from the page server.
+"""
 
 from __future__ import annotations
 

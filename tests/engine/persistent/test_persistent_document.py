@@ -363,7 +363,7 @@ def test_program_auto_dim() -> None:
         assert run.fetch("out_n").shape == (D + 5 * step, H)
     grown = np.asarray(run.fetch("L"))
     assert grown[: D + 3, : H + 2].min() == grown.max() == 3  # old values stay at the origin
-    assert grown[D + 6 :].max() == grown[:, H + 4 :].max() == 1  # what was zero has had one step
+    assert grown[D + 6 :].max() == grown[:, H + 4 :].max() == 1  # zeros have had one step
 
 
 def test_program_fixed_limit() -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a graph is said with its place and a caret, and a step that goes wrong changes nothing."""
+"""An error in a graph is reported with its position and a caret, and a failed step changes nothing."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_device_that_is_not_there() -> None:
         simulator("block entry { return; }", Device.GPU)
 
 
-# Each begins by changing all there is, and then goes wrong.
+# Each changes all state first, and then fails.
 STEPS = [
     ("cache.read A[0..9] >> grid;", e.SliceRangeError, "index i of A goes to 8, the slice 0..9 from 0 to 9"),
     ("cache.read A[i..] >> grid;", e.SliceRangeError, "the slice 50.. from 50 to 8"),

@@ -97,7 +97,7 @@ def _has_any(server: RunningServer) -> bool:
 
 
 def _resumed(store: PersistentStore) -> int:
-    """Of how many steps; a server that was silent is left alone for a while."""
+    """Return the number of steps of the resumed instance; a silent server is not asked for a while."""
     with suppress(redis.RedisError):
         return simulator(store).resume("here").steps
     return 0

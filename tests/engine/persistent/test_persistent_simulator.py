@@ -1,5 +1,6 @@
-"""A graph runs step by step: what is volatile is fresh each time, what is persistent stays, and operations compute what
-MLX does."""
+"""A graph runs step by step: volatile variables are new each time, persistent ones stay, and operations compute the
+results of MLX.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +247,7 @@ def test_every_operation_is_tested() -> None:
 
 
 def built_window() -> Graph:
-    """What examples/window.oinf.txt says."""
+    """Return the graph of examples/window.oinf.txt."""
     g = GraphBuilder()
     x = g.dynamic("x", "f32", ["D"])
     window = g.volatile("window", "f32", [4, "D"])

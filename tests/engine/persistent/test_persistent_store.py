@@ -1,5 +1,6 @@
-"""Instances on the page server: what is saved is what is resumed, only what changed is written, and nothing in between
-two saves is ever seen."""
+"""Instances on the page server: a resume returns the saved state, only changes are written, and no intermediate state
+is visible.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def reference(steps: int) -> dict[str, Any]:
 
 
 def goes_on_after_a_save(store: PersistentStore, run: Executor, before: int, saved: bool) -> None:
-    """Of an instance "cut" that had so many steps before: there is one more, or none if the save broke off."""
+    """Check an instance "cut" that had `before` steps: it has one more, or none if the save was interrupted."""
     there = simulator(store).resume("cut")
     assert there.steps in ((before + 1,) if saved else (before, before + 1))
     assert state(there) == reference(there.steps)
@@ -407,7 +408,7 @@ def test_who_reads_while_another_saves_gets_one_whole_step(
         run = simulator(mine).resume("busy", autosave=1)
         for step in range(1, steps):
             advance(run, 1)
-            time.sleep(step % 4 / 50)  # a reader may come to its end, or be overtaken
+            time.sleep(step % 4 / 50)  # a reader may finish, or be overtaken
             until(lambda seen_by_now=step // 10: len(seen) >= seen_by_now, "a reader")
         mine.close()
 

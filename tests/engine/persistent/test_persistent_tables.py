@@ -27,7 +27,7 @@ Entry = tuple[int, ...]
 
 
 class Model:
-    """What a table is: arrays by index, a length along each table index, and counts."""
+    """Model of a table: arrays by index, a length along each table index, and counts."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -142,7 +142,7 @@ def test_a_table_is_a_dictionary_of_arrays(layout: Layout, steps: list[Any]) -> 
     table, model = Table(layout, journal), Model(layout)
     before = model.copy()
     journal.begin()
-    shown: list[tuple[mx.array, np.ndarray]] = []  # what was read keeps showing what it showed
+    shown: list[tuple[mx.array, np.ndarray]] = []  # results of reads do not change
     for what, selection, scalars, seed in steps:
         if what == "begin":
             mx.eval(journal.arrays())

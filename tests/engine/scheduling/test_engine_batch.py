@@ -1,4 +1,4 @@
-"""The batch engine says what mlx-lm says, from a cache or without one, and loses no block whatever happens."""
+"""The batch engine gives mlx-lm's answers, with a cache or without one, and loses no block in any case."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_an_answer_whose_context_cannot_be_kept_says_so_and_the_old_context_surv
 
 
 def test_the_pool_knows_whose_the_blocks_are_and_what_they_take(batch: BlockPoolBatchEngine) -> None:
-    """While an answer is made, all that it may come to need; then what its blocks hold."""
+    """During an answer its whole reservation counts; afterwards the size of its blocks."""
     batch.submit("alice", PROMPT, max_tokens=100)
     assert batch.pool.holdings()["alice"].nbytes == 700 * SPEC.token_nbytes
     (done,) = batch.step()
@@ -326,7 +326,7 @@ def test_the_pool_knows_whose_the_blocks_are_and_what_they_take(batch: BlockPool
 
 
 def test_an_answer_that_ends_early_needs_no_more_room_than_it_was_promised(batch: BlockPoolBatchEngine) -> None:
-    """Of four blocks two are made, and both are full: each takes more than a fourth of what was promised for all."""
+    """Two of four blocks are made, and both are full: each takes more than a fourth of the reservation."""
     text = complete(batch, PROMPT[:500], max_tokens=30)
     pool = BlockPool(total_bytes=800 * SPEC.token_nbytes)
     tight = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool)

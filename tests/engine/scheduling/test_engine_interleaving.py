@@ -29,7 +29,7 @@ TOKENIZER.eos_token_ids = []  # answers are as long as they may be
 
 
 class Bench(EngineBench):
-    """A batch engine, what its model was given, and how many tokens each of its answers has."""
+    """A batch engine, its model's inputs, and the number of tokens of each answer."""
 
     def __init__(self, kind: str, **options: Any) -> None:
         super().__init__(family(kind), TOKENIZER, BLOCKS, **options)
@@ -188,7 +188,7 @@ KINDS = [IN_ONE_BATCH, IN_TURNS, *(pytest.param(kind, marks=pytest.mark.soak) fo
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whoever_comes_and_goes_everybody_gets_the_answer_of_mlx_lm(kind: str, seed: int) -> None:
-    """Prompts that come, go on from earlier answers, wait and leave, as chance will have it."""
+    """Prompts that start, continue earlier answers, wait and are cancelled at random."""
     chance = random.Random(seed)
     bench = Bench(kind, wait_for_blocks=True, prefill_chunk=64)
     asked: dict[int, tuple[list[int], int]] = {}

@@ -1,5 +1,6 @@
-"""The restore planner, asked about random stores: what it plans is always usable, and nothing longer is. And how the
-server is told of what is planned."""
+"""The restore planner on random stores: its plans are usable, and no longer plan is. It also tests the requests for a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def questions(draw: st.DrawFn) -> Question:
 
 
 def all_places(spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: ContextManifest | None) -> list[BlockPlace]:
-    """Of the prompt's full blocks and of the agent's context."""
+    """Return the places of the prompt's full blocks and of the agent's context."""
     whole = ContextManifest.of("nobody", wanted, spec).places(spec)
     return [*whole[: len(wanted) // SIZE], *(manifest.places(spec) if manifest else [])]
 
@@ -90,7 +91,7 @@ def test_where_layers_carry_a_state_the_plan_ends_in_one_and_leaves_a_token(ques
 def longest(question: Question) -> int:
     """How far one gets by trying everything: each of the two contexts, block after block."""
     best = 0
-    whole = len(question.wanted) // SIZE  # blocks of the prompt; what it has behind them is nobody's
+    whole = len(question.wanted) // SIZE  # blocks of the prompt; its rest belongs to no block
     for manifest, count in (
         (question.manifest, None),
         (ContextManifest.of("x", question.wanted, question.spec), whole),
@@ -151,7 +152,7 @@ def test_the_server_is_told_of_layers_where_all_are_alike_and_else_of_bytes() ->
 
 
 def test_arrays_in_memory_are_the_bytes_that_lie_there() -> None:
-    """Also where they do not begin at a multiple of what they are made of."""
+    """Also if their position is no multiple of the element size."""
     for shapes in [ALIKE, *UNLIKE]:
         body = bytes(range(sum(of.nbytes for layer in shapes for of in layer)))
         arrays = in_memory(mx.array(list(body), mx.uint8), shapes)

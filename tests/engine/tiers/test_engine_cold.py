@@ -79,13 +79,13 @@ def context(tokens: tuple[int, ...] = TOKENS, agent_id: str = "alice") -> AgentB
 
 
 def bits(context: AgentBlocks) -> list[list[bytes]]:
-    """Of every block, what it holds and carries on."""
+    """Return the pages and states of every block."""
     return [[*map(bytes, page_bodies(b.layers)), *map(bytes, page_bodies(b.state or ()))] for b in context.blocks]
 
 
 @contextmanager
 def loaded(cold: SafetensorsCacheAdapter, agent_id: str = "alice", tokens: Sequence[int] | None = None) -> Any:
-    """What is loaded, and freed afterwards; the reason why there is nothing."""
+    """Load a context and free it; return it, or the reason of the miss."""
     before = cold.misses.copy()
     found = cold.load(agent_id, tokens)
     if found is None:
@@ -134,7 +134,7 @@ def test_what_was_not_kept_leaves_what_is_stored(cold: SafetensorsCacheAdapter) 
 
 
 def test_another_thread_may_save_and_load(cold: SafetensorsCacheAdapter, pool: BlockPool) -> None:
-    """What the thread that owns MLX is given is evaluated."""
+    """Arrays that the thread of MLX receives are evaluated."""
     batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool)
     batch.submit("alice", TOKENS[:300], max_tokens=5)
     (first,) = batch.step()

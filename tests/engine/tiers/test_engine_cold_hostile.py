@@ -1,4 +1,4 @@
-"""Whatever lies in the directory of cold files, an agent whose file it is starts afresh, and soon."""
+"""With any file in the directory of cold files, its agent starts afresh, and soon."""
 
 from __future__ import annotations
 

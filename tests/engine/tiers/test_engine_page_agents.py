@@ -1,4 +1,4 @@
-"""Agents on the page server: forks cost nothing, what nobody names is deleted, and writers do not harm one another."""
+"""Agents on the page server: forks cost nothing, unreferenced blocks are deleted, and writers do not harm one another."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def names(tokens: tuple[int, ...], agent_id: str = "") -> set[str]:
     return set(block_names(tokens, SPEC, agent_id))
 
 
-# -- forks and what is left of them ------------------------------------------------------------------------------------
+# -- forks and their remains -------------------------------------------------------------------------------------------
 
 
 def test_a_fork_has_the_whole_context_for_a_manifest(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
@@ -97,7 +97,7 @@ def test_a_fork_that_goes_on_leaves_its_origin_alone(tier: PageTier, client: red
         loaded = tier.load(agent)
         assert same(loaded, context(), count)
         held(pool, loaded)
-    tier.fork("twin", "alice")  # in place of what alice had
+    tier.fork("twin", "alice")  # in place of alice's context
     assert stored(client) == names(TOKENS[:600])
 
 
@@ -225,8 +225,7 @@ def test_one_engine_claims_a_block_until_it_releases_it_or_is_gone(tier: PageTie
 def test_two_engines_that_save_one_agent_leave_the_whole_context_of_one_of_them(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool
 ) -> None:
-    """And meanwhile everybody who reads finds one of the two, or less of it, but nothing mixed; in the end nothing is
-    left over."""
+    """Meanwhile every reader finds one of the two, or a part of it, but no mixture; in the end no key is left over."""
     turns = [context(TOKENS[:count]) for count in (300, 600, 257, 700)]
     others = [context(TOKENS[:0:-1][:count]) for count in (310, 680)]
     saving = threading.Event()
@@ -264,7 +263,7 @@ def test_two_engines_that_save_one_agent_leave_the_whole_context_of_one_of_them(
 def test_a_block_that_is_deleted_while_another_agent_saves_it_is_there_in_the_end(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between bob's look at what is there and his manifest alice, the only one who had named the blocks, goes."""
+    """Between bob's check of existing blocks and his manifest alice, the only owner of the blocks, is deleted."""
     tier.save(context())
     write = block_writer.write
     deleted = []

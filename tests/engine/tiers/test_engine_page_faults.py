@@ -1,4 +1,4 @@
-"""A page server that is slow, full, wrong or gone costs time, never an answer, and the reason is counted."""
+"""A page server that is slow, full, faulty or unavailable costs time, never an answer, and the reason is counted."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_chunk_has_to_come_within_the_deadline_however_often_something_comes(
 def test_chunks_that_come_in_time_may_together_take_longer_than_the_deadline(
     proxy: Proxy, tier: PageTier, pool: BlockPool
 ) -> None:
-    """As much as a slow link needs, either way."""
+    """As many as a slow link needs, in both directions."""
     assert held(pool, tier.load("alice")) == 700  # is connected
     proxy.hold, tier._connection.deadline = 0.25, 2.0
     begun = time.monotonic()
@@ -194,7 +194,7 @@ def test_a_server_that_knows_no_pages_is_no_tier(redis_server: RunningServer, po
 
 
 def test_a_server_that_is_restarted_is_found_again(tmp_path: Path, pool: BlockPool) -> None:
-    """With what it had on its disk."""
+    """With the data on its disk."""
     port = free_port()
     with start_server("--store", "tiered", port=port, directory=tmp_path):
         tier = PageTier(f"redis://127.0.0.1:{port}", SPEC, pool)
@@ -256,7 +256,7 @@ def own(pool: BlockPool, count: int) -> AgentBlocks:
 
 
 def test_a_load_that_is_given_up_holds_nothing(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
-    """At whatever moment: before anything came, in the middle, when all is there."""
+    """At any moment: before the first byte, in the middle, after the end."""
     for wait in (0, 0.002, 0.005, 0.01, 0.02, 0.05, None):
         ours = own(pool, 1)
         fetch = tier.fetch("alice", TOKENS, held=ours.blocks)

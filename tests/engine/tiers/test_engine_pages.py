@@ -60,7 +60,7 @@ def context(tokens: tuple[int, ...] = TOKENS, agent_id: str = "alice") -> AgentB
 
 
 def same(loaded: AgentBlocks | None, saved: AgentBlocks, count: int) -> bool:
-    """Whether it holds the first `count` tokens of what was saved, bit for bit."""
+    """Return whether a load has the first `count` tokens of the saved context, bit for bit."""
     if loaded is None or loaded.tokens != saved.tokens[:count]:
         return False
     loaded.validate(SPEC)
@@ -71,7 +71,7 @@ def same(loaded: AgentBlocks | None, saved: AgentBlocks, count: int) -> bool:
 
 
 def held(pool: BlockPool, loaded: AgentBlocks | None) -> int:
-    """Free what was loaded; how many tokens it held."""
+    """Free a loaded context; return its number of tokens."""
     if loaded is None:
         return 0
     pool.free(loaded.block_ids)
@@ -191,7 +191,7 @@ def test_a_block_without_its_seal_is_not_complete(tier: PageTier, client: redis.
 
 
 def flip(client: redis.Redis, key: bytes) -> None:
-    """One bit of one value, with a checksum that fits: what a server could never notice."""
+    """Flip one bit of one value, with a matching checksum: no server could detect it."""
     _, req, layer, head, page, kv_type = key.split(b":")
     body = bytearray(client.execute_command("KVPAGEGET", req, layer, head, page, kv_type))
     body[100] ^= 1

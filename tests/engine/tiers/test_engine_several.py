@@ -173,7 +173,7 @@ def test_a_block_that_is_evicted_shortens_the_prefix_until_the_next_save(tier: P
 
 
 def test_a_prompt_is_computed_by_one_engine_and_found_by_the_others(tier: PageTier, other: PageTier) -> None:
-    """Engines that read and write at the same time find what is there, and nothing else."""
+    """Engines that read and write at the same time find the stored blocks, and nothing else."""
     contexts = [TOKENS[: n * BLOCK + 3] for n in (2, 6, 13)] + [TOKENS[::-1][: 5 * BLOCK]]
 
     def work(engine: PageTier) -> None:

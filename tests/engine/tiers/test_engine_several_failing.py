@@ -1,6 +1,6 @@
-"""Several servers that fail, or that were never what the engine was told: pages are lost, never an answer.
+"""Several servers that fail, or that the engine's list names wrongly: pages are lost, never an answer.
 
-What is lost is counted with its reason, nobody waits past a deadline, and what comes back is found again.
+Losses are counted with their reason, no call exceeds a deadline, and a restarted server is used again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.tiers.server.connection import State
 pool = pool_of(256)
 
 
-# -- servers that are gone ---------------------------------------------------------------------------------------------
+# -- unavailable servers -----------------------------------------------------------------------------------------------
 
 
 def partly_in(lost: redis.Redis, home: Home, tier: PageTier) -> tuple[tuple[int, ...], int]:
@@ -45,7 +45,7 @@ def partly_in(lost: redis.Redis, home: Home, tier: PageTier) -> tuple[tuple[int,
 
 
 def test_a_server_that_is_gone_costs_its_pages_and_not_the_service(pool: BlockPool) -> None:
-    """It is killed, and comes back empty."""
+    """It is killed, and restarts empty."""
     port = free_port()
     with start_server() as one, ExitStack() as stack:
         lost = stack.enter_context(start_server(port=port, killed=True))
@@ -58,7 +58,7 @@ def test_a_server_that_is_gone_costs_its_pages_and_not_the_service(pool: BlockPo
             for _ in range(2):
                 assert found(tier, "alice", context) == first * BLOCK
                 assert tier.misses.pop("gone")
-                assert save(tier, tokens=context)  # of what is there already
+                assert save(tier, tokens=context)  # of existing blocks
             for i, tokens in enumerate(others):
                 saved = save(tier, f"agent{i}", tokens)
                 assert saved

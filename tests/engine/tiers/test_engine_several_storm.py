@@ -44,7 +44,7 @@ pool = pool_of(512)
 
 
 def an_engine(url: str, pool: BlockPool, over: threading.Event, seed: int) -> Counter[str]:
-    """Save and load until it is over; how often what came of it."""
+    """Save and load until the end; return the counts of results."""
     chance, came = random.Random(seed), Counter[str]()
     tier = PageTier(url, SPEC, pool, deadline=4)
     while not over.is_set():
@@ -152,7 +152,7 @@ def replicas_of(cluster: Cluster) -> list[Node]:
 
 
 def all_behind(cluster: Cluster, seconds: float) -> None:
-    """The replicas answer, and hear nothing new from their masters."""
+    """Wait until the replicas answer, and receive nothing new from their masters."""
     replicas = replicas_of(cluster)
     for node in replicas:
         node.ask("CONFIG", "SET", "masteruser", "nobody", "masterauth", "nothing")
@@ -201,7 +201,7 @@ Context = tuple[int, ...] | None
 
 
 class Model:
-    """What every agent may have: one context, or one of several where a save may or may not have been done."""
+    """Permitted contexts of every agent: one, or one of several if a save may have failed."""
 
     def __init__(self, tiers: list[PageTier], seed: int) -> None:
         self.tiers = tiers
@@ -228,7 +228,7 @@ class Model:
         self.kept[agent] = contexts if sure else self.kept[agent] | contexts
 
     def check(self, tier: PageTier, agent: str) -> None:
-        """What is found is what it may have, or the beginning of that."""
+        """Check that a loaded context is permitted, or a prefix of a permitted one."""
         loaded = tier.load(agent)
         if loaded is None:
             return
@@ -243,7 +243,7 @@ class Model:
 def test_whatever_agents_do_and_whichever_servers_die_a_manifest_s_blocks_are_right(
     request: pytest.FixtureRequest, pool: BlockPool, kind: str, steps: int
 ) -> None:
-    """A server that died comes back empty, or it was only silent for a while."""
+    """A killed server restarts empty, or a server was only silent for a while."""
     with ExitStack() as stack:
         stop: list[Callable[[signal.Signals], Any]]
         if kind == "cluster":

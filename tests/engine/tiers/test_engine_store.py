@@ -1,4 +1,4 @@
-"""What agents remember: hot, then on the server, then in files; nothing is lost, leaked, written twice or mixed up."""
+"""Contexts of agents: in memory, then on the server, then in files; nothing is lost, leaked, written twice or mixed up."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def remember(store: AgentCacheStore, pool: BlockPool, agent_id: str, tokens: tup
 
 
 def recalled(store: AgentCacheStore, pool: BlockPool, agent_id: str, tokens: tuple[int, ...] | None) -> tuple[str, int]:
-    """From which tier how many tokens come; they are checked and freed."""
+    """Return the tier and the number of tokens of a load; the context is checked and freed."""
     loaded = store.load(agent_id, tokens)
     return ("none", 0) if loaded is None else (loaded.tier, taken(pool, loaded))
 
@@ -440,7 +440,7 @@ def test_an_agent_that_is_deleted_while_it_is_loaded_does_not_come_back(
     tier: str,
     tokens: tuple[int, ...] | None,
 ) -> None:
-    """Whoever loads has what there was, but no load after the deletion finds anything."""
+    """A concurrent load returns the former context, but no load after the deletion finds anything."""
     store = stores() if tier == "page" else AgentCacheStore(SPEC, pool, cold=cold)
     store_was = stores(cold=cold)
     remember(store_was, pool, "alice", TOKENS[:50])
@@ -777,7 +777,7 @@ def test_which_contexts_are_written_can_be_said(
 
 
 class Remembering(RuleBasedStateMachine):
-    """Everything that can be done to a store, in any order, beside a dict that says what it must remember."""
+    """Every operation of a store, in any order, compared with a dict of its expected contexts."""
 
     server: RunningServer
     directory: Path
@@ -957,8 +957,9 @@ def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
 def test_a_load_waits_for_no_server_longer_than_it_may_and_for_no_pipe(
     server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server answers, too slowly, and the file is a pipe that nobody writes to. What is in memory is of use, and
-    the engine computes the rest."""
+    """The server answers, too slowly, and the file is a pipe that nobody writes to. The part in memory is used, and the
+    engine computes the rest.
+    """
     cold = SafetensorsCacheAdapter(SPEC, pool, tmp_path)
     os.mkfifo(tmp_path / "alice.safetensors")
     monkeypatch.setattr(loading, "HEDGE_AFTER_SECONDS", 0.1)

@@ -1,4 +1,4 @@
-"""Load or recompute: what is computed sooner is not fetched, and the decision says from what it was made."""
+"""Load or recompute: blocks that are computed faster are not fetched, and the decision records its inputs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tier(server: RunningServer, client: redis.Redis) -> Iterator[PageTier]:
 
 
 def test_a_slow_link_is_not_used_by_a_fast_model(tier: PageTier) -> None:
-    """Its prompt is computed; what lies in memory is used all the same."""
+    """Its prompt is computed; blocks in memory are used in any case."""
     tier.rates.received(MB, 100.0, MB)
     tier.rates.prefilled(4400, 1.0)
     fetch = tier.fetch("alice", TOKENS)
@@ -99,7 +99,7 @@ def test_a_slow_link_is_not_used_by_a_fast_model(tier: PageTier) -> None:
     assert not fetch.decision.fetch
     assert tier.misses == {"recompute": 1}
     assert tier.loads == {False: 1}
-    assert held(tier._remote.pool, tier.load("alice")) == 700  # who asks for a context without a prompt means it
+    assert held(tier._remote.pool, tier.load("alice")) == 700  # a load without a prompt always fetches
 
 
 def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
