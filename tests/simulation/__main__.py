@@ -12,7 +12,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # or the order of sets would be ano
 for _closed in [name for name in ("stdout", "stderr") if getattr(sys, name) is None]:
     setattr(sys, _closed, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
-from tests.simulation.cli.arguments import requested  # noqa: E402 - what it says of them is to be heard
+from tests.simulation.cli.arguments import requested  # noqa: E402 - after the log handler is set
 from tests.simulation.defects import DoesNotApply, plant  # noqa: E402
 from tests.simulation.world.clock import Clock  # noqa: E402
 from tests.simulation.world.machine import install  # noqa: E402
@@ -23,7 +23,7 @@ install(clock)
 try:
     if request.defect is not None:
         plant(request.defect)
-    from tests.simulation.cli.command import main  # what it imports is to live in that world, with that mistake
+    from tests.simulation.cli.command import main  # its imports must run within that world, with that mistake
 except DoesNotApply as error:
     print(f"the mistake cannot be made: {error}", file=sys.stderr)
     sys.exit(2)

@@ -1,1 +1,1 @@
-"""Doing the steps: the lives of a server, its clients, engines and tools, and what the world does to them."""
+"""Execution of the steps: the lives of a server, its clients, engines and tools, and faults of the world."""

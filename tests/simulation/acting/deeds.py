@@ -1,4 +1,4 @@
-"""What the steps of a program do: to a client, to the server's process, to the disk and the clock."""
+"""Effects of a program's steps: on a client, the server's process, the disk and the clock."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.simulation.world.machine import ServerDied
 if TYPE_CHECKING:
     from tests.simulation.acting.run import Run
 
-_LONGEST_LIFE = 30 * MS  # of a server that is to die when somebody has been told something
+_LONGEST_LIFE = 30 * MS  # of a server that is killed after a notification
 _SOON = 1_000 * MS
 _LOOK = 5 * MS
 
 
 class Deeds:
-    """Of one run. A method for each kind of step; it returns True where it goes on with the next one by itself."""
+    """Steps of one run. A method for each kind of step; it returns True where it goes on with the next one by itself."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -81,7 +81,7 @@ class Deeds:
         return True
 
     def killer(self) -> Callable[[], None]:
-        """What kills the process that there is now, if it is still there."""
+        """Return a function that kills the current process, if it still runs."""
         process = self._run.process
 
         def kill() -> None:
@@ -92,7 +92,7 @@ class Deeds:
         return kill
 
     def do_due(self, step: Step) -> bool:
-        """A command comes in the very millisecond in which its key expires, if that is soon."""
+        """Send a command in the millisecond in which its key expires, if that is soon."""
         value, clock = self._run.judge.model.store.keys.get(step.words[1]), self._run.machine.clock
         left = value.expires * MS - clock.wall if value is not None else 0
 
@@ -120,7 +120,7 @@ class Deeds:
         self._run.send(peer, step.number, tuple([ids.get(word, word) for word in step.words]))
 
     def do_shutdown(self, step: Step) -> bool:
-        """Somebody who has just come asks the server to end. It may refuse, where the disk does."""
+        """A new client sends SHUTDOWN. The server may refuse it if the disk fails."""
         peer, process, end = self._run.peers[step.peer], self._run.process, self._run.process.server.stop
         peer.drop()
         asked = self._run.send(self._opened(step), step.number, step.words)

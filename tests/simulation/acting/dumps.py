@@ -25,7 +25,7 @@ _LEAP = 120_000  # milliseconds; a clock is set by half as many
 
 
 class Dumper:
-    """A process that dumps what the server holds, and may restore it. What was there all the while is to be in it."""
+    """A process that dumps the server's keys, and may restore them. Keys that existed all the time must be in the dump."""
 
     def __init__(self, run: Run, step: Step) -> None:
         self._run = run
@@ -67,13 +67,13 @@ class Dumper:
                 return
 
     def _known(self) -> tuple[dict[bytes, Value], int]:
-        """What is there for sure, and how many changes there were."""
+        """Return the certain values, and the number of changes."""
         store = self._run.judge.model.store
         unsure = store.doubtful() | store.fog
         return {key: value for key, value in store.keys.items() if key not in unsure}, len(store.log)
 
     def _stayed(self, before: dict[bytes, Value], changes: int) -> dict[bytes, Value]:
-        """What of that has been there since, and could be read."""
+        """Return those values that have existed since, and could be read."""
         judge, (now, _) = self._run.judge, self._known()
         if judge.model.may_miss:
             return {}
@@ -86,7 +86,7 @@ class Dumper:
         }
 
     def _dumped(self) -> dict[bytes, int]:
-        """The keys in the dump, and the checksum of what each has."""
+        """Return the keys in the dump, with the checksums of their values."""
         found: dict[bytes, int] = {}
         for _, contents in read_all(files_of(self._path, read_summary(self._path)), None):
             assert not isinstance(contents, BadFile)

@@ -1,8 +1,7 @@
 """Engines: the real page tier and the agents' real store, on threads of the world, with a model that is no model.
 
-What it computes of a token is a hash of what it computed of the one before, as that stands in the block that it was
-given. So one wrong, stale or foreign byte in a block makes another text, and what the text has to be is known without
-any server.
+The result for a token is a hash of the result for the one before, as it is stored in the given block. So a wrong, stale
+or foreign byte in a block changes the text, and the expected text is known without any server.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ Rows = list[bytes]  # a token each: 64 bytes
 
 
 def computed(tokens: Sequence[int], rows: Rows) -> Rows:
-    """What the model makes of tokens, of which it has the first rows already."""
+    """Return the model's rows of tokens, of which the first rows are known already."""
     rows = list(rows)
     for token in tokens[len(rows) :]:
         rows.append(blake2b(b"%b %d" % (rows[-1] if rows else b"", token)).digest())
@@ -66,7 +65,7 @@ def computed(tokens: Sequence[int], rows: Rows) -> Rows:
 
 
 def text_of(rows: Rows) -> tuple[int, ...]:
-    """What it answers: some tokens that depend on every byte."""
+    """Return the answer: some tokens that depend on every byte."""
     return tuple(blake2b(b"".join(rows), digest_size=3).digest())
 
 
@@ -85,7 +84,7 @@ def blocks_of(agent: str, tokens: Sequence[int], rows: Rows, pool: BlockPool) ->
 
 
 def rows_in(context: AgentBlocks) -> Rows:
-    """What its blocks say."""
+    """Return the rows in a context's blocks."""
     rows = []
     for block in context.blocks:
         planes = np.stack([np.asarray(plane) for plane in block.layers[0]])  # plane, head, token, dim
@@ -100,7 +99,7 @@ def _damage(file: Path, chance: random.Random) -> None:
 
 
 class Engine:
-    """One engine and its users, who remember what was said. `wrong` is told what must not be, `said` what it says."""
+    """One engine and its users, who keep their histories. `wrong` receives errors, `said` receives output."""
 
     def __init__(
         self, number: int, socket: Path, wrong: Callable[[str], None], said: Callable[[str], None], files: Path | None
@@ -128,7 +127,7 @@ class Engine:
             threading.Thread(target=self._live, name=self._owner).start()
 
     def order(self, what: str, *args: Any) -> None:
-        """Have it do something, after all that it was told before."""
+        """Queue an operation after all earlier ones."""
         self._orders.put((what, *args))
 
     def close(self) -> None:
@@ -172,7 +171,7 @@ class Engine:
             self._wrong(f"{self._owner}: {traceback.format_exc()}")
 
     def _load(self, agent: str, tokens: tuple[int, ...] | None) -> Rows:
-        """What is stored of the beginning of a prompt; of all that is the agent's own without one."""
+        """Return the stored rows of a prompt's beginning, or of the agent's whole context without a prompt."""
         assert self._tier is not None
         began = time.monotonic()
         found = self._store.load(agent, tokens) if self._store else self._tier.load(agent, tokens)

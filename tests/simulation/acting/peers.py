@@ -1,4 +1,4 @@
-"""The clients: sockets that say what a program has them say, cut anywhere, and read when they want to."""
+"""The clients: sockets that send a program's commands, split anywhere, and read when the program does."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Asked:
     end: int = 0  # and after it
     changes: int = 0  # how many changes of the log are its own
     queued: list[Words] = field(default_factory=list)  # the commands that it ran, as EXEC
-    streamed: bool = False  # its reply is made in steps, and so is what it does
-    audit: Any = None  # who is told of the reply, in place of the judge
-    doubt: Any = None  # what it may or may not have done yet
+    streamed: bool = False  # its reply, and its effect, are made in steps
+    audit: Any = None  # receives the reply, instead of the judge
+    doubt: Any = None  # its uncertain effects
     done: set[bytes] = field(default_factory=set)  # keys that it has deleted or stored so far, in steps
     parts: deque[list[bytes]] = field(default_factory=deque)  # keys that it stores in later steps, each part in one
-    came: int = 0  # pages that came while it deleted others, and that it may have deleted, too
-    heard: Callable[[Asked, Any], None] | None = None  # who is told of a right reply as well
-    unclear: set[bytes] = field(default_factory=set)  # what it changes, and nobody knew what that was before
-    unsure: set[bytes] = field(default_factory=set)  # keys of which it was not known what they are, when it was run
+    came: int = 0  # pages that were stored during its deletions, and that it may have deleted, too
+    heard: Callable[[Asked, Any], None] | None = None  # receives a correct reply, in addition
+    unclear: set[bytes] = field(default_factory=set)  # keys that it changes, whose value before is unknown
+    unsure: set[bytes] = field(default_factory=set)  # keys of unknown kind when it was run
 
 
 @dataclass(eq=False)
@@ -50,21 +50,21 @@ class Peer:
 
     number: int
     told: Callable[[Peer, Any], None]
-    lost: Callable[[Peer, bool], None]  # told whether the server has ended it
+    lost: Callable[[Peer, bool], None]  # called with the peer, and whether the server has closed it
     sock: socket.socket | None = None
     talk: Conversation = field(default_factory=lambda: Conversation(""))
     unrun: deque[Asked] = field(default_factory=deque)
     unanswered: deque[Asked] = field(default_factory=deque)
-    pushes: deque[Any] = field(default_factory=deque)  # that are to come
+    pushes: deque[Any] = field(default_factory=deque)  # expected pushes
     may_come: list[Any] = field(default_factory=list)  # pushes, and may not
     stalled: bool = False  # it does not read
     has_stalled: bool = False  # or has not read for a while: who quits and does not read is not waited for
     half: bool = False  # it has sent the beginning of a command that it will not end
     sending: int = 0  # pieces that are on their way
     busy_until: int = 0  # nanoseconds: when the last of them arrives
-    blocked: list[bytes] = field(default_factory=list)  # what the kernel has not taken
+    blocked: list[bytes] = field(default_factory=list)  # bytes that the kernel has not taken
     lives: int = 0
-    speaks: int = 2  # the protocol in which the next reply comes; 0 where that is not known
+    speaks: int = 2  # the protocol of the next reply; 0 if it is unknown
     moved: int = 0  # nanoseconds: when the server last did something for it
 
     def connect(self, path: str) -> None:
@@ -82,16 +82,16 @@ class Peer:
 
     @property
     def name(self) -> bytes:
-        """What it calls itself, in this life."""
+        """Return its name in this life."""
         return self.talk.name.encode()
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is to come."""
+        """Return whether no reply is expected."""
         return not (self.unrun or self.unanswered or self.sending)
 
     def push(self, data: bytes, life: int) -> None:
-        """A piece arrives at the server, unless the connection it belongs to is gone."""
+        """Deliver a piece to the server, unless its connection was closed."""
         if life != self.lives or self.sock is None:
             return
         self.sending -= 1
@@ -101,7 +101,7 @@ class Peer:
             sent = 0
         except OSError:
             if not self.stalled:  # or it finds out when it reads again
-                self.read()  # what was said before the end
+                self.read()  # bytes before the end
                 self.drop(by_server=True)
             return
         if sent < len(data):
@@ -140,7 +140,7 @@ class BlockedError(Exception):
 
 
 class Watchers:
-    """Which peers have something to read; and who else, outside of the server, waits for a descriptor."""
+    """Peers with readable sockets, and waiters for descriptors outside of the server."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -156,7 +156,7 @@ class Watchers:
         self._register(descriptor, next(self._numbers), read)
 
     def _register(self, descriptor: int, number: int, read: Callable[[], None]) -> None:
-        if descriptor in self._selector.get_map():  # of one who has closed it: the system gives the number again
+        if descriptor in self._selector.get_map():  # of a closed socket: the system reuses the number
             self._selector.unregister(descriptor)
         self._selector.register(descriptor, selectors.EVENT_READ, (number, read))
 
@@ -172,7 +172,7 @@ class Watchers:
 
 
 def spell(words: Words) -> bytes:
-    """A command as it goes over the wire."""
+    """Encode a command in RESP."""
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 

@@ -30,7 +30,7 @@ from tests.simulation.world.machine import Machine, ServerDied
 from tests.simulation.world.threads import SERVER
 
 SOCKET = "socket"
-Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; what is sent for that
+Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; returns the sent reply
 
 calls.monotonic_ns = real_monotonic_ns  # see `_OneByOne`
 _execute, _caller_of, _came_of = replies.execute, replies.caller_of, replies.came_of
@@ -38,7 +38,7 @@ _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 
 
 class Process:
-    """One life. `ran` is told of every command at the moment that it was run, with its reply as the server has it."""
+    """One life. `ran` is called with every command when it has run, with the server's reply."""
 
     def __init__(self, machine: Machine, directory: Path, seed: Seed, ran: Ran) -> None:
         self.machine = machine
@@ -47,9 +47,10 @@ class Process:
         self.ready = False
         self.over = False
         self.ending = False  # it was asked to end, and does
-        self.lost = ""  # what could not be written when it ended
-        self.broke: Callable[[str], None] = lambda text: None  # told of exceptions that nobody expects
-        self.leaves: Callable[[list[bytes], bool], None]  # told of keys that go by themselves, and if they are evicted
+        self.lost = ""  # values that could not be written at the end
+        self.broke: Callable[[str], None] = lambda text: None  # called with unexpected exceptions
+        # called with keys that are removed without a command, and whether they are evicted
+        self.leaves: Callable[[list[bytes], bool], None]
         self.stored: list[list[bytes]] = []  # keys of pages that became visible together, for the judge to take
         self.lost_notes: list[tuple[Any, bytes]] = []  # client and key: notes of CLIENT TRACKING beyond its limits
         self._ran = ran
@@ -149,7 +150,7 @@ class Process:
 
     @property
     def maxdisk(self) -> int:
-        """What values may take on its disk, 0 where nothing limits it."""
+        """Return the limit of values on its disk, 0 for none."""
         tiered = self.server.tiered
         return 0 if tiered is None else tiered.stored.maxdisk
 
@@ -160,12 +161,12 @@ class Process:
 
     @property
     def tasks(self) -> list[str]:
-        """What goes on in it."""
+        """Return its running tasks."""
         return sorted(str(task.get_coro()) for task in asyncio.all_tasks(self.loop))
 
     @property
     def timers(self) -> list[str]:
-        """What it would do later."""
+        """Return its timers."""
         scheduled: list[asyncio.TimerHandle] = self.loop._scheduled  # type: ignore[attr-defined]
         return sorted(str(timer) for timer in scheduled if not timer.cancelled())
 
@@ -209,10 +210,10 @@ def _listen(told: Callable[[str], None]) -> None:
 
 
 class _OneByOne:
-    """What the core calls, it calls one by one, and hands back every reply as if a message were to follow it.
+    """Caller that makes single calls, and returns every reply as if a push were to follow.
 
-    The compiled core asks the system for the time, past the world. So does the other one here, and what a call has
-    cost is looked up afterwards: a run is the same on both.
+    The compiled core asks the system for the time, past the world. So does the other core here, and the cost of a call
+    is computed afterwards: a run is the same on both.
     """
 
     def __init__(self, client: Client, parser: Parser) -> None:
@@ -220,7 +221,7 @@ class _OneByOne:
         self._caller: Caller = _caller_of(client, parser)
 
     def make(self, pieces: Any, pushed: Any, counts_of: Any, *, left: int, deadline: int, **how: Any) -> Any:
-        """As the core does."""
+        """Call as the core does."""
         made = self._caller.make(pieces, [None], counts_of, left=1, deadline=deadline, **how)
         if made is None:
             return None

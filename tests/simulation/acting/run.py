@@ -34,11 +34,11 @@ _RETRY = 20 * MS
 
 @dataclass
 class Outcome:
-    """What became of a run."""
+    """Result of a run."""
 
     seed: int
     commands: int
-    digest: str  # of everything that was said and heard, and when
+    digest: str  # of all sent and received bytes, with times
     fault: str = ""
 
 
@@ -71,7 +71,7 @@ class Run:
         self._deeds = Deeds(self)
         self._patience = Patience(self)
         self.dumpers: list[Dumper] = []
-        self._doom: int | None = None  # nanoseconds between the next change that somebody is told of, and the end
+        self._doom: int | None = None  # nanoseconds between the next notified change and the kill
         self.judge.tenants = [b"u%d" % peer for peer in TENANTS if seed.tenants]
         self.now = directory / "now"  # where the process lives that serves now
         self.machine.attend = self._watchers.watch
@@ -84,7 +84,7 @@ class Run:
     # -- processes -------------------------------------------------------------------------------------------------
 
     def play(self) -> Outcome:
-        """From the first step to the last. Raises nothing: what went wrong is in the outcome."""
+        """From the first step to the last. Raises nothing: an error is in the outcome."""
         fault = ""
         try:
             self.machine.after_round = self._look
@@ -127,7 +127,7 @@ class Run:
         after()
 
     def begin_work(self) -> None:
-        """The server is what it was before: others than the peers find it, too."""
+        """The server has its former state: other programs find it, too."""
         self.now.symlink_to(self.process.directory)
         self.go_on()
 
@@ -149,7 +149,7 @@ class Run:
         self._over = True
         self.process.end()
 
-    # -- what is said ----------------------------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------------------------------
 
     def send(self, peer: Peer, step: int, words: Words, pieces: int = 1) -> Asked:
         """Have a peer say something, in so many pieces."""
@@ -174,7 +174,7 @@ class Run:
             delay += rng.randrange(1, 3 * MS)
 
     def _arrive(self, peer: Peer, piece: bytes, life: int, delay: int) -> None:
-        """A piece arrives after those that were sent before it."""
+        """Deliver a piece after those that were sent before it."""
         now = self.machine.clock.now
         when = max(now + delay, peer.busy_until)
         peer.busy_until = when
@@ -187,7 +187,7 @@ class Run:
                 self._deliver(peer, life)
 
     def _deliver(self, peer: Peer, life: int) -> None:
-        """Have the server's socket take what has arrived, as far as it does."""
+        """Move arrived bytes into the server's socket, as far as it has space."""
         while life == peer.lives and peer.blocked:
             try:
                 peer.push(peer.blocked[0], life)
@@ -244,7 +244,7 @@ class Run:
 
 
 def run(clock: Clock, seed: Seed, steps: Sequence[Step]) -> Outcome:
-    """Play some steps of a program in a directory that is gone after it."""
+    """Play steps of a program in a temporary directory."""
     make_smaller(seed.number)
     with tempfile.TemporaryDirectory(prefix="kvpage-world-", dir=place.parent()) as directory:
         return Run(clock, seed, steps, Path(directory)).play()

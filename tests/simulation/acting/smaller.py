@@ -1,8 +1,8 @@
-"""How much the server does before others have their turn, made small: so a small world has what takes many steps.
+"""Smaller step sizes of the server, so that a small world has commands of many steps.
 
-A quota is then counted in steps, many leave memory one by one, and what is read from disk is fetched by several jobs.
-Some seeds have some of these, drawn by a chance of their own. The pages of a batch that become visible in one step are
-few where the program has such batches (`programs/batches.py`): as many with either page core, whose own numbers differ.
+A quota is then counted in steps, many values leave memory one by one, and several jobs load values from disk. Some
+seeds have some of these, drawn by a chance of their own. The pages of a batch that become visible in one step are few
+where the program has such batches (`programs/batches.py`): as many with either page core, whose own numbers differ.
 There a client's turn ends after each step of a reply, so that others have theirs between two parts of a batch.
 """
 

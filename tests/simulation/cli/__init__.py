@@ -1,1 +1,1 @@
-"""The command line: which seeds are run, and what is said of them."""
+"""The command line: seeds to run, and output."""

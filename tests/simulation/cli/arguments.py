@@ -1,4 +1,4 @@
-"""What the command line asks for, or what is wrong with it. It does not import the server, which may get a mistake."""
+"""Arguments of the command line, and their errors. It does not import the server, which may get a mistake."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STEPS = 600
 KNOWN = Path(__file__).parents[1] / "seeds.txt"
 
 _NUMBER = r"[0-9]{1,18}"
-_FEW = 40  # seeds, of each of which the digest is told
+_FEW = 40  # seeds whose digest is printed
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be run, and how."""
+    """Seeds to run, and options."""
 
     runs: Iterable[tuple[int, int]]  # seeds, and how many steps of each
     seconds: float  # of a core, after which no run begins
@@ -31,7 +31,7 @@ class Request:
 
 
 def requested(arguments: list[str]) -> Request:
-    """What is asked for. Says what is wrong with it and ends the process with 2 if it makes no sense."""
+    """Parse the arguments. Print an error and exit with 2 if they are invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation",
         description="Runs seeds, and says which of them fail. Ends with 1 if some do. See tests/simulation/README.md.",

@@ -1,4 +1,4 @@
-"""The command line: what is said of the seeds that are run, and of those that fail."""
+"""The command line: output about seeds that are run, and that fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulation.programs.program import Program
 from tests.simulation.world import place
 from tests.simulation.world.clock import Clock, real_monotonic
 
-LONGEST = 60  # seconds of a core, and some for each step: the code that is stuck then is told
+LONGEST = 60  # seconds of a core, plus some per step: the stack is printed then
 _ASLEEP = 10  # times as many seconds of the real clock, since the machine may be busy
 _TIDIES = 5  # seconds that a run has to remove its files when it is given up
 
@@ -31,7 +31,7 @@ Play = Callable[[int, int, Sequence[int] | None], Outcome]  # a seed, how many s
 
 @dataclass
 class Count:
-    """What was run so far."""
+    """Counters of runs."""
 
     runs: int = 0
     commands: int = 0
@@ -110,7 +110,7 @@ def apart(
     """A run in a process of its own, so that it finds everything as every other does.
 
     `only`: the steps to do. `elsewhere`: have its objects lie elsewhere in memory than usual. Raises Unusable if there
-    is no room for what a run makes.
+    is no space for its files.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
@@ -147,7 +147,7 @@ def apart(
 
 
 class _GivenUp(BaseException):
-    """Nobody wants to know what becomes of the run."""
+    """The result of the run is not needed any more."""
 
 
 def _give_up(*_: object) -> None:
@@ -167,10 +167,10 @@ def _end(child: int) -> None:
 
 
 def _spread(seed: int) -> list[bytes]:
-    """Lie between what others store, who also find their garbage collected at other moments.
+    """Allocate objects between those of others, which changes the times of garbage collections.
 
-    A set of objects is in the order of their addresses, and what a collection ends ends at its moment. A run that
-    depends on either is another run in another process.
+    A set of objects has the order of their addresses, and a collection has its effect at its time. A run that depends
+    on either differs in another process.
     """
     rng = random.Random(seed)
     taken = [bytes(rng.randrange(1, 500)) for _ in range(50_000)]
@@ -180,7 +180,7 @@ def _spread(seed: int) -> list[bytes]:
 
 
 def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> Outcome | OSError:
-    """What became of it, or the error of a world that has no room."""
+    """Return the outcome of a run, or the error of a world without space."""
     longest = LONGEST + steps // 20
     faulthandler.register(signal.SIGPROF, chain=True)  # and be ended by it
     signal.setitimer(signal.ITIMER_PROF, longest)
@@ -194,7 +194,7 @@ def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> 
         return run(clock, program.seed, chosen)
     except _GivenUp:
         os._exit(0)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is what became of the run
+    except BaseException as error:  # noqa: BLE001 - any error is the outcome of the run
         if isinstance(error, OSError) and error.errno in place.FULL:
             return error
         return Outcome(seed, 0, "", traceback.format_exc())

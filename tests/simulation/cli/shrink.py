@@ -1,4 +1,4 @@
-"""Which of a run's steps are enough for it to fail."""
+"""The subset of a run's steps that suffices to make it fail."""
 
 from __future__ import annotations
 

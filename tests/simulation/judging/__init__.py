@@ -1,1 +1,1 @@
-"""What was wrong with a reply, or with what the server holds."""
+"""Errors in a reply, or in the server's state."""

@@ -1,4 +1,4 @@
-"""Whether what the server says that it holds is what it holds: looked at value by value, when all is quiet."""
+"""Comparison of the server's counters with its values, one by one, when it is idle."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text
 from kvpage_server.store.memory.index import Block, ExtentPage
 
-ROOM = 1 << 16  # bytes: what a limit may be passed by, for what was stored last
+ROOM = 1 << 16  # bytes: tolerance of a limit for the last stored value
 
 
 def mistakes(server: Server, just_stored: int) -> Iterator[str]:
-    """What is counted otherwise than it is. `just_stored` bytes were perhaps stored since room was made."""
+    """Yield wrong counters. `just_stored` bytes may have been stored since the last eviction."""
     keyspace = server.keyspace
     memory, contents, quotas = keyspace.memory, keyspace.contents, keyspace.evictor.every_quota
     entries = contents.catalogue.entries
@@ -28,7 +28,7 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
         yield f"{contents.texts} bytes of short strings are counted, there are {texts}"
     if not memory.receiving and not server.in_flight:
         held = sum(slot.footprint for slot in _slots(server))
-        if keyspace.arena.used < held:  # it may be more: somebody may hold on to what is no value any more
+        if keyspace.arena.used < held:  # it may be more: a removed value may still be referenced
             yield f"{keyspace.arena.used} bytes of slots are counted, values have {held}"
     for quota in quotas:
         sizes = {unit: keyspace.quotas.size_of(unit) for unit in quota.sizes}
@@ -58,19 +58,19 @@ def _mistaken_expiry(keyspace: Keyspace) -> Iterator[str]:
 
 
 def _mistaken_blocks(keyspace: Keyspace) -> Iterator[str]:
-    """What blocks have in memory."""
+    """Yield wrong sizes of blocks in memory."""
     entries = keyspace.contents.catalogue.entries
     for block in keyspace.index:
         if block.extent is not None:
             held = block.extent.slot.footprint
         else:
             held = sum(cast(Page, entries[key]).footprint for key in block.page_keys())
-        if block.footprint < held:  # or more: what an extent has beside its pages stays with a block that was split
+        if block.footprint < held:  # or more: a split block keeps the overhead of its extent
             yield f"block {block.page} of {block.req_id!r} counts {block.footprint} bytes, its pages have {held}"
 
 
 def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
-    """What leases and pins protect, and whose share of the room that is."""
+    """Yield wrong sizes of leases and pins, and wrong shares of them."""
     leases, entries = keyspace.leases, keyspace.contents.catalogue.entries
     protected, on_disk = Counter[object](), Counter[object]()
     for unit, lease in leases._leases.items():
@@ -92,14 +92,14 @@ def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
 
 
 def _missed_by_scans(keyspace: Keyspace) -> Iterator[str]:
-    """Blocks that a scan of their request would not come to."""
+    """Yield blocks that a scan of their request would miss."""
     req_id, pages = keyspace.index._order or (b"", [])
     if missed := set(keyspace.index.page_ids(req_id)).difference(pages):
         yield f"a scan of {req_id!r} would not come to its blocks {sorted(missed)}"
 
 
 def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
-    """What values take on disk, when nothing waits to be written."""
+    """Yield wrong sizes on disk, when nothing waits to be written."""
     usage = tiered.stored.usage
     found = sum(usage._sizes.values()) + sum(
         records.sheet_footprint(len(req_id), rows) for req_id, rows in _resting(keyspace)
@@ -143,7 +143,7 @@ def _slots(server: Server) -> Iterator[Slot]:
 
 
 def left(server: Server) -> dict[str, int]:
-    """What is left of clients and their values; nothing, when all have gone and everything was removed."""
+    """Return the remains of clients and their values; nothing, after all have disconnected and everything was removed."""
     keyspace, tiered = server.keyspace, server.tiered
     events, settled = server.events, tiered is None or tiered.behind.settled
     return {

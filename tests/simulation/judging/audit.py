@@ -1,4 +1,4 @@
-"""What is looked at when nothing is under way: what is there, what survived a death, what is left at the end."""
+"""Checks of an idle server: its keys, survivors of a kill, and remains at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MS = 1_000_000
 PATIENCE = 60_000 * MS  # nanoseconds of the world, for all that was asked
 SECOND = 1_000 * MS
 _SLACK = 400 * MS  # of everysec, for a commit that had just begun
-_ROOM_IS_MADE = 3_000 * MS  # for those that make room before it, on a disk that is slow
+_ROOM_IS_MADE = 3_000 * MS  # for evictions before it, on a slow disk
 _AT_ONCE = 32  # keys that are asked for
 _BEGUN_LATE = 5000  # milliseconds
 _MAY_ROT = 24  # bytes
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 class Audit:
-    """Of one run."""
+    """Audit of one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -45,18 +45,18 @@ class Audit:
         self._since = 0
         self._mode = run.seed.options.get("appendfsync", "")
         self._found: dict[bytes, Found] = {}
-        self._told: dict[bytes, list[Any]] = {}  # what will be found, as it comes
+        self._told: dict[bytes, list[Any]] = {}  # results, as they arrive
         self._least = 0  # changes that have to be there after a death
         self._most = 0  # and that can be
-        self._overdue: dict[bytes, list[Value]] = {}  # what had expired
-        self._gone: set[bytes] = set()  # keys that were gone meanwhile: a full disk is told of these first
-        self._let_go: set[bytes] = set()  # keys that had gone when the log began, and may not have gone from the disk
+        self._overdue: dict[bytes, list[Value]] = {}  # expired values
+        self._gone: set[bytes] = set()  # keys that were removed meanwhile: a full disk gets these removals first
+        self._let_go: set[bytes] = set()  # keys removed before the start of the log, which may still be on disk
         self._failed_at = -1  # changes that there were when the disk began to fail
 
     # -- quiet -----------------------------------------------------------------------------------------------------
 
     def settle(self, then: Callable[[], None], *, check: bool = True) -> None:
-        """Go on once everybody has been told all that he asked for."""
+        """Continue after every client has received its replies and messages."""
         self._since = self._run.machine.clock.now
         self._wait(then, check)
 
@@ -66,7 +66,7 @@ class Audit:
             return
         loud = [peer for peer in run.peers if peer.sock is not None and not (peer.quiet and not peer.stalled)]
         if not loud:
-            if check and turns and self._untold():  # what somebody's own command causes comes after its reply
+            if check and turns and self._untold():  # a message that a client's own command causes follows its reply
                 turns -= not run.process.server.channels.busy  # or many messages wait for their turn
                 run.machine.later(5 * MS, lambda: self._wait(then, check, turns))
                 return
@@ -74,7 +74,7 @@ class Audit:
                 self._check_quiet()
             then()
             return
-        begun = max(self._since, self._judge.model.paused_until * MS)  # who waits for the end of a pause, has to
+        begun = max(self._since, self._judge.model.paused_until * MS)  # clients wait for the end of a pause
         if run.machine.clock.now - begun > PATIENCE:
             self._judge.fail("\n".join(f"waits for ever: {_of(peer)}" for peer in loud))
         run.machine.later(5 * MS, lambda: self._wait(then, check))
@@ -98,7 +98,7 @@ class Audit:
             judge.model.disk_fails, self._failed_at = False, -1
 
     def _untold(self) -> str:
-        """Of which message or change somebody has not heard yet."""
+        """Return a message or change that a client has not received yet."""
         late = {*self._judge.model.store.lately_expired()}
         for peer in self._run.peers:
             if peer.pushes and peer.sock is not None:
@@ -138,7 +138,7 @@ class Audit:
         return least
 
     def died(self, *, in_order: bool) -> None:
-        """A process is over: note what of its work the next one has to know."""
+        """Note the ended process' work that the next one must know."""
         judge, store = self._judge, self._judge.model.store
         self._overdue = store.overdue()
         self._most = len(store.log)
@@ -171,7 +171,7 @@ class Audit:
     def begin(self) -> None:
         """Ask the next process for everything, and compare.
 
-        Also for what had expired before: that it has may not be on disk, and it counts until somebody looks at it.
+        Also for expired values: their removal may not be on disk, and they count until a lookup.
         """
         store = self._judge.model.store
         every = {*self._told, *store.keys, *store.doubtful(), *store.fog, *(key for key, _, _ in store.log)}
@@ -179,7 +179,7 @@ class Audit:
         self._ask()
 
     def _ask(self) -> None:
-        """Ask for some keys of which nothing was told yet, or not all: a client that is told too much may be ended."""
+        """Ask for keys without a complete result: a client that receives too much may be closed."""
         run, peer = self._run, self._run.peers[0]
         unknown = [key for key, told in self._told.items() if len(told) < len(Found._fields)][:_AT_ONCE]
         if not unknown:
@@ -205,7 +205,7 @@ class Audit:
         store.expired = [(store.elapsed(), key, value) for key, value in self._due()]
         store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}
         self._let_go = set(judge.let_go)
-        judge.model.went.clear()  # what was due before this process was is seen to be so only now
+        judge.model.went.clear()  # keys that were due before this process are only now known to be
         store.log.clear()
         store.batches.clear()
         store.late.clear()
@@ -291,13 +291,14 @@ class Audit:
             if cell is None or 0 < cell.expires <= found.at or cell in overdue:
                 return True
             return key in self._gone or self._may_be_lost(cell)
-        if cell is None:  # or what was due then, and is not by the clock of now
+        if cell is None:  # or it was due then, and is not by the current clock
             return any(self._is(key, value) for value in self._overdue.get(key, []))
         if not agrees(cell.string, found.value):
             return False
         if found.expires == _GONE:
             return 0 < cell.expires <= found.expires_at
-        late = _BEGUN_LATE if cell.page and cell.expires else 0  # when a batch came to it, nobody may have been told
+        # when a batch reached it, no client may have been notified
+        late = _BEGUN_LATE if cell.page and cell.expires else 0
         return 0 <= found.expires - (cell.expires or -1) <= late and not 0 < found.expires <= found.at
 
     def _may_be_lost(self, cell: Cell) -> bool:
@@ -307,7 +308,7 @@ class Audit:
 
     def _believe(self, state: dict[bytes, Cell]) -> None:
         for key, found in self._found.items():
-            if found.value is not None and state.get(key) is None:  # what was due, and is not any more
+            if found.value is not None and state.get(key) is None:  # it was due, and is not any more
                 state[key] = next((value for value in self._overdue.get(key, []) if self._is(key, value)), None)
         self._judge.model.store.keys = {key: cell for key, cell in state.items() if cell is not None}
 
@@ -342,7 +343,7 @@ class Audit:
 
     def _remove_all(self) -> None:
         run = self._run
-        going = any(doubt.pending for doubt in self._judge.model.store.doubts)  # of those who want no reply
+        going = any(doubt.pending for doubt in self._judge.model.store.doubts)  # of commands without a reply
         if going and run.machine.clock.now - self._since < 5 * PATIENCE:
             run.machine.later(20 * MS, self._remove_all)
             return
@@ -380,9 +381,9 @@ def _of(peer: Peer) -> str:
 
 
 def doubt_overdue(run: Run) -> None:
-    """The clock is about to go back: what was due may have been removed, or may live on, and also come back.
+    """The clock will be set back: due keys may have been removed, or may exist, and also return.
 
-    A server that dies may leave it on disk, where nobody has noted yet that it is gone.
+    A killed server may leave it on disk, without a record of the removal.
     """
     store = run.judge.model.store
     store.now = run.machine.clock.unix_ms

@@ -1,4 +1,4 @@
-"""What leaves by itself: keys that the server evicts, or has found damaged on disk. Whether each of them may."""
+"""Keys that are removed without a command: evicted, or found damaged on disk. Whether each of them may."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.simulation.model.pages import block_of
 
 
 class Departures:
-    """From one process. `fail` is told of what must not leave."""
+    """From one process. `fail` is called with a key that must not be removed."""
 
     def __init__(self, model: Model, process: Process, fail: Callable[[str], None]) -> None:
         self._model = model
@@ -62,12 +62,12 @@ class Departures:
             self._fail(f"{keys[:3]!r} were evicted under volatile-ttl, and do not expire")
 
     def _may_be_unpinned(self, req_id: bytes) -> bool:
-        """Whether a transaction that is perhaps being run unpins blocks of this request."""
+        """Return whether a transaction that may be running unpins blocks of this request."""
         queued = (words for talk in self._model.talks for words in talk.queued or ())
         return any(words[0].lower() == b"kvpageunpin" and words[1] == req_id for words in queued)
 
     def forget(self) -> list[bytes]:
-        """What has left since this was asked, the model forgets."""
+        """Remove the evicted keys since the last call from the model."""
         left, self._left = self._left, []
         if left:
             self._model.store.now = self._process.machine.clock.unix_ms
@@ -76,7 +76,7 @@ class Departures:
         return left
 
     def forget_again(self, left: list[bytes]) -> None:
-        """Some of what a command has stored was evicted to make room for the rest of it."""
+        """Values that a command has stored may have been evicted for its other values."""
         there = set(self._process.server.keyspace.listing.names())
         for key in left:
             if key not in there:

@@ -1,4 +1,4 @@
-"""Connections that the server ends: those that somebody has ended, and those that are beyond a limit. No others."""
+"""Connections that the server closes: those that a command closes, and those beyond a limit. No others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulation.model.model import Model
 
 
 class Endings:
-    """Of one process. `fail` is told of a connection that is over for no reason."""
+    """Endings of one process' connections. `fail` is called with a connection that was closed without a reason."""
 
     def __init__(self, process: Process, model: Model, fail: Callable[[str], None]) -> None:
         self._process = process
@@ -27,7 +27,7 @@ class Endings:
             self._fail(f"peer {peer.number} has quit, and was not answered {shown(peer.unanswered[0].words)}")
         if talk.ends or (talk.client is None and self._model.has_killed):  # it has said nothing yet
             return
-        if self._model.disk_fails and peer.unanswered:  # what was promised is not on disk
+        if self._model.disk_fails and peer.unanswered:  # the promised write is not on disk
             return
         stats = process.server.stats
         if self._explained < stats.evicted_clients + stats.overflown_inputs + stats.overflown_outputs:

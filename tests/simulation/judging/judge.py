@@ -1,4 +1,4 @@
-"""What holds of every command and every reply: it was sent, the server may refuse it, it is answered as it may be."""
+"""Checks of every command and every reply: it was sent, the server may refuse it, its reply is permitted."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SLACK = 100  # milliseconds that looks at the clock may cost between a lease an
 
 
 class Violation(BaseException):
-    """The server did what it must not. No code of the server's is to catch this."""
+    """The server violated its specification. No code of the server catches this."""
 
 
 class Judge:
-    """Told of every command that was run and of every reply that came; raises Violation."""
+    """Receives every executed command and every reply; raises Violation."""
 
     def __init__(self, machine: Machine, peers: list[Peer]) -> None:
         self.machine = machine
@@ -54,12 +54,12 @@ class Judge:
         self._unfinished: Unfinished
         self._refusals: Refusals
         self.commands = 0
-        self.acknowledged = 0  # changes of the model that were told to be done
+        self.acknowledged = 0  # acknowledged changes of the model
         self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
         self.boundaries: set[int] = set()  # of the model's log, between commands
         self.rotted = self.model.rotted
-        self.just_stored = 0  # bytes, by the last command that stored any and those that are under way
-        self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
+        self.just_stored = 0  # bytes, by the last command that stored any and those in progress
+        self.trace: list[tuple[int, int, int, Words]] = []  # time, peer, step, command
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(
             -1, self.told, lambda peer, by_server: self.lost(peer)
@@ -89,7 +89,7 @@ class Judge:
         self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
 
     def fail(self, text: str) -> None:
-        """Something is wrong: the first thing is what is told."""
+        """Note the first error, and raise it."""
         if self.violation is None:
             self.violation = Violation(text)
         raise self.violation
@@ -102,12 +102,12 @@ class Judge:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def ran(self, client: Client, words: Any, reply: Any) -> Any:
-        """The server has run a command, or refused it. What it sends in reply."""
+        """The server has run a command, or refused it. Return the sent reply."""
         said = tuple([word if type(word) is bytes else bytes(word.body) for word in words])
         peer, talk = self._who(client, said)
         if talk.over:
             self.fail(f"peer {peer.number}: the server ran {shown(said)} of a connection that is over")
-        here = peer.talk is talk and peer.sock is not None  # or nobody is there to say what came of it
+        here = peer.talk is talk and peer.sock is not None  # or its result will not be received
         if here and (not peer.unrun or peer.unrun[0].words != said):
             expected = peer.unrun[0].words if peer.unrun else None
             self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
@@ -124,7 +124,7 @@ class Judge:
         self.model.begin_command(talk)
         evicted = self.note_evictions()
         if runs_many and reply is not NULL_ARRAY:
-            talk.watched = watched  # what it evicts itself has not changed before it
+            talk.watched = watched  # its own evictions are not changes before it
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         listened = len(talk.channels) + len(talk.patterns)
         hashes = self.model.checksums
@@ -137,20 +137,20 @@ class Judge:
         if self.model.checksums != hashes:
             self.model.store.doubt_checksums()
         if len(talk.channels) + len(talk.patterns) < listened and self.process.server.channels.busy:
-            peer.may_come += peer.pushes  # messages wait for their turn, and are for those who listen then
+            peer.may_come += peer.pushes  # messages wait for their turn, and are sent to the subscribers of that time
             peer.pushes.clear()
         elif len(talk.channels) + len(talk.patterns) > listened and self.process.server.channels.busy:
             peer.may_come += [one for other in self.peers for one in other.pushes if other is not peer]
         if evicted and not asked.streamed:
             self._departures.forget_again(evicted)
         if evicted and runs_many:
-            self._lose_sight(asked, marks)  # nobody knows which of its commands came before and which after
+            self._lose_sight(asked, marks)  # the order of its commands is unknown
         if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
             self._lose_sight(asked, marks)
         if here and not talk.silent:
             peer.unanswered.append(asked)
         elif said[0].lower() in (b"hello", b"reset", b"exec"):
-            peer.speaks = 0  # in which protocol it is told something next, no reply says
+            peer.speaks = 0  # the protocol of the next message is unknown
         talk.silent -= talk.silent > 0
         for listening, message in self.model.pushes:
             for one in self.peers:
@@ -163,9 +163,9 @@ class Judge:
         return replace(reply, items=items)
 
     def _lose_sight(self, asked: Asked, marks: dict[int, dict[bytes, bool]]) -> None:
-        """What a transaction has changed is not known: some of it was refused, or something evicted meanwhile.
+        """The changes of a transaction are unknown: a part of it was refused, or values were evicted meanwhile.
 
-        `marks`: what was watched.
+        `marks`: the watched keys.
         """
         if asked.expected is None:
             return  # it was not to be run
@@ -183,10 +183,10 @@ class Judge:
         asked.expected = ANYTHING
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
-        """A reply in steps: what it has done is known when it is made, and the next command comes after that."""
+        """Follow a reply in steps: its effect is known when it is complete, and the next command follows."""
         last, doubt = None, asked.doubt
         try:
-            yield None  # to be in here when it is closed before its first step, as its client has gone
+            yield None  # to be entered before it is closed, if its client disconnects before the first step
             self.process.stored.clear()  # by others
             for last in items:
                 self.note_evictions()  # which were before it, and not by it
@@ -204,7 +204,7 @@ class Judge:
         self._resolve(asked, hiredis.ReplyError(str(last)) if isinstance(last, ReplyError) else last)
 
     def _resolve(self, asked: Asked, reply: Any) -> None:
-        """A command in steps has said what became of it. What it has not done is as it was."""
+        """Process the result of a command in steps. Its missing effects are undone."""
         known = len(self.model.store.log)
         self._unfinished.resolve(asked, reply)
         if len(self.model.store.log) > known:
@@ -222,7 +222,7 @@ class Judge:
         if refusal:
             asked.expected = self._refused(talk, said, refusal)
         elif talk.stranger and talk.queued is None and said[0].lower() not in _CHANGE:
-            asked.expected = ANYTHING  # nobody here is told, and it is as it was
+            asked.expected = ANYTHING  # no client here receives it, and it is unchanged
         else:
             asked.expected = model.answer(talk, said)
         if model.given_up:
@@ -243,7 +243,9 @@ class Judge:
             self._unfinished.begin(asked, unclear)
 
     def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
-        """Whose connection it is, and what was said on it: a peer's first command is its name, nobody else's is."""
+        """Return the peer of a connection, and its conversation: a peer's first command sets its name, no other
+        client's does.
+        """
         if client.id not in self._by_id:
             peer, talk = self._stranger, Conversation("", stranger=True)
             if words[:2] == (b"CLIENT", b"SETNAME"):
@@ -303,7 +305,7 @@ class Judge:
             asked.heard(asked, reply)
 
     def _note_protocol(self, peer: Peer, words: Words, reply: Any) -> None:
-        """In which protocol the next reply comes. A transaction may have had a HELLO."""
+        """Note the protocol of the next reply. A transaction may have had a HELLO."""
         name = words[0].lower()
         if name == b"hello" and isinstance(reply, dict | list):
             peer.speaks = int(words[1])
@@ -313,20 +315,20 @@ class Judge:
             peer.speaks = 0
 
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
-        """What it did is in memory and not on disk, and the connection ends."""
+        """Its effect is in memory and not on disk, and the connection ends."""
         for one in (asked, *peer.unanswered):
             self._unfinished.abandon(one)
         peer.unanswered.clear()
 
     def _may_miss(self, asked: Asked, reply: Any) -> bool:
-        """Whether a reply may be without what could not be read from disk, or was too much at once."""
+        """Return whether a reply may omit values that could not be read from disk, or exceeded a limit."""
         is_missing = reply is None and asked.words[0].lower() != b"exec"
         if self.model.may_miss and (is_missing or is_error(reply, "ERR reading from disk failed")):
             return True
         return asked.streamed and is_error(reply, "OOM") and TOO_MUCH in str(reply)
 
     def _note_protection(self, asked: Asked, reply: Any) -> None:
-        """What pins and leases were promised."""
+        """Note pins and leases that the reply confirms."""
         name, model = asked.words[0].lower(), self.model
         if name == b"kvpageprefix" and type(reply) is int and len(model.store.log) == asked.at:
             names = zip(asked.words[4::2], map(int, asked.words[5::2]), strict=True)
@@ -341,14 +343,14 @@ class Judge:
                 model.protect(*block, asked.elapsed - _SLACK + int(asked.words[2]) if name == b"kvpagelease" else 0)
 
     def lost(self, peer: Peer) -> None:
-        """A connection is over. What it had begun in steps may go on."""
+        """A connection is over. Its commands in steps may continue."""
         peer.unanswered.clear()
         peer.unrun.clear()
         peer.pushes.clear()
         peer.may_come.clear()
 
     def seen(self, key: bytes, known: Cell, value: Any, expires: int) -> Cell:
-        """What a key is after somebody has looked: what is known of it, or what was found where nothing is."""
+        """Return a key's state after a lookup: the known one, or the result if none is known."""
         if key not in self.model.store.fog:
             return known
         if value is None:
@@ -358,14 +360,14 @@ class Judge:
         return read_page(key, value, max(expires, 0))
 
     def note_evictions(self) -> list[bytes]:
-        """What the server has let go of since this was asked, the model forgets."""
+        """Remove the server's evictions since the last call from the model."""
         left = self._departures.forget()
         if left:
             self._note_moment()
         return left
 
     def _note_moment(self) -> None:
-        """The store as it is now may be what is on disk later."""
+        """The current store may be the durable state later."""
         self.boundaries.add(len(self.model.store.log))
         self.positions.append((self.machine.clock.now, len(self.model.store.log)))
 
@@ -384,7 +386,7 @@ def _is_write(words: Words) -> bool:
 
 
 def _differences(expected: Any, reply: Any) -> str:
-    """In which a set is not what it may be."""
+    """Return the difference of a set from the expected one."""
     if not isinstance(expected, May) or expected.members is None or not isinstance(reply, list | set):
         return ""
     more, less = sorted(set(reply) - expected.members), sorted(expected.members - set(reply))

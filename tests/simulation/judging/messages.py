@@ -1,4 +1,4 @@
-"""Whether a message that nobody asked for may come: of a channel, of a changed key, of a key that a client caches."""
+"""Permission of a push: of a channel, of a changed key, of a key that a client caches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.simulation.model.tracking import CHANNEL
 
 
 class Messages:
-    """To all peers. `fail` is told of one that may not come, or not yet."""
+    """To all peers. `fail` is called with a push that is not permitted, or not yet."""
 
     def __init__(self, model: Model, fail: Callable[[str], None]) -> None:
         self._model = model
         self._fail = fail
 
     def is_one(self, peer: Peer, reply: Any) -> bool:
-        """Whether what a peer has read is a message, which may come then."""
+        """Return whether a frame is a push, which is permitted now."""
         if not isinstance(reply, list):
             return False
         is_message = reply[:1] in ([b"message"], [b"pmessage"], [b"invalidate"])
@@ -50,7 +50,7 @@ class Messages:
             self._fail(f"peer {peer.number} was told {reply!r:.200}, expected was {[*peer.pushes][:1]!r:.200}")
 
     def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
-        """A keyspace notification: of a change, told to the key's channel and then to the event's."""
+        """Check a keyspace notification: of a change, sent to the key's channel and then to the event's."""
         kind, _, name = channel.partition(b":")
         if kind == b"__keyspace@0__":
             key, peer.talk.event = name, (name, message)

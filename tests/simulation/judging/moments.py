@@ -1,7 +1,7 @@
 """Whether a reply that was made in steps was right: at some moment of these, or each of its parts at one.
 
-While such a reply is made, others change what it tells of. So what it may be is known only when it comes, from what has
-changed since its command was run.
+During such a reply, other clients change its values. So the permitted replies are known only when it arrives, from the
+changes since its command was run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def agreed_meanwhile(model: Model, talk: Conversation, asked: Asked, reply: Any,
     if isinstance(reply, list) and all(isinstance(one, list) and len(one) == len(moments[0]) for one in moments):
         if name not in _OF_ONE_MOMENT:
             moments = [[one_of(options) for options in zip(*moments, strict=True)]]
-        if name == b"kvpagemget":  # what was replaced in steps may have been due before its step came
+        if name == b"kvpagemget":  # values replaced in steps may have been due before their step
             due = {key for key, old, _ in model.store.log[asked.at :] if old is not None and 0 < old.expires <= now}
             parts = zip(keys_used(asked.words), moments[0], strict=True)
             moments = [[one_of([part, None]) if key in due else part for key, part in parts]]
@@ -49,7 +49,7 @@ def agreed_meanwhile(model: Model, talk: Conversation, asked: Asked, reply: Any,
 
 
 def _replies(model: Model, talk: Conversation, asked: Asked) -> list[Any]:
-    """What the reply would have been at each moment: every change since is undone, the last one first."""
+    """Return the replies at each moment: changes are undone, the last one first."""
     store, moments = model.store, [asked.expected]
     changes, used = store.log[asked.at :], tuple(map(_beginning, keys_used(asked.words)))
     now, doubts, store.doubts = dict(store.keys), store.doubts, []
@@ -76,7 +76,7 @@ def _beginning(key: bytes) -> bytes:
 
 
 def _was_gathered(model: Model, talk: Conversation, asked: Asked, reply: Any) -> bool:
-    """Whether a set, or its size, has what was always there, and nothing else but what was there at some moment."""
+    """Return whether a set, or its size, contains the members of all moments, and only members of some moment."""
     store, model.talk, end = model.store, talk, len(model.store.log)
     moments = [*asked.expected.options, *model.run(asked.words).options]
     if any(moment.members is None for moment in moments):
@@ -109,7 +109,7 @@ def _was_verified(model: Model, asked: Asked, reply: Any) -> bool:
 
 
 def _was_listed(moments: list[list[May]], reply: list[Any]) -> bool:
-    """Whether blocks were each so at some moment, and all that were there at every one are told, in their order."""
+    """Return whether each block's state existed at some moment, and all permanent blocks are listed, in order."""
     pages = [row[b"page"] if isinstance(row, dict) else row[1] for row in reply]
     always = frozenset.intersection(*[frozenset().union(*(row.members or () for row in moment)) for moment in moments])
     rows = [row for moment in moments for row in moment]

@@ -1,4 +1,4 @@
-"""MONITOR: who asks for it is shown each command that is run, in the order in which they are, and no other."""
+"""MONITOR: a monitoring client receives each executed command, in order, and no other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPELT = {b'"': b'\\"', b"\\": b"\\\\", b"\n": b"\\n", b"\r": b"\\r", b"\t": b"\
 
 
 class Monitors:
-    """Of one process."""
+    """Monitors of one process."""
 
     def __init__(self, model: Model, fail: Callable[[str], None]) -> None:
         self._model = model
@@ -28,14 +28,14 @@ class Monitors:
 
     @property
     def there(self) -> list[Conversation]:
-        """Who is shown what is run now."""
+        """Return the clients that monitor now."""
         return [talk for talk in self._model.talks if talk.monitors and not talk.gone]
 
     def ran(self, there: list[Conversation], client: Client, words: Words, queued: list[Words], reply: Any) -> None:
-        """A command was run, or refused, while those were there. `queued`: what it has run, as EXEC."""
+        """A command was run, or refused, while those were there. `queued`: the commands that EXEC has run."""
         if not there or reply is QUEUED:
             return
-        required = not isinstance(reply, ReplyError | Stream)  # or it may have been refused, perhaps in steps
+        required = not isinstance(reply, ReplyError | Stream)  # or it may have been refused, maybe in steps
         commands = [(words, required)]
         commands += [(one, False) for one in queued if reply is not NULL_ARRAY]  # some of which may be refused
         for said, is_shown in commands:
@@ -50,7 +50,7 @@ class Monitors:
                 (talk.to_show if is_shown else talk.may_show).append((client.address.encode(), spelt))
 
     def is_shown(self, peer: Peer, reply: Any) -> bool:
-        """Whether that is a line of what was run, which has to be the next one."""
+        """Return whether a line shows the next executed command."""
         line = _LINE.fullmatch(reply) if type(reply) is bytes else None
         talk = peer.talk
         if line is None or not (talk.monitors or talk.to_show or talk.may_show):

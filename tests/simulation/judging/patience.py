@@ -10,13 +10,13 @@ from tests.simulation.programs.step import MS
 if TYPE_CHECKING:
     from tests.simulation.acting.run import Run
 
-# What somebody needs may be held for 10 s by one who does not go on; a failing disk is tried again every second.
+# A client that does not continue may hold needed memory for 10 s; a failing disk is retried every second.
 LONGEST = 15_000 * MS  # nanoseconds without any answer
 _EVERY = 1_000 * MS
 
 
 class Patience:
-    """Of those who have asked for something and read what they are told. Who waits for a pause's end, has to."""
+    """Time limit of clients that wait for a reply and read. A client must wait for the end of a pause."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -17,7 +17,7 @@ TOO_MUCH = "would have to be in memory at once, maxmemory-clients allows"
 
 
 class Refusals:
-    """Of one process. `fail` is told of one that has no reason."""
+    """Refusals of one process. `fail` is called with a refusal without a reason."""
 
     def __init__(self, model: Model, process: Process, fail: Callable[[str], None]) -> None:
         self._model = model
@@ -48,7 +48,7 @@ class Refusals:
             return error
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self._process.server.keyspace
-            queued = words[0].lower() == b"exec" and keyspace.memory.maxmemory > 0  # what waited for it has gone by now
+            queued = words[0].lower() == b"exec" and keyspace.memory.maxmemory > 0  # its waiters are finished by now
             if not (keyspace.memory.is_full or self._process.may_refuse or queued):
                 self._fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
             return error

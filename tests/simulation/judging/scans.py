@@ -1,4 +1,4 @@
-"""SCAN and SSCAN, from the first cursor to the last: what was there all the while is found."""
+"""SCAN and SSCAN, from the first cursor to the last: keys that existed all the time are found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulation.programs.step import Step
 if TYPE_CHECKING:
     from tests.simulation.acting.run import Run
 
-_LONGEST = 3000  # calls: a scan ends however many keys come meanwhile
+_LONGEST = 3000  # calls: a scan ends for any number of new keys
 
 
 class Scan:
@@ -58,7 +58,7 @@ class Scan:
         return key.startswith(self._start) and value is not None and (value.page is not None or not self._start)
 
     def _turned(self, key: bytes) -> bool:
-        """Whether a key was a page's and a string's by turns meanwhile: it has changed its place, perhaps twice."""
+        """Return whether a key was a page's and a string's alternately: it has changed its place."""
         log = self._run.judge.model.store.log[self._since :]
         return len({cell.page is None for name, *cells in log if name == key for cell in cells if cell}) > 1
 

@@ -1,4 +1,4 @@
-"""Commands that do in steps what they do: it is in doubt from the first step until they say what became of it."""
+"""Commands in steps: their effects are uncertain from the first step until their reply."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.simulation.model.rights import keys_used
 from tests.simulation.model.values import Cell, Doubt, Value
 from tests.simulation.programs import batches
 
-_AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
+_AT_ONCE = frozenset((b"FLUSHALL",))  # it frees values in steps that it has removed together
 
 
 class Unfinished:
-    """Of one process. `fail` is told of what must not become of a command."""
+    """Commands of one process. `fail` is called with an invalid result."""
 
     def __init__(self, model: Model, process: Process, fail: Callable[[str], None]) -> None:
         self._model = model
@@ -29,7 +29,7 @@ class Unfinished:
         self._fail = fail
 
     def begin(self, asked: Asked, unclear: dict[bytes, list[Cell]]) -> None:
-        """What a command does in steps may or may not be done, until it says so.
+        """The effects of a command in steps are uncertain until its reply.
 
         `unclear`: keys that were in doubt before it, with the values that each may have had.
         """
@@ -53,10 +53,10 @@ class Unfinished:
             asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
 
     def resolve(self, asked: Asked, reply: Any) -> None:
-        """A command in steps has said what became of it."""
+        """Process the result of a command in steps."""
         store, doubt = self._model.store, asked.doubt
         if doubt is None:
-            return  # the client has gone, or was quick
+            return  # the client has disconnected, or it was fast
         changed, now = store.log[asked.at : asked.end], self._clock.unix_ms
         self._model.may_have_changed({key for variant in doubt.variants for key in variant} | asked.done)
         if asked.parts and not is_error(reply):
@@ -66,7 +66,7 @@ class Unfinished:
         asked.expected = _fewer(asked.expected, len(settled | doubt.evicted.keys()))
         asked.doubt, doubt.pending = None, False
         for talk in self._model.talks:
-            talk.unheard -= settled  # by FLUSHALL perhaps, of which nobody is notified
+            talk.unheard -= settled  # for example by FLUSHALL, which sends no notification
         if asked.came:
             asked.expected = (
                 A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + asked.came)
@@ -137,9 +137,9 @@ class Unfinished:
             asked.done |= part.keys()
 
     def learn_deleted(self, asked: Asked, doubt: Doubt) -> None:
-        """A step of a deletion is done: others see what is left.
+        """A step of a deletion is done: other clients see the rest.
 
-        Pages that come meanwhile may be deleted, too, in any of the steps.
+        Pages that are stored meanwhile may be deleted, too, in any step.
         """
         store, there = self._model.store, set(self._process.server.keyspace.listing.names())
         others = {key for one in store.doubts if one is not doubt for variant in one.variants for key in variant}
@@ -157,7 +157,7 @@ class Unfinished:
         asked.came += len(gone)
 
     def _learn_evicted(self, doubt: Doubt) -> None:
-        """What was evicted while a command in steps came to it was so before, or afterwards: then it is not there."""
+        """Values evicted before a command in steps reached them are absent."""
         keyspace, store = self._process.server.keyspace, self._model.store
         there = set(keyspace.listing.names()) if doubt.evicted else set()
         store.sure = False
