@@ -1,4 +1,4 @@
-"""The command line of the simulation: what makes no sense is told, and the server is not blamed for it."""
+"""The command line of the simulation: invalid arguments are errors, which the server is not blamed for."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ AGAIN = re.compile(r"again: \.venv/bin/python -m tests\.simulation --seed (\d+)"
 
 
 def simulate(*arguments: str, core: str = "") -> subprocess.CompletedProcess[str]:
-    """What the command line says of some seeds."""
+    """Run some seeds on the command line."""
     command = [sys.executable, "-m", "tests.simulation", *arguments]
     environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"KVPAGE_CORE": core} if core else {})
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=HANGS)
@@ -92,7 +92,7 @@ def test_a_run_that_depends_on_where_things_lie_in_memory_is_another_run_the_sec
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.name for mistake in MISTAKES])
 def test_every_mistake_is_found_within_two_minutes_of_a_core(mistake: Mistake) -> None:
     seed = found(simulate("--seeds", "1..100000", "--seconds", "120", "--defect", mistake.name, *mistake.shown_by))
-    check(simulate("--seed", f"{seed}"))  # or it is the judge who is wrong
+    check(simulate("--seed", f"{seed}"))  # otherwise the judge is wrong
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.name for mistake in MISTAKES])

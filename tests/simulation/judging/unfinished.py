@@ -196,7 +196,7 @@ class Unfinished:
         )
 
     def abandon(self, asked: Asked) -> None:
-        """Nobody will know what became of it: what it may have done stays in doubt."""
+        """Its result will never be known: its possible effects stay uncertain."""
         if asked.doubt is not None:
             asked.doubt.pending = False
             asked.doubt = None
@@ -205,7 +205,7 @@ class Unfinished:
             self._may_not_be_told(asked)
 
     def _may_not_be_told(self, asked: Asked) -> None:
-        """Of what it has perhaps not changed, nobody is notified for sure."""
+        """No notification of its uncertain effects is required."""
         changed = {key for key, _, _ in self._model.store.log[asked.at : asked.end]}
         self._model.need_not_tell(changed)
         for talk in self._model.talks:
@@ -213,6 +213,6 @@ class Unfinished:
 
 
 def _fewer(expected: Any, by: int) -> Any:
-    """What a command may count that has come too late for so many keys."""
+    """Return the permitted counts of a command that came too late for `by` keys."""
     options = [one for one in (expected.options if isinstance(expected, May) else [expected]) if type(one) is int]
     return between(max(min(options) - by, 0), max(options)) if by and options else expected

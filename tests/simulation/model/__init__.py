@@ -1,1 +1,1 @@
-"""What must be true, in plain Python."""
+"""The specification, in plain Python."""

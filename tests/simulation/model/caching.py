@@ -17,17 +17,17 @@ _OPTIONS = {b"BCAST": "broadcast", b"OPTIN": "opt_in", b"OPTOUT": "opt_out", b"N
 class Mode:
     """How a connection tracks."""
 
-    redirect: int = 0  # the id of the connection that is told instead
+    redirect: int = 0  # the id of the connection that receives invalidations
     broadcast: bool = False
     opt_in: bool = False
     opt_out: bool = False
     no_loop: bool = False
-    asked: bool = False  # CLIENT CACHING was said of what comes now
+    asked: bool = False  # CLIENT CACHING applies to the next command
     prefixes: frozenset[bytes] = frozenset()
 
     @property
     def notes(self) -> bool:
-        """Whether what is read now is noted."""
+        """Return whether the keys of a read are tracked."""
         return not self.broadcast and (self.asked if self.opt_in else not (self.opt_out and self.asked))
 
     def is_about(self, key: bytes) -> bool:
@@ -36,7 +36,7 @@ class Mode:
 
 
 def asked_for(words: Words, may_redirect: Callable[[int], bool]) -> Mode | Err:
-    """The mode that some options ask for, or what is wrong with one of them."""
+    """Return the mode of some options, or the error of one of them."""
     mode, rest = Mode(), iter(words)
     for word in rest:
         value = next(rest, None) if word in (b"PREFIX", b"REDIRECT") else b""
@@ -56,7 +56,7 @@ def asked_for(words: Words, may_redirect: Callable[[int], bool]) -> Mode | Err:
 
 
 def contradiction(before: Mode | None, mode: Mode) -> Err | None:
-    """What a mode contradicts, itself or the mode before it."""
+    """Return the error of a mode that contradicts itself or the mode before it."""
     if mode.prefixes and not mode.broadcast:
         return Err("ERR PREFIX option requires BCAST mode to be enabled")
     if before is not None and before.broadcast != mode.broadcast:
@@ -76,7 +76,7 @@ def contradiction(before: Mode | None, mode: Mode) -> Err | None:
 
 
 def described(mode: Mode | None, broken: list[bool]) -> May:
-    """What TRACKINGINFO answers, as RESP3 has it or as an array of RESP2. `broken`: what may be shown of that."""
+    """Return TRACKINGINFO's reply, in RESP3 or as an array of RESP2. `broken`: the permitted values of that flag."""
     flags = _flags(mode)
     shown = [flags | {b"broken_redirect"} if case else flags for case in broken] if mode else [flags]
     redirect, prefixes = (mode.redirect, sorted(mode.prefixes)) if mode else (-1, [])

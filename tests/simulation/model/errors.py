@@ -1,4 +1,4 @@
-"""Which commands are wrong, so that nothing comes of them but an error."""
+"""Invalid commands, which have no effect but an error."""
 
 from __future__ import annotations
 

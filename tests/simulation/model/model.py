@@ -1,7 +1,7 @@
-"""What every command answers: a store in plain Python, without slots, blocks, a disk or an event loop.
+"""Replies of every command: a store in plain Python, without slots, blocks, a disk or an event loop.
 
-`Model.answer` is what a command's reply may be, and does to the model what it does to the server. It is told of a
-command at the moment that the server has run it, so nothing is left open but what the server is free to choose.
+`Model.answer` returns the permitted replies of a command, and changes the model as the command changes the server. It
+is called at the moment of the command's execution, so only choices of the server are left open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Words = tuple[bytes, ...]
 
 @dataclass(eq=False)
 class Conversation:
-    """What the server knows of a connection."""
+    """The server's state of a connection."""
 
     name: str
     stranger: bool = False  # no peer's: an engine's, or a tool's
@@ -47,12 +47,12 @@ class Conversation:
     to_show: deque[tuple[bytes, bytes]] = field(default_factory=deque)  # whose, and what: as it monitors
     may_show: list[tuple[bytes, bytes]] = field(default_factory=list)  # and it may be shown these
     tracking: Tracking = field(default_factory=Tracking)
-    unheard: set[bytes] = field(default_factory=set)  # keys whose keyspace notifications are to come
-    event: tuple[bytes, bytes] | None = None  # a key and what happened to it, of which the second message is to come
+    unheard: set[bytes] = field(default_factory=set)  # keys with pending keyspace notifications
+    event: tuple[bytes, bytes] | None = None  # a key and its event, whose second message is pending
 
     @property
     def gone(self) -> bool:
-        """Whether the server knows that it is over. It may be some time until all of it has heard."""
+        """Return whether the server knows that the connection has ended. All parts of the server may notice it later."""
         return self.client is not None and bool(self.client.gone)
 
     def unwatch(self) -> None:
@@ -69,7 +69,7 @@ _TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
 
 
 class Model(Strings, Pages, AboutTheServer, Tracked):
-    """`now` is asked for the unix milliseconds, `elapsed` for those that nobody sets."""
+    """`now` returns unix milliseconds, `elapsed` monotonic ones."""
 
     def __init__(self, now: Callable[[], int], elapsed: Callable[[], int]) -> None:
         self.store = Store()
@@ -86,15 +86,15 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         self.paused_until = 0  # of the milliseconds that nobody sets
         self.has_killed = False  # whether somebody has ended others, of whom some may have said nothing yet
         self.limited = False  # whether there is a maxmemory, so that leases may be refused
-        self.users: dict[bytes, Rights] = {}  # those who may not do everything
-        self.notifies = False  # those who listen to every channel of each change
+        self.users: dict[bytes, Rights] = {}  # users with restricted rights
+        self.notifies = False  # subscribers of every channel of each change
         self.changes: set[bytes] = set()  # keys that have changed, or may have
         self.let_go: set[bytes] = set()  # keys that the server has let go of by itself
         self.given_up = False  # whether the server has found that something watched has changed
-        self.went: set[bytes] = set()  # keys of pages that were there for sure, and went, since all was removed
+        self.went: set[bytes] = set()  # keys of pages that certainly existed, and were removed, since the last flush
         self.begin_tracking()
         self.disk_fails = False  # or did since all was well
-        self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
+        self.rotted: set[bytes] = set()  # databases with flipped bits: their values may be lost, but not wrong
 
     @property
     def may_miss(self) -> bool:
@@ -257,7 +257,7 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         return message
 
     def do_hello(self, protocol: bytes, *_: bytes) -> Any:
-        if self.talk.protocol != int(protocol):  # of some of what it has read it could not be told until now
+        if self.talk.protocol != int(protocol):  # it could not be notified of some of its reads until now
             self.talk.tracking.read.clear()
         self.talk.protocol = int(protocol)
         return ANYTHING
@@ -269,7 +269,7 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         return OK
 
     def change_rights(self, user: bytes, rules: Words) -> None:
-        """Of somebody, who may be new."""
+        """Change the rights of a user, who may be new."""
         self.users.setdefault(user, Rights([], is_on=False)).change(rules)
 
     def do_client(self, what: bytes, *words: bytes) -> Any:

@@ -92,7 +92,7 @@ class Pages:
             self.store.put(key, value)
         return OK
 
-    # -- what there is ---------------------------------------------------------------------------------------------
+    # -- existing values -----------------------------------------------------------------------------------------------
 
     def _keys(self, req: bytes, *pages: int) -> list[bytes]:
         """The living pages of a request, or of some of its blocks."""
@@ -241,7 +241,7 @@ class Pages:
         return block in self.pinned or self.leased.get(block, 0) > self.store.elapsed()
 
     def _note_change(self, key: bytes) -> None:
-        """What protects a block goes with it. It also may, once a page of it expires."""
+        """Remove the protection of a deleted block. It may also end when one of its pages expires."""
         block, value = block_of(key), self.store.keys.get(key)
         if block not in self.pinned and block not in self.leased:
             return

@@ -1,4 +1,4 @@
-"""What a reply may be. A plain value is exactly that; everything else says what holds of it."""
+"""Permitted replies. A plain value permits exactly that reply; other objects are predicates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CREATED = slice(32, 40)  # of a page's header: when it was written, which no cli
 
 
 class May:
-    """A reply of which something holds; `text` says what, for whoever reads why a run failed."""
+    """A reply with a predicate; `text` describes it, for the reader of a failed run."""
 
     def __init__(self, text: str, holds: Callable[[Any], bool]) -> None:
         self.text = text
@@ -82,7 +82,7 @@ def any_order(expected: Iterable[bytes]) -> May:
 def gathered(sets: Sequence[frozenset[bytes]], reply: Any) -> bool:
     """Whether a set, or its size, may have been gathered while it changed, from one of `sets` to another.
 
-    What was always there is in it, and nothing else but what was there at some moment.
+    Return whether the reply contains the members of all moments, and only members of some moment.
     """
     if isinstance(reply, int):
         return len(frozenset.intersection(*sets)) <= reply <= len(frozenset.union(*sets))
@@ -92,7 +92,7 @@ def gathered(sets: Sequence[frozenset[bytes]], reply: Any) -> bool:
 
 
 def some_of(these: Iterable[bytes], allowed: Callable[[], bool]) -> May:
-    """An array of some of these, if that is allowed when the reply comes, and an empty one otherwise."""
+    """Return a predicate: an array of some of these if allowed at that time, and an empty one otherwise."""
     known = set(these)
 
     def holds(reply: Any) -> bool:
@@ -109,7 +109,7 @@ def between(low: int, high: int) -> May:
 def blob(header: bytes, body: bytes) -> May:
     """A page as a string: its header but for the time, and its body.
 
-    Where the header needs no checksum, it may have the right one: that of a block comes to be known on disk.
+    If the header needs no checksum, it may have the right one: the disk tier computes the checksums of a block.
     """
     masked = bytearray(header)
     masked[CREATED] = bytes(8)

@@ -1,4 +1,4 @@
-"""Who may do what, as the model has it: a tenant's keys begin with words of its own."""
+"""Rights of users in the model: a tenant's keys have a prefix of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_RIGHT = Err("NOPERM")
 
 @dataclass
 class Rights:
-    """Of a user: how keys begin that it may use, and commands that it may not."""
+    """Rights of a user: prefixes of its keys, and forbidden commands."""
 
     beginnings: list[bytes]
     denied: set[bytes] = field(default_factory=set)
@@ -35,7 +35,7 @@ class Rights:
         return key.startswith(tuple(self.beginnings))
 
     def change(self, rules: Words) -> None:
-        """As ACL SETUSER does."""
+        """Change the rights as ACL SETUSER does."""
         for rule in rules:
             if rule == b"on":
                 self.is_on = True

@@ -1,4 +1,4 @@
-"""What is asked about the server, and about one's own connection, and what the model answers."""
+"""Queries about the server and the own connection, and the model's replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from tests.simulation.model.rights import Rights
     from tests.simulation.model.values import Store
 
-_KNOWN = frozenset((b"maxmemory", b"maxmemory-policy", b"page-checksums"))  # that CONFIG GET tells as they were set
+# parameters that CONFIG GET returns as they were set
+_KNOWN = frozenset((b"maxmemory", b"maxmemory-policy", b"page-checksums"))
 
 
 class AboutTheServer:
@@ -84,7 +85,7 @@ class AboutTheServer:
         for talk in ended:
             talk.ends = True
             talk.over = talk is not self.talk  # who ends itself is answered first
-        return A_NUMBER  # some may have just come, and have said nothing yet
+        return A_NUMBER  # new connections may not have sent their names yet
 
     def do_quit(self) -> Any:
         self.talk.ends = self.talk.quits = self.talk.over = True
@@ -113,7 +114,7 @@ class AboutTheServer:
         return OK
 
     def change_rights(self, user: bytes, rules: Words) -> None:
-        """Of somebody, who may be new."""
+        """Change the rights of a user, who may be new."""
         raise NotImplementedError
 
     def do_acl_deluser(self, user: bytes) -> Any:
@@ -187,7 +188,7 @@ class AboutTheServer:
         return self._of_key(key, lambda reply: reply >= 0)
 
     def do_memory_usage(self, key: bytes) -> Any:
-        return self._of_key(key, lambda reply: reply >= len(key))  # what lies on disk alone takes no more
+        return self._of_key(key, lambda reply: reply >= len(key))  # a value on disk only uses no more
 
 
 def _is_chosen(talk: Conversation, options: dict[bytes, bytes]) -> bool:

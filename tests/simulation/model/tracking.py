@@ -1,6 +1,6 @@
-"""Client-side caching as the model has it: what a connection that tracks has to be told, and what it may be.
+"""Client-side caching in the model: invalidations that a tracking connection must receive, and those that it may.
 
-What it has read for sure, and has changed for sure, must be told; what it may have read, or may have changed, may be.
+Certain changes of certain reads must be sent; possible changes, or changes of possible reads, may be.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulation.model.values import Store
 if TYPE_CHECKING:
     from tests.simulation.model.model import Conversation
 
-CHANNEL = b"__redis__:invalidate"  # of those who speak RESP2
+CHANNEL = b"__redis__:invalidate"  # of RESP2 clients
 _READ = frozenset(
     b"get mget strlen getrange kvpageget kvpagemget kvblockget kvblockmget kvpageindex scard smembers".split()
 )
@@ -30,7 +30,7 @@ _LIMIT = b"tracking-table-max-keys"
 
 @dataclass(frozen=True)
 class Owed:
-    """A message that must come: to whom, and of which key's change; None is that of all."""
+    """A required message: its recipient, and the changed key; None stands for all keys."""
 
     to: Conversation
     cause: bytes | None
@@ -38,42 +38,42 @@ class Owed:
 
 @dataclass(eq=False)
 class Tracking:
-    """Of one connection."""
+    """Tracking of one connection."""
 
     mode: Mode | None = None
     read: set[bytes] = field(default_factory=set)  # for sure, and not changed since
-    noted: set[bytes] = field(default_factory=set)  # the same, perhaps
+    noted: set[bytes] = field(default_factory=set)  # possibly read keys
     ever: set[bytes] = field(default_factory=set)  # noted since it began
     owed: dict[bytes | None, Owed] = field(default_factory=dict)
-    due: Counter[bytes | None] = field(default_factory=Counter)  # messages that may come
+    due: Counter[bytes | None] = field(default_factory=Counter)  # permitted messages
     told_to: set[int] = field(default_factory=set)  # the ids of all that it has redirected to
     has_broadcast: bool = False
-    broken: bool = False  # whether it knows for sure that the one it redirects to is gone
-    breaks: bool = False  # whether it must be told that
+    broken: bool = False  # whether it certainly knows that its redirection's target has disconnected
+    breaks: bool = False  # whether it must receive that message
 
     def need_not_tell(self, keys: Collection[bytes]) -> None:
-        """It is not known whether these have changed, or who is told of that."""
+        """It is unknown whether these keys have changed, or which client is notified."""
         for name in [name for name, owed in self.owed.items() if owed.cause in keys]:
             del self.owed[name]
 
     def may_tell(self, keys: Iterable[bytes]) -> None:
-        """These have perhaps changed, of which it may be told, for each of its prefixes."""
+        """Permit messages for these possible changes, for each of the prefixes."""
         for key in keys:
             self.due.update(_names_of(key))
             if self.mode is not None:
                 self.due[key] += sum(map(key.startswith, self.mode.prefixes))
 
     def end(self) -> None:
-        """It tracks no more, and need not be told of what it has read."""
+        """End tracking: messages for its reads are not required any more."""
         self.mode, self.broken = None, False
         self.read.clear()
 
 
 class Tracked:
-    """A part of `Model`: those who track, and what happens to keys as far as they are concerned.
+    """A part of `Model`: tracking clients, and the changes of their keys.
 
-    A message is sent before another client's next command is run, as things are then. Within what one client sends at
-    once it may come before or after a command that changes who is told: what changed `lately` may be told either way.
+    A message is sent before another client's next command is run, as things are then. In a pipeline of one client it
+    may precede or follow a command that changes the recipients: `lately` changed keys permit both.
     """
 
     store: Store
@@ -86,8 +86,9 @@ class Tracked:
 
     def begin_tracking(self) -> None:
         """With a process to whom nobody has said that it tracks."""
-        self.trackers: list[Conversation] = []  # all that have ever tracked, also those that are gone
-        self.done: list[tuple[Words, Any, Mode | None]] = []  # by a transaction: what came of each, and its mode then
+        self.trackers: list[Conversation] = []  # all connections that have ever tracked, including closed ones
+        # commands of a transaction: each with its result and its mode then
+        self.done: list[tuple[Words, Any, Mode | None]] = []
         self._actor: Conversation | None = None  # whose command is being run
         self._last: Conversation | None = None  # whose was run last
         self._lately: set[bytes] = set()  # keys that the last client's commands have changed
@@ -95,7 +96,7 @@ class Tracked:
         self._flushing = False
         self.config.pop(_LIMIT, None)
 
-    # -- what is read ----------------------------------------------------------------------------------------------
+    # -- reads ---------------------------------------------------------------------------------------------------------
 
     def begin_command(self, talk: Conversation) -> None:
         """Somebody's command was run."""
@@ -105,7 +106,7 @@ class Tracked:
         self._changing, self.done = set(), []
 
     def end_command(self, talk: Conversation, words: Words, reply: Any) -> None:
-        """And this is what came of it."""
+        """Process the result of the command."""
         self._actor, tracking = None, talk.tracking
         runs_many, unclear = bool(self.done), set[bytes]()
         done = [(words, reply, tracking.mode), *self.done]
@@ -139,7 +140,7 @@ class Tracked:
         return {name for key in self.store.doubtful() | self.store.fog for name in _names_of(key)}
 
     def _unswept(self) -> set[bytes]:
-        """What was due, and the server may notice later."""
+        """Return due keys that the server may notice later."""
         return {name for key in self.store.lately_expired() for name in _names_of(key)}
 
     def _reads(self, words: Words) -> bool:
@@ -151,19 +152,19 @@ class Tracked:
         return not any(cell is not None and cell.page is None for cell in found)
 
     def _moved(self) -> None:
-        """Somebody else may be told now: nobody knows who is told of what has just changed, or is about to."""
+        """Change the recipients: those of current changes are unknown."""
         self.store.now = self._now()
-        self.store.expire()  # what was due the server may have told before
+        self.store.expire()  # the server may have notified the removal of due keys before
         lately = self._lately | self.store.doubtful() | {*self.store.lately_expired()}
         for one in self.trackers:
             tracking = one.tracking
             tracking.need_not_tell(lately)
             tracking.may_tell(lately)
             tracking.breaks = tracking.breaks and not lately
-            if _LIMIT in self.config:  # what it has read may have been told when nobody was there to be told
+            if _LIMIT in self.config:  # messages for its reads may have been sent before it was a recipient
                 tracking.read.clear()
 
-    # -- what changes ----------------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------------------------
 
     def track_change(self, key: bytes) -> None:
         """A key has changed, or may have."""
@@ -185,27 +186,29 @@ class Tracked:
                 if sure:
                     tracking.noted.discard(name)
             if mode is not None and mode.is_about(key) and not (own and sure) and self._may_know(one, key):
-                times = 1 + self.notifies  # who is notified of SET is told before it is noted that it also expires
-                tracking.due[key] += times * sum(map(key.startswith, mode.prefixes))  # each is told for itself
+                times = 1 + self.notifies  # a subscriber of SET's event is notified before the expiry is noted
+                tracking.due[key] += times * sum(map(key.startswith, mode.prefixes))  # each has a message of its own
                 if sure and not own:
                     self._owe(one, key, key)
 
     def _may_know(self, one: Conversation, name: bytes) -> bool:
-        """Whether it, and who is told in its place, may know of a key."""
+        """Return whether the connection, and its redirection's target, may read a key."""
         mode = one.tracking.mode
         to = self._connection(mode.redirect) if mode is not None and mode.redirect else None
         rights = [self.users.get(who.user) for who in (one, to) if who is not None]
         return all(some is None or some.may_use(name) for some in rights)
 
     def _owe(self, one: Conversation, name: bytes | None, cause: bytes | None) -> None:
-        """It must be told, or who is told in its place; and if that one is gone, it must be told of that."""
+        """Require a message to the connection or its redirection's target; if the target has disconnected, the message
+        about that.
+        """
         tracking, mode = one.tracking, one.tracking.mode
         if mode is None or one.gone or one not in self.talks:
             return
         if name is not None and not self._may_know(one, name):
             return
         to = self._connection(mode.redirect) if mode.redirect else one
-        if to is None and not self.store.expires:  # which the server notices later, perhaps
+        if to is None and not self.store.expires:  # the server may notice it later
             tracking.breaks = not tracking.broken and one.protocol == 3
             tracking.broken = True
         elif to is None:
@@ -214,7 +217,7 @@ class Tracked:
             tracking.owed[name] = Owed(to, cause)
 
     def begin_flush(self) -> None:
-        """Everything goes: all are told that at once, and not of what has just changed."""
+        """Begin a flush: all clients are notified of it at once, and not of earlier changes."""
         self._flushing = True
         lately = self._lately | {*self.store.lately_expired()}  # which the server may not have noticed before
         for one in self.trackers:
@@ -227,11 +230,11 @@ class Tracked:
             self._owe(one, None, None)
 
     def end_flush(self) -> None:
-        """It has gone."""
+        """End the flush."""
         self._flushing = False
 
     def may_have_changed(self, keys: Iterable[bytes]) -> None:
-        """These have perhaps changed, nobody knows when, and were perhaps told."""
+        """Note that these may have changed at any time, with or without a message."""
         for one in self.trackers:
             one.tracking.may_tell(keys)
             one.tracking.read.difference_update(name for key in keys for name in _names_of(key))
@@ -242,10 +245,10 @@ class Tracked:
             one.tracking.need_not_tell(keys)
         self.may_have_changed(keys)
 
-    # -- what is told ----------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def track_told(self, talk: Conversation, keys: Sequence[bytes] | None) -> str:
-        """A connection was told that these have changed, or that everything is gone. What is wrong with that."""
+        """Process an invalidation of keys, or of all keys. Return its error."""
         number = talk.client.id if talk.client is not None else 0
         sources = [one for one in self.trackers if one is talk or number in one.tracking.told_to]
         names: Sequence[bytes | None] = [None] if keys is None else keys
@@ -259,11 +262,11 @@ class Tracked:
         return ""
 
     def _settle(self, talk: Conversation, sources: list[Tracking], name: bytes | None) -> bool:
-        """Have a message be one that must come; or one that may, whatever it is that has changed."""
+        """Match a message with a required one; or with a permitted one, for any changed key."""
         needed = [one for one in sources if name in one.owed and one.owed[name].to is talk]
         if not needed and name is not None:
             self.store.now = self._now()
-            self.store.expire()  # what was due the server has noticed
+            self.store.expire()  # the server has noticed due keys
             needed = [one for one in sources if name in one.owed and one.owed[name].to is talk]
         for one in needed or [one for one in sources if one.due[name] > 0 or self._may_be_told(one, name)]:
             one.due[name] = max(one.due[name] - 1, 0)
@@ -275,13 +278,13 @@ class Tracked:
         return False
 
     def _may_be_told(self, one: Tracking, name: bytes | None) -> bool:
-        """Whether somebody may be told of what nobody can notice here: it is not known, or was too much to note."""
+        """Return whether a message is permitted because of unknown changes, or of too many noted keys."""
         is_unclear = name in self._unclear()
         was_noted = name in one.ever and (is_unclear or _LIMIT in self.config)
         return was_noted or (is_unclear and one.mode is not None and one.mode.is_about(name or b""))
 
     def track_broken(self, talk: Conversation, number: int) -> str:
-        """A connection was told that the one it redirects to is gone. What is wrong with that."""
+        """Process the message that the redirection's target has disconnected. Return its error."""
         talk.tracking.breaks = False
         if _LIMIT in self.config:
             talk.tracking.read.clear()  # nobody knows which key it was that is not noted any more
@@ -290,7 +293,7 @@ class Tracked:
         return ""
 
     def untold(self, there: Collection[Conversation], late: Collection[bytes]) -> Iterator[tuple[Conversation, str]]:
-        """Of those who are there: who was not told of what, but for what may not have been noticed yet."""
+        """Yield the missing messages of connected clients, except for changes that may not have been noticed yet."""
         for one in self.trackers:
             for name, owed in one.tracking.owed.items():
                 if owed.to in there and owed.cause not in late:

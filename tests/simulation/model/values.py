@@ -1,4 +1,4 @@
-"""The state of a store as plain Python has it: keys, what they mean, when they go; and what is not known for sure."""
+"""State of a store in plain Python: keys, their values and expiries; and uncertain ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.simulation.model.replies import ANYTHING, blob, one_of
 _HEADER = struct.Struct("<4sBBBBIIIIQQQIIQ")
 MOST_VARIANTS = 32
 SWEPT_WITHIN = 2000  # milliseconds after which nothing that is due is counted any more
-FORGOTTEN_WITHIN = 4000  # after which it is gone from the disk, too: it is swept, and a second later committed
+FORGOTTEN_WITHIN = 4000  # after which its removal is on disk, too: it is swept, and committed a second later
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Value:
 
     @property
     def string(self) -> Any:
-        """What GET answers."""
+        """Return GET's reply."""
         return self.data if self.page is None else blob(self.header, self.data)
 
     @property
@@ -63,14 +63,14 @@ class Doubt:
 
     variants: list[dict[bytes, Cell]]
     pending: bool = False  # the first may become true at any moment
-    evicted: dict[bytes, Cell] = field(default_factory=dict)  # keys, and what they were to become
-    rest_of: Doubt | None = None  # what others have changed of it since, and what is to be stored all the same
+    evicted: dict[bytes, Cell] = field(default_factory=dict)  # keys, and their intended values
+    rest_of: Doubt | None = None  # changes by others since, and values that will be stored in any case
     still: dict[bytes, Cell] = field(default_factory=dict)
     later: dict[bytes, Cell] = field(default_factory=dict)  # pages of a batch whose parts are not visible yet
 
     @property
     def coming(self) -> dict[bytes, Cell]:
-        """What may become true at any moment."""
+        """Return values that may become true at any moment."""
         if self.rest_of is not None:
             return self.still if self.rest_of.pending else {}
         return self.variants[0] if self.pending else {}
@@ -78,7 +78,7 @@ class Doubt:
 
 @dataclass
 class Store:
-    """`keys` is what there is. What is in doubt is there as it is in the first variant."""
+    """`keys` has the values. Uncertain ones have the value of the first variant."""
 
     keys: dict[bytes, Value] = field(default_factory=dict)
     log: list[Change] = field(default_factory=list)  # every change so far
@@ -88,11 +88,12 @@ class Store:
     late: list[tuple[int, bytes, list[Cell]]] = field(default_factory=list)  # see `moments_of_late`
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
-    expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
+    # due values, with the time of their detection
+    expired: list[tuple[int, bytes, Value]] = field(default_factory=list)
     gone: int = 0  # how often a key was found to be due
     due: Counter[bytes] = field(default_factory=Counter)  # the same of each, in the case that is supposed
-    sure: bool = True  # whether what is said to change does
-    expires: bool = False  # whether it changes because it is due, which the server may have told before
+    sure: bool = True  # whether a noted change is certain
+    expires: bool = False  # whether a change is an expiry, which the server may have notified before
     elapsed: Callable[[], int] = lambda: 0  # milliseconds that no one can set back
     paused_until: Callable[[], int] = lambda: 0  # in these milliseconds: no key is swept during a CLIENT PAUSE
 
@@ -115,7 +116,7 @@ class Store:
         self.changed(key)
 
     def overdue(self, within: int = FORGOTTEN_WITHIN) -> dict[bytes, list[Value]]:
-        """What was due lately, so that the disk may still have it: one of these values of each key."""
+        """Return values that were due lately, so that the disk may still have one of them, by key."""
         now, paused_until = self.elapsed(), self.paused_until()
         self.expired[:] = [one for one in self.expired if max(one[0], paused_until) > now - FORGOTTEN_WITHIN]
         result: dict[bytes, list[Value]] = {}
@@ -137,7 +138,7 @@ class Store:
         return old is not None
 
     def forget(self, key: bytes) -> None:
-        """A key has gone by itself. What is about to be stored of it by a command in steps may still come."""
+        """Note a key that was removed without a command. A command in steps may still store it."""
         pending = [doubt for doubt in self.doubts if key in doubt.coming]
         for doubt in pending:
             (doubt.rest_of or doubt).evicted[key] = doubt.coming[key]
@@ -162,7 +163,7 @@ class Store:
     # -- doubts ----------------------------------------------------------------------------------------------------
 
     def in_every_case(self, run: Callable[[], Any], keys: Iterable[bytes] | None) -> Any:
-        """What a command answers, whichever of the states is true that are possible of `keys`, None for all."""
+        """Return a command's reply in every possible state of `keys`, None for all."""
         asked = None if keys is None else set(keys)
         if self.fog and (asked is None or asked & self.fog):
             self._lose_sight(run, asked)
@@ -186,10 +187,10 @@ class Store:
         return one_of(replies)
 
     def _lose_sight(self, run: Callable[[], Any], asked: set[bytes] | None) -> None:
-        """Too much would have to be told apart: what is changed now is anything, until all is looked at again.
+        """Too many cases: changed values are unknown, until all values are read again.
 
-        What it changes may depend on what nobody knows, so it is also run as if nothing of that were there, and as if
-        all of it were as it is in the first variants, the second ones, and so on.
+        Its changes may depend on unknown values, so it is also run without any of them, and with all of them in their
+        first variants, their second ones, and so on.
         """
         unsure = self.doubtful() | self.fog
         choices = [[dict.fromkeys(unsure if asked is None else unsure & asked)]]
@@ -210,7 +211,7 @@ class Store:
 
     @contextmanager
     def _supposed(self, choice: Iterable[dict[bytes, Cell]]) -> Iterator[tuple[dict[bytes, Cell], set[bytes]]]:
-        """As if that were the state; yields what is different at the end, and which of it was not just due.
+        """Suppose that state; yield the differences at the end, and those that are no expiry.
 
         All is as before after it.
         """
@@ -235,9 +236,9 @@ class Store:
             self.keys, self.changed, self.gone = before, changed, gone
 
     def _conclude(self, after: list[tuple[dict[bytes, Cell], Any]], doubts: list[Doubt], own: set[bytes]) -> None:
-        """Go on from what a command did in each case: certain where all agree, in doubt elsewhere.
+        """Continue with a command's effects in each case: certain where all agree, uncertain elsewhere.
 
-        What is not among its `own` changes has only been found to be due, which nobody is promised.
+        Changes other than its `own` are detected expiries, which need no notification.
         """
         touched = {key for log, _ in after for key in log}
         self.sure = False
@@ -255,7 +256,7 @@ class Store:
             old, start, gone = self.keys.get(key), len(self.log), self.gone
             self._set(key, ends[0])
             if len(self.log) == start and key in own:
-                self.changed(key)  # it came and went
+                self.changed(key)  # it was set and removed
             if key not in own:
                 self.gone = gone + len(self.log) - start
             elif old is not None and ends[0] is None and 0 < old.expires <= self.now:
@@ -275,7 +276,7 @@ class Store:
             self.put(key, value)
 
     def settle(self, keys: Iterable[bytes]) -> None:
-        """Nothing is in doubt of these any more: they are as `keys` has them. What they were until now stays so."""
+        """End the uncertainty of these keys: `keys` has their values. Their earlier values stay uncertain."""
         for key in keys:
             past = [variant.pop(key) for doubt in self.doubts for variant in doubt.variants if key in variant]
             if past:
@@ -283,7 +284,7 @@ class Store:
         self.doubts = [doubt for doubt in self.doubts if any(doubt.variants)]
 
     def note_late(self, start: int, doubt: Doubt) -> None:
-        """What is in the log from `start` on was done at some moment between then and now."""
+        """Note that changes from `start` on happened at some moment between then and now."""
         past: dict[bytes, list[Cell]] = {key: [] for variant in doubt.variants for key in variant}
         for key, *cells in self.log[start:]:
             if key in past:
@@ -291,7 +292,7 @@ class Store:
         self.late += [(len(self.log), key, cells) for key, cells in past.items()]
 
     def moments_of_late(self, least: int) -> dict[bytes, list[Cell]]:
-        """Keys of which it is not known what they were after `least` changes or later, and what they may have been."""
+        """Return keys whose values after `least` changes or later are unknown, with their possible values."""
         result: dict[bytes, list[Cell]] = {}
         for end, key, cells in self.late:
             if end > least:
@@ -299,7 +300,7 @@ class Store:
         return result
 
     def doubt_checksums(self) -> None:
-        """Whether pages get one was changed: what is being stored in steps may have one, or none."""
+        """The parameter for checksums was changed: a page that is stored in steps may have one, or none."""
         for doubt in self.doubts:
             for key, cell in [*doubt.coming.items(), *doubt.later.items()]:
                 if cell is None or not cell.page:

@@ -1,1 +1,1 @@
-"""What is to happen: all steps of a seed, drawn before anything happens."""
+"""All steps of a seed, drawn before the run."""

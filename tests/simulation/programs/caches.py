@@ -1,6 +1,6 @@
-"""Clients that cache what they read, in every mode of CLIENT TRACKING, and what is asked of it that is wrong.
+"""Clients that cache their reads, in every mode of CLIENT TRACKING, and invalid tracking commands.
 
-They are drawn beside a program's other steps, by a chance of their own, in a fourth of the seeds.
+They are drawn in addition to a program's other steps, from a random generator of their own, in a fourth of the seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOBODY = b"999999999"  # the id of no connection
 
 
 def beside(seed: Seed) -> Callable[[], list[Step]]:
-    """What draws some of it, and mostly nothing, after each step."""
+    """Return a function that draws some of them, and usually none, after each step."""
     rng = random.Random(f"caches {seed.number}")
     share = _SHARE if rng.random() < 0.25 else 0.0
     kinds = [_cached, _cached, _cached, _told_elsewhere, _told_elsewhere, _asked]
@@ -41,7 +41,7 @@ def _say(seed: Seed, peer: int, words: Words) -> Step:
 
 
 def _prefixed(seed: Seed) -> Words:
-    """BCAST, of everything or of what begins so. Some of these overlap, and may not."""
+    """Return BCAST for everything, or for prefixes. Some of these overlap, which is an error."""
     some = seed.rng.sample(_PREFIXES, seed.rng.choice([0, 1, 1, 2, 3]))
     return b"BCAST", *(word for prefix in some for word in (b"PREFIX", prefix))
 
@@ -54,7 +54,7 @@ def _mode(seed: Seed) -> Words:
 
 
 def _asked(seed: Seed) -> list[Step]:
-    """One command about tracking, of one who may not track; many of these are wrong."""
+    """Return a command about tracking of a client that may not track; many of these are invalid."""
     rng, other = seed.rng, name_of(seed.rng.randrange(PEERS))
     wrong: list[Words] = [
         (*_ON, b"PREFIX", b"s"), (*_ON, b"BCAST", b"OPTIN"), (*_ON, b"OPTIN", b"OPTOUT"), (*_ON, b"BCAST"), _ON,
@@ -79,7 +79,7 @@ def _some_write(seed: Seed) -> Words:
 
 
 def _lived(seed: Seed, reader: int) -> list[Step]:
-    """It reads, and what it has read is changed, by it or by others; each thing at a moment of its own, or none."""
+    """Return reads, and changes of read keys, by it or by others; each at a moment of its own, or none."""
     rng, steps = seed.rng, []
     within = rng.choice([1, MS, 20 * MS])
     for _ in range(rng.randrange(3, 12)):
@@ -96,7 +96,9 @@ def _lived(seed: Seed, reader: int) -> list[Step]:
 
 
 def _cached(seed: Seed) -> list[Step]:
-    """One tracks for a while, and is told on its own connection. Sometimes all that it caches goes at once."""
+    """A client tracks for a while, and is notified on its own connection. Sometimes all its cached keys are deleted at
+    once.
+    """
     rng, reader = seed.rng, seed.peer
     steps = [_say(seed, reader, (b"HELLO", rng.choice([b"3", b"3", b"3", b"2"]))), _say(seed, reader, _OFF)]
     for _ in range(rng.randrange(1, 3)):
@@ -109,9 +111,10 @@ def _cached(seed: Seed) -> list[Step]:
 
 
 def _told_elsewhere(seed: Seed) -> list[Step]:
-    """Another connection is told: in RESP3, or on a channel. It may go while it is told, and come back as another.
+    """Another connection is notified: in RESP3, or on a channel. It may disconnect during a message, and return with
+    another id.
 
-    Tenants may only be told on connections of their own.
+    Tenants may only redirect to connections of their own.
     """
     rng, reader = seed.rng, seed.peer
     there = rng.choice(LISTENERS)

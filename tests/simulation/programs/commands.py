@@ -1,4 +1,4 @@
-"""What a client says, mostly: strings, counters, pages, blocks, batches, limits and rights."""
+"""The usual commands of a client: strings, counters, pages, blocks, batches, limits and rights."""
 
 from __future__ import annotations
 
@@ -244,14 +244,14 @@ def tracking(seed: Seed) -> Words:
 
 
 def write(seed: Seed, peer: int) -> Step:
-    """Something is stored, or some of it."""
+    """Return a write."""
     seed.peer = peer
     words = seed.rng.choice([string_write, batch_set, block_set, page_set])(seed)
     return seed.send(peer, words)
 
 
 def any_of(seed: Seed, peer: int) -> Words:
-    """What a peer says. Batches and blocks go to a request of its own: so nobody has to guess whose came last."""
+    """Return a command of a peer. Batches and blocks have a request of their own, so that the last writer is known."""
     seed.peer = peer
     command = seed.rng.choices([one for one, _ in KINDS], seed.weights)[0]
     return string_read(seed) if seed.is_tenant and command in _NOT_BY_TENANTS else command(seed)

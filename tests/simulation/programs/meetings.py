@@ -1,6 +1,6 @@
-"""Two things that rarely meet, at the same moment: a fetch and a new time to live, a full disk and what was removed.
+"""Rare coincidences of two events: a load and a new TTL, a full disk and a removal.
 
-They are drawn beside a program's other steps, by a chance of their own, in a fourth of the seeds.
+They are drawn in addition to a program's other steps, from a random generator of their own, in a fourth of the seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHAPE = b"1", b"2", b"1", b"0", b"1", b"0", b"3"  # layers, heads, rows, ttl, p
 
 
 def beside(seed: Seed) -> Callable[[], list[Step]]:
-    """What draws one of them, and mostly none, after each step."""
+    """Return a function that draws one of them, and usually none, after each step."""
     rng = random.Random(f"meetings {seed.number}")
     share = _SHARE if rng.random() < 0.25 else 0.0
     kinds = [_grown_between_scans, _another_quota]
@@ -35,7 +35,7 @@ def beside(seed: Seed) -> Callable[[], list[Step]]:
 
 
 def _fetched_and_dated(seed: Seed) -> list[Step]:
-    """What is on disk alone is asked for, slowly, while somebody else says for how long it shall live."""
+    """Values on disk only are requested, slowly, while another client sets their TTL."""
     rng = seed.rng
     lasts, usual = rng.randrange(300 * MS, 2_000 * MS), seed.options["maxmemory"].encode()
     steps: list[Step] = [seed.send(0, (b"CONFIG", b"SET", b"maxmemory", b"%d" % _CROWDED))]
@@ -52,7 +52,7 @@ def _fetched_and_dated(seed: Seed) -> list[Step]:
 
 
 def _removed_on_a_full_disk(seed: Seed) -> list[Step]:
-    """Keys are removed and written again while the disk is full and slow: what is gone makes room."""
+    """Keys are removed and written again while the disk is full and slow: removals make space."""
     rng, (*gone, other) = seed.rng, seed.rng.sample(seed.strings, 6)
     lasts, apart = rng.randrange(1_000 * MS, 5_000 * MS), rng.choice([30 * MS, 100 * MS, 400 * MS])
     steps = [seed.send(0, (b"SET", key, seed.exactly(600))) for key in (*gone, other)]
@@ -67,7 +67,7 @@ def _removed_on_a_full_disk(seed: Seed) -> list[Step]:
 
 
 def _dated_while_written(seed: Seed) -> list[Step]:
-    """A transaction changes the time to live of what is just being committed, and then: death."""
+    """A transaction changes the TTL of values during their commit, and then the server is killed."""
     rng, seed.peer = seed.rng, seed.rng.randrange(NO_TENANTS)
     other, steps = seed.strings[0], [seed.step("fault", name="", slow=400 * MS, nanoseconds=5_000 * MS)]
     for key in _CROWD[:8]:
@@ -80,7 +80,7 @@ def _dated_while_written(seed: Seed) -> list[Step]:
 
 
 def _pinned_and_crowded_out(seed: Seed) -> list[Step]:
-    """A page has the key that a string had, and its block is pinned, when more comes than the disk has room for."""
+    """A page has the key of a former string, and its block is pinned, when the disk becomes full."""
     rng, seed.peer = seed.rng, seed.rng.randrange(NO_TENANTS)
     name, *page, body = commands.page_set(seed)
     key, req, number = b"kv:" + b":".join(page[:5]), page[0], page[3]
@@ -94,7 +94,7 @@ def _pinned_and_crowded_out(seed: Seed) -> list[Step]:
 
 
 def _replaced_at_once(seed: Seed) -> list[Step]:
-    """One transaction replaces most of what a small disk has; or sets a time to live to a page of each block."""
+    """One transaction replaces most values of a small disk; or sets a TTL to a page of each block."""
     rng, seed.peer = seed.rng, seed.rng.randrange(NO_TENANTS)
     req, size = b"q%d" % seed.peer, 2 * seed.maxdisk // (3 * len(_CROWD))
     stored: list[Words] = [(b"SET", key, seed.exactly(size)) for key in _CROWD]
@@ -124,7 +124,7 @@ def _grown_between_scans(seed: Seed) -> list[Step]:
 
 
 def _another_quota(seed: Seed) -> list[Step]:
-    """What is pinned or leased comes to belong to another quota, or to none."""
+    """A pinned or leased unit moves to another quota, or to none."""
     rng, seed.peer = seed.rng, seed.rng.choice([1, 3])
     name, req, page, *words = commands.block_set(seed)
     protect = rng.choice([(b"KVPAGEPIN", req, page), (b"KVPAGELEASE", req, b"60000", page)])

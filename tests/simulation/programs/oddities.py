@@ -1,6 +1,7 @@
-"""What is asked rarely: scans, texts where pages lie, blobs, moments of the clock, and commands that are wrong.
+"""Rare commands: scans, strings under keys of pages, blobs, times of the clock, and invalid commands.
 
-They are drawn beside a program's other steps, by a chance of their own: seeds that draw none are the runs they were.
+They are drawn in addition to a program's other steps, from a random generator of their own: seeds without them have the
+same runs as before.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from tests.simulation.world.clock import EPOCH
 
 _BEGIN = EPOCH // 10**6  # unix milliseconds at which every world begins
 _LATEST = 60_000  # milliseconds after it that are named
-_TEXT = 600  # bytes, at the most, of what lies where a page could
+_TEXT = 600  # bytes, at most, of a string under a page's key
 
 
 def beside(seed: Seed) -> Callable[[], list[Step]]:
-    """What draws one of them, and mostly none, after each step."""
+    """Return a function that draws one of them, and usually none, after each step."""
     rng = random.Random(f"odd {seed.number}")
     share = rng.choice([0.0, 0.0, 0.02, 0.1])
     kinds: list[Callable[[Seed], Words | Step]] = [_text, _blob, _moment, _wrong, _question, _scan, _mixed]
@@ -67,7 +68,7 @@ def _blob(seed: Seed) -> Words:
 
 
 def _moment(seed: Seed) -> Words:
-    """A time of the clock at which something goes, which may be past."""
+    """Return an expiry as a time of the clock, which may be past."""
     rng, key = seed.rng, commands.any_key(seed)
     at = _BEGIN + rng.randrange(_LATEST)
     unit, when = rng.choice([(b"PX", b"%d" % at), (b"EX", b"%d" % (at // 1000))])
@@ -80,7 +81,7 @@ def _moment(seed: Seed) -> Words:
 
 
 def _wrong(seed: Seed) -> Words:
-    """A command of which nothing may come but an error."""
+    """Return a command whose only effect is an error."""
     rng, key, page = seed.rng, seed.rng.choice(seed.own_strings), _own_page(seed)
     described = commands.described(seed, page)
     block, batch = commands.block_set(seed), commands.batch_set(seed)
@@ -124,7 +125,7 @@ def _mixed(seed: Seed) -> Words:
 
 def _scan(seed: Seed) -> Step:
     """All keys, or those of a request's index, some at a time."""
-    peer = seed.rng.randrange(3)  # no tenant: who may not read all of them is told of the others' all at once
+    peer = seed.rng.randrange(3)  # no tenant: users without access to every key get all keys in one reply
     words = seed.rng.choice([(b"SCAN",), (b"SCAN",), (b"SSCAN", b"kv:%b:index" % commands.any_request(seed))])
     step: Step = seed.step(
         "scan", peer, words, count=seed.rng.choice([1, 3, 10, 100]), pace=seed.rng.randrange(3_000_000)

@@ -1,4 +1,4 @@
-"""What is done in a run: steps, all drawn from the seed before anything happens, so that some can be left out.
+"""A run's steps, all drawn from the seed before the run, so that some can be left out.
 
 Each seed has weights of its own (swarm testing): some runs are about nothing but strings, others kill the server every
 second; so rare things meet more often than if all runs were alike.
@@ -82,6 +82,6 @@ def _transaction(seed: Seed) -> list[Step]:
     more = random.Random(f"rights {seed.number} {seed.drawn}")  # other than `rng`: most seeds are the runs they were
     if not seed.tenants or peer not in TENANTS or more.random() < 0.6:
         return [*steps, end]
-    user = b"u%d" % peer  # whose rights go between what it queues and what is run of it
+    user = b"u%d" % peer  # whose rights end between queueing and EXEC
     grant = b"ACL", b"SETUSER", user, b"resetkeys", b"~%b:*" % user, b"~kv:q%b:*" % user[1:]
     return [*steps, seed.send(0, grant[:4]), end, seed.send(0, grant)]

@@ -1,6 +1,6 @@
 """Leases and pins in a row, and then eviction or a look: each change of a protection meets the next.
 
-They are drawn beside a program's other steps, by a chance of their own, in a fourth of the seeds.
+They are drawn in addition to a program's other steps, from a random generator of their own, in a fourth of the seeds.
 """
 
 from __future__ import annotations

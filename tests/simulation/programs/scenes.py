@@ -1,4 +1,4 @@
-"""Some steps in a row that ordinary ones rarely make: what is hard for a store happens in the same moment."""
+"""Scenes of several steps, which ordinary steps rarely make: difficult events at the same moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _restart(seed: Seed) -> Step:
 
 
 def _death(seed: Seed) -> list[Step]:
-    """Several write at the same time, and the server dies just when one of them has been told that it is done."""
+    """Several clients write at the same time, and the server is killed right after one reply."""
     rng = seed.rng
     writes = [
         seed.soon(commands.write(seed, peer), 100_000) for peer in rng.choices(range(PEERS), k=rng.randrange(2, 7))
@@ -32,12 +32,12 @@ def _death(seed: Seed) -> list[Step]:
 def _failing_disk(seed: Seed) -> list[Step]:
     """The disk takes nothing, and slowly, or gives nothing either. The same keys are written again meanwhile.
 
-    Then comes a restart, sometimes after so long that nobody may have waited for it.
+    A restart follows, sometimes after the longest permitted wait.
     """
     rng, keys = seed.rng, seed.rng.sample(seed.strings, 2)
     lasts, slow = rng.randrange(200 * MS, 2_000 * MS), rng.choice([0, 80 * MS, 400 * MS])
     name = rng.choice(["full", "refuses"])
-    more = random.Random(lasts)  # other than `rng`, of which what comes later is drawn
+    more = random.Random(lasts)  # separate from `rng`, which draws later steps
     if more.random() < 0.4:
         lasts, slow = _LONG_FAULT, 0
     if more.random() < 0.4:
@@ -71,7 +71,7 @@ def _last_moment(seed: Seed) -> list[Step]:
 
 
 def _pause_cut_short(seed: Seed) -> list[Step]:
-    """Those who write wait for the end of a long pause, and then somebody ends it."""
+    """Writers wait for the end of a long pause, and then a client ends it."""
     rng = seed.rng
     pause = seed.send(0, (b"CLIENT", b"PAUSE", b"%d" % rng.choice([900, 40_000]), b"WRITE"))
     writes = [
@@ -90,7 +90,7 @@ def _listeners(seed: Seed) -> list[Step]:
         steps.append(seed.send(rng.choice([0, 3]), rng.choice([said, said, (b"GET", rng.choice(seed.strings))])))
     end = (b"PUNSUBSCRIBE", b"*") if by_pattern else (b"UNSUBSCRIBE", channel)
     steps.append(seed.send(peer, rng.choice([end, end, (b"RESET",), (b"PING", b"there")])))
-    more = random.Random(f"listeners {seed.number} {seed.drawn}")  # other than `rng`: most seeds are what they were
+    more = random.Random(f"listeners {seed.number} {seed.drawn}")  # separate from `rng`: most seeds stay the same
     if more.random() >= 0.4:
         return steps
     other = LISTENERS[peer == LISTENERS[0]]
@@ -99,7 +99,7 @@ def _listeners(seed: Seed) -> list[Step]:
 
 
 def _leased_and_crowded(seed: Seed) -> list[Step]:
-    """What is leased lies there while others fill memory."""
+    """A leased block stays while other clients fill memory."""
     rng, peer = seed.rng, seed.rng.randrange(PEERS)
     seed.peer = peer
     name, req, page, *words = commands.block_set(seed)

@@ -1,4 +1,4 @@
-"""A seed: what its server is, and what its steps are drawn with."""
+"""A seed: its server's options, and the random generator of its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW, MANY = 8, 60  # strings that there are
 
 
 class Seed:
-    """What a number says of its server, and the chance of its steps.
+    """The server of a number, and the random generator of its steps.
 
     `maxdisk` is bytes, far fewer than the server's own least, so that a run can fill them; 0 for no limit.
     """
@@ -32,9 +32,9 @@ class Seed:
         self.costs = rng.choice([(0, 0), (0, 2_000), (0, 60_000), (0, 900_000)])  # of a look at the clock
         self.large = rng.choice([200, 450, 3_000, 20_000])  # bytes of a long value
         self.weights: list[float] = []  # of commands
-        self.splits = 0.0  # of commands that come in pieces
+        self.splits = 0.0  # of commands that arrive in pieces
         self.gaps = MS  # nanoseconds between two steps, at the most, mostly
-        self.peer = 0  # who is to say what is drawn next
+        self.peer = 0  # the peer of the next command
         self.drawn = 0  # steps so far
 
     def _options(self) -> dict[str, str]:
@@ -59,13 +59,15 @@ class Seed:
 
     @property
     def users(self) -> list[str]:
-        """Those of a server with tenants."""
+        """Return the users of a server with tenants."""
         return [f"u{peer} on nopass ~u{peer}:* ~kv:q{peer}:* &* +@all" for peer in TENANTS if self.tenants]
 
     # -- chance ----------------------------------------------------------------------------------------------------
 
     def beside(self, rng: random.Random, share: float, pick: Callable[[], list[Step]]) -> Callable[[], list[Step]]:
-        """What draws some steps, and mostly none, by a chance of its own: so the others are what they were without."""
+        """Return a function that draws steps with a generator of its own, and usually none: so other steps stay the
+        same.
+        """
 
         def draw() -> list[Step]:
             if rng.random() >= share:
@@ -79,12 +81,12 @@ class Seed:
 
     @property
     def is_tenant(self) -> bool:
-        """Whether who is to say it has only keys of its own."""
+        """Return whether the next command's peer has only keys of its own."""
         return self.tenants and self.peer in TENANTS
 
     @property
     def own_strings(self) -> list[bytes]:
-        """Strings that who is to say it would name. Tenants mostly name their own."""
+        """Return strings for the next command's peer. Tenants mostly name their own."""
         own = self.is_tenant and self.rng.random() < 0.85
         some = self.strings[:FEW] if self.rng.random() < 0.6 else self.strings  # some are used more
         return [b"u%d:%b" % (self.peer, key) for key in some] if own else some

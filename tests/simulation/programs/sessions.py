@@ -1,6 +1,7 @@
-"""What is said about connections and about the server: who ends whom, who is silent, who looks on, who asks what.
+"""Commands about connections and the server: kills, silence, monitors, queries.
 
-They are drawn beside a program's other steps, by a chance of their own: seeds that draw none are the runs they were.
+They are drawn in addition to a program's other steps, from a random generator of their own: seeds without them have the
+same runs as before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _WITHOUT_ARGUMENTS = [tuple(line.encode().split()) for line in _SAID.split(",")]
 
 
 def beside(seed: Seed) -> Callable[[], list[Step]]:
-    """What draws one of them, and mostly none, after each step."""
+    """Return a function that draws one of them, and usually none, after each step."""
     rng = random.Random(f"sessions {seed.number}")
     share = rng.choice([0.0, 0.0, 0.01, 0.05])
     kinds = [
@@ -61,7 +62,7 @@ def _inquiry(seed: Seed) -> list[Step]:
 
 
 def _untouched(seed: Seed) -> list[Step]:
-    """Somebody whose reads do not count as a use: what lies on disk is shown to it, and does not come to memory."""
+    """Reads that do not count as a use: values on disk are shown to the client, and are not loaded into memory."""
     reads = [seed.soon(seed.send(seed.peer, _read(seed)), 3 * MS) for _ in range(seed.rng.randrange(1, 12))]
     off = [seed.send(seed.peer, (b"CLIENT", b"NO-TOUCH", b"OFF"))] * (seed.rng.random() < 0.5)
     return [seed.send(seed.peer, (b"CLIENT", b"NO-TOUCH", b"ON")), *reads, *off]
@@ -88,7 +89,7 @@ def _skipped(seed: Seed) -> list[Step]:
 
 
 def _quits(seed: Seed) -> list[Step]:
-    """Somebody goes, when all has been answered, and says something after that."""
+    """A client quits after all replies, and sends commands after that."""
     last = [seed.soon(commands.write(seed, seed.peer), 50_000) for _ in range(seed.rng.randrange(3))]
     after = [replace(seed.send(seed.peer, commands.any_of(seed, seed.peer)), gap=0)] * (seed.rng.random() < 0.5)
     return [*last, replace(seed.send(seed.peer, (b"QUIT",)), gap=0), *after]

@@ -1,4 +1,4 @@
-"""A step of a program, and who may do it."""
+"""A step of a program, and its permitted peers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulation.model.model import Words
 MS = 1_000_000  # nanoseconds
 PEERS = 5  # clients of the server
 TENANTS = (3, 4)  # peers that are somebody else than the default user, where there are tenants
-NO_TENANTS = 3  # the first peers, who may do everything
+NO_TENANTS = 3  # the first peers, with all rights
 LISTENERS = (1, 2)  # peers that listen to channels; the others may always say everything
 CHANNELS = (b"news", b"art")
 
@@ -28,5 +28,5 @@ class Step:
 
 
 def name_of(peer: int) -> bytes:
-    """What stands for the id of a peer's connection, which nobody knows before it is there."""
+    """Return the placeholder of a peer's connection id, which is unknown before it is connected."""
     return b"@%d" % peer

@@ -1,4 +1,4 @@
-"""What the world does, to the process, the disk, the clock and connections, and what engines and tools do."""
+"""Events of the world: the process, the disk, the clock and connections, engines and tools."""
 
 from __future__ import annotations
 

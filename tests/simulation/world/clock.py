@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 
 EPOCH = 1_800_000_000 * 10**9  # unix nanoseconds at which every world begins
-BEGIN = 1000 * 10**9  # what its monotonic clock says then
+BEGIN = 1000 * 10**9  # its monotonic clock at the start
 
 real_monotonic, real_monotonic_ns = time.monotonic, time.monotonic_ns
 
 
 class Clock:
-    """Nanoseconds. While code runs, time stands still, but for what it costs to look at the clock.
+    """Nanoseconds. During execution time does not advance, except for the cost of reading the clock.
 
-    The wall clock stands still altogether then, so what a command does at a moment is done at one millisecond.
+    The wall clock does not advance then, so a command sees one millisecond.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Clock:
         self.cost: Callable[[], int] = lambda: 0  # of a look at the monotonic clock
 
     def advance(self, to: int) -> None:
-        """Let time pass until then; what is past already stays so."""
+        """Advance the clock; it never goes back."""
         self.now = max(self.now, to)
         self.wall = self.now + self.offset
 
@@ -35,7 +35,7 @@ class Clock:
 
     @property
     def unix_ms(self) -> int:
-        """What the server's `unix_ms` says."""
+        """Return the server's `unix_ms`."""
         return self.wall // 1_000_000
 
     def monotonic_ns(self) -> int:
