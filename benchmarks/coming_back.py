@@ -1,8 +1,8 @@
-"""An agent comes back: its first token from each tier, beside full prefill, our own files and mlx-lm's.
+"""An agent returns: its first token from each tier, compared with full prefill, our own files and mlx-lm's.
 
 Twice: with the same prompt, as after a restart, of which the last token alone has to be computed, and with its whole
-context and a question after it. What is said then is compared token by token with what was said when everything was at
-hand, and with what mlx-lm says from its own prompt cache file.
+context and a question after it. The answer is compared token by token with the answer before, and with mlx-lm's answer
+from its own prompt cache file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.tiers.store import AgentCacheStore, CacheConfig
 SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # times, from the page server, by tokens
 FILE, MLX_LM = 1.3, 1.0  # times as long as with these, at most
 MOST_PREFILLED = 3 * 1024  # tokens, in all prefills of one context
-QUESTION = " And what else does the keeper have to know?"  # what comes back is asked
+QUESTION = " And what else does the keeper have to know?"  # the prompt of a returning agent
 ANSWER = 4  # tokens, which are compared
 POOL_BLOCKS = 64
 SERVER, FILES, MLX_LM_FILE = "page server", "cold file", "mlx-lm's prompt cache"  # only a file needs an agent id
@@ -49,7 +49,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Machine:
-    """The model, and what goes with it."""
+    """The model and its tokenizer."""
 
     model: Any
     tokenizer: Any
@@ -62,7 +62,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an agent comes back with, and what is said to that when its context is at hand."""
+    """The prompt of a returning agent, and its answer with the context in memory."""
 
     name: str
     prompt: Tokens
@@ -72,7 +72,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Remembered:
-    """A context, what computing its prompt took, and how its agent comes back."""
+    """A context, the cost of computing its prompt, and the turns of its returning agent."""
 
     context: AgentBlocks
     prefill: float  # seconds to the first token
@@ -80,28 +80,28 @@ class Remembered:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Return the number of tokens of the prompt."""
         return len(self.turns[0].prompt)
 
     @property
     def agent_id(self) -> str:
-        """Whose."""
+        """Return the agent's id."""
         return self.context.agent_id
 
     @property
     def nbytes(self) -> int:
-        """Of its blocks."""
+        """Return the size of its blocks."""
         return sum(block.nbytes for block in self.context.blocks)
 
 
 @dataclass(frozen=True)
 class Tier:
-    """An engine with one tier, and how to bring it to the state in which an agent comes back."""
+    """An engine with one tier, and its preparation for a returning agent."""
 
     name: str
     engine: AgentEngine
     store: AgentCacheStore
-    forget: Callable[[], object]  # what is in memory
+    forget: Callable[[], object]  # the contexts in memory
 
 
 def compute(
@@ -139,7 +139,7 @@ def tiers(
             pool = BlockPool(4 * POOL_BLOCKS)
             pages = PageTier(urls[name], machine.spec, pool) if name in urls else None
             cold = SafetensorsCacheAdapter(machine.spec, pool, directory) if name == FILES else None
-            # What is asked here is not stored on the server, or the next question would be known.
+            # Prompts are not stored on the server, otherwise the next one would be known.
             store = AgentCacheStore(machine.spec, pool, pages=pages, cold=cold, config=CacheConfig(keep="named"))
             stack.callback(store.close)
             keep = pages.publish if pages else store.save if cold else store.publish
@@ -223,7 +223,7 @@ def _check_said(where: str, said: Tokens, turn: Turn) -> None:
 def first_tokens(
     machine: Machine, remembered: Sequence[Remembered], found: dict[str, Tier], directory: Path, rounds: int
 ) -> Iterator[Finding]:
-    """From each tier, beside full prefill, beside our own files and beside mlx-lm's; in turns."""
+    """Measure each tier, full prefill, our own files and mlx-lm's; in turns."""
     for one in remembered:
         file = directory / "context.safetensors"
         save_prompt_cache(str(file), cache_of(machine, one))
@@ -262,7 +262,7 @@ def _times_as_long(turn: Turn, taken: dict[str, list[float]]) -> Iterator[Findin
 def times_as_long(
     work: str, other: str, ours: Sequence[float], theirs: Sequence[float], spelt: str, at_most: float
 ) -> Finding:
-    """Of measurements made in pairs; `spelt` has places for the two medians."""
+    """Compare measurements made in pairs; `spelt` has places for the two medians."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
     return Finding(work, other, "times as long", spelt.format(median(ours), median(theirs)), ratio, at_most=at_most)
 

@@ -1,6 +1,7 @@
-"""The batch engine beside mlx-lm's own BatchGenerator: the same prompts, the same tokens, on the real small model.
+"""The batch engine compared with mlx-lm's own BatchGenerator: the same prompts, the same tokens, on the real small
+model.
 
-The engine's time has everything in it that it does besides: text from tokens, and the contexts kept as blocks.
+The engine's time includes its other work: text from tokens, and the contexts as blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Answers = list[list[int]]  # token ids, an answer a prompt
 
 
 def ours(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, prompts: Answers) -> tuple[float, Answers]:
-    """Seconds, and what was said."""
+    """Return the seconds, and the answers."""
     started = time.perf_counter()
     pool = BlockPool()
     batch = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)

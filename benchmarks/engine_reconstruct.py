@@ -1,4 +1,5 @@
-"""EXP-006: blocks to a cache and back, in the geometry of Gemma 3 12B at float16, beside plain copies of as many bytes.
+"""EXP-006: blocks to a cache and back, in the geometry of Gemma 3 12B at float16, compared with plain copies of the
+same size.
 
 Reconstruction builds a graph, which costs as much for small pages as for large ones, and evaluating it moves the
 bytes. They are measured apart, since no memory moves gigabytes in milliseconds. Bytes go either into memory that was
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """What is moved."""
+        """Return the transferred bytes."""
         return self.tokens * self.spec.token_nbytes
 
     def sources(self) -> list[NDArray[np.uint8]]:
@@ -87,7 +88,7 @@ class Case:
         return [np.frombuffer(memoryview(array).cast("B"), np.uint8) for array in arrays]
 
     def check(self) -> None:
-        """Raises AssertionError unless blocks come back from the cache as they went into it."""
+        """Raise AssertionError unless the cache returns the blocks unchanged."""
         for block, copy in zip(self.blocks, self.extract(), strict=True):
             for layer, copied in zip(block.layers, copy.layers, strict=True):
                 if not all(mx.array_equal(a, b, equal_nan=True) for a, b in zip(layer, copied, strict=True)):
@@ -132,7 +133,7 @@ class Case:
 
 
 class Ring:
-    """Memory to copy to: what is written to it goes to the machine's memory and doesn't stay in the CPU's cache."""
+    """Target memory of copies: writes reach the machine's memory and do not stay in the CPU's cache."""
 
     def __init__(self) -> None:
         self._memory = np.ones(RING, np.uint8)  # of zeros, the system would provide nothing yet
@@ -162,7 +163,7 @@ def copy_into_new_memory(sources: Sequence[NDArray[np.uint8]], nbytes: int) -> f
 
 
 def measure(case: Case, *, rounds: int, graphs: int) -> Iterator[Finding]:
-    """What one size has to say."""
+    """Measure one size."""
     moved = f"{case.name}, {case.nbytes / 1e9:.2f} GB"
     sources = case.sources()
     ring = Ring()
@@ -199,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    kept = mx.set_cache_limit(memory // 2)  # what MLX may keep of what was freed: memory that was used before
+    kept = mx.set_cache_limit(memory // 2)  # limit of freed memory that MLX keeps: memory that was used before
     findings: list[Finding] = []
     try:
         for blocks, layers in SIZES[:2] if quick else SIZES:

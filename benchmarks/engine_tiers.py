@@ -1,4 +1,4 @@
-"""What it is worth to be remembered: the first token of an agent that comes back, from each tier, beside full prefill.
+"""The value of stored contexts: the first token of a returning agent, from each tier, compared with full prefill.
 
 All on the real small model, in one run. Loading is also compared by itself with reading files from the system's page
 cache, ours, plain safetensors and mlx-lm's, and saving with the time of the generation that is saved.
@@ -62,7 +62,7 @@ INTRO = (
 
 
 def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: int) -> Iterator[Finding]:
-    """A context from the page server, all in memory and evaluated, beside files that the system has in memory."""
+    """Measure a context from the page server, in memory and evaluated, compared with files in the page cache."""
     pool = BlockPool(POOL_BLOCKS)
     pages, cold = PageTier(url, machine.spec, pool), SafetensorsCacheAdapter(machine.spec, pool, directory / "checked")
     pages.save(one.context)
@@ -140,7 +140,9 @@ def _check(found: AgentBlocks, context: AgentBlocks) -> None:
 
 
 def saving(machine: Machine, tokens: Tokens, url: str, rounds: int, said: int) -> Finding:
-    """A generation whose context is written behind it, until it is written, beside one that nobody keeps."""
+    """Measure a generation whose context is written in the background, until it is written, compared with one without a
+    store.
+    """
     pool = BlockPool(POOL_BLOCKS)
     store = AgentCacheStore(machine.spec, pool, pages=PageTier(url, machine.spec, pool))
     ways = {"saved": store, "not saved": None}

@@ -1,4 +1,4 @@
-"""What was found beside what was aimed at: in the terminal, as JSON, as Markdown."""
+"""Measurements compared with their targets: in the terminal, as JSON, as Markdown."""
 
 from __future__ import annotations
 

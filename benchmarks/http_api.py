@@ -1,4 +1,4 @@
-"""The API beside what it is made of and beside mlx_lm.server: the first token, and tokens a second.
+"""The API compared with its engine and with mlx_lm.server: the first token, and tokens a second.
 
 All on the real small model, each server a process of its own. The same conversations go to both: a system prompt from
 the handbook and two turns, and a third after both servers were restarted. Texts are compared wherever both gave one.
@@ -23,7 +23,8 @@ from statistics import median
 from tempfile import TemporaryFile
 from typing import Any
 
-# As the servers have it, for the engine in this process. To be run by itself: what was loaded before keeps its number.
+# As the servers have it, for the engine in this process. Run it as a separate process: libraries that were loaded
+# before keep their number of threads.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import engine  # noqa: F401 - picks the BLAS before MLX is imported
@@ -36,7 +37,7 @@ from engine.commands.talk import ask
 from engine.startup import Engine, Options
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
-SOONER = 20.0  # times, an agent that comes back, from the store
+SOONER = 20.0  # times, a returning agent, from the store
 ADDED_MS, ADDED_SHARE = 5.0, 0.03  # to the first token, to the time of the others, at most
 START_WITHIN = 120.0  # seconds
 TURNS = ("How long did the longest fog last?", "What is the name of the boat?", "Who keeps the log?")
@@ -44,7 +45,7 @@ ANSWER = 8  # tokens
 INTRO = "SmolLM2-135M in float32 over HTTP, each server a process; seconds and ratios as a client sees them, medians"
 THEIR_SERVER = "import engine, mlx_lm.server; mlx_lm.server.main()"  # with the same BLAS as ours
 
-# Threads of OpenBLAS wait for one another at every multiplication: on a busy machine they would measure what else runs.
+# Threads of OpenBLAS wait for one another at every multiplication: on a busy machine they would measure other load.
 ONE_THREAD = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 
 Messages = list[dict[str, str]]
@@ -80,7 +81,7 @@ class Api:
         came = [(time.perf_counter(), line) for line in reply if line.startswith(b"data: {")]
         connection.close()
         texts, times, kvpage = [], [asked], {}
-        for when, line in came:  # read when all have come: the client's own work is not the server's
+        for when, line in came:  # read after the end, so that the client's work is not measured
             chunk = json.loads(line[6:])
             kvpage = chunk.get("kvpage", kvpage)
             if text := chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
@@ -92,7 +93,7 @@ class Api:
 
 @contextmanager
 def _serving(model: str, *command: str) -> Iterator[Api]:
-    """A server that is told its port at the end; it has answered when the block begins."""
+    """Start a server with a port as its last argument; it answers when the block begins."""
     port = free_port()
     with TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
@@ -148,7 +149,7 @@ class Conversation:
     def turn(self, we: Api, they: Api) -> None:
         """The next question to both."""
         self.messages.append({"role": "user", "content": TURNS[len(self.seconds)]})
-        if len(self.seconds) % 2:  # whoever is first warms the machine for the other
+        if len(self.seconds) % 2:  # the first one warms the machine for the other
             other, mine = they.ask(self.messages), we.ask(self.messages, agent=self.name)
         else:
             mine, other = we.ask(self.messages, agent=self.name), they.ask(self.messages)
@@ -190,8 +191,9 @@ def against_theirs(store: str, words: int, rounds: int) -> list[Finding]:
 
 
 def overhead(store: str, tokens: int, rounds: int) -> list[Finding]:
-    """What HTTP adds to the engine: to the first token, by what the engine says of the same one; to the others, beside
-    an engine in this process."""
+    """Measure the cost of HTTP: for the first token, from the engine's own figure; for the others, compared with an
+    engine in this process.
+    """
     question: Messages = [{"role": "user", "content": "Tell me about the sea."}]
     inside = Engine.open(Options(str(SMOLLM2)))
     prompt = inside.tokenizer.apply_chat_template(question, add_generation_prompt=True)
@@ -222,7 +224,7 @@ def overhead(store: str, tokens: int, rounds: int) -> list[Finding]:
 
 
 def _times_of(inside: Engine, prompt: Sequence[int], tokens: int) -> list[float]:
-    """When each token came."""
+    """Return the time of each token."""
     came: list[float] = []
     ask(inside, "sailor", prompt, max_tokens=tokens, on_token=lambda _: came.append(time.perf_counter()))
     return came

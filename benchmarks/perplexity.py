@@ -37,7 +37,7 @@ INTRO = "perplexity of SmolLM2-135M on engine/demo/handbook.txt, and how many ti
 
 
 class Unpacked:
-    """A quantised cache that gives attention what its packed values stand for."""
+    """A quantised cache that gives attention the dequantised values."""
 
     def __init__(self, packed: QuantizedKVCache) -> None:
         self.packed = packed
@@ -59,12 +59,12 @@ class Unpacked:
 
 
 def empty_cache(loaded: Any, quantised: tuple[int, int] | None) -> list[Any]:
-    """Of a group size and bits, or in the model's own dtype."""
+    """Return a cache of a group size and bits, or in the model's own dtype."""
     return [QuantizedKVCache(*quantised) for _ in loaded.layers] if quantised else make_prompt_cache(loaded)
 
 
 def perplexity(loaded: Any, tokens: list[int], cache: list[Any]) -> float:
-    """Of the tokens after the first, each given all before it."""
+    """Return the perplexity of the tokens after the first, each given all before it."""
     surprise = 0.0
     for start in range(0, len(tokens) - 1, STEP):
         read = tokens[start : min(start + STEP, len(tokens) - 1)]

@@ -1,7 +1,7 @@
-"""Persistent memory against plain MLX: what a slice of a table costs, an append to it, and a step of decoding.
+"""Persistent memory compared with plain MLX: the cost of a slice of a table, an append to it, and a step of decoding.
 
-Everything is measured in pairs, one right after the other, so that what disturbs one disturbs both; a ratio is the
-median of the pairs'. CPU seconds would do as well on one thread, but the wall clock is what a user waits for.
+Everything is measured in pairs, one right after the other, so that a disturbance affects both; a ratio is the median of
+the pairs'. The wall clock is a user's waiting time.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from collections import deque
 from contextlib import suppress
 from itertools import cycle
 
-FIRST, END = 10_000, 32_000  # below those that Linux and macOS give to whoever names none
+FIRST, END = 10_000, 32_000  # below the ephemeral ports of Linux and macOS
 _begin = random.SystemRandom().randrange(FIRST, END)
 _next = cycle([*range(_begin, END), *range(FIRST, _begin)])
-_KEPT = 64  # ports whose server may not be there yet, or be gone for a moment
+_KEPT = 64  # ports whose server may not have started yet, or may have stopped for a moment
 _marks: deque[socket.socket] = deque()  # UDP sockets of the same numbers: no other process is given these ports
 
 
@@ -19,8 +19,8 @@ def free_port() -> int:
     """One that nobody listens on, and another each time.
 
     A port that the system chooses may be given to somebody else before the server is there: to a server of another
-    process, or to a client. One of these is not, and each process begins somewhere else. Where two processes come to
-    the same port nevertheless, the first one has it: or the other's clients would speak to its server.
+    process, or to a client. One of these is not, and each process begins somewhere else. If two processes try the same
+    port, the first one has it: otherwise the other's clients would connect to its server.
     """
     for _ in range(END - FIRST):
         port = next(_next)

@@ -1,7 +1,7 @@
-"""Where the server's CPU goes: `python -m benchmarks profile --only PATH,...`, of one path at a time.
+"""Profile of the server's CPU time: `python -m benchmarks profile --only PATH,...`, of one path at a time.
 
-For each path it prints what the most samples fell on, and writes it to `results/profile-PATH.txt`: by library and by
-symbol with `perf`, where that is installed and allowed; by function of Python with py-spy, which samples from outside.
+For each path it prints the places with most samples, and writes them to `results/profile-PATH.txt`: by library and by
+symbol with `perf`, if it is installed and permitted; by function of Python with py-spy, which samples from outside.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ USUAL = [path for path in PATHS if "sockets" not in path and "mixed" not in path
 
 
 def profile(path: str, core: str, *, quick: bool = False) -> Iterator[str]:
-    """The lines for people. Unless it is `quick`, what a page costs is kept for the table of docs/performance.md."""
+    """The lines for people. Unless it is `quick`, the cost of a page is kept for the table of docs/performance.md."""
     seconds = QUICK_SECONDS if quick else SECONDS
     op, driver = path.split("-", 1)
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def _perf(pid: int, steps: Sequence[Step], seconds: int) -> Generator[str, None,
 
 
 def _py_spy(pid: int, steps: Sequence[Step], seconds: int) -> Iterator[str]:
-    """The functions of Python. What a call into compiled code takes is that of the line which calls it."""
+    """The functions of Python. The time of a call into compiled code counts for the calling line."""
     with tempfile.TemporaryDirectory() as directory:
         raw = Path(directory) / "raw"
         options = ["--function", "--threads", "--duration", str(seconds), "--rate", "400", "--format", "raw"]
@@ -143,7 +143,7 @@ def _py_spy(pid: int, steps: Sequence[Step], seconds: int) -> Iterator[str]:
 
 
 def _recorded(command: Sequence[str], steps: Sequence[Step], seconds: int) -> str:
-    """Keep the server busy while a command records it; what that complains of if it fails."""
+    """Keep the server busy while a command records it; return the error if it fails."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as recording:
         _drive(steps, seconds + 1)
         _, said = recording.communicate(timeout=60)
@@ -151,7 +151,9 @@ def _recorded(command: Sequence[str], steps: Sequence[Step], seconds: int) -> st
 
 
 def _functions(raw: str) -> list[str]:
-    """Of stacks, each with its number of samples. Those of the loop's thread: one that waits for a lock looks busy."""
+    """Return the functions of stacks, each with its number of samples. Those of the loop's thread: one that waits for a
+    lock looks busy.
+    """
     alone: Counter[str] = Counter()
     in_all: Counter[str] = Counter()
     for line in raw.splitlines():

@@ -13,7 +13,7 @@ _TURNS = (("", "hot"), ("", "page server"), ("", "cold file"), (" and a question
 
 
 def rewrite_tiers(findings: list[Finding]) -> None:
-    """Put what was found in the place of what was found before. Raises KeyError when that is not all."""
+    """Replace the former measurements. Raises KeyError if some are missing."""
     README.write_text(with_first_tokens(README.read_text(encoding="utf-8"), findings), encoding="utf-8")
 
 

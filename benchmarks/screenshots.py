@@ -25,7 +25,7 @@ MODEL = "models/smollm2"
 WORDS = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8").split()
 HANDBOOK = {"role": "system", "content": "Answer from this handbook.\n\n" + " ".join(WORDS[:620])}
 STORIES = {"role": "system", "content": "You tell stories."}
-TURNS = (  # agent, engine, what it is asked
+TURNS = (  # agent, engine, prompt
     ("alice", 0, "How long did the longest fog on record last?"),
     ("bob", 0, "What are the words that every keeper says?"),
     ("carol", 1, "What is the name of the supply boat?"),

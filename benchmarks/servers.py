@@ -75,7 +75,7 @@ class Server:
         return connect(self.port)
 
     def cpu_seconds(self) -> float:
-        """What it has used so far, in all its threads, and the kernel for it."""
+        """Return the CPU time of all threads so far, including the kernel's."""
         if Path("/proc/self/task").is_dir():  # to the nanosecond, and without asking the server
             return cpu_seconds(self.process.pid)
         info = self.admin.info("cpu")
@@ -87,7 +87,7 @@ class Server:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What all threads of a process have used so far, and the kernel for them, where the system is Linux."""
+    """Return the CPU time of all threads of a process so far, including the kernel's, on Linux."""
     threads = Path(f"/proc/{pid}/task")
     return sum(int((thread / "schedstat").read_text(encoding="utf-8").split()[0]) for thread in threads.iterdir()) / 1e9
 
@@ -114,7 +114,7 @@ def _run(
 
 
 def _answer(admin: redis.Redis, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What it says of itself, once it answers."""
+    """Return its INFO, once it answers."""
     deadline = time.monotonic() + _START_WITHIN
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Whose the server's CPU time is: the samples of `perf`, by library and symbol, put into a few parts."""
+"""Parts of the server's CPU time: the samples of `perf`, by library and symbol, in a few groups."""
 
 from __future__ import annotations
 

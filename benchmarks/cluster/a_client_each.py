@@ -68,7 +68,7 @@ def _pass(clients: Sequence[Connection], op: str, nbytes: int) -> float:
 
 
 def measured(quick: bool) -> list[Finding]:
-    """Of blocks of each size."""
+    """Measure blocks of each size."""
     findings: list[Finding] = []
     with start_kvpage() as alone, start_kvpage() as first, start_kvpage() as second:
         servers = (alone, first, second)

@@ -152,7 +152,7 @@ class Work:
         return f"{count} of {spell(shape.nbytes)}"
 
     def copy(self, values: list[Any]) -> None:
-        """What a client gives, to where it belongs."""
+        """Copy a client's results to their places."""
         for into, value in zip(self.into, values, strict=True):
             into[:] = np.frombuffer(value, np.uint8)
 
@@ -165,7 +165,7 @@ def _pass(move: Callable[[], Any], nbytes: int) -> Pass:
 
 
 def _round_trips(cluster: Cluster, work: Work) -> Iterator[Finding]:
-    """Of one call that asks for all blocks."""
+    """Measure one call for all blocks."""
     with PageClient(cluster.url, deadline=60) as client:
         client.mset_blocks(work.names, work.shape, work.bodies)
         assert client._several
@@ -230,7 +230,7 @@ def _measured(
 
 
 def measured(quick: bool) -> tuple[list[Finding], str]:
-    """What was found, and the version of Valkey."""
+    """Return the findings, and the version of Valkey."""
     glide_sync.Logger.set_logger_config(glide_sync.LogLevel.OFF)
     findings: list[Finding] = []
     with (

@@ -1,4 +1,4 @@
-"""An agent comes back: its first token from a Valkey Cluster and from servers side by side, beside one page server."""
+"""An agent returns: its first token from a Valkey Cluster and from several servers, compared with one page server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTRO = "SmolLM2-135M in float32; seconds to the first token of an agent that co
 
 
 def measured(quick: bool) -> Iterator[Finding]:
-    """Of contexts of each size."""
+    """Measure contexts of each size."""
     loaded, tokenizer = model.load(SMOLLM2)
     machine = Machine(loaded, tokenizer, ModelCacheSpec.probe(loaded, tokenizer))
     text = tokenizer.encode(files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")) * 4

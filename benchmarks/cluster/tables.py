@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, from what was found: `results/cluster.json` and `results/cluster_engine.json`."""
+"""The tables of docs/scaling.md, from the measurements: `results/cluster.json` and `results/cluster_engine.json`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROWS = (  # of clients.py and a_client_each.py, which need more than this to be
 
 
 def _found(name: str) -> list[dict[str, Any]]:
-    """What was measured, if it was."""
+    """Return the measurements, if there are any."""
     path = RESULTS / f"{name}.json"
     found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["findings"] if path.exists() else []
     return found

@@ -1,4 +1,4 @@
-"""KVPAGEMGET of twice as many pages as there are, beside one of those alone: what a miss costs."""
+"""KVPAGEMGET of twice as many pages as exist, compared with one of the existing ones: the cost of a miss."""
 
 from __future__ import annotations
 

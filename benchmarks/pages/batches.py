@@ -1,4 +1,6 @@
-"""Batches of single pages beside Valkey: sizes from 1 to 256 KiB and mixed ones, three orders of keys, two clients."""
+"""Batches of single pages compared with Valkey: sizes from 1 to 256 KiB and mixed ones, three orders of keys, two
+clients.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _bytes_a_page(server: Server, fill: Callable[[Server, int], int], pages: int) -> float:
-    """Resident memory beside bodies."""
+    """Return the resident memory per byte of bodies."""
     fill(server, 1)
     before = server.resident()
     filled = fill(server, pages)

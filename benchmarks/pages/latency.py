@@ -21,7 +21,7 @@ ASKED = b"*6\r\n$9\r\nKVPAGEGET\r\n$7\r\nlatency\r\n" + 4 * b"$1\r\n0\r\n"
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """KVPAGEGET beside redis-server's GET. Raises Wrong for wrong bytes."""
+    """Compare KVPAGEGET with redis-server's GET. Raises Wrong for wrong bytes."""
     print("KVPAGEGET of 16 KiB ...", flush=True)
     found: list[tuple[float, float]] = []
     for _ in range(plan.sets):

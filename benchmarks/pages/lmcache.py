@@ -22,7 +22,7 @@ from kvpage_server.bench import GB
 
 KEYS = 64  # a round
 SIZES = {64: 31, 256: 15, 2048: 3}  # KiB of a value, and rounds
-TARGETS = {  # beside Valkey
+TARGETS = {  # relative to Valkey
     (64, "store"): Target(1.8, 0.7),
     (64, "load"): Target(1.8, 0.85),
     **{(256, op): Target(1.3, 0.9) for op in ("store", "load")},

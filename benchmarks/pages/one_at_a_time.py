@@ -1,4 +1,5 @@
-"""One command outstanding on a socket, which is how most clients talk: KVPAGESET and KVPAGEGET beside SET and GET.
+"""One command outstanding on a socket, which is how most clients talk: KVPAGESET and KVPAGEGET compared with SET and
+GET.
 
 With sixteen sockets one command is outstanding on each: the client receives from each in turn, and asks again.
 """
@@ -69,7 +70,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
 
 
 def name(op: str, size: int, count: int) -> str:
-    """Of what is done."""
+    """Return the name of the work."""
     return f"{op} a page of {size} KiB at a time, {spell_sockets(count)}"
 
 

@@ -1,5 +1,5 @@
-"""An ordinary client, the same for all servers: it sends what there is with `sendmsg`, and receives what is left with
-`recv_into`. It knows no low-water marks, and joins nothing that is long.
+"""An ordinary client, the same for all servers: it sends with `sendmsg`, and receives with `recv_into`. It knows no
+low-water marks, and joins nothing that is long.
 
 kvpage-server is asked for pages and blocks. Redis and Valkey are asked for values of the same bytes under the keys of
 the same pages, with MSET and MGET: no header, no checksum. Requests are made ready before anything is measured.
@@ -23,7 +23,7 @@ _JOINED = 512  # bytes below which pieces are joined
 
 
 class Wrong(AssertionError):
-    """What came back is not what was written, or is no answer at all."""
+    """A reply differs from the written bytes, or is invalid."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Way:
 
     writes: list[Step]
     reads: list[Step]
-    check: Callable[[int], None]  # of what a generation's read has brought, right after it; raises Wrong
+    check: Callable[[int], None]  # checks a generation's read, right after it; raises Wrong
 
 
 def must_be(read: bytes | memoryview, written: bytes | memoryview) -> None:
@@ -65,7 +65,7 @@ def send(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
 
 
 def receive(sock: socket.socket, into: memoryview) -> None:
-    """As many bytes as there is room for. Raises EOFError when there are no more."""
+    """Receive until the memory is full. Raises EOFError at the end of the stream."""
     while into:
         count = sock.recv_into(into)
         if not count:
@@ -133,7 +133,7 @@ def way(
     *,
     oks: int = 1,
 ) -> Way:
-    """Requests that are sent, and what answers them: so many times OK, and arrays of bulk strings."""
+    """Return the requests, and their replies: OKs, and arrays of bulk strings."""
     answers = Answers(expected)
     right, answer = oks * OK, memoryview(bytearray(oks * len(OK)))
 

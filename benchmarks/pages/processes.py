@@ -1,7 +1,7 @@
-"""Two servers beside one, on all cores of this machine.
+"""Two servers compared with one, on all cores of this machine.
 
-One server and one client, then two servers on two ports with a client each, round after round. Every client moves its
-own pages of 64 KiB for a while; what counts is what all of them moved together.
+One server and one client, then two servers on two ports with a client each, round after round. Every client transfers
+its own pages of 64 KiB for a while; the result is the sum of all clients.
 """
 
 from __future__ import annotations

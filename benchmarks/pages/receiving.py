@@ -1,6 +1,6 @@
-"""A context's blocks received through the page clients, beside a bare loop of `recv_into` that asks the same server.
+"""A context's blocks received through the page clients, compared with a bare loop of `recv_into` from the same server.
 
-What is received into has been touched before: the first touch of fresh memory is not the client's.
+The buffers have been touched before: the first touch of fresh memory is not the client's cost.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def findings(server: Server, rounds: int) -> Iterator[Finding]:
 
 
 def _bare(sock: socket.socket, work: Blocks) -> Way:
-    """Bytes received where they belong, and what is between them not looked at."""
+    """Receive bytes in place, and ignore the bytes between them."""
     between = bytearray(b"\r\n$%d\r\n" % work.nbytes)
     before, after = bytearray(len(b"*%d\r\n" % work.count) + len(between) - 2), bytearray(2)
 

@@ -1,7 +1,7 @@
-"""The page client beside redis-py, both talking to kvpage-server: pages of 32 and of 4 KiB.
+"""The page client compared with redis-py, both with kvpage-server: pages of 32 and of 4 KiB.
 
-Client and server have a core each, so GB/s are what the slower of them can do, and the other one waits; what an engine
-pays is the client's CPU time.
+Client and server have a core each, so GB/s are limited by the slower of them; an engine's cost is the client's CPU
+time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _writes(client: PageClient, work: PageWork) -> Way:
 
 
 def _reads(client: PageClient, work: PageWork) -> Way:
-    places = [list(batch.read) for batch in work.batches]  # whoever reads pages has made room for them
+    places = [list(batch.read) for batch in work.batches]  # readers of pages have allocated buffers
 
     def move(generation: int) -> list[bool]:
         return client.mget_into(work.keys[generation], places[generation])

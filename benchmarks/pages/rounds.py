@@ -1,4 +1,4 @@
-"""Servers measured in turn, round after round, so that what disturbs one disturbs the others: ratios are of one round.
+"""Servers measured in turn, round after round, so that a disturbance affects all of them: ratios are of one round.
 
 Two processes of one server differ by up to a tenth, for as long as they live: it depends on where their memory happens
 to lie. So the rounds of a figure are shared among several sets of servers, each started anew.
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def sets(self) -> int:
-        """Of servers that are started anew."""
+        """Return the number of sets of new servers."""
         return 1 if self.quick else 3
 
     @property
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is measured: a server, and how a client moves the bytes."""
+    """A server with a client's method of transfer."""
 
     server: Server
     way: Way
@@ -145,7 +145,7 @@ NO_TARGET = Target()
 
 @dataclass
 class Trials:
-    """What was found of several sets of servers, by the work that was done."""
+    """Results of several sets of servers, by work."""
 
     ours: str
     _sets: dict[tuple[str, str], list[Passes]] = field(default_factory=dict)  # by op and work
@@ -162,14 +162,14 @@ class Trials:
         ops: Iterable[str] = OPS,
         least: int | None = None,
     ) -> None:
-        """Write, then read. `targets` are those of each op beside each of the others."""
+        """Write, then read. `targets` are those of each op relative to each other server."""
         print(f"{work} ...", flush=True)
         for op in ops:
             self._sets.setdefault((op, work), []).append(compare(contestants, op, nbytes, plan, least))
             self._targets[op, work] = targets.get(op, {})
 
     def findings(self) -> Iterator[Finding]:
-        """Of each op beside each of the others."""
+        """Yield the findings of each op relative to each other server."""
         for (op, work), sets in self._sets.items():
             passes = together(sets)
             for other in passes:
@@ -179,7 +179,7 @@ class Trials:
 
 
 def beside(work: str, passes: Passes, ours: str, other: str, target: Target) -> Iterator[Finding]:
-    """What one server needs and does beside another: CPU first."""
+    """Yield one server's cost and speed relative to another one's: CPU first."""
 
     def finding(what: str, of: Callable[[Pass], float], at_least: float | None, at_most: float | None) -> Finding:
         measured = " / ".join(f"{middle(passes, name, of):.3f}" for name in (ours, other))

@@ -1,4 +1,4 @@
-"""What a command that is no page costs: redis-benchmark on kvpage-server beside redis-server.
+"""The cost of a command without pages: redis-benchmark on kvpage-server compared with redis-server.
 
 50 clients, values of 3 bytes; 16 commands in a pipeline, and one at a time.
 """

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md, from what was found: `results/pages-KIND.json`."""
+"""The tables of README.md and docs/performance.md, from the measurements: `results/pages-KIND.json`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SMALL, LARGE = [size for size in SIZES if size <= 4], [size for size in SIZES if
 
 
 class Found:
-    """What was found, by what was done and beside whom."""
+    """Measurements, by work and compared server."""
 
     def __init__(self, findings: Iterable[Finding]) -> None:
         self.findings = list(findings)
         self._by_name = {(each.work, each.against, each.what): each for each in self.findings}
 
     def one(self, work: str, against: str, what: str) -> Finding:
-        """Raises KeyError for what was not measured."""
+        """Raises KeyError for a missing measurement."""
         return self._by_name[work, against, what]
 
     def knows(self, work: str, against: str, what: str) -> bool:
@@ -107,7 +107,7 @@ SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
 
 
 def summary(known: Found) -> str:
-    """README's: the ordinary client, and of three orders of keys the worst. What was never measured is left out."""
+    """README's: the ordinary client, and of three orders of keys the worst. Missing measurements are left out."""
 
     def cell(against: str, what: str, op: str, all_works: list[Works]) -> str:
         ratios = (
@@ -163,7 +163,7 @@ def alone(known: Found) -> str:
 
 
 def others(known: Found) -> str:
-    """What has a target and stands in no other table."""
+    """Return the findings with a target that are in no other table."""
     elsewhere = (" pages of ", " a page of ")
     rows = [
         [each.work, each.against, each.what, each.measured, f"{each.value:.3g}", each.target]

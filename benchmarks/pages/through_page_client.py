@@ -1,4 +1,4 @@
-"""The same work through `PageClient`, by what it offers to everybody.
+"""The same work through `PageClient`'s public methods.
 
 It speaks to Redis and Valkey as well: there pages go as values with MSET and MGET, each with its 64 bytes of header.
 """

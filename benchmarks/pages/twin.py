@@ -1,4 +1,4 @@
-"""The core's Python twin beside an older checkout, for pages that are not small."""
+"""The core's reference implementation compared with an older checkout, for pages that are not small."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What it costs a server to be watched: by nobody, by a scrape a second, by that and by open dashboards.
+"""The cost of monitoring for a server: none, a scrape a second, a scrape with open dashboards.
 
-It is one and the same server in every pass: two processes of it differ by more than what is looked for, and
-`metrics-port` alone adds but a process that waits. The process that answers HTTP has the server's core, as it
-has where there is but one; its time is told by itself.
+Every pass uses the same server: two processes of it differ by more than the measured effect, and `metrics-port` alone
+only adds an idle process. The HTTP process shares the server's core, as on a machine with one core; its time is
+reported separately.
 
-What is looked for, a hundredth, is less than two passes in a row differ by: many short passes, by turns. The time that
-the processes need while nobody asks for pages is told beside them, and is exact.
+The measured effect, one percent, is smaller than the difference of two passes in a row: many short passes, in turns.
+The processes' time without requests for pages is reported as well, and is exact.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MOST_OF_A_CORE = 0.01
 ROUNDS = 14  # with each set of three
 PASS_BYTES = 2 << 30  # a second
 READ_SECONDS = 1.0
-IDLE_SECONDS = 20.0  # what dashboards ask for every five seconds is in them
+IDLE_SECONDS = 20.0  # includes requests that dashboards send every five seconds
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a server does while it is watched, or is not."""
+    """Work of a server with and without monitoring."""
 
     contestant: Contestant
     nbytes: int  # of a generation
@@ -77,7 +77,7 @@ class Work:
 
 @dataclass
 class Found:
-    """Of each set of rounds."""
+    """Findings of each set of rounds."""
 
     passes: dict[str, list[Passes]]  # by op
     slow: list[dict[str, float]]  # seconds of the slow reads, a round each
@@ -109,7 +109,7 @@ def _time_beside(server: Server) -> float:
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
-    """GB/s and CPU time of the server, single reads, and what watching costs a server that has nothing else to do."""
+    """Yield GB/s and CPU time of the server, single reads, and the cost of monitoring for an idle server."""
     found = Found({op: [] for op in OPS}, [], [])
     for _ in range(plan.sets):
         with _working() as work:

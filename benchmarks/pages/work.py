@@ -1,4 +1,4 @@
-"""What is moved: batches of pages under names in three orders, with bodies of one length or of many."""
+"""The work: batches of pages under names in three orders, with bodies of one length or of many."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def mixed_pages(count: int, order: str) -> Work:
 
 
 def mixed_name(count: int) -> str:
-    """Of the work, without the order of its keys."""
+    """Return the name of the work, without the order of its keys."""
     return f"{count} pages of 3 bytes to 300 KB"
 
 

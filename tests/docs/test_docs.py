@@ -1,4 +1,4 @@
-"""docs/commands.md describes the server: generated from the command table, its examples run, its arguments are hinted."""
+"""docs/commands.md describes the server: it matches the command table, its examples run, its arguments are hinted."""
 
 from __future__ import annotations
 

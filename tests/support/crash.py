@@ -297,7 +297,7 @@ class Harness:
 
     @contextmanager
     def _refusals(self, dying: threading.Event) -> Iterator[None]:
-        """If the disk may be full, continue after refused commands, and after the connection that ends with the server."""
+        """If the disk may be full, continue after refused commands, and after the server's end."""
         try:
             yield
         except redis.ConnectionError:

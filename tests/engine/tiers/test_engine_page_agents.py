@@ -1,4 +1,4 @@
-"""Agents on the page server: forks cost nothing, unreferenced blocks are deleted, and writers do not harm one another."""
+"""Agents on the page server: forks cost nothing, unreferenced blocks are deleted, and writers do not interfere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts of agents: in memory, then on the server, then in files; nothing is lost, leaked, written twice or mixed up."""
+"""Contexts of agents: in memory, on the server, then in files; nothing is lost, leaked, written twice or mixed up."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ def random_words(rng: random.Random) -> str:
 
 @pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
 def test_redis_tells_the_same() -> None:
-    """The same random commands of three clients to redis-server and to ours: the same replies, the same invalidations."""
+    """The same random commands of three clients to redis-server and ours: the same replies and invalidations."""
     with start_redis() as theirs, start_server() as ours:
         told = 0
         for seed in range(15):

@@ -24,7 +24,7 @@ def get(path: str) -> bytes:
 
 
 def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
-    """Run a story with a server that answers /held after a signal, /body after its body, and other paths immediately."""
+    """Run a story with a server that answers /held after a signal, /body after its body, and others immediately."""
 
     async def run() -> None:
         may_go = asyncio.Event()

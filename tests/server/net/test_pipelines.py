@@ -71,7 +71,7 @@ def test_what_changes_how_the_next_command_is_treated_does_so(
 
 @pytest.mark.parametrize("turn", [0, 60 * 10**9], ids=["command by command", "all at once"])
 def test_own_reply_comes_before_the_invalidation(turn: int) -> None:
-    """Commands that are sent together may be answered in several turns. The invalidation is sent at the end of a turn."""
+    """Pipelined commands may be answered in several turns. The invalidation is sent at the end of a turn."""
     program = with_constants("kvpage_server.net.session", TURN=turn)
     with start_server(program=program) as server, Wire(server.port) as wire, Wire(server.port) as other:
         wire.ask(b"HELLO", b"3")

@@ -23,7 +23,7 @@ _LOOK = 5 * MS
 
 
 class Deeds:
-    """Steps of one run. A method for each kind of step; it returns True where it goes on with the next one by itself."""
+    """Steps of one run. A method for each kind of step; it returns True if it starts the next one itself."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -25,7 +25,7 @@ _LEAP = 120_000  # milliseconds; a clock is set by half as many
 
 
 class Dumper:
-    """A process that dumps the server's keys, and may restore them. Keys that existed all the time must be in the dump."""
+    """A process that dumps the server's keys, and may restore them. Permanent keys must be in the dump."""
 
     def __init__(self, run: Run, step: Step) -> None:
         self._run = run

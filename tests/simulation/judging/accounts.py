@@ -143,7 +143,7 @@ def _slots(server: Server) -> Iterator[Slot]:
 
 
 def left(server: Server) -> dict[str, int]:
-    """Return the remains of clients and their values; nothing, after all have disconnected and everything was removed."""
+    """Return the remains of clients and values; nothing, after all have disconnected and everything was removed."""
     keyspace, tiered = server.keyspace, server.tiered
     events, settled = server.events, tiered is None or tiered.behind.settled
     return {

@@ -52,7 +52,7 @@ class Conversation:
 
     @property
     def gone(self) -> bool:
-        """Return whether the server knows that the connection has ended. All parts of the server may notice it later."""
+        """Return whether the server knows that the connection has ended. Other parts of it may notice later."""
         return self.client is not None and bool(self.client.gone)
 
     def unwatch(self) -> None:

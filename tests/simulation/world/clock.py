@@ -39,7 +39,7 @@ class Clock:
         return self.wall // 1_000_000
 
     def monotonic_ns(self) -> int:
-        """What `time.monotonic_ns` says."""
+        """Return `time.monotonic_ns`."""
         self.now += self.cost()
         return self.now
 

@@ -1,8 +1,8 @@
-"""The disk: the server's real database, in a file in memory, with what disks do to those who use them.
+"""The disk: the server's real database, in a file in memory, with the faults of disks.
 
-Faults come between the server and LMDB. A commit can fail because the disk is full, or refuses to write; a read can
-fail, or find other bytes than were written; and everything can take long. What was committed, and nothing else, is in
-the file, so a process that dies leaves a copy of it to the next one.
+Faults are injected between the server and LMDB. A commit can fail because the disk is full, or refuses to write; a read
+can fail, or find other bytes than were written; and everything can take long. The file has exactly the committed data,
+so a killed process leaves a copy of it to the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import lmdb
 
 
 class Usage(NamedTuple):
-    """As shutil has it."""
+    """Result of shutil.disk_usage."""
 
     total: int
     used: int
@@ -35,10 +35,10 @@ _RESERVE = 1 << 20  # bytes that are free once the server gives up the file that
 
 @dataclass
 class Faults:
-    """What is wrong with the disk now."""
+    """Current faults of the disk."""
 
     full: bool = False
-    room: int = 0  # bytes that a full disk takes all the same: what was freed in the file, and its reserve
+    room: int = 0  # bytes that a full disk still takes: space freed in the file, and its reserve
     refuses: bool = False  # to write
     unreadable: bool = False
     slow: int = 0  # nanoseconds for each call, at most
@@ -57,7 +57,7 @@ class SimulatedDisk:
         self._pause = pause
         self._rng = rng
         self.commits = 0
-        self.map_size = 0  # bytes that the values of a database, and what replaces them, may take; 0 for no limit
+        self.map_size = 0  # limit in bytes for the values of a database, and those that replace them; 0 for none
         self.databases: dict[bytes, Any] = {}  # of the environment that was opened last
         self._live: lmdb.Environment | None = None
 
@@ -67,7 +67,9 @@ class SimulatedDisk:
         return Environment(env, self)
 
     def rot(self, rng: random.Random, database: bytes, bits: int) -> bool:
-        """Flip bits in a value of a database, wherever it stands in the file; whether there is one. Nobody is told."""
+        """Flip bits in a value of a database, wherever it stands in the file; whether there is one. No notification is
+        sent.
+        """
         env = self._live
         if env is None:
             return False
@@ -88,7 +90,7 @@ class SimulatedDisk:
         return bytes(wrong) != piece
 
     def usage(self, path: Any) -> Usage:
-        """What `shutil.disk_usage` says."""
+        """Return `shutil.disk_usage`."""
         return Usage(PLENTY, PLENTY if self.faults.full else 0, 0 if self.faults.full else PLENTY)
 
     def wait(self) -> None:
@@ -97,7 +99,7 @@ class SimulatedDisk:
             self._pause(self._rng.randrange(1_000, max(self.faults.slow, 200_000)))
 
     def check_write(self, growth: int, freed: int, there: int) -> None:
-        """Raises what LMDB does when the disk takes nothing, or not so much beside what is `there`."""
+        """Raise LMDB's error if the disk takes nothing, or not so much in addition to `there` bytes."""
         if 0 < self.map_size < there + growth:
             self.faults.strike("map full")
             raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
@@ -117,7 +119,7 @@ class SimulatedDisk:
 
 
 class Environment:
-    """LMDB's environment; what is not about faults is LMDB's own."""
+    """LMDB's environment with faults; all other methods are LMDB's own."""
 
     def __init__(self, env: lmdb.Environment, disk: SimulatedDisk) -> None:
         self._env = env
@@ -213,7 +215,7 @@ class Writing:
 
 
 def copy_of(directory: Path, to: Path) -> None:
-    """What a process that dies leaves to the next one."""
+    """Copy the files that a killed process leaves to the next one."""
     to.mkdir()
     for file in sorted(directory.iterdir()):
         if not file.name.endswith(("-lock", ".lock")) and file.is_file():

@@ -1,4 +1,4 @@
-"""The event loop of the server: asyncio's own, over a selector that asks the world what happens next."""
+"""The event loop of the server: asyncio's own, with a selector that asks the world for the next event."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Selector(selectors.BaseSelector):
         self._order: dict[int, int] = {}  # of registration, by descriptor
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """As selectors have it."""
+        """Register as selectors do."""
         key = self._real.register(fileobj, events, data)
         self._order[key.fd] = next(self._numbers)
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """As selectors have it."""
+        """Unregister as selectors do."""
         key = self._real.unregister(fileobj)
         self._order.pop(key.fd, None)
         return key
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """As selectors have it."""
+        """Modify as selectors do."""
         return self._real.modify(fileobj, events, data)
 
     def select(self, timeout: float | None = None) -> Ready:
-        """What can be read and written. When nothing can, time passes."""
-        if self._wait(0.0):  # what is due now
+        """Return readable and writable descriptors. If there are none, time advances."""
+        if self._wait(0.0):  # due events
             timeout = 0.0
         while True:
             found = self._real.select(0)
@@ -55,11 +55,11 @@ class Selector(selectors.BaseSelector):
             timeout = 0.0  # something happened, which may have given the loop something to do
 
     def close(self) -> None:
-        """As selectors have it."""
+        """Close as selectors do."""
         self._real.close()
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """As selectors have it."""
+        """Return the map as selectors do."""
         return self._real.get_map()
 
 
@@ -69,7 +69,7 @@ class Loop(asyncio.SelectorEventLoop):
     def __init__(self, selector: selectors.BaseSelector, now: Callable[[], int]) -> None:
         self._now = now
         super().__init__(selector)
-        self.set_debug(False)  # whatever PYTHONASYNCIODEBUG says: it would refuse what threads of the world may do
+        self.set_debug(False)  # ignores PYTHONASYNCIODEBUG, which would forbid calls of the world's threads
         self._clock_resolution = 1e-6
         self.on_signal: dict[int, Callable[[], Any]] = {}
 
@@ -88,7 +88,7 @@ class Loop(asyncio.SelectorEventLoop):
         def work() -> None:
             try:
                 result = func(*args)
-            except Exception as error:  # noqa: BLE001 - it is who asked that it is told
+            except Exception as error:  # noqa: BLE001 - passed to the caller
                 self.call_soon_threadsafe(_tell, done, None, error)
             else:
                 self.call_soon_threadsafe(_tell, done, result, None)
@@ -97,17 +97,17 @@ class Loop(asyncio.SelectorEventLoop):
         return done
 
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
-        """Note what a signal would do."""
+        """Note the callback of a signal."""
         self.on_signal[sig] = lambda: callback(*args)
 
 
 class ThreadSelector(selectors.DefaultSelector):
-    """Of a loop that a thread runs: while nothing is ready, the thread gives up its turn."""
+    """Selector of a thread's loop: while nothing is ready, the thread gives up its turn."""
 
     _waiting: threads.Thread | None = None
 
     def select(self, timeout: float | None = None) -> Ready:
-        """What can be read and written."""
+        """Return readable and writable descriptors."""
         found = super().select(0)
         thread = threads.turns.mine()
         if found or timeout == 0.0 or thread is None:

@@ -1,4 +1,4 @@
-"""The machine: what happens when, and everything that the server would ask a real one for."""
+"""The machine: the order of events, and everything that the server would request from a real one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Idle(Exception):
 
 
 class Machine:
-    """One for each run. What is random here is drawn from the run's seed."""
+    """One for each run. Its random numbers are drawn from the run's seed."""
 
     def __init__(self, clock: Clock, seed: str) -> None:
         self.clock = clock

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-ROOM = 64 << 20  # bytes that are to be free: what a run takes, several times
+ROOM = 64 << 20  # bytes that must be free: several times the space of a run
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -23,7 +23,7 @@ def parent() -> str | None:
 
 
 def check(parent: str | None) -> None:
-    """Make what a run makes, and remove it again. Raises Unusable. `parent`: None for the one of temporary files."""
+    """Create and remove the files of a run. Raises Unusable. `parent`: None for the directory of temporary files."""
     try:
         directory = Path(parent or tempfile.gettempdir(), f"kvpage-world-{os.urandom(4).hex()}")
         life = directory / "life-1000"
@@ -42,7 +42,7 @@ def check(parent: str | None) -> None:
 
 
 def told(parent: str | None, why: str) -> str:
-    """Why no run can be made there, and what it takes."""
+    """Return the reason why no run can be made there, with the requirements."""
     which = parent or "the directory of temporary files, TMPDIR"
     return (
         f"no run can be made in {which}: {why}. It is to be a directory that may be written to, with {ROOM >> 20} MiB "

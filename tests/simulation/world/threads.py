@@ -1,8 +1,8 @@
 """Threads of which one runs at a time, and no other than the world chose.
 
-The server's threads are real ones, and their code is as it is. But whoever waits, in a queue, for an event or for a
-thread's end, gives the turn back to the loop's thread, and is given it again at a moment of the world's own time. So
-the same seed gives the same order, always.
+The server's threads are real ones, and their code is as it is. But a thread that waits, for a queue, for an event or
+for a thread's end, gives its turn back to the loop's thread, and receives it again at a moment of the world's own time.
+So the same seed gives the same order, always.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turns:
         self.pace = pace
         self.current: Thread | None = None
         self.threads: list[Thread] = []
-        self.broke: Callable[[str], None] = lambda text: None  # told of an exception that ends a thread
+        self.broke: Callable[[str], None] = lambda text: None  # called with an exception that ends a thread
         self._owner = SERVER
 
     @property
@@ -48,7 +48,7 @@ class Turns:
 
     @contextmanager
     def of(self, owner: str) -> Iterator[None]:
-        """What the loop's thread starts belongs to that process."""
+        """Assign threads that the loop's thread starts to that process."""
         self._owner = owner
         try:
             yield
@@ -73,14 +73,14 @@ _nobodys = turns = Turns(lambda: 0, lambda after, do: None, lambda name: 0)  # o
 
 
 class Thread(_RealThread):
-    """A thread of whoever lives in the world; where there is none, a real one."""
+    """A thread of the world; outside of a world, a real one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._simulated = turns is not _nobodys
         self.owner = turns.owner
         self.begun = self.over = self.killed = False
-        self.works = False  # before and after that it is Python's own: what it waits for then, it waits for truly
+        self.works = False  # before and after that it is Python's own: then its waits are real
         self._go, self._back = _thread.allocate_lock(), _thread.allocate_lock()
         self._go.acquire()
         self._back.acquire()
@@ -161,7 +161,7 @@ class Thread(_RealThread):
 
 
 class SimpleQueue:
-    """What threads wait for."""
+    """Queue that threads of the world wait for."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -171,7 +171,7 @@ class SimpleQueue:
         return cls
 
     def put(self, item: Any) -> None:
-        """Somebody who waits goes on."""
+        """Add an item, and wake a waiting thread."""
         self._items.append(item)
         if self._waiting:
             thread = self._waiting.popleft()
@@ -214,14 +214,14 @@ class Lock:
         self._waiting: list[Thread] = []
 
     def locked(self) -> bool:
-        """As locks have it."""
+        """Return as locks do."""
         return self._real.locked()
 
     def _at_fork_reinit(self) -> None:
         self._real = _thread.allocate_lock()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As locks have it."""
+        """Acquire as locks do."""
         if self._real.acquire(False):
             return True
         if not blocking:
@@ -246,7 +246,7 @@ class Lock:
             self._waiting.remove(thread)
 
     def release(self) -> None:
-        """As locks have it."""
+        """Release as locks do."""
         self._real.release()
         for thread in self._waiting:
             thread.wake(0)
@@ -256,14 +256,14 @@ class Lock:
 
 
 class Poll:
-    """As select.poll; a thread of the world looks again and again."""
+    """select.poll; a thread of the world polls repeatedly."""
 
     def __init__(self) -> None:
         self._real = _real_poll()
         self.register, self.modify, self.unregister = self._real.register, self._real.modify, self._real.unregister
 
     def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
-        """What is ready within so many milliseconds."""
+        """Return ready descriptors within `timeout` milliseconds."""
         thread = turns.mine()
         if thread is None:
             return self._real.poll(timeout)
