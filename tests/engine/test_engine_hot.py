@@ -1,4 +1,4 @@
-"""The hot tier: the least recently used context leaves first, nothing dirty is lost, and memory stays within a limit."""
+"""The hot tier: the least recently used context leaves first, nothing dirty is lost, and memory is bounded."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MISTAKES = [
     ),
     Mistake(
         "reader-ends-at-full-disk",
-        _STORE + "disk.file.lmdb_file",
+        _STORE + "disk.lmdb_file",
         "told._said_by_lmdb",
         "little = self._writing and _says(error, errno.EIO)",
         "little = _says(error, errno.EIO)",
@@ -84,7 +84,7 @@ MISTAKES = [
     ),
     Mistake(
         "checksum-not-compared",
-        _STORE + "disk.file.bodies",
+        _STORE + "disk.bodies",
         "StoredBodies.read",
         "return True if digest == body.digest else Damaged(_WRONG_BODY)",
         "return True",
@@ -108,7 +108,7 @@ MISTAKES = [
     ),
     Mistake(
         "flush-not-written",
-        _STORE + "disk.stored",
+        _STORE + "disk.usage",
         "Stored.clear",
         "        self.behind.clear()\n        self.usage.clear()",
         "        self.usage.clear()",
@@ -116,7 +116,7 @@ MISTAKES = [
     ),
     Mistake(
         "failed-batch-is-dropped",
-        _STORE + "disk.file.write_behind",
+        _STORE + "disk.write_behind",
         "WriteBehind._failed",
         "            self._next = batch\n        if isinstance",
         "            pass\n        if isinstance",
@@ -124,7 +124,7 @@ MISTAKES = [
     ),
     Mistake(
         "newer-change-is-overwritten",
-        _STORE + "disk.file.write_behind",
+        _STORE + "disk.write_behind",
         "WriteBehind._failed",
         "                batch.note(name, value, size)\n            self._next = batch",
         "                batch.changes.setdefault(name, (value, size))\n            self._next = batch",
@@ -220,7 +220,7 @@ MISTAKES = [
     ),
     Mistake(
         "waiting-for-the-disk-for-ever",
-        _STORE + "disk.file.write_behind",
+        _STORE + "disk.write_behind",
         "WriteBehind._tell_waiting",
         "            if position <= self.durable or self.failing:\n",
         "            if position <= self.durable:\n",
@@ -364,7 +364,7 @@ MISTAKES = [
     ),
     Mistake(
         "written-while-room-is-made",
-        _STORE + "disk.file.write_behind",
+        _STORE + "disk.write_behind",
         "WriteBehind._room_is_made",
         "            if name in self._next.removed:\n",
         "            if name in self._next.changes:\n",
@@ -396,7 +396,7 @@ MISTAKES = [
     ),
     Mistake(
         "woken-in-any-order",
-        _STORE + "disk.file.write_behind",
+        _STORE + "disk.write_behind",
         "WriteBehind._tell_waiting",
         "for position, then in waiting:",
         "for position, then in set(waiting):",
@@ -437,7 +437,7 @@ MISTAKES = [
     ),
     Mistake(
         "monitors-see-no-transactions",
-        _COMMANDS + "dispatch.shown",
+        _COMMANDS + "dispatch.run",
         "show_monitors",
         'if spec.flags & {"admin", "skip_monitor"}:',
         'if spec.flags & {"admin", "skip_monitor"} or client.transaction is not None:',
@@ -453,7 +453,7 @@ MISTAKES = [
     ),
     Mistake(
         "prefix-of-another-length",
-        _COMMANDS + "notifying.prefixes",
+        _COMMANDS + "notifying.tracking",
         "Prefixes.of",
         "            if child is None or not name.startswith(child.label, at):\n",
         "            if child is None:\n",
@@ -541,7 +541,7 @@ MISTAKES = [
     ),
     Mistake(
         "full-memory-takes-more",
-        _COMMANDS + "dispatch.admission",
+        _COMMANDS + "dispatch.disk",
         "have_room",
         "    except OutOfMemory:\n        if client.server.tiered is not None:\n            wait_for_room(client.server.tiered)\n",
         "    except OutOfMemory:\n        if client.server.tiered is None:\n            return\n        wait_for_room(client.server.tiered)\n",
