@@ -23,7 +23,7 @@ def kept(*turns: Turn) -> list[bool]:
     return [*Outcome(turns, TURNS).promises().values()]
 
 
-def test_another_text_a_loss_that_is_not_computed_and_one_without_a_reason_are_told() -> None:
+def test_a_report_names_changed_text_and_unexplained_losses() -> None:
     first, second, third = TURNS
     assert kept(*TURNS) == [True, True, True]
     assert kept(first, replace(second, text="other"), third) == [False, True, True]

@@ -21,7 +21,7 @@ TOKENIZER = letter_tokenizer()
 TOKENS = np.random.default_rng(10).integers(0, 96, 200).tolist()
 
 
-def test_blocks_are_measured_both_ways_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_measured_both_ways_and_against_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_reconstruct, "HEAD_DIM", 16)
     case = engine_reconstruct.Case(2, 3)
     case.check()
@@ -71,7 +71,7 @@ def test_perplexity_is_that_of_all_tokens_read_at_once() -> None:
     assert found == pytest.approx(mx.exp(-mx.log(foretold).mean()).item(), rel=1e-4)
 
 
-def test_who_comes_back_says_the_same_from_every_tier_and_from_mlx_lm_s_file(tmp_path: Path) -> None:
+def test_a_returning_agent_gets_the_same_answer_from_every_tier(tmp_path: Path) -> None:
     machine = coming_back.Machine(MODEL, TOKENIZER, ModelCacheSpec.probe(MODEL, TOKENIZER))
     one = coming_back.compute(machine, machine.batch(BlockPool(16)), TOKENS)
     same, question = one.turns

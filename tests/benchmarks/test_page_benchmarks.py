@@ -69,7 +69,7 @@ def test_random_ids_have_one_to_ten_digits() -> None:
     assert {len(str(key.page)) for key in batch.keys} == set(range(1, 11))
 
 
-def test_in_an_engines_order_layers_change_slowly_and_fastest_in_the_other() -> None:
+def test_both_key_orders_vary_the_layer_as_documented() -> None:
     slowly, fastest = ([key.layer for key in pages(64, 16, order).batches[0].keys] for order in list(ORDERS)[:2])
     assert slowly == sorted(slowly)
     assert fastest[:32] == list(range(32))
@@ -84,7 +84,7 @@ def test_mixed_bodies_are_short_and_long() -> None:
 
 
 @pytest.mark.parametrize("work", works(), ids=lambda work: work.name)
-def test_the_ordinary_client_stores_pages_and_values_under_the_same_keys(
+def test_the_ordinary_client_has_equal_keys_for_pages_and_values(
     work: Work, ours: RunningServer, theirs: RunningServer
 ) -> None:
     with ours.connect() as our_sock, theirs.connect() as their_sock:
@@ -157,7 +157,7 @@ def test_a_refused_write_is_found_out(ours: RunningServer) -> None:
             way.writes[0]()
 
 
-def test_what_is_absent_is_expected_to_be(ours: RunningServer) -> None:
+def test_absent_pages_are_expected_to_be_absent(ours: RunningServer) -> None:
     work = pages(4, 1024, "layers fastest")
     with ours.connect() as sock, ours.client() as client:
         client.flushall()
@@ -174,7 +174,7 @@ def test_what_is_absent_is_expected_to_be(ours: RunningServer) -> None:
             backwards.check(0)
 
 
-def test_everybody_is_measured_in_every_round() -> None:
+def test_every_server_is_measured_in_every_round() -> None:
     work = pages(20, 4096, RANDOM)
     trials = Trials("one")
     with start_kvpage() as server, server.connect() as one, server.connect() as other:
@@ -211,7 +211,7 @@ def test_the_older_checkout_is_the_one_that_runs(tmp_path: Path) -> None:
         assert newer.name == f"kvpage-server {kvpage_server.__version__}"
 
 
-def test_what_is_not_there_is_said_and_not_measured(
+def test_a_missing_server_is_reported_and_not_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.delenv("LMCACHE", raising=False)
@@ -243,7 +243,7 @@ def finding(value: float, at_most: float) -> Finding:
     return Finding("write it", "Valkey", "CPU s/GB", "1.0 / 2.0", value, at_most=at_most)
 
 
-def test_documents_show_what_was_found_between_their_marks() -> None:
+def test_measurements_are_inserted_between_the_marks() -> None:
     text = "before\n<!-- table: missed -->\nold\n<!-- end of table -->\nbehind\n"
     shown = with_tables(text, Found([finding(1.5, 1.0), finding(0.5, 1.0)]))
     assert shown.startswith("before\n<!-- table: missed -->\n\n| work | beside |")
@@ -251,7 +251,7 @@ def test_documents_show_what_was_found_between_their_marks() -> None:
     assert with_tables(shown, Found([finding(0.5, 1.0)])) == text.replace("old", "\nNone.\n")
 
 
-def test_a_quick_profile_says_what_a_page_costs_and_keeps_nothing() -> None:
+def test_a_quick_profile_prints_the_cost_and_stores_nothing() -> None:
     kept = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     words = [sys.executable, "-m", "benchmarks", "profile", "--quick", "--only", "write-64KiB"]
     done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=120, check=False)
@@ -270,6 +270,6 @@ REPORT = """
 """
 
 
-def test_a_profile_is_split_into_whose_time_it_is() -> None:
+def test_a_profile_is_split_into_parts() -> None:
     parts: Callable[[str], float] = shares.shares(shares.samples(REPORT)).__getitem__
     assert list(map(parts, shares.PARTS)) == [50.0, 20.0, 5.0, 5.0, 10.0, 1.0]

@@ -15,7 +15,7 @@ from servers import answers
 from benchmarks import valkey_cluster
 
 
-def test_a_cluster_has_three_masters_with_a_replica_each_and_ends_with_its_block() -> None:
+def test_a_cluster_has_three_masters_with_replicas_and_stops() -> None:
     with valkey_cluster.run() as cluster:
         assert len(cluster.masters) == len(cluster.replicas) == 3
         assert {cluster.master_of(slot).port for slot in (0, 8000, 16383)} == {node.port for node in cluster.masters}
@@ -27,7 +27,7 @@ def test_a_cluster_has_three_masters_with_a_replica_each_and_ends_with_its_block
     assert all(node.process.poll() is not None for node in cluster.nodes)
 
 
-def test_one_that_is_started_from_the_shell_runs_until_it_is_stopped(tmp_path: Path) -> None:
+def test_a_cluster_started_from_the_shell_runs_until_stopped(tmp_path: Path) -> None:
     port = random.randrange(17000, 22000, 6)  # below the system's ephemeral ports, as are the ports 10000 above
     directory = tmp_path / "cluster"
 

@@ -13,7 +13,7 @@ from kvpage_server.page import MAX_BLOCK_PAGES, MAX_HEAD, MAX_LAYER, MAX_PAGE, M
 DOCUMENT = "docs/client.md"
 
 
-def test_its_program_prints_what_its_comments_say(server: RunningServer) -> None:
+def test_the_program_prints_its_comments(server: RunningServer) -> None:
     check_program("\n".join(blocks(DOCUMENT, "python")).replace("9221", str(server.port)))
 
 
@@ -28,7 +28,7 @@ def test_its_tables_have_every_error_and_every_layout() -> None:
     assert {name for name in functions if f"`{name}`" not in text} == set()
 
 
-def test_its_limits_are_those_of_the_contract() -> None:
+def test_documented_limits_match_the_contract() -> None:
     text = (ROOT / DOCUMENT).read_text(encoding="utf-8")
     assert f"`req_id` is 1 to {MAX_REQ_ID} bytes" in text
     assert f"1 to {MAX_HEAD + 1:,}; `heads`" in text

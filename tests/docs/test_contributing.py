@@ -91,7 +91,7 @@ def test_each_recipe_works_as_it_is_written(tree: Path) -> None:
     run(tree, shlex.join([".venv/bin/python", "-c", worst]))
 
 
-def test_what_it_names_is_there() -> None:
+def test_named_files_exist() -> None:
     made = set(re.findall(r"(?:Write|Its test is) `([^`]+)`", TEXT))
     for name in set(NAMED.findall(TEXT)) - made:
         if re.fullmatch(r"(kvpage_server|engine|benchmarks|docs|tests)(/[\w.]+)*/?", name):

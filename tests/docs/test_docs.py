@@ -44,7 +44,7 @@ def test_every_page_block_and_index_command_has_an_example() -> None:
         assert f"> {name.upper()} " in example
 
 
-def test_what_kvpagewhy_may_answer_is_described() -> None:
+def test_every_reply_of_kvpagewhy_is_described() -> None:
     described = DOCUMENT.read_text(encoding="utf-8").partition("### KVPAGEWHY\n")[2].partition("```")[0]
     assert [reason for reason in REASONS if not re.search(rf"\b{reason}\b", described)] == []
     fields = {"reason", "at", "policy", "quota", "block", "blocks", "cause", "since"}
@@ -59,7 +59,7 @@ def sessions(example: str) -> Iterator[tuple[str, str]]:
 
 @needs_redis_cli
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_are_what_redis_cli_shows(server: RunningServer, client: redis.Redis, name: str) -> None:
+def test_the_examples_match_redis_cli(server: RunningServer, client: redis.Redis, name: str) -> None:
     for typed, expected in sessions(EXAMPLES[name]):
         command = [REDIS_CLI, "--no-raw", "-p", str(server.port), *shlex.split(typed)]
         answered = subprocess.run(

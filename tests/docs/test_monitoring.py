@@ -73,12 +73,12 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(told: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [of_alerts, of_panels])
-def test_what_engines_tell_the_store_is_asked_for(asked: Callable[[], list[str]]) -> None:
+def test_dashboards_query_engine_statistics_of_the_store(asked: Callable[[], list[str]]) -> None:
     names = {name for expression in asked() for name in NAME.findall(expression)}
     assert names >= {"kvpage_engines", "kvpage_prompt_tokens_total"}
 
 
-def test_what_they_ask_of_the_engine_exists() -> None:
+def test_queried_engine_metrics_exist() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "engine" / "api").glob("*.py"))
     asked = {name for expression in expressions() for name in NAME.findall(expression) if name.startswith(ENGINE)}
     assert asked
@@ -247,7 +247,7 @@ def prometheus(seen: SeenServer, directory: Path) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.skipif(not PROMETHEUS, reason=NO_PROMETHEUS)
-def test_a_real_prometheus_asks_the_store_and_answers_what_alerts_and_dashboard_ask(tmp_path: Path) -> None:
+def test_prometheus_scrapes_the_store_and_answers_the_queries(tmp_path: Path) -> None:
     def found(path: str, **asked: str) -> Any:
         with suppress(httpx.TransportError):  # it may just have been started
             answer = client.get(path, params=asked)

@@ -108,7 +108,7 @@ def machines(tmp_path: Path, certificates: Path) -> Iterator[Machines]:
 @needs_openssl
 @pytest.mark.skipif(not REDIS_CLI, reason=NO_REDIS_CLI)
 @pytest.mark.skipif(subprocess.run(["cp", "--version"], capture_output=True).returncode != 0, reason="needs GNU's cp")
-def test_its_commands_do_what_is_shown(machines: Machines) -> None:
+def test_the_commands_have_the_documented_output(machines: Machines) -> None:
     for typed, shown in commands(DOCUMENT):
         check(machines.run(typed), machines.here(shown))
     check_program("\n".join(map(machines.here, blocks(DOCUMENT, "python"))))
@@ -117,7 +117,7 @@ def test_its_commands_do_what_is_shown(machines: Machines) -> None:
             assert client.dbsize() == 4 * SHAPE.pages + 2
 
 
-def test_the_fields_it_tells_to_watch_exist() -> None:
+def test_the_documented_fields_exist() -> None:
     table = re.findall(r"^\| (`.*?`) \| ", (ROOT / DOCUMENT).read_text(encoding="utf-8"), re.MULTILINE)
     told = {field for row in table for field in re.findall(r"`(\w+)`", row) if not field.startswith("SIG")}
     assert len(told) > 20
@@ -180,7 +180,7 @@ def test_its_container_starts_the_server(tmp_path: Path) -> None:
     assert run(command) == "the configuration is valid"
 
 
-def test_its_user_may_ask_what_redis_exporter_asks(tmp_path: Path) -> None:
+def test_the_documented_user_may_run_redis_exporter_queries(tmp_path: Path) -> None:
     _, configuration = blocks(DOCUMENT, "conf")
     file = tmp_path / "kvpage.conf"
     file.write_text(configuration, encoding="utf-8")

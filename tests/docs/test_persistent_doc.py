@@ -25,7 +25,7 @@ DOCUMENT = (ROOT / NAME).read_text(encoding="utf-8")
 PROGRAM = "\n".join(blocks(NAME, "python"))
 
 
-def test_the_program_prints_what_the_page_says(
+def test_the_program_prints_the_documented_output(
     server: RunningServer, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def test_the_program_prints_what_the_page_says(
     assert client.dbsize() == 0
 
 
-def test_the_command_prints_what_the_page_shows(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_the_command_prints_the_documented_output(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     ((typed, shown),) = commands(NAME)
     program, *words = shlex.split(typed)
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"x": mx.ones((2, 3))})

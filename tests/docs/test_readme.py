@@ -42,7 +42,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("words", "shown"), CASES)
-def test_a_command_does_what_is_shown(words: list[str], shown: str, server: RunningServer) -> None:
+def test_a_command_has_the_documented_output(words: list[str], shown: str, server: RunningServer) -> None:
     program, *rest = words
     if program == "make":  # other tests cover it
         run(["make", "--dry-run", *rest])
@@ -73,7 +73,9 @@ def examples(document: str, server: RunningServer) -> str:
     "document",
     [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in DOCUMENTS if blocks(name, "python")],
 )
-def test_the_python_examples_say_what_they_show(document: str, server: RunningServer, client: redis.Redis) -> None:
+def test_the_python_examples_have_the_documented_output(
+    document: str, server: RunningServer, client: redis.Redis
+) -> None:
     check_program(examples(document, server))
 
 
@@ -83,7 +85,7 @@ def test_they_run_with_any_model(document: str, tmp_path: Path, server: RunningS
     run([sys.executable, "-c", examples(document, server).replace("models/smollm2", str(tiny))])
 
 
-def test_the_readme_shows_what_the_demo_prints() -> None:
+def test_the_readme_shows_the_output_of_the_demo() -> None:
     """Figures differ between runs; the questions, the table's rows and the promises do not."""
     (shown,) = (block for block in blocks("README.md", "text") if "promised" in block)
     said = StringIO()
@@ -111,7 +113,7 @@ def test_the_readme_shows_the_first_tokens_that_were_measured() -> None:
 
 
 @pytest.mark.parametrize("document", WITH_TABLES, ids=lambda document: document.name)
-def test_the_tables_of_pages_show_what_was_measured(document: Path) -> None:
+def test_the_tables_of_pages_match_the_measurements(document: Path) -> None:
     assert with_tables(document.read_text(encoding="utf-8"), tables.found()) == document.read_text(encoding="utf-8")
 
 

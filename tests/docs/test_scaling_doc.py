@@ -7,6 +7,6 @@ from documents import blocks, check_program
 DOCUMENT = "docs/scaling.md"
 
 
-def test_the_arithmetic_comes_to_what_is_printed() -> None:
+def test_the_arithmetic_has_the_documented_result() -> None:
     [program] = [block for block in blocks(DOCUMENT, "python") if "def size(" in block]
     check_program(program)

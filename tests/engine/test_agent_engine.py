@@ -142,7 +142,7 @@ def greedy(prompt: Sequence[int], count: int = 8) -> list[int]:
     return [token for token, _ in generate_step(mx.array(prompt), MODEL, max_tokens=count)]
 
 
-def test_what_is_submitted_comes_back_by_its_receivers(bench: Bench) -> None:
+def test_a_submitted_prompt_is_answered_by_its_receivers(bench: Bench) -> None:
     uids = [bench.submit(f"agent-{i}", TOKENS[i : i + 300 + i]) for i in range(3)]
     assert bench.engine.pending == 3
     assert not bench.answers
@@ -187,7 +187,7 @@ def test_each_tier_gives_an_agent_its_context_back(running: RunningServer, url: 
     cold.close()
 
 
-def test_others_go_on_while_a_context_is_on_its_way(running: RunningServer, url: str) -> None:
+def test_others_continue_while_a_context_is_loading(running: RunningServer, url: str) -> None:
     """The server delays one agent's context; another agent, which needs nothing of it, is answered meanwhile."""
     with start_proxy(running.port) as proxy:
         bench = Bench(proxy.url, deadline=3.0)
@@ -218,7 +218,7 @@ BAD: list[tuple[type[Exception], str, str, list[int], dict[str, Any]]] = [
 ]
 
 
-def test_what_cannot_be_answered_is_told_why_and_harms_nobody() -> None:
+def test_an_unanswerable_prompt_gets_the_reason_without_harm() -> None:
     bench = Bench(blocks=4)
     well = bench.submit("bob", SYSTEM)
     uids = [bench.submit(agent_id, tokens, **options) for _, _, agent_id, tokens, options in BAD]
@@ -232,7 +232,7 @@ def test_what_cannot_be_answered_is_told_why_and_harms_nobody() -> None:
     bench.close()
 
 
-def test_what_has_no_room_now_waits_and_what_memory_keeps_makes_room(url: str) -> None:
+def test_a_prompt_without_space_waits_and_memory_is_evicted(url: str) -> None:
     """Five agents of three blocks each in a pool of seven, and then all of them once more."""
     bench = Bench(url, blocks=7)
     said: dict[str, list[int]] = {}
@@ -249,7 +249,7 @@ def test_what_has_no_room_now_waits_and_what_memory_keeps_makes_room(url: str) -
     bench.close()
 
 
-def test_a_cancelled_prompt_gives_back_everything_at_once_wherever_it_is(running: RunningServer, url: str) -> None:
+def test_a_cancelled_prompt_frees_everything_at_once(running: RunningServer, url: str) -> None:
     with start_proxy(running.port) as proxy:
         bench = Bench(proxy.url, blocks=12)
         stays = bench.submit("stays", TOKENS[:20], max_tokens=40)
@@ -283,7 +283,7 @@ def test_a_cancelled_prompt_gives_back_everything_at_once_wherever_it_is(running
         bench.close()
 
 
-def test_agents_with_one_beginning_compute_it_once_though_they_start_together(bench: Bench) -> None:
+def test_agents_that_start_together_compute_a_prefix_once(bench: Bench) -> None:
     """Each computes its own part: the end of the last block, and the tokens behind it."""
     prompts = {f"agent-{i}": [*SYSTEM, *TOKENS[1000 + i : 1020 + i]] for i in range(4)}
     uids = {bench.submit(name, prompt): prompt for name, prompt in prompts.items()}
@@ -297,7 +297,7 @@ def test_agents_with_one_beginning_compute_it_once_though_they_start_together(be
     assert any(answer.reuse.waited_seconds > 0 for answer in bench.answers.values())
 
 
-def test_who_waits_for_a_prefix_computes_it_when_the_other_leaves(bench: Bench) -> None:
+def test_a_waiter_computes_the_prefix_after_a_cancellation(bench: Bench) -> None:
     first = bench.submit("first", SYSTEM, max_tokens=8)
     second = bench.submit("second", [*SYSTEM, 7], max_tokens=8)
     third = bench.submit("third", [*SYSTEM, 8], max_tokens=8)
@@ -310,7 +310,7 @@ def test_who_waits_for_a_prefix_computes_it_when_the_other_leaves(bench: Bench) 
     assert bench.answers.keys() == {second}
 
 
-def test_what_is_not_to_be_kept_is_shared_and_not_remembered(bench: Bench) -> None:
+def test_an_unkept_context_is_shared_but_not_stored(bench: Bench) -> None:
     """All its tokens can be reused, those of the answer too. Its agent is unknown."""
     answer = bench.ask("anon-1", TOKENS[:500], max_tokens=20, keep=False)
     again = bench.ask("anon-2", [*TOKENS[:500], *answer.tokens, 5], keep=False)
@@ -360,7 +360,7 @@ def test_a_receiver_may_ask_for_more_and_drop_others() -> None:
     pool.check_empty()
 
 
-def test_what_arrives_from_elsewhere_ends_the_waiting(bench: Bench) -> None:
+def test_a_block_from_elsewhere_ends_the_wait(bench: Bench) -> None:
     threading.Timer(0.2, bench.engine.wake).start()
     started = time.monotonic()
     assert not bench.engine.step(timeout=WITHIN)
@@ -385,7 +385,7 @@ def test_an_engine_that_was_drained_takes_nothing_more(bench: Bench) -> None:
     assert isinstance(bench.errors[late], EngineClosedError)
 
 
-def test_an_engine_that_is_shut_down_tells_those_who_wait(bench: Bench) -> None:
+def test_a_shut_down_engine_notifies_waiting_prompts(bench: Bench) -> None:
     uids = [bench.submit(f"agent-{i}", SYSTEM) for i in range(3)]
     bench.engine.step()
     bench.engine.shutdown()
@@ -394,7 +394,7 @@ def test_an_engine_that_is_shut_down_tells_those_who_wait(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 6))])
-def test_whoever_comes_and_goes_everybody_gets_the_answer_of_mlx_lm(seed: int, url: str, tmp_path: Path) -> None:
+def test_random_agents_and_cancellations_give_mlx_lms_answers(seed: int, url: str, tmp_path: Path) -> None:
     """Agents that start, continue, share prefixes, wait for memory and are cancelled at random, in a small pool."""
     chance = random.Random(seed)
     bench = Bench(url, tmp_path, blocks=14, max_hot_agents=3)

@@ -44,7 +44,7 @@ def stored(server: RunningServer, pattern: str) -> int:
         return len(client.keys(pattern))
 
 
-def test_a_conversation_that_wanders_between_engines_is_the_uninterrupted_one(
+def test_a_conversation_on_changing_engines_is_uninterrupted(
     engines: list[EngineProcess],
 ) -> None:
     """Every turn adds a block: an engine's memory of an earlier turn is shorter than the server's."""
@@ -60,7 +60,7 @@ def test_a_conversation_that_wanders_between_engines_is_the_uninterrupted_one(
         history = [*prompt, *answer["tokens"]]
 
 
-def test_engines_that_start_on_one_beginning_together_compute_it_once(running: RunningServer) -> None:
+def test_engines_that_start_together_compute_a_prefix_once(running: RunningServer) -> None:
     """All at the same moment; the others wait for one, and find its blocks on the server.
 
     Engines that have computed nothing yet: one that knows its speed waits no longer than twice the time that it would
@@ -78,7 +78,7 @@ def test_engines_that_start_on_one_beginning_together_compute_it_once(running: R
 
 
 @pytest.mark.parametrize("moment", [0.002, *(pytest.param(i / 1000, marks=pytest.mark.soak) for i in range(0, 30, 3))])
-def test_an_engine_killed_in_the_middle_of_a_save_leaves_the_old_context_or_the_new_one(
+def test_an_engine_killed_in_a_save_leaves_old_or_new_context(
     running: RunningServer, engines: list[EngineProcess], moment: float
 ) -> None:
     """Killed `moment` seconds after its answer; another engine finds the old context, or the written part of the new
@@ -100,7 +100,7 @@ def test_an_engine_killed_in_the_middle_of_a_save_leaves_the_old_context_or_the_
 
 
 @pytest.mark.parametrize("moment", [0.002, *(pytest.param(i / 1000, marks=pytest.mark.soak) for i in range(0, 30, 3))])
-def test_an_engine_killed_while_it_stores_a_context_without_a_name_costs_no_text(
+def test_an_engine_killed_while_publishing_changes_no_text(
     running: RunningServer, engines: list[EngineProcess], moment: float
 ) -> None:
     """Killed so many seconds after the second of two turns. Another engine finds a part of it, and says the same."""
@@ -119,7 +119,7 @@ def test_an_engine_killed_while_it_stores_a_context_without_a_name_costs_no_text
     assert engines[1].complete("anon-4", prompt)["tokens"] == answer["tokens"]
 
 
-def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tmp_path: Path) -> None:
+def test_a_server_killed_during_an_answer_changes_no_text(tmp_path: Path) -> None:
     """Killed during alice's answer and bob's prompt; their contexts are written to the next server."""
     port = free_port()
     prompt = TOKENS[:300]
@@ -137,7 +137,7 @@ def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tm
             engine.stop()
 
 
-def test_after_a_restart_of_everything_all_agents_resume_with_the_same_text(tmp_path: Path) -> None:
+def test_all_agents_resume_after_a_restart_of_everything(tmp_path: Path) -> None:
     """The engine is killed, the server is stopped and started from its disk: no known token is computed."""
     port = free_port()
     options = ("--store", "tiered")
@@ -163,7 +163,7 @@ def test_after_a_restart_of_everything_all_agents_resume_with_the_same_text(tmp_
 
 @pytest.mark.soak
 @pytest.mark.model
-def test_the_real_model_goes_on_in_another_process(running: RunningServer) -> None:
+def test_the_real_model_continues_in_another_process(running: RunningServer) -> None:
     with start_engines(2, running.url, model=str(SMOLLM2)) as (one, other):
         prompt = [1, 9690, 198, 2683, *range(1000, 1280)]
         first = one.complete("real", prompt, max_tokens=8)

@@ -81,7 +81,7 @@ def test_a_promise_that_is_not_kept_is_named(third: Turn, complaint: str) -> Non
     assert f"MISSED  {broken}" in said.getvalue()
 
 
-def test_the_exit_code_says_whether_all_was_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_exit_code_reports_broken_promises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from engine import cli
 
     late = replace(KEPT, moved=(replace(COLD, first_token=4.0), turn(), turn()))
@@ -90,14 +90,14 @@ def test_the_exit_code_says_whether_all_was_kept(monkeypatch: pytest.MonkeyPatch
         assert cli.main(["demo", "--model", str(tmp_path)]) == code
 
 
-def test_without_a_model_it_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_model_it_explains_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from engine import cli
 
     assert cli.main(["demo", "--model", str(tmp_path / "none")]) == 1
     assert "kvpage-engine fetch-model smollm2" in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_be_loaded_is_said_and_nothing_is_left_running(tmp_path: Path) -> None:
+def test_an_unloadable_model_is_reported_and_no_process_is_left(tmp_path: Path) -> None:
     with running_store() as store, running_engine("engine A", str(tmp_path), store.url) as engine:
         assert listens(port_of(store.url))
         assert "kvpage store" in httpx.get(store.page, timeout=60, follow_redirects=True).text
@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_loaded_is_said_and_nothing_is_left_running(tmp_p
 @pytest.mark.parametrize(
     ("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
-def test_however_it_ends_it_leaves_no_process_behind(how: signal.Signals, code: int) -> None:
+def test_no_process_is_left_after_any_end(how: signal.Signals, code: int) -> None:
     command = [sys.executable, "-u", "-m", "engine.cli", "demo", "--model", str(SMOLLM2)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as demo:
         try:

@@ -40,7 +40,7 @@ def reused(said: str) -> list[tuple[int, str]]:
     return [(int(found[1].replace(",", "")), found[3] or "") for found in ACCOUNT.finditer(said)]
 
 
-def test_generate_says_what_mlx_lm_says_and_what_it_reused(
+def test_generate_prints_mlx_lms_answer_and_the_reused_tokens(
     tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--model", str(tiny), "--store", server.url, "--max-tokens", "8"]
@@ -59,7 +59,7 @@ def test_generate_says_what_mlx_lm_says_and_what_it_reused(
     assert capsys.readouterr().out == mlx_lm.generate(model, tokenizer, "Once there was", max_tokens=8) + "\n"
 
 
-def test_a_chat_goes_on_where_it_was_left(
+def test_a_chat_continues(
     tiny: Path,
     server: RunningServer,
     tmp_path: Path,
@@ -81,7 +81,7 @@ def test_a_chat_goes_on_where_it_was_left(
     assert [message["role"] for message in messages] == ["system", *3 * ["user", "assistant"]]
 
 
-def test_the_version_names_what_computes_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_names_the_computing_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0
@@ -128,7 +128,7 @@ def test_bench_shows_the_first_token_computed_and_remembered(
         (["bench", "--kv-bits", "8"], "64"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_line(
+def test_an_impossible_command_is_reported_in_one_line(
     tiny: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *rest = words
@@ -159,7 +159,7 @@ def test_what_cannot_be_done_is_said_in_a_line(
         (["run", "graph", "--instance", "a", "--url", "redis://a:9221,b:9221"], "redis://host:port,redis://host:port"),
     ],
 )
-def test_what_is_no_argument_is_refused_before_a_model_is_loaded(
+def test_an_invalid_argument_is_refused_before_loading_a_model(
     tiny: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: object) -> None:

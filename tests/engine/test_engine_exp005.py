@@ -107,9 +107,7 @@ def test_the_text_is_mlx_lms_own_fresh_and_resumed(server: RunningServer, prompt
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [(PROMPTS[0], SOME // 2), *more(OF_8_BITS)])
-def test_with_8_bit_keys_and_values_it_is_that_of_mlx_lms_own_8_bit_run(
-    server: RunningServer, prompt: str, tokens: int
-) -> None:
+def test_8_bit_perplexity_equals_mlx_lms_8_bit_run(server: RunningServer, prompt: str, tokens: int) -> None:
     """Both of mlx-lm's: one that quantises from the first token on, and one that does so after the prompt."""
     expected = generate(*smollm2(), prompt, max_tokens=tokens, prompt_cache=in_8_bits())
     assert fresh_and_resumed(server, prompt, tokens, 8) == (expected, expected)

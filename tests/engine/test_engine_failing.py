@@ -98,7 +98,7 @@ def test_a_sampler_that_fails_ends_its_own_answer_alone(
     bench.free(done[well])
 
 
-def test_a_sampler_that_fails_at_the_question_to_a_context_that_comes_back_ends_that_answer_alone(
+def test_a_failing_sampler_after_a_restore_ends_its_answer_alone(
     bench: EngineBench,
 ) -> None:
     bench.batch.submit("alice", TOKENS[:300], max_tokens=4)
@@ -115,7 +115,7 @@ def test_a_sampler_that_fails_at_the_question_to_a_context_that_comes_back_ends_
 
 
 @pytest.mark.parametrize("method", ["add_token", "finalize"])
-def test_a_tokenizer_that_fails_at_a_token_ends_that_answer_alone(
+def test_a_tokenizer_error_ends_its_answer_alone(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Tokenizers do so with models that have more tokens."""
@@ -138,7 +138,7 @@ def _only_for(one: object, fail: Callable[..., None], otherwise: Callable[..., N
     return lambda self, *args: fail() if self is one else otherwise(self, *args)
 
 
-def test_a_model_that_fails_in_a_step_ends_the_answers_of_that_step_and_the_next_are_right(bench: EngineBench) -> None:
+def test_a_model_error_ends_the_step_and_later_answers_are_right(bench: EngineBench) -> None:
     """As if the device had no memory left: the state of the batch is unknown."""
     right = said(bench, TOKENS[:300])
     uids = {bench.batch.submit(name, TOKENS[:300], max_tokens=12) for name in ("alice", "bob")}
@@ -157,7 +157,7 @@ def test_a_model_that_fails_in_a_step_ends_the_answers_of_that_step_and_the_next
     assert said(bench, TOKENS[:300]) == right
 
 
-def test_whoever_drives_the_engine_is_told_and_the_others_go_on() -> None:
+def test_the_driver_gets_the_error_and_others_continue() -> None:
     """Over HTTP it is driven like this."""
     of = family("llama")
     pool = BlockPool(32)
@@ -192,7 +192,7 @@ NO_TOKENS = [
 
 
 @pytest.mark.parametrize(("tokens", "message"), NO_TOKENS, ids=lambda given: repr(given)[:20])
-def test_what_is_no_token_is_refused_wherever_tokens_are_taken(tokens: Any, message: str) -> None:
+def test_an_invalid_token_is_refused_everywhere(tokens: Any, message: str) -> None:
     of = family("llama")
     pool = BlockPool(8)
     batch = BlockPoolBatchEngine(of.model, TOKENIZER, of.spec, pool)
@@ -220,7 +220,7 @@ def test_tokens_of_an_array_are_tokens(bench: EngineBench, whole: Any) -> None:
 
 
 @pytest.mark.parametrize("agent_id", [None, 7, b"x", ["alice"], 1.5, "", "a:b", ".hidden", "x" * 129])
-def test_what_is_no_agents_id_is_refused_as_such_everywhere(agent_id: Any) -> None:
+def test_an_invalid_agent_id_is_refused_everywhere(agent_id: Any) -> None:
     of = family("llama")
     pool = BlockPool(8)
     pages = PageTier("redis://127.0.0.1:1", of.spec, pool)

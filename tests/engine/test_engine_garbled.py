@@ -216,7 +216,7 @@ def test_the_loop_of_the_readme_survives_bad_weather(
     assert longest < 2.0 + 20.0
 
 
-def test_a_persistent_store_raises_what_it_says_and_nothing_else() -> None:
+def test_a_persistent_store_raises_documented_errors_only() -> None:
     for line in LINES:
         with answering(lambda _, line=line: line) as url:
             store = PersistentStore(url, deadline=0.05)
@@ -227,7 +227,7 @@ def test_a_persistent_store_raises_what_it_says_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.5])
-def test_a_load_takes_no_longer_than_it_may_and_has_what_came(
+def test_a_load_ends_at_its_limit_with_the_received_part(
     server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Each chunk arrives in time, but not all of them do. That is no failure of the server's."""
@@ -250,7 +250,9 @@ def test_a_load_takes_no_longer_than_it_may_and_has_what_came(
         tier.close()
 
 
-def test_who_waits_for_a_turn_waits_for_no_server(server: RunningServer, client: redis.Redis, pool: BlockPool) -> None:
+def test_a_prompt_waiting_for_its_turn_waits_for_no_server(
+    server: RunningServer, client: redis.Redis, pool: BlockPool
+) -> None:
     """More loads than are done at once, each of which takes a good part of the deadline: the others' has not begun."""
     direct = PageTier(server.url, SPEC, pool)
     assert direct.save(context(TOKENS[:9]))

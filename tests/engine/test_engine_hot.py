@@ -27,7 +27,7 @@ def agents(hot: HotTier) -> list[str]:
     return [entry.context.agent_id for entry in hot]
 
 
-def test_the_least_recently_used_leaves_first_and_pinned_ones_stay(pool: BlockPool) -> None:
+def test_the_least_recently_used_leaves_first_and_pinned_stay(pool: BlockPool) -> None:
     hot = HotTier(pool, max_agents=2, max_bytes=MANY, max_leaving=0)
     for agent in ("alice", "bob", "carol"):
         keep(hot, pool, agent)
@@ -46,7 +46,7 @@ def test_the_least_recently_used_leaves_first_and_pinned_ones_stay(pool: BlockPo
     hot.clear()
 
 
-def test_a_newer_context_takes_the_place_of_the_older_and_frees_it(pool: BlockPool) -> None:
+def test_a_newer_context_replaces_and_frees_the_older_one(pool: BlockPool) -> None:
     hot = HotTier(pool, 4, MANY, 0)
     keep(hot, pool, "alice", count=30)
     keep(hot, pool, "alice", count=10)
@@ -70,7 +70,7 @@ def test_bytes_that_agents_share_count_once(pool: BlockPool) -> None:
     hot.clear()
 
 
-def test_what_is_dirty_leaves_when_it_is_written(pool: BlockPool) -> None:
+def test_a_dirty_context_leaves_when_it_is_written(pool: BlockPool) -> None:
     hot = HotTier(pool, 1, MANY, max_leaving=TEN)
     keep(hot, pool, "alice", "page", "cold")
     keep(hot, pool, "bob", "page")
@@ -85,7 +85,7 @@ def test_what_is_dirty_leaves_when_it_is_written(pool: BlockPool) -> None:
     hot.clear()
 
 
-def test_what_is_used_while_it_is_leaving_stays(pool: BlockPool) -> None:
+def test_a_context_used_while_leaving_stays(pool: BlockPool) -> None:
     hot = HotTier(pool, 1, MANY, max_leaving=TEN)
     for agent in ("alice", "bob"):
         keep(hot, pool, agent, "page")
@@ -113,7 +113,7 @@ def test_a_newer_context_stays_when_the_older_was_written(pool: BlockPool) -> No
     hot.clear()
 
 
-def test_no_more_waits_to_be_written_than_may_and_what_is_clean_goes_instead(pool: BlockPool) -> None:
+def test_dirty_contexts_are_bounded_and_clean_ones_leave_instead(pool: BlockPool) -> None:
     hot = HotTier(pool, 1, MANY, max_leaving=TEN)
     keep(hot, pool, "alice", "page")
     keep(hot, pool, "bob", "page")
@@ -126,7 +126,7 @@ def test_no_more_waits_to_be_written_than_may_and_what_is_clean_goes_instead(poo
     hot.clear()
 
 
-def test_only_what_can_be_written_nowhere_is_dropped(pool: BlockPool) -> None:
+def test_only_an_unwritable_context_is_dropped(pool: BlockPool) -> None:
     hot = HotTier(pool, 1, MANY, max_leaving=TEN)
     for agent in ("alice", "bob", "carol"):
         keep(hot, pool, agent, "page")

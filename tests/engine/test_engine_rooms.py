@@ -96,7 +96,7 @@ def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
     return (member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def test_every_module_lies_in_a_room_that_is_listed() -> None:
+def test_every_module_is_in_a_listed_package() -> None:
     assert {room_of(name) for name in NAMES} == set(ROOMS)
 
 

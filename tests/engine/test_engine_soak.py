@@ -181,7 +181,7 @@ def change(weathers: list[Weather], over: threading.Event) -> None:
 @pytest.mark.parametrize(
     "seconds", [5.0, pytest.param(SECONDS, marks=[pytest.mark.soak, pytest.mark.timeout(SECONDS + 300)])]
 )
-def test_whatever_happens_every_answer_is_right_and_in_time(tmp_path: Path, seconds: float) -> None:
+def test_every_answer_of_the_soak_is_right_and_in_time(tmp_path: Path, seconds: float) -> None:
     over = threading.Event()
     happened: Counter[str] = Counter()
     (tmp_path / "store").mkdir()

@@ -61,7 +61,7 @@ def test_a_signal_while_the_model_loads_ends_the_engine_well(after: str, seconds
         assert "is served on" not in said or seconds
 
 
-def test_loading_says_what_takes_long(tmp_path: Path) -> None:
+def test_long_steps_of_loading_are_printed(tmp_path: Path) -> None:
     with serving(write_tiny(tmp_path / "tiny")) as process:
         said = read_until(process, "is served on")
         lines = ["importing MLX", "loading the weights of ", "hashing them", "tiny was loaded in ", "is served on"]

@@ -54,9 +54,7 @@ def cases() -> Iterator[tuple[Enum, Enum, str, Callable[[Any, Any], Any]]]:
 @pytest.mark.parametrize(
     ("state", "event", "said", "moved"), list(cases()), ids=lambda value: getattr(value, "__name__", str(value))
 )
-def test_a_state_moves_as_its_table_says(
-    state: Enum, event: Enum, said: str, moved: Callable[[Enum, Enum], Enum]
-) -> None:
+def test_transitions_match_the_table(state: Enum, event: Enum, said: str, moved: Callable[[Enum, Enum], Enum]) -> None:
     assert moved(state, event) is (state if said in ("-", "(waits)") else type(state)[said])
 
 
@@ -77,6 +75,6 @@ def test_every_event_moves_something() -> None:
     assert {event for _, event, said, _ in cases() if said not in ("-", "(waits)")} == {*FetchEvent, *LoadEvent}
 
 
-def test_what_is_over_stays_over() -> None:
+def test_final_states_have_no_transition() -> None:
     for state, event in product(FetchState, FetchEvent):
         assert not state.is_over or fetch.moved(state, event).is_over

@@ -114,7 +114,7 @@ def test_a_cold_file_is_written_as_it_was_that_day(spec: ModelCacheSpec, pool: B
     assert path.read_bytes()[-wanted_size(wanted) :] == (STORED / path.name).read_bytes()[-wanted_size(wanted) :]
 
 
-def test_a_context_on_a_page_server_of_that_day_is_loaded_to_the_bit(
+def test_a_context_of_an_older_version_is_loaded_bit_by_bit(
     spec: ModelCacheSpec, pool: BlockPool, stored: RunningServer
 ) -> None:
     pages = PageTier(stored.url, spec, pool)
@@ -128,7 +128,7 @@ def test_a_context_on_a_page_server_of_that_day_is_loaded_to_the_bit(
     assert (written.blocks_written, written.blocks_present) == (0, 3)  # it has the names and digests of that day
 
 
-def test_what_is_saved_on_a_page_server_is_what_was_saved_that_day(
+def test_a_save_equals_the_save_of_the_older_version(
     spec: ModelCacheSpec, pool: BlockPool, stored: RunningServer
 ) -> None:
     """Every key and every value, except the times in the pages' headers, and newer fields of manifests."""

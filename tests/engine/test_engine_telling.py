@@ -38,7 +38,7 @@ def tokens(seen: SeenServer, **options: object) -> dict[str, float]:
     return {key[1]: count for key, count in told.items() if key[0] == "kvpage_prompt_tokens_total"}
 
 
-def test_the_store_says_how_many_tokens_of_prompts_were_not_computed(seen: SeenServer) -> None:
+def test_the_store_counts_prompt_tokens_not_computed(seen: SeenServer) -> None:
     bench = Bench(seen.server.url)
     bench.store.keep_telling()
     until(lambda: seen.metrics()["kvpage_engines",] == 1, "the engine")
@@ -54,7 +54,7 @@ def test_the_store_says_how_many_tokens_of_prompts_were_not_computed(seen: SeenS
     assert seen.server.log == "" or "Traceback" not in seen.server.log
 
 
-def test_a_tenant_is_told_of_engines_that_have_logged_in_as_they_have(seen: SeenServer) -> None:
+def test_a_tenant_sees_engines_of_the_same_account(seen: SeenServer) -> None:
     def engines(**options: object) -> float:
         return seen.metrics(**options)["kvpage_engines",]
 
@@ -73,7 +73,7 @@ def test_a_tenant_is_told_of_engines_that_have_logged_in_as_they_have(seen: Seen
 
 
 @pytest.mark.parametrize(("user", "shown"), [("tenant", True), ("other", False)])
-def test_top_shows_the_engines_that_its_user_may_hear(seen: SeenServer, user: str, shown: bool) -> None:
+def test_top_shows_the_engines_visible_to_its_user(seen: SeenServer, user: str, shown: bool) -> None:
     url = seen.server.url.replace("//", f"//{user}:sesame@")
     bench = Bench(url)
     bench.store.keep_telling()
@@ -86,7 +86,7 @@ def test_top_shows_the_engines_that_its_user_may_hear(seen: SeenServer, user: st
     bench.store.close()
 
 
-def test_an_engine_that_may_not_tell_asks_once_and_works(seen: SeenServer) -> None:
+def test_an_engine_that_may_not_publish_tries_once_and_works(seen: SeenServer) -> None:
     """Each refusal would be one more in the server's ACL LOG."""
     with seen.server.client() as client:
         client.acl_log_reset()
@@ -102,7 +102,7 @@ def test_an_engine_that_may_not_tell_asks_once_and_works(seen: SeenServer) -> No
         bench.store.close()
 
 
-def test_what_is_told_is_short_and_names_no_agent(seen: SeenServer) -> None:
+def test_statistics_are_short_and_name_no_agent(seen: SeenServer) -> None:
     bench = Bench(seen.server.url)
     with seen.server.client() as client, client.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe(f"{metrics.CHANNEL}:default")

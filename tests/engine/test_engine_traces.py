@@ -93,7 +93,7 @@ def restored(computed: Spans, server: RunningServer, exporter: InMemorySpanExpor
     return ask(server.url, exporter, {"Traceparent": TRACEPARENT})
 
 
-def test_a_request_holds_its_lookup_fetch_verification_assembly_and_first_token(restored: Spans) -> None:
+def test_a_request_has_spans_of_all_its_phases(restored: Spans) -> None:
     request = restored.one("kvpage.request")
     assert restored.below(request) == ["kvpage.load", "kvpage.assemble", "kvpage.first_token"]
     assert restored.below(restored.one("kvpage.load")) == ["kvpage.lookup", "kvpage.fetch"]
@@ -108,7 +108,7 @@ def test_a_request_holds_its_lookup_fetch_verification_assembly_and_first_token(
         assert ended <= began
 
 
-def test_a_callers_trace_goes_on(restored: Spans, computed: Spans) -> None:
+def test_a_callers_trace_is_continued(restored: Spans, computed: Spans) -> None:
     request = restored.one("kvpage.request")
     assert f"{request.context.trace_id:032x}" == TRACE
     assert request.parent is not None
@@ -158,7 +158,7 @@ def damage(client: redis.Redis, name: str) -> None:
     client.execute_command("KVPAGESET", *words, bytes(len(body)))
 
 
-def test_what_fails_ends_with_its_error(exporter: InMemorySpanExporter) -> None:
+def test_a_failed_span_ends_with_its_error(exporter: InMemorySpanExporter) -> None:
     exporter.clear()
     bench = Bench()
     bench.submit("alice", TOKENS * 3, max_tokens=1)
@@ -174,7 +174,7 @@ def test_what_fails_ends_with_its_error(exporter: InMemorySpanExporter) -> None:
     assert (given_up.status.is_ok, told(given_up)["finish_reason"]) == (True, "cancelled")
 
 
-def test_a_client_tells_what_it_moved_and_missed(server: RunningServer, exporter: InMemorySpanExporter) -> None:
+def test_client_spans_have_bytes_and_misses(server: RunningServer, exporter: InMemorySpanExporter) -> None:
     exporter.clear()
     keys = [PageKey(b"traced", 0, head, 0, 0) for head in range(3)]
     body = np.zeros((16, 8), np.float16)
@@ -218,9 +218,7 @@ def test_the_page_names_every_span_and_attribute(computed: Spans, restored: Span
     assert "`fetch_blocks_into`" in page
 
 
-def test_an_engine_that_is_told_by_the_environment_exports_and_goes_on_with_the_callers_trace(
-    server: RunningServer, tmp_path: Path
-) -> None:
+def test_environment_variables_enable_the_export_of_spans(server: RunningServer, tmp_path: Path) -> None:
     how = {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
     instrument = str(Path(sys.executable).with_name("opentelemetry-instrument"))
 
@@ -261,7 +259,7 @@ def test_without_the_package_nothing_is_missing(server: RunningServer) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_while_nobody_takes_spans_none_are_made() -> None:
+def test_without_an_exporter_no_span_is_made() -> None:
     """Without this module's exporter: OpenTelemetry is installed, and nothing is configured."""
     program = "from kvpage_server import tracing as t; assert t.INSTALLED; assert t.span('a') is t.UNSEEN"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)

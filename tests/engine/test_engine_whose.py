@@ -89,7 +89,7 @@ def test_a_beginning_that_agents_share_is_counted_once(server: RunningServer, th
     assert alice.bytes + bob.own_bytes + carol.own_bytes == holdings.bytes
 
 
-def test_what_is_missing_is_said_with_its_reason(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+def test_missing_blocks_are_shown_with_their_reason(server: RunningServer, client: redis.Redis, three: Engine) -> None:
     alice = look(server).agents[0]
     client.execute_command("KVPAGEDEL", alice.blocks[5].name)
     holdings = look(server)
@@ -113,9 +113,7 @@ def test_the_pages_of_a_block_have_norms(server: RunningServer, three: Engine) -
     assert (pages.norms >= 0).all()
 
 
-def test_who_looks_on_reads_again_only_what_was_used_meanwhile(
-    server: RunningServer, client: redis.Redis, three: Engine
-) -> None:
+def test_an_observer_reads_again_only_used_contexts(server: RunningServer, client: redis.Redis, three: Engine) -> None:
     """Else the hit ratio of a store that is looked at would be that of the looks."""
     known = Known()
 
@@ -136,7 +134,7 @@ def test_who_looks_on_reads_again_only_what_was_used_meanwhile(
     assert found == {"alice": 12, "bob": 44, "carol": 32}
 
 
-def test_who_looks_on_finds_what_comes_and_goes_without_a_look_at_every_key(
+def test_an_observer_finds_changes_without_reading_every_key(
     server: RunningServer, client: redis.Redis, three: Engine
 ) -> None:
     client.mset({f"string-{number}": "x" for number in range(20_000)})
@@ -166,7 +164,7 @@ def test_who_looks_on_finds_what_comes_and_goes_without_a_look_at_every_key(
     assert max(commands[1:]) < 250
 
 
-def test_looking_is_bounded_and_says_so(server: RunningServer, three: Engine) -> None:
+def test_an_observation_is_bounded_and_reports_that(server: RunningServer, three: Engine) -> None:
     assert [agent.agent_id for agent in look(server, LookLimits(agents=2)).agents] == ["alice", "bob"]
     assert look(server, LookLimits(agents=2)).cut == ("agents",)
     assert "blocks" in look(server, LookLimits(blocks=4)).cut
@@ -234,7 +232,7 @@ def test_the_head_of_a_manifest_is_enough(three: Engine, client: redis.Redis) ->
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"x" * 100, b'0123456789abcdef {"chain": 5}', b"[" * 100_000, b"\xff{}"])
-def test_what_makes_no_sense_is_named_and_harms_nobody(
+def test_an_invalid_manifest_is_named_and_harmless(
     server: RunningServer, client: redis.Redis, three: Engine, raw: bytes
 ) -> None:
     client.set("manifest:<script>alert(1)</script>:0", raw)
@@ -276,7 +274,7 @@ def test_servers_side_by_side_are_looked_into_as_one(both: tuple[str, RunningSer
     assert "all intact" in shown
 
 
-def test_blocks_at_a_server_that_is_gone_are_missing_and_it_is_named(both: tuple[str, RunningServer, Engine]) -> None:
+def test_blocks_on_an_unavailable_server_are_missing_by_name(both: tuple[str, RunningServer, Engine]) -> None:
     url, second, _ = both
     second.stop()
     code, shown, said = kvpage("ls", "--json", url=url)
@@ -298,7 +296,7 @@ def test_blocks_at_a_server_that_is_gone_are_missing_and_it_is_named(both: tuple
 # -- in a terminal -----------------------------------------------------------------------------------------------------
 
 
-def test_ls_shows_agents_and_what_they_share(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+def test_ls_shows_agents_and_shared_prefixes(server: RunningServer, client: redis.Redis, three: Engine) -> None:
     client.execute_command("KVPAGESET", "chat-7", 0, 0, 0, 0, 1, 4, 4, 0, bytes(32))
     code, shown, _ = kvpage("ls", url=server.url)
     assert code == 0

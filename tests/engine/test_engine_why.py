@@ -30,7 +30,7 @@ def test_why_knows_an_agent_by_its_manifest(server: RunningServer, client: redis
     assert "44 tokens in 6 blocks, all stored: a load would not miss\n" in shown
 
 
-def test_why_says_what_is_missing_of_an_agent(server: RunningServer, client: redis.Redis) -> None:
+def test_why_lists_the_missing_blocks_of_an_agent(server: RunningServer, client: redis.Redis) -> None:
     pool = BlockPool(32)
     tier = PageTier(server.url, SPEC, pool)
     try:

@@ -77,7 +77,7 @@ KINDS = ["llama", "llama q8/64", "gemma3_text", "qwen3_next", "falcon_h1"]
 
 @pytest.mark.parametrize(("conversations", "turns"), [(3, 6), pytest.param(8, 20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_compute_only_what_is_new(kind: str, conversations: int, turns: int) -> None:
+def test_conversations_compute_only_new_tokens(kind: str, conversations: int, turns: int) -> None:
     """Each turn adds 30 to 200 tokens. All that precedes them is reused, but for a token where an answer ended early,
     and the text is that of a new engine."""
     rng = random.Random(3)
@@ -119,7 +119,7 @@ def test_a_turn_that_was_edited_reuses_all_before_the_edit() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_one_time_prompts_do_not_evict_what_is_used_again(kind: str) -> None:
+def test_one_time_prompts_do_not_evict_reused_contexts(kind: str) -> None:
     """Memory stays within its budget. A conversation that went on, and a system prompt that was shared, survive more
     one-time prompts than fit. After four times as many as fit, the conversation's oldest blocks are still there."""
     rng = random.Random(6)
@@ -140,9 +140,7 @@ def test_one_time_prompts_do_not_evict_what_is_used_again(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_that_takes_over_reuses_what_the_first_one_would(
-    kind: str, server: RunningServer, client: redis.Redis
-) -> None:
+def test_a_second_engine_reuses_as_much_as_the_first(kind: str, server: RunningServer, client: redis.Redis) -> None:
     """Each turn is answered by a new engine on the same page server. It reuses at least 95 % of the tokens before the
     turn, and the texts are those of one engine that keeps everything in memory."""
     rng = random.Random(7)

@@ -13,7 +13,7 @@ from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
 
 
-def test_an_agent_goes_on_with_what_was_restored(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_an_agent_continues_from_a_restored_dump(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     pool = BlockPool(32)
     tier = PageTier(server.url, SPEC, pool)
     tier.save(context())

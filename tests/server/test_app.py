@@ -58,12 +58,12 @@ class TestWords:
         result = subprocess.run([command, "--version"], capture_output=True, encoding="utf-8", timeout=100)
         assert result.stdout == VERSION
 
-    def test_it_starts_without_what_only_a_gateway_needs(self) -> None:
+    def test_it_starts_without_dependencies_of_the_gateway(self) -> None:
         program = "import kvpage_server.app, sys; print({'redis', 'kvpage_server.client'} & set(sys.modules))"
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
         assert result.stdout == "set()\n", "it takes as long to load as all the rest"
 
-    def test_check_config_says_whether_it_would_start(self, tmp_path: Path) -> None:
+    def test_check_config_reports_whether_it_would_start(self, tmp_path: Path) -> None:
         assert run("--check-config").returncode == 0
         assert run("--check-config", str(CONF)).stdout == "the configuration is valid\n"
         assert run("--check-config", str(CONF), "--port", "9222").returncode == 0
@@ -100,7 +100,7 @@ class TestBadConfiguration:
         assert str(caught.value) == f"{file}, line 4: {message}"
 
     @pytest.mark.parametrize("value", ["4x", "gb", "-1", "1.5gb", ""])
-    def test_a_bad_size_says_how_sizes_are_spelt(self, value: str) -> None:
+    def test_a_bad_size_is_refused_with_the_format_of_sizes(self, value: str) -> None:
         with pytest.raises(ConfigError) as caught:
             from_arguments(["--maxmemory", value])
         assert str(caught.value) == f"maxmemory must be a number of bytes such as 0, 512mb or 4gb, got '{value}'"
@@ -110,7 +110,7 @@ class TestBadConfiguration:
             from_arguments(["--maxmemory-policy", "random"])
         assert str(caught.value) == f"maxmemory-policy must be one of {', '.join(POLICIES)}, got 'random'"
 
-    def test_it_does_not_start_and_says_why(self, tmp_path: Path) -> None:
+    def test_it_is_refused_with_a_reason(self, tmp_path: Path) -> None:
         file = tmp_path / "kvpage.conf"
         file.write_text("port 9221\nnosuch yes\n", encoding="utf-8")
         assert refused(str(file)) == f"{file}, line 2: unknown parameter 'nosuch'"
@@ -151,7 +151,7 @@ class TestConfiguration:
     def test_sizes_have_units(self, text: str, size: int) -> None:
         assert from_arguments(["--maxmemory", text]).maxmemory == size
 
-    def test_port_0_takes_a_free_one_and_says_which(self, tmp_path: Path) -> None:
+    def test_port_0_selects_and_prints_a_free_port(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
         with log.open("wb") as out:
             command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--dir", str(tmp_path)]
@@ -188,7 +188,7 @@ def failing_once(what: str) -> tuple[str, str]:
 
 
 class TestAFailure:
-    def test_what_was_answered_is_saved_even_if_the_stop_fails_before(self, tmp_path: Path) -> None:
+    def test_acknowledged_values_are_saved_despite_a_failing_stop(self, tmp_path: Path) -> None:
         options = ("--store", "tiered", "--appendfsync", "no")
         with (
             pytest.raises(AssertionError, match="exit code 1"),
@@ -215,7 +215,7 @@ class TestAFailure:
                 assert len(set(found)) == 1
                 assert found[0] is not None
 
-    def test_the_work_between_commands_goes_on(self, tmp_path: Path) -> None:
+    def test_periodic_tasks_continue(self, tmp_path: Path) -> None:
         log = tmp_path / "kvpage.log"
         with (
             start_server("--logfile", str(log), program=failing_once("Keyspace.sweep")) as server,
@@ -227,7 +227,7 @@ class TestAFailure:
 
 
 class TestLog:
-    def test_the_banner_says_what_a_person_wants_to_know(self) -> None:
+    def test_the_banner_has_the_important_facts(self) -> None:
         with start_server("--maxmemory", "64mb") as server:
             server.stop()
             log = server.log

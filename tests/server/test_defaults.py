@@ -76,7 +76,7 @@ def home(tmp_path: Path) -> Home:
 
 
 class TestDirectory:
-    def test_the_store_lies_where_the_platform_has_data(self, home: Home) -> None:
+    def test_the_store_is_in_the_data_directory_of_the_platform(self, home: Home) -> None:
         with home.server() as (client, told):
             assert client.config_get("dir") == {"dir": str(home.data)}
             assert f"disk    {home.data}/kvpage.lmdb" in "".join(told)
@@ -89,11 +89,11 @@ class TestDirectory:
             assert "NOT used" not in "".join(told)
 
     @pytest.mark.skipif(sys.platform == "darwin", reason="XDG is Linux's")
-    def test_xdg_says_where_that_is(self, home: Home) -> None:
+    def test_xdg_data_home_is_used(self, home: Home) -> None:
         with home.server(XDG_DATA_HOME=str(home.path / "elsewhere")) as (client, _):
             assert client.config_get("dir") == {"dir": str(home.path / "elsewhere" / "kvpage")}
 
-    def test_a_store_of_before_is_not_lost_and_the_command_for_it_is_told(self, home: Home) -> None:
+    def test_an_older_store_is_not_lost_and_its_command_is_printed(self, home: Home) -> None:
         with home.server("--dir", ".") as (client, _):
             client.set("x", "of before")
         assert (home.here / "kvpage.lmdb").exists()
@@ -107,7 +107,7 @@ class TestDirectory:
             assert client.get("x") == "of before"
             assert "NOT used" not in "".join(told)
 
-    def test_names_on_the_command_line_mean_what_lies_here(self, home: Home) -> None:
+    def test_names_on_the_command_line_are_relative_to_the_directory(self, home: Home) -> None:
         (home.here / "users.acl").write_text(
             "user default on nopass ~* &* +@all\nuser alice on >pw ~* +@all\n", encoding="utf-8"
         )
@@ -142,7 +142,7 @@ class TestDirectory:
         )
         assert [path.name for path in home.path.iterdir()] == ["here"]
 
-    def test_where_there_is_no_home_it_says_what_to_do(self, home: Home) -> None:
+    def test_without_a_home_directory_the_error_has_a_remedy(self, home: Home) -> None:
         (home.path / "file").touch()
         told = home.refused(HOME=str(home.path / "file"), XDG_DATA_HOME=str(home.path / "file" / "data"))
         assert told.count("\n") == 1
@@ -150,7 +150,7 @@ class TestDirectory:
 
 
 class TestMemory:
-    def test_a_quarter_of_the_machines_is_taken_and_said(self, home: Home) -> None:
+    def test_a_quarter_of_the_machines_memory_is_used_and_printed(self, home: Home) -> None:
         expected = config.default_memory() // 4 // MIB * MIB
         with home.server("--store", "memory") as (client, told):
             assert client.config_get("maxmemory") == {"maxmemory": str(expected)}
@@ -159,7 +159,7 @@ class TestMemory:
         assert re.search(r"limit [\d.]+[GM] of the [\d.]+[GM] there are \(maxmemory\), allkeys-prefix", line)
 
     @pytest.mark.parametrize("given", ["0", "64mb"])
-    def test_what_is_given_wins(self, home: Home, given: str) -> None:
+    def test_given_values_are_used(self, home: Home, given: str) -> None:
         with home.server("--store", "memory", "--maxmemory", given) as (client, told):
             assert client.config_get("maxmemory") == {"maxmemory": str(64 * MIB if given == "64mb" else 0)}
         assert "there are" not in "".join(told)
@@ -192,7 +192,7 @@ class TestMemory:
         found = config.default_memory(tmp_path / "cgroup", tmp_path / "groups")
         assert found == (machine if expected is None else expected * MIB)
 
-    def test_a_file_that_says_nothing_of_it_sets_no_limit(self, tmp_path: Path) -> None:
+    def test_a_cgroup_file_without_a_value_sets_no_limit(self, tmp_path: Path) -> None:
         (tmp_path / "kvpage.conf").write_text("port 0\n", encoding="utf-8")
         config = from_arguments([str(tmp_path / "kvpage.conf")])
         config.choose_defaults(config)

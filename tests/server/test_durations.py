@@ -93,7 +93,7 @@ def test_eviction_spares_a_leased_block_after_a_jump(tmp_path: Path, jump: int, 
         assert not client.exists("kv:other0:0:0:0:0")
 
 
-def test_eviction_takes_a_block_whose_lease_is_over_after_a_jump(tmp_path: Path) -> None:
+def test_a_block_with_an_ended_lease_is_evicted_after_a_jump(tmp_path: Path) -> None:
     with started(tmp_path, "--maxmemory", "2mb") as (_, client, clock):
         set_page(client, "r", body=bytes(200_000))
         assert client.execute_command("KVPAGELEASE", "r", 300) == 1
@@ -148,7 +148,7 @@ def test_an_idle_connection_is_closed_in_time(tmp_path: Path, jump: int) -> None
 
 
 @JUMPS
-def test_a_scan_goes_on_after_a_jump(tmp_path: Path, jump: int) -> None:
+def test_a_scan_continues_after_a_jump(tmp_path: Path, jump: int) -> None:
     with started(tmp_path) as (_, client, clock):
         keys = {b"key:%d" % number for number in range(1000)}
         client.mset(dict.fromkeys(keys, "1"))

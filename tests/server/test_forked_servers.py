@@ -20,7 +20,7 @@ with start_server() as server:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they are no forks")
-def test_they_end_with_whoever_started_them_however_that_ends() -> None:
+def test_forked_servers_end_with_their_starter() -> None:
     path = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", STARTS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as process:

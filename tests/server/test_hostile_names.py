@@ -60,7 +60,7 @@ def test_every_answer_about_the_server_is_given(seen: SeenServer) -> None:
     assert FOREIGN in answers["ACL USERS"]
 
 
-def test_info_tells_a_pattern_with_escapes(seen: SeenServer) -> None:
+def test_info_escapes_a_pattern(seen: SeenServer) -> None:
     with seen.server.client(protocol=3) as client:
         told = client.execute_command(b"INFO", "quotas")
     assert f"pattern=kv:{SHOWN}*\r\n" in told.decode()
@@ -72,7 +72,7 @@ def test_figures_for_people_and_for_prometheus_go_on(seen: SeenServer) -> None:
         printed(*words, url=seen.server.url)
 
 
-def test_the_page_goes_on(seen: SeenServer) -> None:
+def test_the_page_continues(seen: SeenServer) -> None:
     with seen.browser() as browser, browser.stream("GET", "/page/events") as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         more = next(found for line in lines if "connected" in (found := json.loads(line.removeprefix("data: "))))
@@ -131,7 +131,7 @@ def test_a_page_may_live_longer_than_a_calendar_lasts(server: RunningServer, cli
     ],
     ids=lambda wrong: ascii(wrong)[:30],
 )  # fmt: skip
-def test_a_manifest_that_makes_no_sense_is_unreadable_and_hides_no_other(
+def test_an_invalid_manifest_is_unreadable_and_hides_no_other(
     server: RunningServer, client: redis.Redis, wrong: dict[str, Any]
 ) -> None:
     set_block(client, "r")

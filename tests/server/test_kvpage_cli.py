@@ -53,7 +53,7 @@ def test_to_look_is_no_error_in_the_servers_counts(tmp_path: Path) -> None:
         assert client.info("stats")["total_error_replies"] == before
 
 
-def test_status_tells_how_a_store_is_doing() -> None:
+def test_status_shows_the_state_of_a_store() -> None:
     with start_server("--maxmemory", "1gb") as server, server.client() as client:
         set_block(client, "r", ttl=1000)
         client.execute_command("KVPAGEPIN", "r")
@@ -117,7 +117,7 @@ def test_stat_shows_a_page(server: RunningServer, client: redis.Redis) -> None:
     assert (lines["pinned"], lines["tier"]) == ("no", "memory")
 
 
-def test_stat_of_what_is_not_there(server: RunningServer, client: redis.Redis) -> None:
+def test_stat_of_a_missing_page(server: RunningServer, client: redis.Redis) -> None:
     code, _, said = kvpage("stat", "kv:r:1:2:0:1", url=server.url)
     assert (code, said) == (1, "kvpage: kv:r:1:2:0:1 is not there; kvpage why r 1 2 0 1 may say why\n")
     code, _, said = kvpage("stat", "kv:r:1:2:0", url=server.url)
@@ -131,7 +131,7 @@ def test_stat_of_what_is_not_there(server: RunningServer, client: redis.Redis) -
         assert "is no agent" in kvpage("stat", name, url=server.url)[2]
 
 
-def test_verify_tells_whether_pages_are_intact(server: RunningServer, client: redis.Redis) -> None:
+def test_verify_reports_whether_pages_are_intact(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "r")
     assert kvpage("verify", "r", url=server.url)[:2] == (0, "12 pages checked, all intact\n")
     key = PageKey(b"r", 0, 0, 1, 0)
@@ -156,7 +156,7 @@ def test_a_name_is_any_bytes(server: RunningServer, client: redis.Redis, tmp_pat
     assert (code, json.loads(shown)["pages"]) == (0, 1)
 
 
-def test_what_is_to_be_pasted_is_quoted_or_left_out(server: RunningServer, client: redis.Redis) -> None:
+def test_text_to_be_pasted_is_quoted_or_omitted(server: RunningServer, client: redis.Redis) -> None:
     assert "; kvpage why 'a*' may say why" in kvpage("ls", "a*", url=server.url)[2]
     assert "; kvpage why 'a*' 0 0 0 0 may say why" in kvpage("stat", "kv:a*:0:0:0:0", url=server.url)[2]
     for words in (["ls", "\udcff"], ["verify", "\udcff"], ["stat", "kv:\udcff:0:0:0:0"]):
@@ -202,7 +202,7 @@ def test_verify_finds_a_flipped_bit(server: RunningServer, client: redis.Redis) 
     assert kvpage("verify", "r", url=server.url)[0] == 0
 
 
-def test_why_says_what_became_of_a_page(server: RunningServer, client: redis.Redis) -> None:
+def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "r", 0)
     set_block(client, "r", 2)
     assert kvpage("why", "r", "0", "0", "0", "0", url=server.url)[:2] == (0, "stored: a read would not miss\n")
@@ -233,7 +233,7 @@ def test_why_says_what_became_of_a_page(server: RunningServer, client: redis.Red
     assert (code, said) == (1, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
 
 
-def test_why_says_what_became_of_a_string(server: RunningServer, client: redis.Redis) -> None:
+def test_why_reports_the_removal_of_a_string(server: RunningServer, client: redis.Redis) -> None:
     client.mset({"model@1@0@a3": "x", "with: space": "y", "\udcff*[x]".encode("utf-8", "surrogateescape"): "z"})
     assert kvpage("why", "model@1@0@a3", url=server.url)[:2] == (0, "stored: a read would not miss\n")
     for name in ("model@1@0@a3", "with: space", "\udcff*[x]"):
@@ -253,7 +253,7 @@ def test_why_takes_a_string_with_the_name_of_a_page(server: RunningServer, clien
     assert kvpage("why", "kv:blk:0:0:9:0", url=server.url)[:2] == (0, "stored: a read would not miss\n")
 
 
-def test_why_says_what_became_of_an_agent(server: RunningServer, client: redis.Redis) -> None:
+def test_why_reports_the_state_of_an_agent(server: RunningServer, client: redis.Redis) -> None:
     manifest = b"0123456789abcdef" + json.dumps({"chain": ["b1"], "count": 4, "model": "m"}).encode()
     client.mset({"manifest:alice@acme:f1": manifest, "manifest:alice@acme:f2": manifest, "manifest:alicexacme:f1": "x"})
     set_block(client, "b1")
@@ -272,7 +272,7 @@ def test_why_says_what_became_of_an_agent(server: RunningServer, client: redis.R
     ]
 
 
-def test_what_cannot_be_asked_is_said_in_one_line(redis_server: RunningServer, server: RunningServer) -> None:
+def test_an_impossible_query_is_one_line(redis_server: RunningServer, server: RunningServer) -> None:
     port = free_port()
     code, _, said = kvpage("status", url=f"redis://127.0.0.1:{port}")
     assert code == 2
@@ -322,7 +322,7 @@ def guarded() -> Iterator[RunningServer]:
 
 
 @pytest.mark.parametrize("variable", ["KVPAGE_PASSWORD", "REDISCLI_AUTH"])
-def test_a_password_comes_from_the_environment(
+def test_a_password_is_read_from_the_environment(
     guarded: RunningServer, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "right p@ss/word")
@@ -336,7 +336,7 @@ def test_a_password_comes_from_the_environment(
     assert (code, said) == (0, "")
 
 
-def test_a_wrong_password_and_a_missing_one_are_told_apart(
+def test_wrong_and_missing_passwords_have_different_errors(
     guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, _, said = kvpage("status", url=guarded.url)
@@ -362,7 +362,7 @@ def test_a_password_is_asked_for_at_the_terminal(guarded: RunningServer) -> None
     assert "no terminal" in said
 
 
-def test_a_tenant_is_shown_what_is_theirs(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_sees_its_own_data(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPAGE_PASSWORD", "word")
     code, shown, said = kvpage("status", "--user", "app", url=guarded.url)
     assert (code, said) == (0, "")
@@ -397,7 +397,7 @@ def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tupl
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_reader_that_goes_ends_it_without_a_word(server: RunningServer, client: redis.Redis) -> None:
+def test_a_closed_pipe_ends_it_silently(server: RunningServer, client: redis.Redis) -> None:
     for number in range(3000):
         client.execute_command("KVPAGESET", f"a-request-with-a-long-name-{number}", 0, 0, 0, 0, 3, 1, 1, 0, b"x")
     command = [str(Path(sys.executable).with_name("kvpage")), "ls", "--limit", "0", "--url", server.url]
@@ -422,7 +422,7 @@ def test_ctrl_c_ends_it_with_one_line(server: RunningServer, client: redis.Redis
     assert (process.returncode, said.strip()) == (130, b"kvpage: interrupted")
 
 
-def test_a_server_that_goes_away_is_one_line() -> None:
+def test_a_stopped_server_is_reported_in_one_line() -> None:
     with start_server(killed=True) as server, server.client() as client:
         command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "60"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -458,7 +458,7 @@ def test_the_server_is_a_module_too() -> None:
 # -- values on disk ----------------------------------------------------------------------------------------------------
 
 
-def test_to_look_at_what_lies_on_disk_leaves_it_there_and_idle(tmp_path: Path) -> None:
+def test_queries_leave_values_on_disk_and_idle(tmp_path: Path) -> None:
     manifest = {"agent_id": "alice", "count": 4, "chain": ["r"], "tokens": [1] * 4, "by": "x" * 1000}
     tiered = ("--store", "tiered", "--appendfsync", "always")
     with start_server(*tiered, directory=tmp_path) as server, server.client() as client:

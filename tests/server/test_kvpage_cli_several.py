@@ -84,15 +84,13 @@ def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
         assert all((a == block_body(i)).all() for i, a in enumerate(into))
 
 
-def test_a_watch_tells_of_all_servers_each_time(server: RunningServer, second_server: RunningServer) -> None:
+def test_a_watch_shows_all_servers_each_time(server: RunningServer, second_server: RunningServer) -> None:
     with watched("status", "--json", "--watch", "0.2", "--url", f"{server.url},{second_server.url}") as lines:
         told = [json.loads(lines.readline())["url"] for _ in range(4)]
     assert told == 2 * [server.url, second_server.url]
 
 
-def test_top_shows_what_each_server_does_and_who_uses_the_memory_of_all(
-    server: RunningServer, second_server: RunningServer
-) -> None:
+def test_top_shows_each_server_and_memory_by_agent_of_all(server: RunningServer, second_server: RunningServer) -> None:
     both = f"{server.url},{second_server.url}"
     with PageClient(both) as pages:
         pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
@@ -111,7 +109,7 @@ def test_top_shows_what_each_server_does_and_who_uses_the_memory_of_all(
             )
 
 
-def test_top_goes_on_when_a_server_dies_and_shows_it_when_it_is_back(server: RunningServer) -> None:
+def test_top_continues_when_a_server_dies_and_returns(server: RunningServer) -> None:
     port = free_port()
     both = f"{server.url},redis://127.0.0.1:{port}"
     with ExitStack() as stack:
@@ -127,7 +125,7 @@ def test_top_goes_on_when_a_server_dies_and_shows_it_when_it_is_back(server: Run
         assert next(told)["per_second"]["commands"] > 0
 
 
-def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
+def test_an_unavailable_server_is_named_and_the_others_answer(
     server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = f"redis://127.0.0.1:{free_port()}"
@@ -137,7 +135,7 @@ def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
     assert "kvpage-server" in said.out
 
 
-def test_a_server_that_is_gone_is_named_once_and_the_exit_code_tells(
+def test_an_unavailable_server_is_named_once_and_is_an_error(
     server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = f"redis://127.0.0.1:{free_port()}"
@@ -158,7 +156,7 @@ def test_a_server_that_is_gone_is_named_once_and_the_exit_code_tells(
         assert said.count("refused") == said.count(f"cannot reach {gone}") == 1, words
 
 
-def test_a_command_for_one_server_says_what_there_is_for_several(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_for_one_server_names_the_one_for_several(capsys: pytest.CaptureFixture[str]) -> None:
     both = "redis://127.0.0.1:1,redis://127.0.0.1:2"  # nobody is asked
     for words, instead in (
         (("restore", "nowhere"), "restore each into its server"),
@@ -170,7 +168,7 @@ def test_a_command_for_one_server_says_what_there_is_for_several(capsys: pytest.
         assert instead in said
 
 
-def test_a_server_of_the_list_that_hangs_is_named_and_the_others_answer(
+def test_a_hanging_server_is_named_and_the_others_answer(
     server: RunningServer, second_server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = f"{server.url},{second_server.url}"
@@ -250,7 +248,7 @@ def test_a_cluster_node_that_hangs_is_named(masters: Cluster, capsys: pytest.Cap
     assert ["error" in node for node in nodes].count(True) == 1
 
 
-def test_top_does_not_tell_a_tenant_what_a_server_does() -> None:
+def test_top_hides_server_statistics_from_a_tenant() -> None:
     with ExitStack() as stack:
         user = ("--user", "app", "on", ">word", "~kv:app.*", "+@all")
         both = [stack.enter_context(start_server(*user)) for _ in range(2)]

@@ -61,7 +61,7 @@ def told(*words: str, url: str = "") -> dict[str, Any]:
         ("why KEY of a string", ["why", "manifest:alice:00000000000000aa"]),
     ],
 )
-def test_its_keys_are_those_of_the_page(
+def test_its_keys_match_the_documentation(
     server: RunningServer, client: redis.Redis, name: str, words: list[str]
 ) -> None:
     set_block(client, "chat-7")
@@ -71,7 +71,7 @@ def test_its_keys_are_those_of_the_page(
     assert found["url"] == server.url
 
 
-def test_the_keys_of_their_parts_are_those_of_the_page(server: RunningServer, client: redis.Redis) -> None:
+def test_the_keys_of_parts_match_the_documentation(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "chat-7")
     remember(client, "alice")
     remember(client, "bob", "alice")
@@ -93,7 +93,7 @@ def remember(client: redis.Redis, agent: str, of: str = "") -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_of_several_servers_each_part_says_which_it_comes_from(
+def test_each_part_of_several_servers_names_its_server(
     server: RunningServer, second_server: RunningServer, gone: bool, tmp_path: Path
 ) -> None:
     urls = [server.url, f"redis://127.0.0.1:{free_port()}" if gone else second_server.url]
@@ -130,7 +130,7 @@ def test_of_several_servers_each_part_says_which_it_comes_from(
     assert (code, shown, "names several" in said) == (1, "", True)
 
 
-def test_what_a_tenant_is_not_told_is_null() -> None:
+def test_hidden_values_of_a_tenant_are_null() -> None:
     with start_server("--user", "app", "on", ">word", "~kv:app.*", "+@all") as server, server.client() as client:
         set_block(client, "app.chat")
         set_block(client, "other")
@@ -141,7 +141,7 @@ def test_what_a_tenant_is_not_told_is_null() -> None:
     assert found["url"] == server.url
 
 
-def test_dumps_tell_what_they_did(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_dumps_report_their_results(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     set_block(client, "chat-7")
     dumped = told("dump", str(tmp_path / "dump"), url=server.url)
     assert (dumped["pages"], dumped["strings"], dumped["corrupt"]) == (12, 0, [])
@@ -155,7 +155,7 @@ def test_dumps_tell_what_they_did(server: RunningServer, client: redis.Redis, tm
     assert (restored["pages"], restored["there"], restored["finished"]) == (12, 0, True)
 
 
-def test_figures_equal_those_of_info(server: RunningServer, client: redis.Redis) -> None:
+def test_values_equal_those_of_info(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "chat-7")
     info, found = client.info("everything"), told("status", url=server.url)
     assert found["memory"]["used"] == info["used_memory"]
@@ -170,7 +170,7 @@ def test_bytes_that_are_no_text_are_shown(server: RunningServer, client: redis.R
 
 
 @pytest.mark.parametrize("words", [["status", "--watch", "0.2"], ["top", "--watch", "0.2"]])
-def test_a_watch_goes_on_line_by_line_until_it_is_interrupted(server: RunningServer, words: list[str]) -> None:
+def test_a_watch_prints_lines_until_it_is_interrupted(server: RunningServer, words: list[str]) -> None:
     process = subprocess.Popen(
         [PROGRAM, *words, "--json", "--url", server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

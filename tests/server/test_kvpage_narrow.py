@@ -136,7 +136,7 @@ def test_top_fits_a_narrow_terminal(server: RunningServer, client: redis.Redis, 
         check_lines(frame(), width, 4)
 
 
-def test_ls_prints_some_rows_and_says_how_many_more(server: RunningServer, client: redis.Redis) -> None:
+def test_ls_prints_some_rows_and_the_number_of_others(server: RunningServer, client: redis.Redis) -> None:
     for number in range(60):
         set_block(client, f"r{number:02}")
     lines = kvpage("ls", url=server.url)[1].splitlines()
@@ -152,7 +152,7 @@ def test_ls_prints_some_rows_and_says_how_many_more(server: RunningServer, clien
     assert kvpage("ls", "--limit", "-1", url=server.url)[0] == 2
 
 
-def test_ls_of_an_agent_says_what_shows_it(server: RunningServer, client: redis.Redis) -> None:
+def test_ls_of_an_agent_names_the_command_that_shows_it(server: RunningServer, client: redis.Redis) -> None:
     client.set("manifest:alice:f1", manifest("b1"))
     code, shown, said = kvpage("ls", "alice", url=server.url)
     assert (code, shown) == (1, "")

@@ -115,7 +115,7 @@ def test_every_room_of_the_server_knows_no_more_than_it_may() -> None:
     assert not too_much
 
 
-def test_the_engine_knows_of_the_server_what_clients_may() -> None:
+def test_the_engine_imports_only_client_modules_of_the_server() -> None:
     used = {
         (module, name) for module, name in all_imports() if module.startswith("engine.") > name.startswith("engine.")
     }
@@ -125,7 +125,7 @@ def test_the_engine_knows_of_the_server_what_clients_may() -> None:
     assert known - {"__init__"} <= ENGINE_MAY_KNOW, used  # that is the version
 
 
-def test_nothing_that_the_core_is_given_has_a_command_a_user_or_a_policy() -> None:
+def test_the_core_imports_only_core_and_page() -> None:
     assert {room(name) for module, name in all_imports() if room(module) == "core"} <= {"core", "page"}
 
 
@@ -212,7 +212,7 @@ def test_no_class_stands_on_a_tower() -> None:
     assert towers == {}
 
 
-def test_what_begins_with_an_underscore_is_nobody_elses_to_override() -> None:
+def test_private_methods_are_not_overridden() -> None:
     overridden = {
         f"{module}.{node.name}": private
         for module, node in classes()
@@ -244,6 +244,6 @@ def test_the_architecture_page_lists_every_package() -> None:
     assert sorted(listed) == sorted(there)
 
 
-def test_every_folder_says_what_lies_there() -> None:
+def test_every_package_has_a_docstring() -> None:
     silent = [name for name in modules() if name.endswith(".__init__") and not ast.get_docstring(tree(name))]
     assert silent == []

@@ -68,7 +68,7 @@ def test_taking_a_block_apart_copies_nothing(shape: BlockShape) -> None:
     assert body == b"\xff" * shape.nbytes
 
 
-def test_arrays_of_the_engines_dtypes_and_strides_join_bit_for_bit() -> None:
+def test_arrays_of_the_engines_dtypes_are_joined_bit_for_bit() -> None:
     shape = BlockShape(1, 2, 3, (Plane(KVType.K, DType.FLOAT16, 4), Plane(KVType.V, DType.FLOAT32, 5)))
     nan = np.array([0x7E01], np.uint16).view(np.float16)[0]  # one of many NaNs: it must stay this one
     keys = np.arange(24, dtype=np.float16).reshape(3, 2, 4).swapaxes(0, 1)  # as a batch-first model would give them
@@ -152,7 +152,7 @@ def test_a_row_that_vllm_cannot_group_is_refused(itemsize: int, x: int) -> None:
         keys_from_vllm(np.zeros((2, 3, 4, x * 2), f"u{itemsize}"))
 
 
-def test_planes_of_odd_size_leave_the_next_where_it_lies() -> None:
+def test_planes_of_odd_size_do_not_shift_the_next() -> None:
     """An 8-bit plane of odd size puts the 16-bit one after it on an odd address."""
     shape = BlockShape(1, 1, 1, (Plane(KVType.K, DType.UINT8, 3), Plane(KVType.V, DType.BFLOAT16, 2)))
     (layer,) = to_mlx(bytes(range(7)), shape)

@@ -46,7 +46,7 @@ class PageKeyTest(unittest.TestCase):
     def test_spells_all_five_parts(self) -> None:
         self.assertEqual(bytes(KEY), b"kv:agent-7:5:8:42:1")
 
-    def test_parses_what_it_spells(self) -> None:
+    def test_parses_its_own_encoding(self) -> None:
         for req_id in (b"r", b"x" * 256, b"a@b/c%d", "vår-förfrågan".encode(), b"\xff\xfe"):
             for numbers in ((0, 0, 0, 0), (65535, 65535, 2**32 - 1, 5), (30, 3, 1000, 2)):
                 key = PageKey(req_id, *numbers)
@@ -111,7 +111,7 @@ class HeaderLayoutTest(unittest.TestCase):
     def field(self, offset: int, code: str) -> object:
         return struct.unpack_from("<" + code, blob(), offset)[0]
 
-    def test_every_field_lies_at_its_offset(self) -> None:
+    def test_every_field_is_at_its_offset(self) -> None:
         table = [
             (0, "4s", b"KVPG"),
             (4, "B", 2),  # version
@@ -150,7 +150,7 @@ class HeaderLayoutTest(unittest.TestCase):
 
 
 class RoundTripTest(unittest.TestCase):
-    def test_a_page_comes_back_as_it_went(self) -> None:
+    def test_a_page_is_decoded_unchanged(self) -> None:
         header, body = decode_page(bytes(blob()))
         self.assertEqual(body, BODY)
         self.assertEqual((header.dtype, header.page_size, header.head_dim), (DType.FLOAT16, 8, 128))
@@ -264,7 +264,7 @@ class BadPageTest(unittest.TestCase):
             with self.subTest(offset=offset):
                 self.assert_refused(self.patched(offset, code, value), f"^{message}$")
 
-    def test_encoding_refuses_what_decoding_would(self) -> None:
+    def test_encoding_refuses_what_decoding_refuses(self) -> None:
         good = {"dtype": DType.FLOAT16, "page_size": 8, "head_dim": 128, "ttl": 0, "created_ms": 0}
         cases = {
             "dtype": (0, 16),

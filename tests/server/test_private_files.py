@@ -93,7 +93,7 @@ def test_a_server_writes_nothing_that_others_may_see(tmp_path: Path) -> None:
     assert all(mode & 0o007 == 0 for mode in there.values()), there
 
 
-def test_what_others_could_see_before_they_can_not_any_more(tmp_path: Path) -> None:
+def test_formerly_readable_files_become_private(tmp_path: Path) -> None:
     """A store of a version that left it to the umask."""
     with start_server("--store", "tiered", directory=tmp_path, name="output") as server, server.client() as client:
         client.set("string", BODY)
@@ -127,7 +127,7 @@ def test_a_dump_and_the_directories_that_it_makes_are_private(tmp_path: Path) ->
     assert set(written.values()) == {0o600}, written
 
 
-def test_an_engine_keeps_what_was_said_to_itself(tmp_path: Path) -> None:
+def test_an_engines_files_are_private(tmp_path: Path) -> None:
     """Contexts in files, and the transcript, also one that others could read before."""
     pytest.importorskip("mlx.core")
     from api_engines import write_tiny
@@ -149,7 +149,7 @@ def test_an_engine_keeps_what_was_said_to_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("remove", ["kvpage.lock", "kvpage.lmdb-lock"])
-def test_a_removed_lock_file_lets_nobody_in(tmp_path: Path, remove: str) -> None:
+def test_a_removed_lock_file_admits_no_second_server(tmp_path: Path, remove: str) -> None:
     with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:
         client.set("string", BODY)
         (tmp_path / remove).unlink()
@@ -195,7 +195,7 @@ class TestWriting:
             file.write(b"new")
         assert (path.read_bytes(), rights(tmp_path)) == (b"new", {"file": after})
 
-    def test_what_is_no_file_is_not_touched(self) -> None:
+    def test_special_files_are_not_touched(self) -> None:
         before = os.stat(os.devnull).st_mode
         with open(os.devnull, encoding="utf-8") as nowhere:
             tighten(nowhere.fileno())

@@ -82,7 +82,7 @@ class TestTerminal:
             assert server.process.wait(STOP_WITHIN) == 0
         assert_kept(tmp_path)
 
-    def test_a_hangup_that_somebody_sends_is_one(self, tmp_path: Path) -> None:
+    def test_a_sent_hangup_is_one(self, tmp_path: Path) -> None:
         with terminal() as place, at(place, tmp_path) as server:
             assert server.stop(signal.SIGHUP) == 0
         assert_kept(tmp_path)
@@ -99,7 +99,7 @@ class TestTerminal:
         assert_kept(tmp_path)
 
     @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-    def test_make_that_started_it_goes_and_it_writes_everything(self, tmp_path: Path) -> None:
+    def test_the_end_of_the_starting_make_saves_everything(self, tmp_path: Path) -> None:
         """The shell is hung up, and ends; then the system hangs up the foreground processes, including make."""
         port, pidfile = free_port(), tmp_path / "pid"
         words = shlex.join(command(tmp_path, port, "--pidfile", str(pidfile)))
@@ -116,9 +116,7 @@ class TestTerminal:
         assert_kept(tmp_path)
 
     @pytest.mark.parametrize("background", [False, True])
-    def test_it_stops_though_who_is_told_does_not_pass_it_on_unless_it_is_in_the_background(
-        self, tmp_path: Path, background: bool
-    ) -> None:
+    def test_it_stops_without_a_forwarded_hangup_in_the_foreground(self, tmp_path: Path, background: bool) -> None:
         """The system notifies only the terminal's first process; if that is make, it waits for the server."""
         port, pidfile = free_port(), tmp_path / "pid"
         with terminal() as place:
@@ -135,7 +133,7 @@ class TestTerminal:
             assert first.wait(STOP_WITHIN) == 0
         assert_kept(tmp_path)
 
-    def test_who_ignored_it_before_goes_on_without_a_terminal(self, tmp_path: Path) -> None:
+    def test_with_hangups_ignored_it_runs_on_without_a_terminal(self, tmp_path: Path) -> None:
         """nohup. The loss of the terminal, to which its log was written, does not stop it."""
         with terminal() as place, at(place, tmp_path, sys.executable, "-c", _IGNORE_AND_RUN) as server:
             place.close()
@@ -159,7 +157,7 @@ _IGNORE_AND_RUN = (
 )
 
 
-def test_a_log_that_nobody_reads_any_more_is_no_reason_to_stop(tmp_path: Path) -> None:
+def test_a_closed_log_pipe_does_not_stop_it(tmp_path: Path) -> None:
     """The case of `kvpage-server 2>&1 | head -1`."""
     port = free_port()
     process = subprocess.Popen(command(tmp_path, port), stderr=subprocess.PIPE, start_new_session=True)
@@ -173,7 +171,7 @@ def test_a_log_that_nobody_reads_any_more_is_no_reason_to_stop(tmp_path: Path) -
     assert_kept(tmp_path)
 
 
-def test_a_service_goes_on_after_a_hangup() -> None:
+def test_a_service_continues_after_a_hangup() -> None:
     with start_server() as server, server.client() as client:
         client.set("x", BODY)
         for _ in range(3):
@@ -184,7 +182,7 @@ def test_a_service_goes_on_after_a_hangup() -> None:
 
 
 @pytest.mark.parametrize("number", signals.STOP, ids=lambda number: signal.Signals(number).name)
-def test_what_asks_for_an_end_ends_it_in_order(tmp_path: Path, number: int) -> None:
+def test_stop_signals_stop_it_in_order(tmp_path: Path, number: int) -> None:
     with start_server("--store", "tiered", "--appendfsync", "no", directory=tmp_path) as server:
         with server.client() as client:
             client.set("x", BODY)
@@ -193,7 +191,7 @@ def test_what_asks_for_an_end_ends_it_in_order(tmp_path: Path, number: int) -> N
     assert_kept(tmp_path)
 
 
-def test_what_means_nothing_to_it_does_nothing() -> None:
+def test_other_signals_have_no_effect() -> None:
     with start_server() as server, server.client() as client:
         for number in signals.IGNORED:
             os.kill(server.pid, number)
@@ -261,7 +259,7 @@ def test_the_table_of_signals_is_true_and_whole() -> None:
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_what_was_removed_and_stored_again_is_written_too(tmp_path: Path, read: bool) -> None:
+def test_a_key_removed_and_stored_again_is_written(tmp_path: Path, read: bool) -> None:
     """Under appendfsync no the new value waits in memory, while the removal of the old one waits to be written."""
     options = ("--store", "tiered", "--appendfsync", "no")
     with start_server(*options, directory=tmp_path) as server, server.client() as client:

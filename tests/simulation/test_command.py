@@ -49,7 +49,7 @@ def said(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ("--seed 1 --defect=unheard-of", "no mistake is named unheard-of; there are "),
     ],
 )
-def test_what_makes_no_sense_is_told_with_what_is_allowed(
+def test_invalid_arguments_are_errors_with_the_allowed_values(
     capsys: pytest.CaptureFixture[str], words: str, error: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -58,7 +58,7 @@ def test_what_makes_no_sense_is_told_with_what_is_allowed(
     assert error in capsys.readouterr().err
 
 
-def test_what_makes_sense_is_understood() -> None:
+def test_valid_arguments_are_parsed() -> None:
     assert list(requested(["--seed", "7"]).runs) == [(7, 600)]
     assert list(requested(["--seeds", "7..9", "--steps", "5"]).runs) == [(7, 5), (8, 5), (9, 5)]
     assert requested(["--known"]).runs == known_seeds(KNOWN)
@@ -66,7 +66,7 @@ def test_what_makes_sense_is_understood() -> None:
 
 
 @pytest.mark.parametrize("line", ["15", "15 x", "15 0", "-1 600", "15 600 what it was", "600, 5"])
-def test_a_line_of_the_known_seeds_that_is_none_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_of_the_known_seeds_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "seeds.txt"
     file.write_text(f"# of these\n\n15 600  # one\n{line}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=rf"seeds\.txt, line 4: '{line}' is not a seed, at least one step and what"):
@@ -87,7 +87,7 @@ def test_a_bad_command_line_ends_with_2_and_no_traceback() -> None:
 
 
 @pytest.mark.parametrize("core", ["", "python"])
-def test_each_digest_and_the_core_that_made_it_are_told(core: str) -> None:
+def test_each_digest_is_printed_with_its_core(core: str) -> None:
     result = said(*PROGRAM, "--seeds", "2..3", "--steps", "20", **({"KVPAGE_CORE": core} if core else {}))
     lines = result.stdout.splitlines()
     name = core or lines[0].split()[-3]
@@ -96,7 +96,7 @@ def test_each_digest_and_the_core_that_made_it_are_told(core: str) -> None:
     assert f", {name} page core; 0 failed" in lines[2]
 
 
-def test_a_mistake_is_made_however_it_is_spelt() -> None:
+def test_a_mistake_is_planted_for_every_spelling_of_the_option() -> None:
     result = said(*PROGRAM, "--seed", "2", "--defect=evicted-is-still-listed")
     assert result.returncode == 1
     assert "--seed 2 --steps 600 --defect evicted-is-still-listed" in result.stdout
@@ -113,7 +113,7 @@ def test_a_run_is_the_same_one_while_python_looks_for_mistakes() -> None:
     assert careful.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
 
 
-def test_who_interrupts_it_hears_how_many_runs_passed_and_finds_no_files_left() -> None:
+def test_an_interrupt_prints_the_passed_runs_and_leaves_no_files() -> None:
     before = set(Path("/dev/shm").glob("kvpage-world-*"))
     command = [*PROGRAM, "--seeds", "1..40", "--steps", "100"]
     with subprocess.Popen(
@@ -133,13 +133,13 @@ def test_who_interrupts_it_hears_how_many_runs_passed_and_finds_no_files_left() 
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-", "| head -1", "| true"])
-def test_nobody_has_to_listen(closed: str) -> None:
+def test_closed_standard_streams_are_no_error(closed: str) -> None:
     result = said("bash", "-c", f"'{sys.executable}' -m tests.simulation --seeds 2..4 --steps 20 {closed}")
     assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("lacking", ["room", "right", "short path"])
-def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path, lacking: str) -> None:
+def test_an_unusable_directory_is_reported(tmp_path: Path, lacking: str) -> None:
     if lacking == "room":
         with small_disk(tmp_path / "small", 4) as directory, pytest.raises(place.Unusable, match="64 MiB free"):
             place.check(str(directory))
@@ -165,7 +165,7 @@ def test_the_server_is_not_run_where_it_has_no_room(options: str) -> None:
     assert result.stderr.startswith("no run can be made in /dev/shm: ")
 
 
-def test_a_world_that_runs_out_of_room_is_told_as_that_and_not_shortened() -> None:
+def test_a_world_without_space_is_reported_and_not_shortened() -> None:
     full = """if True:
         import errno, sys
         from tests.simulation.cli import command

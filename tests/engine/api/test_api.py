@@ -61,7 +61,7 @@ def chat(client: openai.OpenAI, content: str = "Hello", **more: Any) -> Any:
     )
 
 
-def test_a_chat_completion_is_what_openais_client_expects(client: openai.OpenAI) -> None:
+def test_a_chat_completion_suits_openais_client(client: openai.OpenAI) -> None:
     answer = chat(client)
     (choice,) = answer.choices
     assert answer.object == "chat.completion"
@@ -76,7 +76,7 @@ def test_a_chat_completion_is_what_openais_client_expects(client: openai.OpenAI)
     assert client.models.retrieve("tiny").object == "model"
 
 
-def test_a_stream_says_the_same_in_chunks(client: openai.OpenAI) -> None:
+def test_a_stream_gives_the_same_text_in_chunks(client: openai.OpenAI) -> None:
     whole = chat(client, "Stream it", logprobs=True, top_logprobs=2)
     chunks = list(
         chat(client, "Stream it", stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2)
@@ -143,7 +143,7 @@ def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
     assert streamed[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
 
-async def test_a_seed_gives_the_same_text_whoever_runs_beside_it(engine: RunningEngine) -> None:
+async def test_a_seed_gives_the_same_text_in_any_batch(engine: RunningEngine) -> None:
     async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="acme-secret", max_retries=0) as client:
 
         async def draw(seed: int | None) -> str:
@@ -158,7 +158,7 @@ async def test_a_seed_gives_the_same_text_whoever_runs_beside_it(engine: Running
     assert len({*crowd}) == 4
 
 
-async def test_thirty_two_at_once_get_what_each_gets_alone(engine: RunningEngine, client: openai.OpenAI) -> None:
+async def test_thirty_two_concurrent_answers_equal_single_ones(engine: RunningEngine, client: openai.OpenAI) -> None:
     questions = [f"Question {i}" for i in range(32)]
     async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="acme-secret", max_retries=0) as crowd:
 
@@ -177,7 +177,7 @@ async def test_thirty_two_at_once_get_what_each_gets_alone(engine: RunningEngine
     assert len({*together}) > 16
 
 
-async def test_more_than_the_queue_holds_are_told_to_come_again(engine: RunningEngine) -> None:
+async def test_a_full_queue_returns_429(engine: RunningEngine) -> None:
     headers = {"Authorization": "Bearer acme-secret"}
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
     async with httpx.AsyncClient(base_url=engine.url, headers=headers, timeout=60) as client:
@@ -190,7 +190,7 @@ async def test_more_than_the_queue_holds_are_told_to_come_again(engine: RunningE
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_frees_the_engine_at_once(engine: RunningEngine, stream: bool) -> None:
+def test_a_disconnected_client_frees_the_engine_at_once(engine: RunningEngine, stream: bool) -> None:
     cancelled = engine.metric("cancelled_total")
     assert eventually(lambda: engine.metric("pending") == 0)
     endless = {"model": "tiny", "messages": HELLO, "max_tokens": 3900, "temperature": 0, "stream": stream}
@@ -292,7 +292,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named(engine: RunningEngine, name: str) -> None:
+def test_an_error_names_the_wrong_parameter(engine: RunningEngine, name: str) -> None:
     body, param, status = BAD[name]
     reply = post(engine, "/v1/chat/completions", body)
     error = reply.json()["error"]
@@ -321,7 +321,7 @@ def test_what_is_wrong_is_named(engine: RunningEngine, name: str) -> None:
         ({"prompt": "a", "suffix": "b"}, "suffix"),
     ],
 )
-def test_what_is_wrong_with_a_text_is_named(engine: RunningEngine, body: dict[str, Any], param: str) -> None:
+def test_an_error_names_the_wrong_text(engine: RunningEngine, body: dict[str, Any], param: str) -> None:
     reply = post(engine, "/v1/completions", {"model": "tiny", **body})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
@@ -331,7 +331,7 @@ def test_the_allowed_values_of_a_field_are_shown_as_json(engine: RunningEngine) 
     assert reply.json()["error"]["message"] == "echo: this engine supports only false"
 
 
-def test_openais_client_raises_what_it_raises_for_openai(engine: RunningEngine, client: openai.OpenAI) -> None:
+def test_openais_client_raises_its_usual_exceptions(engine: RunningEngine, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-17"):
         chat(client, model="gpt-17")
     with pytest.raises(openai.BadRequestError) as caught:
@@ -367,7 +367,7 @@ def test_nothing_can_be_had_without_a_token_but_its_health(engine: RunningEngine
     assert post(engine, "/v1/chat/completions", asked(), token="watcher-secret").status_code == 403
 
 
-def test_a_tenant_is_told_of_its_own_answers_alone(engine: RunningEngine) -> None:
+def test_a_tenant_sees_metrics_of_its_own_answers_only(engine: RunningEngine) -> None:
     def told(token: str) -> str:
         return httpx.get(engine.url + "/metrics", headers={"Authorization": f"Bearer {token}"}).text
 

@@ -70,7 +70,7 @@ def agents(engine: RunningEngine, method: str, path: str = "", token: str = "non
     return httpx.request(method, f"{engine.url}/v1/agents{path}", headers=headers, timeout=60, **more)
 
 
-def test_a_conversation_whose_turns_alternate_between_two_engines(engines: list[RunningEngine], alone: Any) -> None:
+def test_a_conversation_alternates_between_two_engines(engines: list[RunningEngine], alone: Any) -> None:
     messages = [{"role": "system", "content": HANDBOOK}]
     reused = []
     for turn, question in enumerate(QUESTIONS):
@@ -89,9 +89,7 @@ def test_a_conversation_whose_turns_alternate_between_two_engines(engines: list[
     assert all(tier in ("hot", "page") and computed < 150 for tier, computed in others), reused
 
 
-def test_an_engine_stops_when_it_has_answered_and_another_goes_on(
-    tiny: Path, server: RunningServer, alone: Any
-) -> None:
+def test_a_stopped_engine_answers_and_another_continues(tiny: Path, server: RunningServer, alone: Any) -> None:
     messages = [{"role": "system", "content": HANDBOOK[::-1]}, {"role": "user", "content": "Read it backwards."}]
     with start_engine(tiny, "--store", server.url) as first, first.client() as client:
         stream = client.chat.completions.create(
@@ -124,7 +122,7 @@ def test_an_engine_stops_when_it_has_answered_and_another_goes_on(
             second.process.wait(60)
 
 
-def test_an_engine_whose_terminal_is_closed_loses_nothing(tiny: Path, server: RunningServer) -> None:
+def test_a_closed_terminal_loses_no_context(tiny: Path, server: RunningServer) -> None:
     """It receives SIGHUP twice, as from a shell that ends with it; a service continues after SIGHUP."""
     messages = [{"role": "user", "content": HANDBOOK[::-1] + "hung up"}]
     with terminal() as place, start_engine(tiny, "--store", server.url, start=place.start) as first:
@@ -187,7 +185,7 @@ def test_an_agent_that_is_none_is_named(
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
 
 
-def test_a_file_that_cannot_be_removed_is_told(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_removed_is_reported(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "squatted.safetensors").mkdir()
     with start_engine(tiny, "--cold", str(tmp_path)) as engine:
         reply = agents(engine, "DELETE", "/squatted")
@@ -196,7 +194,7 @@ def test_a_file_that_cannot_be_removed_is_told(tiny: Path, tmp_path: Path) -> No
         assert agents(engine, "DELETE", "/nobody").status_code == 404
 
 
-def test_four_agents_at_two_engines_have_their_rules_computed_once(engines: list[RunningEngine]) -> None:
+def test_four_agents_on_two_engines_compute_their_rules_once(engines: list[RunningEngine]) -> None:
     said = example("four_agents.py", *(engine.url for engine in engines))
     turns = re.findall(r"^(\w+) +at engine (\d): .*\n +\[(\d+) of \d+ tokens reused: (\w+)\]$", said, re.MULTILINE)
     assert [(name, int(engine)) for name, engine, *_ in turns] == [
@@ -208,7 +206,7 @@ def test_four_agents_at_two_engines_have_their_rules_computed_once(engines: list
     assert all(int(reused) >= 1280 for _, _, reused, _ in others), said
 
 
-def test_the_example_with_openais_client_goes_on_where_it_was(engines: list[RunningEngine]) -> None:
+def test_the_example_with_openais_client_continues(engines: list[RunningEngine]) -> None:
     assert example("openai_client.py", engines[0].url).count("tokens reused") == 3
     assert "[0 tokens reused" not in example("openai_client.py", engines[0].url)
 
@@ -220,7 +218,9 @@ def example(name: str, *words: str) -> str:
     return done.stdout
 
 
-def test_the_command_line_says_the_same(engines: list[RunningEngine], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_gives_the_same_result(
+    engines: list[RunningEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*words: str) -> str:
         assert cli.main(["agents", "--url", engines[0].url, *words]) == 0
         return capsys.readouterr().out
@@ -244,7 +244,7 @@ def test_the_command_line_says_the_same(engines: list[RunningEngine], capsys: py
         assert complaint in said
 
 
-def test_what_cannot_be_served_is_said_in_a_line(
+def test_a_request_that_cannot_be_served_is_one_line(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tokens").write_text("acme one two\n", encoding="utf-8")

@@ -122,7 +122,7 @@ def test_no_body_takes_long(kind: type[RequestBody], worst: str) -> None:
     ),
     st.integers(1, 12),
 )
-def test_what_a_body_holds_is_counted_as_a_parser_would(value: Any, piece: int) -> None:
+def test_parts_of_a_body_are_counted_as_a_parser_does(value: Any, piece: int) -> None:
     """Whatever its strings look like, and wherever a piece of it ends."""
     limits = dict(zip(("containers", "strings", "values"), counted(value), strict=True))
     raw = json.dumps(value).encode()
@@ -221,7 +221,7 @@ def test_a_prompt_of_token_ids_may_be_as_long_as_the_context(engine: RunningEngi
     assert reply.json()["usage"]["prompt_tokens"] == 4000
 
 
-def test_what_is_long_is_not_said_again(engine: RunningEngine) -> None:
+def test_long_input_is_not_repeated_in_errors(engine: RunningEngine) -> None:
     for body in ({"model": "m" * 500_000}, {"model": "tiny", "prompt": ["a", "b" * 100_000]}):
         assert len(httpx.post(f"{engine.url}/v1/completions", json={"prompt": "a", **body}).content) < 500
 

@@ -73,7 +73,7 @@ def healthy(engine: RunningEngine, source: str = "127.0.0.1") -> bool:
         return told(sock).startswith(b"HTTP/1.1 200")
 
 
-def test_who_does_not_finish_a_request_is_not_waited_for(engine: RunningEngine) -> None:
+def test_an_unfinished_request_is_not_waited_for(engine: RunningEngine) -> None:
     """Who says nothing, who stops within its headers, who drips them, who drips a body that nobody wants."""
     unwanted = posting(length=60_000, path="/nowhere")
     beginnings = [b"", b"GET /health HTTP/1.1\r\nHost: he", b"GET / HTTP/1.1\r\n", unwanted]
@@ -90,7 +90,7 @@ def test_who_does_not_finish_a_request_is_not_waited_for(engine: RunningEngine) 
     assert engine.metric("connections_closed_total") >= 4
 
 
-def test_silent_connections_lock_nobody_out(engine: RunningEngine) -> None:
+def test_silent_connections_block_no_client(engine: RunningEngine) -> None:
     """A new connection replaces the one that has been silent for longest."""
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(engine)) for _ in range(3 * FROM_ADDRESS)]
@@ -100,7 +100,7 @@ def test_silent_connections_lock_nobody_out(engine: RunningEngine) -> None:
         assert not closed(silent[-1])
 
 
-def test_bodies_that_do_not_come_lock_nobody_out(engine: RunningEngine) -> None:
+def test_unfinished_bodies_block_no_client(engine: RunningEngine) -> None:
     with ExitStack() as stack:
         for _ in range(3 * FROM_ADDRESS):
             stack.enter_context(connect(engine, posting(length=1000)))
@@ -108,7 +108,7 @@ def test_bodies_that_do_not_come_lock_nobody_out(engine: RunningEngine) -> None:
         assert healthy(engine)
 
 
-def test_more_than_may_be_answered_at_once_are_told_so(engine: RunningEngine) -> None:
+def test_too_many_concurrent_requests_return_an_error(engine: RunningEngine) -> None:
     """The error has the format of OpenAI's clients, and a Retry-After header."""
     with ExitStack() as stack:
         for _ in range(FROM_ADDRESS - 1):
@@ -148,14 +148,14 @@ def test_two_lengths_are_refused_and_the_connection_with_them(engine: RunningEng
         assert b"Content-Length or Transfer-Encoding" in reply
 
 
-def test_who_asks_before_sending_too_much_is_refused(engine: RunningEngine) -> None:
+def test_expect_continue_is_refused_for_too_large_a_body(engine: RunningEngine) -> None:
     with connect(engine, posting(length=70_000, more="Expect: 100-continue\r\n")) as sock:
         reply = told(sock)
     assert reply.startswith(b"HTTP/1.1 413")
     assert b"100 Continue" not in reply
 
 
-def test_who_asks_before_sending_is_told_to(engine: RunningEngine) -> None:
+def test_expect_continue_is_confirmed(engine: RunningEngine) -> None:
     body = json.dumps(CHAT).encode()
     with connect(engine, posting(length=len(body), more="Expect: 100-continue\r\nConnection: close\r\n")) as sock:
         assert sock.recv(1000).startswith(b"HTTP/1.1 100")
@@ -174,7 +174,7 @@ def chunked(engine: RunningEngine, chunks: bytes) -> bytes:
     return reply
 
 
-def test_a_body_in_the_smallest_of_chunks_holds_up_nobody(engine: RunningEngine) -> None:
+def test_a_body_in_tiny_chunks_delays_no_client(engine: RunningEngine) -> None:
     """Some are read, for a client may have its reasons; too many cost more than they say."""
     body = json.dumps(CHAT).encode()
     letters = b"".join(b"1\r\n%c\r\n" % letter for letter in body)
@@ -191,7 +191,7 @@ def test_headers_have_an_end(engine: RunningEngine) -> None:
         assert heart.longest < MOST_WAIT
 
 
-def test_requests_one_after_the_other_are_answered_in_their_order(engine: RunningEngine) -> None:
+def test_pipelined_requests_are_answered_in_order(engine: RunningEngine) -> None:
     """Many in one packet, and then one more, each whole."""
     asked = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n" + posting(json.dumps(CHAT).encode())
     with connect(engine, asked * 5 + b"GET /v1/models HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n") as sock:
@@ -202,7 +202,7 @@ def test_requests_one_after_the_other_are_answered_in_their_order(engine: Runnin
     assert b'"object":"list"' in replies[10]
 
 
-def test_who_does_not_read_is_not_waited_for(engine: RunningEngine) -> None:
+def test_a_client_that_does_not_read_is_not_waited_for(engine: RunningEngine) -> None:
     before = engine.metric("connections_closed_total")
     with connect(engine) as sock:
         sock.settimeout(0.5)

@@ -227,7 +227,7 @@ def test_an_answer_full_of_marks_is_read_in_linear_time() -> None:
     assert sum(parsed) < 6 * len(text)
 
 
-def test_long_calls_are_parsed_beside_the_event_loop() -> None:
+def test_long_calls_are_parsed_off_the_event_loop() -> None:
     """Some of mlx-lm's parsers take seconds for 16 KB that are no call."""
     reader = Reader(markup("gemma4"), [1, 2], TOOLS)
     slow = []

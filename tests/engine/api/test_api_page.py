@@ -74,7 +74,7 @@ def first_events(engine: RunningEngine, token: str) -> dict[str, Any]:
 
 
 @in_chromium
-def test_a_chat_shows_what_each_turn_reused(engine: RunningEngine, browser: Any) -> None:
+def test_a_chat_shows_the_reused_tokens_of_each_turn(engine: RunningEngine, browser: Any) -> None:
     with shown(browser, engine.url) as page:
         page.locator("#agent").fill("alice")
         for turn in range(2):
@@ -93,7 +93,7 @@ def test_a_chat_shows_what_each_turn_reused(engine: RunningEngine, browser: Any)
 
 
 @in_chromium
-def test_what_is_shown_is_what_the_metrics_count(engine: RunningEngine, browser: Any) -> None:
+def test_the_page_shows_the_values_of_the_metrics(engine: RunningEngine, browser: Any) -> None:
     for _ in range(2):
         ask(engine, "bob", "How many steps has the tower?")
     prompt, reused = engine.metric("prompt_tokens_total"), engine.metric("reused_tokens_total")
@@ -133,7 +133,7 @@ def test_nothing_of_the_engines_page_is_wider_than_a_phone(engine: RunningEngine
 
 
 @in_chromium
-def test_five_hundred_agents_and_as_many_answers_as_are_told_stay_fluid(engine: RunningEngine, browser: Any) -> None:
+def test_the_page_stays_fluid_with_five_hundred_agents(engine: RunningEngine, browser: Any) -> None:
     ask(engine, "many", "Hello")
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     with httpx.Client(base_url=f"{engine.url}/v1", timeout=60) as client:
@@ -170,9 +170,7 @@ def test_a_token_opens_the_page_of_its_tenant(tenants: RunningEngine, browser: A
 
 
 @in_chromium
-def test_an_answer_without_an_agent_is_shown_by_the_first_words_of_its_user(
-    tenants: RunningEngine, browser: Any
-) -> None:
+def test_an_anonymous_answer_is_labelled_by_its_first_words(tenants: RunningEngine, browser: Any) -> None:
     ask(tenants, None, "<b>What</b>  is the\ncapital of France? " + "x" * 100, token="sesame")
     ask(tenants, "ours", "Named", token="sesame")
     told = first_events(tenants, "sesame")
@@ -185,7 +183,7 @@ def test_an_answer_without_an_agent_is_shown_by_the_first_words_of_its_user(
         says(page, "#answers", "<b>What</b> is the capital")
 
 
-def test_a_tenant_is_told_of_its_own(tenants: RunningEngine) -> None:
+def test_a_tenant_sees_its_own_agents_only(tenants: RunningEngine) -> None:
     ask(tenants, "theirs", "Hello", token="open")
     ask(tenants, "ours", "Hello", token="sesame")
     told = first_events(tenants, "sesame")
@@ -221,9 +219,7 @@ def test_pages_of_other_sites_may_ask_when_they_are_allowed_to(engine: RunningEn
         ({"Host": "engine:8000"}, 200),
     ],
 )
-def test_what_another_site_has_a_browser_send_is_not_done(
-    engine: RunningEngine, headers: dict[str, str], status: int
-) -> None:
+def test_requests_from_other_sites_are_refused(engine: RunningEngine, headers: dict[str, str], status: int) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
     assert reply.status_code == status

@@ -119,7 +119,7 @@ def test_an_agent_cannot_be_called_like_a_prompt_without_a_name(model: Path) -> 
         assert reply.json()["error"]["param"] == "agent_id"
 
 
-def test_labels_and_what_is_kept_can_be_chosen(model: Path, server: RunningServer, client: redis.Redis) -> None:
+def test_labels_and_kept_contexts_are_configurable(model: Path, server: RunningServer, client: redis.Redis) -> None:
     def stored(pattern: str) -> list[bytes]:
         found: list[bytes] = client.keys(pattern)
         return found

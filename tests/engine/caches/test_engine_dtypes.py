@@ -106,7 +106,7 @@ def cycle(request: pytest.FixtureRequest, kept: Kept, tmp_path: Path) -> Iterato
     pool.check_empty()
 
 
-def test_nothing_changes_however_often_it_is_saved_and_loaded(kept: Kept, cycle: Round) -> None:
+def test_repeated_saves_and_loads_change_nothing(kept: Kept, cycle: Round) -> None:
     context = kept.context
     for _ in range(CYCLES):
         context = cycle(context)

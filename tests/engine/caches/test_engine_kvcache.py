@@ -44,7 +44,7 @@ def context(tokens: Sequence[int] = TOKENS[:300], agent_id: str = "alice") -> Ag
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 512, 700])
-def test_a_cache_goes_through_blocks_and_comes_back_bit_for_bit(count: int) -> None:
+def test_a_cache_is_restored_from_blocks_bit_for_bit(count: int) -> None:
     cache = filled(TOKENS[:count])
     blocks = blocks_of(cache)
     assert [block.tokens for block in blocks] == [256] * (count // 256) + [count % 256] * (count % 256 > 0)
@@ -54,7 +54,7 @@ def test_a_cache_goes_through_blocks_and_comes_back_bit_for_bit(count: int) -> N
 
 
 @pytest.mark.parametrize("cut", [1, 255, 256, 257, 699])
-def test_a_prefix_is_restored_without_a_token_of_what_followed(cut: int) -> None:
+def test_a_restored_prefix_has_no_later_token(cut: int) -> None:
     cache = filled(TOKENS)
     restored = kvcache.reconstruct(SPEC, blocks_of(cache), cut)
     trim_prompt_cache(cache, 700 - cut)
@@ -63,7 +63,7 @@ def test_a_prefix_is_restored_without_a_token_of_what_followed(cut: int) -> None
         assert not np.array(layer.keys[..., cut:, :]).any()
 
 
-def test_what_was_trimmed_away_does_not_leak_into_blocks() -> None:
+def test_trimmed_tokens_do_not_leak_into_blocks() -> None:
     cache = filled(TOKENS)
     trim_prompt_cache(cache, 400)
     assert sum(block.tokens for block in blocks_of(cache)) == 300
@@ -81,7 +81,7 @@ def test_extraction_can_start_after_the_blocks_that_are_kept() -> None:
     assert bits(kvcache.reconstruct(SPEC, [first, *later], 700)) == bits(cache)
 
 
-def test_generating_on_a_restored_cache_leaves_its_blocks_as_they_were() -> None:
+def test_decoding_on_a_restored_cache_does_not_change_its_blocks() -> None:
     blocks = blocks_of(filled(TOKENS))
     before = [bytes(body) for block in blocks for body in page_bodies(block.layers)]
     restored = kvcache.reconstruct(SPEC, blocks, 600)
@@ -150,7 +150,7 @@ def test_a_cache_of_another_make_is_no_cache_of_this_model(last: list[Any], mess
         kvcache.extract(SPEC, [*filled(TOKENS[:32])[:3], *last], [0], 32)
 
 
-def test_layers_that_hold_different_numbers_of_tokens_are_no_cache() -> None:
+def test_layers_with_different_lengths_are_no_cache() -> None:
     cache = filled(TOKENS[:300])
     cache[2].trim(1)
     with pytest.raises(BlockError, match=r"a cache of 300 tokens hold as many, got \[299, 300\]"):

@@ -31,14 +31,14 @@ def test_a_layer_that_has_kept_nothing_keeps_nothing(cache: Any, kind: type) -> 
     assert (type(restored), restored.keys, restored.offset) == (type(cache), None, 0)
 
 
-def test_a_cache_that_is_not_what_its_kind_is_refused_by_name() -> None:
+def test_a_cache_unlike_its_kind_is_refused_by_name() -> None:
     odd = KVCache()
     odd.keys, odd.values = "keys", "values"
     with pytest.raises(UnsupportedCacheError, match="layer 3 keeps a KVCache unlike those that are known"):
         describe(3, odd)
 
 
-def test_values_without_a_width_come_back_without_one() -> None:
+def test_values_of_width_zero_are_restored() -> None:
     """Sparse attention keeps such values next to the keys of its index."""
     of = Model("minimax_m3_vl")
     cache = of.empty()
@@ -52,7 +52,7 @@ def test_values_without_a_width_come_back_without_one() -> None:
     assert mx.array_equal(of.model(following, cache=restored), of.model(following, cache=cache))
 
 
-def test_a_state_of_integers_comes_back_and_one_that_still_grows_is_not_kept() -> None:
+def test_integer_states_are_restored_and_growing_ones_dropped() -> None:
     """The tokens before, of which there are as many as the longest n-gram has once there were so many."""
     of = Model("longcat_flash_ngram")
     cache = of.empty()
@@ -70,7 +70,7 @@ def test_a_state_of_integers_comes_back_and_one_that_still_grows_is_not_kept() -
 
 
 @pytest.mark.parametrize("name", ["minimax_m3_vl", "longcat_flash_ngram"])
-def test_they_come_back_from_a_file_as_well(name: str, tmp_path: Path) -> None:
+def test_odd_caches_are_restored_from_a_file(name: str, tmp_path: Path) -> None:
     of = Model(name)
     cache = of.empty()
     mx.eval(of.model(mx.array([TOKENS[:50]]), cache=cache))
@@ -103,7 +103,7 @@ def test_keys_and_values_in_fewer_bits_and_all_else_as_it_is(name: str, caplog: 
     } | {CacheList}
 
 
-def test_a_model_that_cannot_do_with_fewer_bits_says_so() -> None:
+def test_a_model_without_support_for_fewer_bits_is_reported() -> None:
     with pytest.raises(
         UnsupportedCacheError, match="deepseek_v3 cannot do with keys and values of 8 bits, in groups of"
     ):

@@ -102,7 +102,7 @@ def test_quantised_from_the_first_token_it_differs(pool: BlockPool) -> None:
     pool.free(done.blocks.block_ids)
 
 
-def test_a_context_that_was_quantised_so_comes_back(pool: BlockPool) -> None:
+def test_a_context_quantised_from_a_length_is_restored(pool: BlockPool) -> None:
     """A second turn goes on from its blocks; those of the other kind it does not take."""
     first, _ = complete(pool, FROM, TOKENS[:270])
     prompt = [*first.blocks.tokens, *TOKENS[:20]]

@@ -92,7 +92,7 @@ def decoded(cache: list[KVCache], first: int, count: int = 20) -> Logits:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(tier: PageTier, client: redis.Redis, cut: int) -> None:
+def test_a_run_stopped_at_the_cut_continues_identically(tier: PageTier, client: redis.Redis, cut: int) -> None:
     live = computed(cut)
     restored = through_the_server(tier, live, cut)
     assert np.array_equal(run(TOKENS[cut:], restored), run(TOKENS[cut:], live))
@@ -100,7 +100,7 @@ def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(tier: PageTier, 
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_beginning_of_a_longer_context_is_as_good_as_that_context_trimmed(tier: PageTier, cut: int) -> None:
+def test_a_prefix_of_a_longer_context_equals_the_trimmed_context(tier: PageTier, cut: int) -> None:
     live = deepcopy(whole()[1])
     restored = through_the_server(tier, live, cut)
     trim_prompt_cache(live, 600 - cut)
@@ -108,7 +108,7 @@ def test_the_beginning_of_a_longer_context_is_as_good_as_that_context_trimmed(ti
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_logits_are_those_of_the_run_in_one_piece(tier: PageTier, cut: int) -> None:
+def test_the_logits_equal_those_of_one_run(tier: PageTier, cut: int) -> None:
     logits, cache = whole()
     resumed = run(TOKENS[cut:], through_the_server(tier, cache, cut))
     assert np.array_equal(resumed, logits[cut:]) if STOCK else np.allclose(resumed, logits[cut:], rtol=0, atol=1e-4)

@@ -64,7 +64,7 @@ def test_a_short_question_takes_one_pass_to_its_first_token(bench: Bench) -> Non
     bench.free(done, computed)
 
 
-def test_what_is_longer_and_what_is_asked_together_goes_through_the_batch(bench: Bench) -> None:
+def test_longer_and_combined_prompts_use_the_batch(bench: Bench) -> None:
     long = TOKENS[: KNOWN + SHORT_TOKENS + 1]
     done = bench.answer("alice", long, bench.known, max_tokens=4)
     assert [tokens for _, tokens in bench.model.given[:2]] == [SHORT_TOKENS, 1]
@@ -89,7 +89,7 @@ def test_an_answer_of_one_token_leaves_a_context_that_holds_it(bench: Bench) -> 
     bench.free(done, went_on, computed)
 
 
-def test_the_end_of_the_text_may_come_first(bench: Bench) -> None:
+def test_the_end_of_text_may_be_the_first_token(bench: Bench) -> None:
     first = bench.answer("alice", bench.prompt, bench.known, max_tokens=1)
     silent = Bench([first.tokens[0]])
     done = silent.answer("alice", silent.prompt, silent.known, max_tokens=5)
@@ -102,7 +102,7 @@ def test_the_end_of_the_text_may_come_first(bench: Bench) -> None:
     TOKENIZER.eos_token_ids = []
 
 
-def test_a_question_that_is_dropped_frees_what_it_held(bench: Bench) -> None:
+def test_a_cancelled_prompt_frees_its_memory(bench: Bench) -> None:
     uid = bench.batch.submit("alice", bench.prompt, bench.known, max_tokens=5)
     bench.batch.cancel(uid)
     assert not bench.batch.pending

@@ -49,7 +49,7 @@ def one_of_a_kind() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", one_of_a_kind())
-def test_a_family_says_together_and_after_a_restore_what_it_says_alone(name: str, url: str) -> None:
+def test_a_family_answers_alike_alone_in_a_batch_and_restored(name: str, url: str) -> None:
     """Its prompts are in one batch exactly if mlx-lm's batch is right: where they are not, it is tried all the same,
     and has to be wrong. A figure of the table may be another on another machine, but not a rounding where one stands.
     """

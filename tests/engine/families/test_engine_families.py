@@ -42,7 +42,7 @@ def tier_of(server: RunningServer, spec: ModelCacheSpec) -> Iterator[PageTier]:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(
+def test_a_run_stopped_at_the_cut_continues_identically(
     server: RunningServer, client: redis.Redis, kind: str, cut: int
 ) -> None:
     of = family(kind)
@@ -60,7 +60,7 @@ def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_context_that_grew_token_by_token_is_restored_as_it_lay_in_memory(
+def test_a_context_grown_by_decoding_is_restored_identically(
     server: RunningServer, client: redis.Redis, kind: str
 ) -> None:
     """In a ring that has turned the order of the sums is another, which the last bits show."""
@@ -132,7 +132,7 @@ def reach(tier: PageTier, agent_id: str, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("kind", "block_tokens"), [("lfm2", 2), ("qwen3_next", 22), ("jamba", 22)])
-def test_a_state_with_as_many_bytes_as_its_block_is_stored_as_a_state(
+def test_a_state_as_large_as_its_block_is_stored_as_a_state(
     server: RunningServer, client: redis.Redis, kind: str, block_tokens: int
 ) -> None:
     of = Family(kind, block_tokens=block_tokens)
@@ -152,7 +152,7 @@ def test_a_state_with_as_many_bytes_as_its_block_is_stored_as_a_state(
 
 
 @pytest.mark.parametrize("kind", WITH_STATE)
-def test_a_lost_or_changed_state_shortens_the_prefix_to_the_one_before(
+def test_a_lost_state_shortens_the_prefix_to_the_one_before(
     server: RunningServer, client: redis.Redis, kind: str
 ) -> None:
     of = family(kind)
@@ -194,7 +194,7 @@ def test_a_state_of_another_window_is_refused() -> None:
         wrong.validate(of.spec)
 
 
-def test_a_chunk_that_was_cut_back_until_it_is_no_longer_whole_is_refused() -> None:
+def test_a_truncated_chunk_is_refused() -> None:
     of = family("llama4")
     cache = of.computed(270)
     of.run(TOKENS[270:275], cache)
@@ -204,7 +204,7 @@ def test_a_chunk_that_was_cut_back_until_it_is_no_longer_whole_is_refused() -> N
         kvcache.extract(of.spec, cache, [0, 1], 265)
 
 
-def test_a_list_of_caches_is_as_many_layers_of_pages_and_one_layer_of_the_model() -> None:
+def test_a_list_of_caches_is_several_layers_of_pages() -> None:
     spec = family("falcon_h1").spec
     assert [layer.KIND.__name__ for layer in spec.layers] == ["ArraysCache", "KVCache"] * 2
     assert spec.tag.n_layers == 2
@@ -272,7 +272,7 @@ def test_the_comparison_sees_a_wrong_page(kind: str, spoil: Callable[[Arrays, in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_comparison_sees_another_models_pages_of_the_same_shapes(kind: str) -> None:
+def test_the_comparison_detects_pages_of_another_model(kind: str) -> None:
     of, blocks, right = intact(kind)
     _, theirs, _ = intact(kind, seed=8)
     for part in parts_of(of):

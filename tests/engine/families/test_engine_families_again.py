@@ -157,7 +157,7 @@ def test_an_answer_of_one_token_keeps_its_states(bench: Bench) -> None:
 
 
 @of_kinds("quantised")
-def test_quantised_layers_beside_windows_go_on_exactly(bench: Bench) -> None:
+def test_quantised_layers_and_windows_continue_exactly(bench: Bench) -> None:
     """mlx-lm computes the same tokens in the same chunks, or their values are quantised differently."""
     first, said = bench.answer(PROMPT)
     theirs = MlxLm(bench.of)

@@ -81,7 +81,7 @@ def close(ours: Said, theirs: Said) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_it_says_what_mlx_lm_says_to_the_bit(bench: Bench, kind: str) -> None:
+def test_alone_the_answer_equals_mlx_lms_bit_by_bit(bench: Bench, kind: str) -> None:
     """mlx-lm is given the prompt in the same chunks: where layers carry a state, they end at checkpoints."""
     done = bench.complete(TOKENS[:200], count=12)
     theirs = MlxLm(bench.of).said(TOKENS[:200], 12, chunk=BLOCK if kind in WITH_STATE else 2048)
@@ -92,7 +92,7 @@ def test_alone_it_says_what_mlx_lm_says_to_the_bit(bench: Bench, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_a_ragged_batch_each_says_what_it_says_alone_and_goes_on_from_there(bench: Bench, kind: str) -> None:
+def test_a_ragged_batch_gives_the_answers_of_single_prompts(bench: Bench, kind: str) -> None:
     """The first three are submitted together and end one after the other; the fourth is submitted when one has ended.
     Beside their second turns runs a first one.
     """
@@ -119,7 +119,7 @@ def test_in_a_ragged_batch_each_says_what_it_says_alone_and_goes_on_from_there(b
 
 
 @pytest.mark.parametrize("kind", WITH_STATE)
-def test_a_prompt_that_departs_goes_on_from_the_last_checkpoint_before(bench: Bench, kind: str) -> None:
+def test_a_diverging_prompt_continues_from_the_last_checkpoint(bench: Bench, kind: str) -> None:
     first = bench.complete(TOKENS[:200], count=1)
     prompts = [TOKENS[:200], [*TOKENS[:140], *TOKENS[:30]], [*TOKENS[:63], *TOKENS[:30]]]
     others = [bench.complete(prompt, first.blocks, 3) for prompt in prompts]
@@ -161,7 +161,7 @@ def test_checkpoints_stay_within_their_budget(budget: int, kept: list[int]) -> N
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2", "jamba", "rwkv7"])
-def test_a_model_runs_in_one_batch_exactly_if_its_batches_are_right(kind: str) -> None:
+def test_a_model_uses_one_batch_only_if_its_batches_are_right(kind: str) -> None:
     """Padding enters the states of some layers. They run in one batch here, to verify that."""
     bench = Bench(kind)
     forced = replace(bench.of.spec, batches=True)
@@ -182,7 +182,7 @@ def unknown(family: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_a_kind_that_nobody_knows_is_refused_by_name_and_served_without_reuse(family: str) -> None:
+def test_an_unknown_kind_is_named_and_served_without_reuse(family: str) -> None:
     model, refusal = unknown(family)
     spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=BLOCK)
     assert spec.refusal
@@ -211,7 +211,7 @@ def test_a_kind_that_nobody_knows_is_refused_by_name_and_served_without_reuse(fa
     ],
     ids=["other bits", "another group", "another window", "another family", "a layer missing"],
 )
-def test_blocks_of_other_caches_are_refused_whatever_they_say_they_are(ours: str, theirs: dict[str, Any]) -> None:
+def test_blocks_of_other_caches_are_refused(ours: str, theirs: dict[str, Any]) -> None:
     bench = Bench(ours)
     other = Family(**theirs, block_tokens=BLOCK)
     cache = other.empty()
@@ -225,7 +225,7 @@ def test_blocks_of_other_caches_are_refused_whatever_they_say_they_are(ours: str
     bench.pool.free(context.block_ids)
 
 
-def test_what_was_not_kept_leaves_what_is_stored(server: RunningServer, client: redis.Redis) -> None:
+def test_a_context_that_was_not_kept_changes_nothing_stored(server: RunningServer, client: redis.Redis) -> None:
     bench = Bench("llama")
     tier = PageTier(server.url, bench.of.spec, bench.pool)
     done = bench.complete(TOKENS[:100])

@@ -57,7 +57,7 @@ def test_the_next_context_takes_the_memory_of_the_last_one() -> None:
     assert printed(CONTEXT + AGAIN)[0] > 48 * MIB
 
 
-def test_what_is_kept_can_be_given_back() -> None:
+def test_kept_memory_can_be_released() -> None:
     kept, left = printed("import engine" + CONTEXT + BACK)
     assert kept > 90 * MIB
     assert left < 48 * MIB  # MLX keeps 32

@@ -34,7 +34,7 @@ def test_bytes_are_a_budget_of_their_own() -> None:
     assert (pool.used_blocks, pool.used_bytes) == (0, 0)
 
 
-def test_what_was_promised_and_is_not_needed_is_free_again() -> None:
+def test_an_unused_reservation_is_freed() -> None:
     pool = BlockPool(total_bytes=1000)
     small, large, unused = pool.allocate(3, "alice", 900)
     pool.settle({small: 50, large: 700, unused: 0})
@@ -50,7 +50,7 @@ def test_what_was_promised_and_is_not_needed_is_free_again() -> None:
     assert pool.used_bytes == 50
 
 
-def test_a_shared_block_is_free_only_when_its_last_holder_has_freed_it() -> None:
+def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     pool = BlockPool(2)
     block = pool.allocate(1)
     pool.share(block)
@@ -71,7 +71,7 @@ def test_a_double_free_is_refused_and_frees_nothing() -> None:
     assert pool.available_blocks == 2
 
 
-def test_nobody_frees_what_another_holds() -> None:
+def test_a_holder_frees_only_its_own_blocks() -> None:
     pool = BlockPool(3)
     block = pool.allocate(1, "alice")
     with pytest.raises(ValueError, match="more often than they are held by 'bob'"):
@@ -100,7 +100,7 @@ def test_a_pool_without_room_is_refused(blocks: int, nbytes: int) -> None:
     assert (pool.total_blocks, pool.total_bytes) == (5, 500)
 
 
-def test_it_is_known_who_holds_what() -> None:
+def test_the_holders_of_blocks_are_known() -> None:
     pool = BlockPool(10, total_bytes=1000)
     shared = pool.allocate(2, "alice", 200)
     pool.share(shared, "bob")
@@ -111,7 +111,7 @@ def test_it_is_known_who_holds_what() -> None:
     assert (pool.used_blocks, pool.used_bytes) == (3, 250)
 
 
-def test_a_leak_is_told_with_its_holder_and_its_age() -> None:
+def test_a_leak_is_reported_with_its_holder_and_age() -> None:
     pool = BlockPool(10)
     pool.check_empty()
     kept = pool.allocate(2, "alice", 64)

@@ -61,7 +61,7 @@ def test_an_agents_blocks_are_counted_under_its_name(batch: BlockPoolBatchEngine
     pool.free(second.blocks.block_ids, "bob")
 
 
-def test_what_layers_carry_counts_too(pool: BlockPool) -> None:
+def test_states_of_layers_count(pool: BlockPool) -> None:
     model = tiny("gemma3_text")
     spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=64)
     batch = BlockPoolBatchEngine(model, TOKENIZER, spec, pool)
@@ -85,7 +85,7 @@ def test_an_answer_that_bytes_do_not_suffice_for_is_not_begun(batch: BlockPoolBa
     pool.free(done.blocks.block_ids)
 
 
-def test_a_pool_that_shrinks_lets_what_runs_complete(batch: BlockPoolBatchEngine, pool: BlockPool) -> None:
+def test_a_shrinking_pool_lets_running_answers_complete(batch: BlockPoolBatchEngine, pool: BlockPool) -> None:
     batch.submit("alice", PROMPT, max_tokens=20)
     pool.reconfigure(1, 1)
     (done,) = batch.step()
@@ -132,7 +132,7 @@ def test_the_old_cache_survives_a_failed_extraction(
     pool.free([*first.blocks.block_ids, *again.blocks.block_ids], "alice")
 
 
-def test_a_drained_engine_finishes_what_runs_and_takes_no_more(batch: BlockPoolBatchEngine, pool: BlockPool) -> None:
+def test_a_drained_engine_finishes_and_accepts_no_more(batch: BlockPoolBatchEngine, pool: BlockPool) -> None:
     for agent in ("alice", "bob"):
         batch.submit(agent, PROMPT[:50], max_tokens=10)
     batch.step_once()
@@ -147,7 +147,7 @@ def test_a_drained_engine_finishes_what_runs_and_takes_no_more(batch: BlockPoolB
         pool.free(answer.blocks.block_ids, answer.agent_id)
 
 
-def test_draining_finishes_what_waits_for_blocks_too(pool: BlockPool) -> None:
+def test_draining_finishes_waiting_prompts_too(pool: BlockPool) -> None:
     batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool, SchedulerConfig(wait_for_blocks=True))
     pool.reconfigure(3)
     for agent in ("alice", "bob"):
@@ -175,7 +175,7 @@ def test_a_shut_down_engine_gives_every_block_back_at_once(batch: BlockPoolBatch
     pool.free(kept.blocks.block_ids, "alice")
 
 
-def test_what_had_completed_before_a_shutdown_can_still_be_had(batch: BlockPoolBatchEngine, pool: BlockPool) -> None:
+def test_answers_completed_before_a_shutdown_are_available(batch: BlockPoolBatchEngine, pool: BlockPool) -> None:
     for agent in ("alice", "bob"):
         batch.submit(agent, PROMPT[:20], max_tokens=2)
     first = next(batch.step())

@@ -73,7 +73,7 @@ def test_the_longest_beginning_is_found_to_the_token(pool: BlockPool) -> None:
     tree.clear()
 
 
-def test_a_partial_block_is_dropped_when_a_longer_one_contains_it(pool: BlockPool) -> None:
+def test_a_partial_block_is_dropped_for_a_longer_one(pool: BlockPool) -> None:
     tree = ContextTree(SPEC, pool, 100 * BYTES)
     for count in (1, 3, 5, 8, 9, 4, 14, 16, 19, 17):
         share(tree, pool, "alice", TOKENS[:count])
@@ -95,7 +95,7 @@ def test_tenants_share_nothing(pool: BlockPool) -> None:
     tree.clear()
 
 
-def test_what_two_have_computed_is_held_once(pool: BlockPool) -> None:
+def test_a_common_prefix_is_held_once(pool: BlockPool) -> None:
     tree = ContextTree(SPEC, pool, 100 * BYTES)
     alice = adopted(tree, pool, "alice", TOKENS[:50])
     bob = adopted(tree, pool, "bob", (*TOKENS[:40], 95, 95))
@@ -124,7 +124,7 @@ def test_the_leaf_that_is_worth_least_is_evicted_first(pool: BlockPool) -> None:
     assert (len(tree), tree.nbytes, tree.idle) == (0, 0, None)
 
 
-def test_of_a_context_that_exceeds_the_budget_the_beginning_is_kept(pool: BlockPool) -> None:
+def test_a_context_over_the_budget_keeps_its_beginning(pool: BlockPool) -> None:
     tree = ContextTree(SPEC, pool, 8 * BYTES)
     share(tree, pool, "alice", some_tokens(4, 200))
     assert found(tree, pool, "bob", some_tokens(4, 200)) == 64
@@ -139,9 +139,7 @@ def test_of_a_context_that_exceeds_the_budget_the_beginning_is_kept(pool: BlockP
     room=st.integers(1, 30),
 )
 @hypothesis.settings(max_examples=200, deadline=None)
-def test_any_prompt_finds_what_any_context_of_its_tenant_has_in_common_with_it(
-    contexts: list[tuple[str, list[int]]], room: int
-) -> None:
+def test_a_prompt_finds_every_common_prefix_of_its_tenant(contexts: list[tuple[str, list[int]]], room: int) -> None:
     """With room for all contexts, the result is that of a comparison with each. With less, it is a part of that, and
     the tree is within its limits."""
     pool = BlockPool()
@@ -229,7 +227,7 @@ def ends(waiting: Claim, within: float = PATIENCE) -> str:
     return waiting.state
 
 
-def test_of_two_agents_one_computes_and_the_other_waits_until_it_is_there(alone: Claims) -> None:
+def test_one_of_two_agents_computes_and_the_other_waits(alone: Claims) -> None:
     first, second, third = (alone.begin(agent, TOKENS) for agent in ("alice", "bob", "carol"))
     assert [first.state, second.state, third.state] == ["mine", "wait", "wait"]
     told: list[str] = []
@@ -243,7 +241,7 @@ def test_of_two_agents_one_computes_and_the_other_waits_until_it_is_there(alone:
     first.release()
 
 
-def test_whoever_gives_up_hands_it_to_the_next_and_to_no_more(alone: Claims) -> None:
+def test_a_released_claim_passes_to_the_next_waiter_only(alone: Claims) -> None:
     first, second, third = (alone.begin(agent, TOKENS) for agent in ("alice", "bob", "carol"))
     second.release()
     first.release()
@@ -254,7 +252,7 @@ def test_whoever_gives_up_hands_it_to_the_next_and_to_no_more(alone: Claims) -> 
     again.release()
 
 
-def test_only_what_is_missing_in_common_is_waited_for(alone: Claims) -> None:
+def test_only_common_missing_blocks_are_waited_for(alone: Claims) -> None:
     held = alone.begin("alice", TOKENS, known=8)
     assert alone.begin("bob", TOKENS, known=15).state == "wait"
     others = [
@@ -270,7 +268,7 @@ def test_only_what_is_missing_in_common_is_waited_for(alone: Claims) -> None:
         other.release()
 
 
-def test_nobody_waits_for_ever(alone: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_bounded(alone: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_claims, "PATIENCE_SECONDS", 0.2)
     first, second = alone.begin("alice", TOKENS), alone.begin("bob", TOKENS)
     assert ends(second) == "proceed"
@@ -321,9 +319,7 @@ def test_a_claim_is_held_for_as_long_as_its_engine_lives(
     theirs.release()
 
 
-def test_when_its_holder_dies_one_of_those_who_wait_takes_it_over(
-    engines: Callable[[], Claims], client: redis.Redis
-) -> None:
+def test_a_waiter_takes_over_the_claim_of_a_dead_holder(engines: Callable[[], Claims], client: redis.Redis) -> None:
     """A dead engine leaves a lease that expires."""
     here, there = engines(), engines()
     name = ContextTree(SPEC, BlockPool(1), 0).names("alice", TOKENS)[0]

@@ -59,7 +59,7 @@ def found(store: AgentCacheStore, pool: BlockPool, agent_id: str, tokens: tuple[
 
 @pytest.mark.parametrize("engine", [0, 1], ids=["in memory", "on the page server"])
 @pytest.mark.parametrize("named", [True, False], ids=["named", "without a name"])
-def test_a_client_reuses_its_own_and_what_is_shared(
+def test_a_client_reuses_its_own_and_shared_blocks(
     stores: list[AgentCacheStore], pool: BlockPool, spec: ModelCacheSpec, engine: int, named: bool
 ) -> None:
     agent = "alice" if named else unnamed_agent("one")
@@ -82,7 +82,7 @@ def test_a_client_reuses_its_own_and_what_is_shared(
     agent=st.sampled_from(CLIENTS),
     cut=st.integers(0, 60),
 )
-def test_the_names_of_blocks_do_not_depend_on_what_follows(
+def test_block_names_do_not_depend_on_later_tokens(
     share: Share, head: tuple[int, ...], texts: list[list[int]], agent: str, cut: int
 ) -> None:
     """So a prompt, its answer and the part of it that was received have the same names for the same blocks."""
@@ -107,9 +107,7 @@ def test_clients_have_no_private_block_in_common(share: Share, pair: list[str], 
     assert bool(common) == same
 
 
-def test_a_fork_reuses_the_context_of_its_agent_in_memory_and_on_the_server(
-    stores: list[AgentCacheStore], pool: BlockPool
-) -> None:
+def test_a_fork_reuses_its_agents_context_in_memory_and_on_disk(stores: list[AgentCacheStore], pool: BlockPool) -> None:
     context = made(pool, "alice", PROMPT)
     stores[0].save(context)
     pool.free(context.block_ids, "alice")
@@ -124,7 +122,7 @@ def test_a_fork_reuses_the_context_of_its_agent_in_memory_and_on_the_server(
     assert found(stores[1], pool, "farther", (*PROMPT, 7)) == len(PROMPT)
 
 
-def test_a_template_says_where_the_system_message_ends() -> None:
+def test_a_template_marks_the_end_of_the_system_message() -> None:
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '</' + m.role + '>' }}{% endfor %}"

@@ -132,7 +132,7 @@ def says_otherwise(model: Any, right: list[Any]) -> bool:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind not in UNLIKE)) for kind in KINDS]
 )
-def test_whatever_changes_the_logits_changes_who_it_is(kind: str) -> None:
+def test_every_change_of_the_logits_changes_the_identity(kind: str) -> None:
     """Each attribute once for every class that has it, in the first module that has."""
     model = KINDS[kind]()
     right = logits(model)
@@ -158,7 +158,7 @@ def test_whatever_changes_the_logits_changes_who_it_is(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_is_loaded_again_and_one_that_has_run_are_the_same(kind: str) -> None:
+def test_reloaded_and_used_models_have_the_same_identity(kind: str) -> None:
     model = KINDS[kind]()
     logits(model)
     identity = Identity(model)
@@ -182,7 +182,7 @@ for kind, made in KINDS.items():
 """
 
 
-def test_it_is_the_same_in_every_process_whatever_pythons_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_identity_is_independent_of_the_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:
     """Here the seed is another in every run of the tests."""
     elsewhere = subprocess.run(
         [sys.executable, "-c", PRINTING],
@@ -206,7 +206,7 @@ def frozen(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("harmless", [lambda model: model.train(), lambda model: model.eval(), frozen])
-def test_what_only_training_looks_at_makes_no_other_model(harmless: Callable[[Any], Any]) -> None:
+def test_training_properties_do_not_change_the_identity(harmless: Callable[[Any], Any]) -> None:
     model = tiny_llama()
     before = digest(model)
     harmless(model)
@@ -312,7 +312,7 @@ def test_a_model_that_refers_to_itself_has_an_identity() -> None:
         (mx.default_stream(mx.cpu), "Stream"),
     ],
 )
-def test_what_cannot_be_told_from_another_is_refused_by_its_path(value: Any, named: str) -> None:
+def test_an_indistinguishable_part_is_refused_by_its_path(value: Any, named: str) -> None:
     model = tiny_llama()
     model.model.layers[2].self_attn.helper = value
     spec = ModelCacheSpec.probe(model, TOKENIZER)
@@ -428,7 +428,7 @@ def test_an_engine_sees_that_its_model_was_changed(pool: BlockPool, change: Call
     freed(pool, first, right)
 
 
-def test_an_engine_whose_model_was_changed_before_it_was_made_keeps_nothing(pool: BlockPool) -> None:
+def test_a_model_changed_before_its_engine_keeps_nothing(pool: BlockPool) -> None:
     model = adapted()
     spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=16)
     rescale(model)
@@ -464,7 +464,7 @@ def set_scale(model: Any, scale: float) -> None:
             module.scale = scale
 
 
-def test_what_runs_while_the_model_is_changed_is_not_kept(pool: BlockPool) -> None:
+def test_answers_during_a_change_of_the_model_are_not_kept(pool: BlockPool) -> None:
     model = adapted()
     _, batch = spec_and_batch(model, pool)
     published: list[int] = []
@@ -476,7 +476,7 @@ def test_what_runs_while_the_model_is_changed_is_not_kept(pool: BlockPool) -> No
     assert (done.not_kept, len(done.blocks)) == (CHANGED, 0)
 
 
-def test_what_was_changed_and_changed_back_has_to_be_told(pool: BlockPool) -> None:
+def test_a_change_that_was_undone_must_be_announced(pool: BlockPool) -> None:
     model = adapted(2.0)
     _, batch = spec_and_batch(model, pool)
     batch.submit("alice", TOKENS[:40], max_tokens=8)
@@ -493,7 +493,7 @@ def test_what_was_changed_and_changed_back_has_to_be_told(pool: BlockPool) -> No
     freed(pool, after)
 
 
-def test_a_prompt_that_waited_while_the_model_was_changed_is_computed_whole(pool: BlockPool) -> None:
+def test_a_prompt_waiting_during_a_model_change_is_recomputed(pool: BlockPool) -> None:
     """Its cache was assembled from blocks of the unchanged model."""
     model = adapted()
     _, batch = spec_and_batch(model, pool, wait_for_blocks=True)

@@ -23,7 +23,7 @@ def model_and_tokenizer():
 
 
 @pytest.mark.model
-def test_tokens_are_those_of_the_model_it_was_trained_with(model_and_tokenizer) -> None:
+def test_tokens_are_those_of_the_original_model(model_and_tokenizer) -> None:
     _, tokenizer = model_and_tokenizer
     assert tokenizer.encode("hello world") == [28120, 905]
     assert tokenizer.encode("<|im_start|>user\n") == [1, 4093, 198]
@@ -119,7 +119,7 @@ def test_a_full_disk_is_noticed_before_anything_is_downloaded(
     assert "1000000000000 MB of free disk are needed" in fetch_fails(tmp_path / "smollm2", capsys)
 
 
-def test_what_is_in_the_way_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     for target in (tmp_path, tmp_path / "notes.txt"):
         assert f"{target} exists but is not the whole model" in fetch_fails(target, capsys)
@@ -152,7 +152,7 @@ def reconfigure(directory: Path, **changes: object) -> None:
     )
 
 
-def test_a_path_that_is_no_model_is_refused_and_never_looked_up_elsewhere(tiny_model: Path) -> None:
+def test_a_path_without_a_model_is_refused_and_not_downloaded(tiny_model: Path) -> None:
     with pytest.raises(UnknownModelError, match=r"^HuggingFaceTB/SmolLM2-135M is no directory"):
         load("HuggingFaceTB/SmolLM2-135M")
     with pytest.raises(UnknownModelError, match=r"it has no config\.json$"):

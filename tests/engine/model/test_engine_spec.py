@@ -60,7 +60,7 @@ def test_a_cache_of_another_kind_is_refused_by_name(cache: object, message: str)
         probe(tiny_llama(num_hidden_layers=2), cache=[cache, KVCache()])
 
 
-def test_the_fingerprint_is_the_same_for_the_same_model_whatever_its_name() -> None:
+def test_the_fingerprint_is_independent_of_the_models_name() -> None:
     assert probe(tiny_llama(), model_id="a").fingerprint == probe(tiny_llama(), model_id="b").fingerprint
 
 
@@ -86,11 +86,11 @@ def half(model: Model) -> Model:
         pytest.param(lambda: tiny_llama(rms_norm_eps=1e-6), id="another norm"),
     ],
 )
-def test_the_fingerprint_changes_with_whatever_changes_the_cache(other: Callable[[], Model]) -> None:
+def test_the_fingerprint_changes_with_the_cache(other: Callable[[], Model]) -> None:
     assert probe(other()).fingerprint != probe(tiny_llama()).fingerprint
 
 
-def test_a_configuration_counts_by_whatever_name_the_model_has_it() -> None:
+def test_a_configuration_counts_under_any_name() -> None:
     spec, other = (probe(tiny("baichuan_m1", rope_theta=theta)) for theta in (1e4, 5e5))
     assert spec.fingerprint != other.fingerprint
     assert probe(tiny("llama4")).context == 8192
@@ -109,14 +109,14 @@ class Nameless(nn.Module):
         return logits
 
 
-def test_a_model_without_a_configuration_is_what_it_computes_with() -> None:
+def test_a_model_without_a_configuration_has_an_identity() -> None:
     spec, other = probe(Nameless(1e4)), probe(Nameless(5e5))
     assert (spec.refusal, spec.context) == (None, None)
     assert spec.fingerprint == probe(Nameless(1e4)).fingerprint
     assert spec.fingerprint != other.fingerprint
 
 
-def test_the_fingerprint_changes_with_the_block_size_and_the_vocabulary() -> None:
+def test_the_fingerprint_depends_on_block_size_and_vocabulary() -> None:
     model, tokenizer = tiny_llama(), letter_tokenizer()
     plain = probe(model).fingerprint
     assert probe(model, block_tokens=128).fingerprint != plain
@@ -124,7 +124,7 @@ def test_the_fingerprint_changes_with_the_block_size_and_the_vocabulary() -> Non
     assert ModelCacheSpec.probe(model, tokenizer).fingerprint != plain
 
 
-def test_a_chain_hash_is_what_its_documentation_says() -> None:
+def test_a_chain_hash_matches_its_documentation() -> None:
     """Computed here by hand, so that it can never change unnoticed: stored blocks are named by it."""
     first = chain_hash(0x0123456789ABCDEF, ROOT, [1, 2, 70000])
     assert first == "879fd10214bfa6913e99def4fd8219a2"
@@ -132,7 +132,7 @@ def test_a_chain_hash_is_what_its_documentation_says() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9))
-def test_chains_name_full_blocks_and_share_exactly_the_common_ones(tokens: list[int], size: int) -> None:
+def test_chains_name_full_blocks_and_share_common_ones(tokens: list[int], size: int) -> None:
     names = chain_hashes(1, tokens, size)
     assert len(names) == len(tokens) // size
     assert len(set(names)) == len(names)

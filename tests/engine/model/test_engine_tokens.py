@@ -63,7 +63,7 @@ both_ways = kinds(IN_ONE_BATCH, IN_TURNS)
 
 
 @both_ways
-def test_the_tokens_that_come_are_the_answer(bench: Bench) -> None:
+def test_the_streamed_tokens_are_the_answer(bench: Bench) -> None:
     done = bench.complete(TOKENS[:300])
     assert [token.token for token in bench.told] == list(done.tokens)
     assert "".join(token.text for token in bench.told) == done.text
@@ -80,7 +80,7 @@ def test_text_that_utf8_cannot_spell_is_refused(bench: Bench) -> None:
 
 
 @both_ways
-def test_a_token_is_told_before_the_next_is_computed(bench: Bench) -> None:
+def test_a_token_is_sent_before_the_next_is_computed(bench: Bench) -> None:
     bench.batch.submit("alice", TOKENS[:20], max_tokens=5, on_token=bench.told.append)
     grown = []
     while bench.batch.pending:
@@ -91,7 +91,7 @@ def test_a_token_is_told_before_the_next_is_computed(bench: Bench) -> None:
 
 
 @both_ways
-def test_log_probabilities_are_those_of_mlx_lm(bench: Bench) -> None:
+def test_log_probabilities_equal_mlx_lms(bench: Bench) -> None:
     done = bench.complete(TOKENS[:300], logprobs=3)
     steps = generate_step(mx.array(TOKENS[:300]), bench.of.model, max_tokens=12, prompt_cache=bench.of.empty())
     for told, (token, logprobs) in zip(bench.told, steps, strict=True):
@@ -119,7 +119,7 @@ def test_text_that_may_be_a_stop_string_is_held_back(bench: Bench) -> None:
 
 
 @both_ways
-def test_the_end_of_text_is_told_as_such_with_what_was_held_back(bench: Bench) -> None:
+def test_the_end_of_text_is_reported_with_the_held_back_text(bench: Bench) -> None:
     whole = bench.complete(PLAIN)
     bench.told.clear()
     at = next(i for i, token in enumerate(whole.tokens) if token not in whole.tokens[:i] and i > 2)
@@ -163,7 +163,7 @@ def test_half_a_character_is_not_readable(kind: Any) -> None:
         (["one", " tw", "o"], ["two", "one two"], ["", "", ""]),
     ],
 )
-def test_what_is_held_back_is_as_little_as_can_be(pieces: list[str], stop: list[str], read: list[str]) -> None:
+def test_as_little_text_as_possible_is_held_back(pieces: list[str], stop: list[str], read: list[str]) -> None:
     text = AnswerText(Pieces(pieces), stop)
     found = []
     for i in range(len(pieces)):
@@ -175,7 +175,7 @@ def test_what_is_held_back_is_as_little_as_can_be(pieces: list[str], stop: list[
 
 
 @kinds(IN_ONE_BATCH, IN_TURNS, WITH_STATE)
-def test_the_prompts_full_blocks_are_there_before_the_first_token_and_are_the_answers(bench: Bench) -> None:
+def test_full_blocks_of_the_prompt_precede_the_first_token(bench: Bench) -> None:
     shared: list[AgentBlocks] = []
 
     def keep(blocks: AgentBlocks) -> None:
@@ -201,7 +201,7 @@ def test_the_prompts_full_blocks_are_there_before_the_first_token_and_are_the_an
 
 
 @both_ways
-def test_of_a_prompt_that_was_known_the_blocks_are_told_too(bench: Bench) -> None:
+def test_blocks_of_a_known_prompt_are_reported_too(bench: Bench) -> None:
     first = bench.complete(TOKENS[:600])
     shared: list[AgentBlocks] = []
     second = bench.complete(TOKENS[:600], first.blocks, on_prompt=shared.append)

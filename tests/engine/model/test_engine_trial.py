@@ -32,7 +32,7 @@ def test_rounding_is_not_taken_for_it(name: str, dtype: mx.Dtype) -> None:
     assert (spec.batches, spec.resumes) == (True, True)
 
 
-def test_what_only_a_context_beyond_the_window_shows_is_seen() -> None:
+def test_differences_beyond_the_window_are_detected() -> None:
     """plamo3 masks several tokens otherwise than one, but only when its window is full. minimax_m3_vl leaves blocks of
     keys out, and in a batch other ones, but only when there are more than it looks at."""
     assert not Model("plamo3").spec.resumes
@@ -80,7 +80,7 @@ def farthest(one: Said, other: Said) -> float:
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", pytest.param("longcat_flash", marks=pytest.mark.soak)])
-def test_what_a_restored_context_says_otherwise_in_one_pass_is_the_rounding_of_the_model(name: str) -> None:
+def test_a_restored_context_differs_only_by_the_models_rounding(name: str) -> None:
     """Weights five times as large make of the last bit a thousandth. In two passes there is no difference at all, and
     mlx-lm with other chunks of the same prompt is as far from itself."""
     of = Model(name, times=5)

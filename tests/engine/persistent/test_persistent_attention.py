@@ -40,7 +40,7 @@ def test_a_graph_decodes_as_plain_mlx_does() -> None:
 
 
 @pytest.mark.parametrize("life", [16, pytest.param(8, marks=pytest.mark.soak)])
-def test_killed_every_few_tokens_it_goes_on_as_if_nothing_had_happened(
+def test_a_run_killed_every_few_tokens_continues_identically(
     server: RunningServer, client: redis.Redis, life: int
 ) -> None:
     wanted = dict(enumerate(plain_reports(TOKENS + 2 * life), start=1))

@@ -266,7 +266,7 @@ graph! {
 """
 
 
-def test_a_single_inference_step_with_a_cache_and_several_of_them() -> None:
+def test_one_and_several_inference_steps_with_a_cache() -> None:
     weights = {f"W.{i}": mx.random.normal((D, D), key=mx.random.key(i)) for i in range(10)}
     run = executor(SINGLE_STEP, weights)
     for step in range(1, 4):

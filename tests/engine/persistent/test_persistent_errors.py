@@ -71,7 +71,7 @@ def test_the_caret_stands_right_after_tabs_too() -> None:
     assert str(caught.value).split("\n")[1:] == ["\t\tcache.read K[ >> k;", "\t\t" + " " * 14 + "^"]
 
 
-def test_what_is_nested_too_deeply_or_counts_too_far() -> None:
+def test_too_deep_nesting_and_too_long_loops_are_refused() -> None:
     assert parse(f"persistent {{ a: f32[{'(' * 3000}D{')' * 3000}]; }}") == parse("persistent { a: f32[D]; }")
     for some, too_many in (("D" + "+1" * 90, "D" + "+1" * 3000), ("-" * 90 + "D", "-" * 3000 + "D")):
         parse(f"persistent {{ a: f32[{some}]; }}")
@@ -101,7 +101,7 @@ PIECES += [
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 12), st.sampled_from(PIECES)), min_size=1, max_size=3))
-def test_whatever_stands_in_a_text_it_is_a_graph_or_an_error_of_ours(edits: list[tuple[float, int, str]]) -> None:
+def test_any_text_is_a_graph_or_one_of_our_errors(edits: list[tuple[float, int, str]]) -> None:
     text = (EXAMPLES / "attention.oinf.txt").read_text(encoding="utf-8")
     for place, removed, piece in edits:
         at = int(place * len(text))
@@ -203,7 +203,7 @@ STATEMENTS = [
 
 
 @pytest.mark.parametrize(("statement", "error", "column", "message"), STATEMENTS)
-def test_a_statement_that_cannot_be_done_is_found_before_the_first_step(
+def test_an_impossible_statement_is_found_before_the_first_step(
     statement: str, error: type[e.GraphError], column: int, message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -223,7 +223,7 @@ def test_blocks_that_branch_in_a_circle() -> None:
         graph("branch x a a;", "block a { return; }")
 
 
-def test_a_model_that_lacks_what_the_graph_names() -> None:
+def test_a_model_without_a_named_tensor_is_refused() -> None:
     with pytest.raises(e.ModelError, match="the model has no tensor missing, which missing names"):
         simulator("constant { missing: f32; } block entry { return; }")
     with pytest.raises(e.ModelError, match=r"w is f32\[4\], the model's w is f32\[4, 4\]"):
@@ -276,9 +276,7 @@ def snapshot(run: Executor) -> list[Any]:
 
 
 @pytest.mark.parametrize(("statement", "error", "message"), STEPS)
-def test_a_step_that_goes_wrong_leaves_persistent_memory_as_it_was(
-    statement: str, error: type[Exception], message: str
-) -> None:
+def test_a_failed_step_leaves_persistent_memory_unchanged(statement: str, error: type[Exception], message: str) -> None:
     change = """
     assign grid: f32[2, D];
     assign wide: f32[5];
@@ -319,7 +317,7 @@ def test_a_step_that_goes_wrong_leaves_persistent_memory_as_it_was(
     assert kept[0].tolist() == [2.0] * 4
 
 
-def test_what_is_inserted_has_the_dtype_and_shape_that_were_declared() -> None:
+def test_an_input_needs_the_declared_dtype_and_shape() -> None:
     run = graph("return;").make_executor()
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"y": mx.zeros(4)}, "y is no dynamic variable, those are x, i, go"),
@@ -341,7 +339,7 @@ def test_what_is_inserted_has_the_dtype_and_shape_that_were_declared() -> None:
         run.step()
 
 
-def test_fetching_what_holds_nothing() -> None:
+def test_a_fetch_of_an_empty_variable_is_an_error() -> None:
     run = graph("assign t: f32; return;").make_executor()
     for name in ("y", "x", "t", "F"):
         with pytest.raises(e.InputError, match=f"{name} holds nothing that can be fetched now"):

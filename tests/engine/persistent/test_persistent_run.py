@@ -64,7 +64,7 @@ def test_a_model_file_has_all_that_a_decoder_needs(
     assert (values["t"], values["last"]) == ("8", str(plain.word.item()))
 
 
-def test_what_is_wrong_is_said_in_one_place(
+def test_an_error_is_reported_once(
     server: RunningServer, client: redis.Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = tmp_path / "bad.oinf.txt"

@@ -37,7 +37,7 @@ def store(home: Home) -> Iterator[PersistentStore]:
     store.close()
 
 
-def test_what_is_saved_is_resumed_and_only_changes_are_written(store: PersistentStore, home: Home) -> None:
+def test_a_resume_finds_saved_changes_and_saves_are_incremental(store: PersistentStore, home: Home) -> None:
     run = advance(simulator(store).make_executor("ring"), 6)
     assert run.save().pages == len(home.keys("kv:*")) == 14
     assert run.save().pages == 0
@@ -49,7 +49,7 @@ def test_what_is_saved_is_resumed_and_only_changes_are_written(store: Persistent
     assert state(simulator(store).resume("ring")) == reference(10)
 
 
-def test_of_two_who_go_on_one_is_refused(store: PersistentStore) -> None:
+def test_one_of_two_concurrent_savers_is_refused(store: PersistentStore) -> None:
     advance(simulator(store).make_executor("one"), 2).save()
     first, second = (simulator(store).resume("one") for _ in range(2))
     advance(first, 1).save()
@@ -67,7 +67,7 @@ def test_deleting_leaves_nothing_anywhere(store: PersistentStore, home: Home) ->
     assert not store.delete("gone")
 
 
-def test_a_page_that_is_gone_is_an_error(store: PersistentStore, home: Home) -> None:
+def test_a_missing_page_is_an_error(store: PersistentStore, home: Home) -> None:
     advance(simulator(store).make_executor("hurt"), 3).save()
     page = min(home.keys("kv:*"))
     home.ask(page, "DEL", page)
@@ -103,7 +103,7 @@ def _resumed(store: PersistentStore) -> int:
     return 0
 
 
-def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before() -> None:
+def test_an_interrupted_save_leaves_the_state_before() -> None:
     """The answers of both servers are cut after so many bytes; the next save makes up for it."""
     with start_server() as one, start_server() as two, start_proxy(one.port) as first, start_proxy(two.port) as second:
         url = f"{first.url},{second.url}"

@@ -46,7 +46,7 @@ def test_volatile_is_fresh_each_step_and_persistent_stays() -> None:
         assert [run.fetch(name)[0].item() for name in ("fresh", "given", "zero", "kept")] == [2, 7, 2, 2**step]
 
 
-def test_what_was_fetched_keeps_what_it_showed() -> None:
+def test_a_fetched_array_does_not_change() -> None:
     run = executor("""
         dynamic { x: f32[D]; }
         persistent { A(i): f32[D] @table @fixed(i=2); }
@@ -60,7 +60,7 @@ def test_what_was_fetched_keeps_what_it_showed() -> None:
     assert [array[0, 0].item() for array in fetched] == [0, 1, 2, 3]
 
 
-def test_an_entry_that_is_read_and_then_written_shows_what_it_was() -> None:
+def test_an_entry_read_before_a_write_shows_the_old_value() -> None:
     run = executor(
         """
         dynamic { x: f32[D]; }
@@ -82,7 +82,7 @@ def test_an_entry_that_is_read_and_then_written_shows_what_it_was() -> None:
         assert found == [[step - 1], [step - 1, step - 1], [step]]
 
 
-def test_names_in_slices_are_loops_and_scalars_before_they_are_lengths() -> None:
+def test_names_in_slices_are_loops_and_scalars_before_lengths() -> None:
     run = executor("""
         volatile { by_length: f32[5, D]; by_scalar: f32[2, D]; by_loop: f32[3, D]; x: f32[D]; }
         persistent { A(i): f32[D] @table; B(n): f32[D] @table; n: i32 @init(2); }
@@ -115,7 +115,7 @@ def test_a_return_in_a_loop_ends_the_block() -> None:
     assert run.fetch("n").item() == 1
 
 
-def test_a_trace_says_what_each_statement_did() -> None:
+def test_a_trace_lists_the_effect_of_each_statement() -> None:
     text = """dynamic { x: f32[D]; }
     volatile { y: f32[D]; }
     persistent { A(i): f32[D] @table; n: i32; }
@@ -225,7 +225,7 @@ NAMES = {np.dtype(np.float32): "f32", np.dtype(np.int32): "i32", np.dtype(np.uin
 @pytest.mark.parametrize(
     ("call", "arguments", "wanted"), COMPUTED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_operations_compute_what_they_say(call: str, arguments: list[np.ndarray], wanted: np.ndarray) -> None:
+def test_operations_compute_the_documented_results(call: str, arguments: list[np.ndarray], wanted: np.ndarray) -> None:
     declared = "".join(
         f"{name}: {NAMES[array.dtype]}{list(array.shape)}; " for name, array in zip("abcd", arguments, strict=False)
     )
@@ -273,7 +273,7 @@ def built_window() -> Graph:
     return g.graph()
 
 
-def test_the_builder_makes_what_the_text_says() -> None:
+def test_the_builder_makes_the_graph_of_the_text() -> None:
     assert built_window() == parse((EXAMPLES / "window.oinf.txt").read_text(encoding="utf-8"))
     model = Model({"D": 4})
     text, built = (
@@ -380,13 +380,13 @@ def of_another_thread() -> mx.array:
     return made[0]
 
 
-def test_an_input_that_cannot_be_computed_is_refused_before_the_step() -> None:
+def test_an_unsupported_input_is_refused_before_the_step() -> None:
     run = executor("dynamic { x: f32[D]; } block entry { return; }")
     with pytest.raises(InputError, match="x could not be computed"):
         run.insert(x=of_another_thread())
 
 
-def test_what_mlx_could_not_compute_breaks_the_executor_and_is_never_saved() -> None:
+def test_an_mlx_failure_breaks_the_executor_and_is_not_saved() -> None:
     run = executor(
         "constant { w: f32[D]; } persistent { W: f32[D]; } block entry { cache.write w >> W; }",
         {"w": mx.ones(4)},
@@ -399,6 +399,6 @@ def test_what_mlx_could_not_compute_breaks_the_executor_and_is_never_saved() -> 
         run.step()
 
 
-def test_the_attention_example_is_one_program_however_it_is_read() -> None:
+def test_the_attention_example_is_the_same_in_every_form() -> None:
     assert attention() == attention()
     assert repr(attention()) == repr(attention())

@@ -123,7 +123,7 @@ def pages(client: redis.Redis) -> set[bytes]:
     return set(client.scan_iter(match="kv:*", count=1000))
 
 
-def test_what_is_saved_is_resumed_in_every_way_it_can_grow(store: PersistentStore, client: redis.Redis) -> None:
+def test_a_resume_finds_saved_state_of_every_kind(store: PersistentStore, client: redis.Redis) -> None:
     run = simulator(store).make_executor("ring")
     for steps in (0, 1, 2, 6, 7):
         advance(run, steps - run.steps)
@@ -134,9 +134,7 @@ def test_what_is_saved_is_resumed_in_every_way_it_can_grow(store: PersistentStor
     assert state(advance(run, 3)) == reference(10)
 
 
-def test_only_what_changed_is_written_and_what_was_replaced_is_deleted(
-    store: PersistentStore, client: redis.Redis
-) -> None:
+def test_only_changes_are_written_and_replaced_pages_deleted(store: PersistentStore, client: redis.Redis) -> None:
     run = advance(simulator(store).make_executor("ring"), 6)
     first = run.save()
     assert first.pages == len(pages(client)) == 4 + 6 + 1 + 1 + 2
@@ -182,9 +180,7 @@ histories = st.lists(
 
 @settings(max_examples=20)
 @given(histories)
-def test_whatever_was_done_between_saves_is_what_is_resumed(
-    server: RunningServer, history: list[tuple[str, int, int, int]]
-) -> None:
+def test_any_changes_between_saves_are_resumed(server: RunningServer, history: list[tuple[str, int, int, int]]) -> None:
     with server.client() as direct:
         direct.flushall()
         store = PersistentStore(server.url)
@@ -219,7 +215,7 @@ def test_rewriting_the_same_bytes_is_no_change(store: PersistentStore, client: r
     assert run.save().pages == 0
 
 
-def test_reset_entries_are_gone_from_the_server(store: PersistentStore, client: redis.Redis) -> None:
+def test_reset_entries_are_deleted_on_the_server(store: PersistentStore, client: redis.Redis) -> None:
     text = """
     dynamic { forget: bool; } volatile { x: f32[D]; }
     persistent { K(l, t): f32[D] @table; t: i32; }
@@ -240,7 +236,7 @@ def test_reset_entries_are_gone_from_the_server(store: PersistentStore, client: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_comes_back_to_the_bit(store: PersistentStore, client: redis.Redis, dtype: str) -> None:
+def test_every_dtype_is_restored_bit_by_bit(store: PersistentStore, client: redis.Redis, dtype: str) -> None:
     text = f"""
     dynamic {{ x: {dtype}[2, D]; s: {dtype}; }}
     persistent {{ A(i): {dtype}[2, D] @table; W: {dtype}[2, D]; n: {dtype}; E(i): {dtype} @table; }}
@@ -302,7 +298,7 @@ def test_layout_and_comments_are_no_part_of_a_program(store: PersistentStore, cl
     assert simulator(store, "// the same\n" + RING.replace("\n", "\n  ")).resume("mine").steps == 2
 
 
-def test_two_who_go_on_from_one_state_cannot_both_be_saved(store: PersistentStore, client: redis.Redis) -> None:
+def test_two_continuations_of_one_state_cannot_both_be_saved(store: PersistentStore, client: redis.Redis) -> None:
     advance(simulator(store).make_executor("one"), 2).save()
     first, second = (simulator(store).resume("one") for _ in range(2))
     advance(first, 1).save()
@@ -313,9 +309,7 @@ def test_two_who_go_on_from_one_state_cannot_both_be_saved(store: PersistentStor
     assert state(simulator(store).resume("one")) == reference(3)
 
 
-def test_a_page_that_is_gone_is_an_error_and_one_that_was_changed_is_not_taken(
-    store: PersistentStore, client: redis.Redis
-) -> None:
+def test_missing_and_changed_pages_are_errors(store: PersistentStore, client: redis.Redis) -> None:
     advance(simulator(store).make_executor("hurt"), 3).save()
     (page,) = [page for page in pages(client) if page.endswith(b":2:0")][:1]
     blob = client.get(page)
@@ -357,7 +351,7 @@ def test_deleting_an_instance_leaves_nothing(store: PersistentStore, client: red
     assert not store.delete("no instance's name")
 
 
-def test_an_instance_whose_manifest_is_damaged_can_be_deleted(store: PersistentStore, client: redis.Redis) -> None:
+def test_an_instance_with_a_damaged_manifest_can_be_deleted(store: PersistentStore, client: redis.Redis) -> None:
     advance(simulator(store).make_executor("torn"), 1).save()
     for manifest in (b"", b"torn", client.get("persistent:torn")[:-1], _digested(b"[]"), _digested(b"[" * 100_000)):
         client.set("persistent:torn", manifest)
@@ -371,7 +365,7 @@ def _digested(text: bytes) -> bytes:
     return xxhash.xxh3_64_hexdigest(text).encode() + b" " + text
 
 
-def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before(
+def test_an_interrupted_save_leaves_the_state_before(
     server: RunningServer, client: redis.Redis, store: PersistentStore
 ) -> None:
     """The connection is cut after every possible number of bytes of a save, in steps; the next save makes up for it."""
@@ -397,7 +391,7 @@ def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before(
             cut += 250
 
 
-def test_who_reads_while_another_saves_gets_one_whole_step(
+def test_a_reader_during_a_save_gets_one_whole_step(
     server: RunningServer, client: redis.Redis, store: PersistentStore
 ) -> None:
     steps, seen = 40, set()
@@ -429,7 +423,7 @@ def test_who_reads_while_another_saves_gets_one_whole_step(
     assert len(seen) > 2
 
 
-def test_autosave_goes_on_without_a_server_and_makes_up_for_it(
+def test_autosave_continues_without_a_server_and_catches_up(
     server: RunningServer, client: redis.Redis, store: PersistentStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start_proxy(server.port) as proxy:

@@ -207,7 +207,7 @@ def test_a_slice_of_ten_rows() -> None:
     assert rows.read((9,)).tolist() == [9, -9]
 
 
-def test_reading_an_entry_makes_the_table_longer_and_a_slice_does_not() -> None:
+def test_reading_an_entry_extends_the_table_and_a_slice_does_not() -> None:
     rows = table(indices=("i",), init=3.0)
     assert rows.read((4,)).tolist() == [3, 3]
     assert rows.sizes == [5]
@@ -216,7 +216,7 @@ def test_reading_an_entry_makes_the_table_longer_and_a_slice_does_not() -> None:
     assert rows.sizes == [5]
 
 
-def test_what_is_refused() -> None:
+def test_invalid_accesses_are_refused() -> None:
     rows = table(indices=("i", "j"), fixed=(("i", 2),))
     one = mx.zeros(2)
     refusals: list[tuple[type[GraphError], Any]] = [
@@ -243,7 +243,7 @@ def test_a_count_may_equal_its_limit() -> None:
         matrix.read((5,))
 
 
-def test_an_index_that_no_machine_has_the_memory_for_is_refused_at_once() -> None:
+def test_an_impossible_index_is_refused_at_once() -> None:
     rows = table(indices=("i",))
     with pytest.raises(GrowthError, match="this machine has"):
         Table(Layout("A", DTYPES["f32"], (2**20,), indices=("i",)), Journal()).write((2**30,), mx.zeros(2**20))

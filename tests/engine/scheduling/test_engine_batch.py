@@ -65,7 +65,7 @@ def test_the_text_is_mlx_lms_own(batch: BlockPoolBatchEngine) -> None:
     free(batch, done)
 
 
-def test_a_second_turn_computes_only_what_is_new(batch: BlockPoolBatchEngine) -> None:
+def test_a_second_turn_computes_only_new_tokens(batch: BlockPoolBatchEngine) -> None:
     first = complete(batch, PROMPT, max_tokens=20)
     prompt = [*first.blocks.tokens, *batch.encode("and then?")]
     second = complete(batch, prompt, first.blocks, max_tokens=20)
@@ -75,7 +75,7 @@ def test_a_second_turn_computes_only_what_is_new(batch: BlockPoolBatchEngine) ->
     free(batch, first, second)
 
 
-def test_a_prompt_that_is_known_entirely_computes_its_last_token_alone(batch: BlockPoolBatchEngine) -> None:
+def test_a_known_prompt_computes_its_last_token_alone(batch: BlockPoolBatchEngine) -> None:
     first = complete(batch, PROMPT, max_tokens=20)
     again = complete(batch, PROMPT, first.blocks, max_tokens=20)
     assert again.tokens_reused == 599
@@ -83,7 +83,7 @@ def test_a_prompt_that_is_known_entirely_computes_its_last_token_alone(batch: Bl
     free(batch, first, again)
 
 
-def test_a_prompt_that_departs_from_the_cache_reuses_what_comes_before(batch: BlockPoolBatchEngine) -> None:
+def test_a_diverging_prompt_reuses_the_common_prefix(batch: BlockPoolBatchEngine) -> None:
     first = complete(batch, PROMPT, max_tokens=20)
     prompt = batch.encode(PROMPT[:300] + "~" + PROMPT[301:])
     other = complete(batch, prompt, first.blocks, max_tokens=20)
@@ -111,7 +111,7 @@ def test_full_blocks_are_shared_and_not_copied(batch: BlockPoolBatchEngine) -> N
     free(batch, second)
 
 
-def test_the_callers_blocks_are_untouched_and_may_be_freed_at_once(batch: BlockPoolBatchEngine) -> None:
+def test_the_callers_blocks_are_unchanged_and_may_be_freed(batch: BlockPoolBatchEngine) -> None:
     first = complete(batch, PROMPT, max_tokens=20)
     before = [bytes(page) for block in first.blocks.blocks for page in page_bodies(block.layers)]
     batch.submit("alice", list(first.blocks.tokens), first.blocks, max_tokens=20)
@@ -123,7 +123,7 @@ def test_the_callers_blocks_are_untouched_and_may_be_freed_at_once(batch: BlockP
     free(batch, second)
 
 
-def test_agents_of_one_batch_say_what_each_says_alone(batch: BlockPoolBatchEngine) -> None:
+def test_agents_in_one_batch_get_the_answers_of_single_ones(batch: BlockPoolBatchEngine) -> None:
     prompts = [batch.encode(PROMPT[:n]) for n in (17, 600, 256, 90)]
     uids = [batch.submit(f"agent-{i}", prompt, max_tokens=10 + i) for i, prompt in enumerate(prompts)]
     assert batch.pending == 4
@@ -136,7 +136,7 @@ def test_agents_of_one_batch_say_what_each_says_alone(batch: BlockPoolBatchEngin
     free(batch, *done.values())
 
 
-def test_a_prompt_submitted_between_two_completions_joins_the_batch(batch: BlockPoolBatchEngine) -> None:
+def test_a_prompt_submitted_between_completions_joins_the_batch(batch: BlockPoolBatchEngine) -> None:
     short = batch.submit("short", PROMPT[:20], max_tokens=3)
     batch.submit("long", PROMPT[:30], max_tokens=12)
     completed = []
@@ -160,14 +160,14 @@ def test_leaving_the_completions_early_loses_none(batch: BlockPoolBatchEngine) -
     free(batch, first, *others)
 
 
-def test_tokens_may_come_as_an_array(batch: BlockPoolBatchEngine) -> None:
+def test_tokens_may_be_an_array(batch: BlockPoolBatchEngine) -> None:
     done = complete(batch, mx.array(batch.encode(PROMPT)), max_tokens=3)
     assert list(done.tokens) == greedy(batch.encode(PROMPT), 3)
     assert {type(token) for token in done.blocks.tokens} == {int}
     free(batch, done)
 
 
-def test_the_end_of_text_ends_the_answer_and_stays_in_the_context(pool: BlockPool) -> None:
+def test_the_end_of_text_ends_the_answer_and_stays_in_context(pool: BlockPool) -> None:
     tokenizer = letter_tokenizer()
     said = greedy(tokenizer.encode(PROMPT), 20)
     at = next(i for i, token in enumerate(said) if token not in said[:i] and i)
@@ -253,7 +253,7 @@ def test_other_bad_requests_are_refused_and_leave_nothing_behind(batch: BlockPoo
     free(batch, first)
 
 
-def test_a_context_that_is_not_this_models_is_refused_at_the_door_and_the_right_one_is_unharmed(
+def test_a_context_of_another_model_is_refused_without_harm(
     batch: BlockPoolBatchEngine,
 ) -> None:
     first = complete(batch, PROMPT, max_tokens=20)
@@ -291,7 +291,7 @@ def test_a_context_that_was_freed_is_no_context(batch: BlockPoolBatchEngine) -> 
     assert (batch.pending, batch.pool.used_blocks) == (0, 0)
 
 
-def test_an_answer_whose_context_cannot_be_kept_says_so_and_the_old_context_survives(
+def test_an_unstorable_context_is_reported_and_the_old_one_stays(
     batch: BlockPoolBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = complete(batch, PROMPT, max_tokens=20)
@@ -312,7 +312,7 @@ def test_an_answer_whose_context_cannot_be_kept_says_so_and_the_old_context_surv
     free(batch, first, lost, again)
 
 
-def test_the_pool_knows_whose_the_blocks_are_and_what_they_take(batch: BlockPoolBatchEngine) -> None:
+def test_the_pool_knows_holders_and_sizes_of_blocks(batch: BlockPoolBatchEngine) -> None:
     """During an answer its whole reservation counts; afterwards the size of its blocks."""
     batch.submit("alice", PROMPT, max_tokens=100)
     assert batch.pool.holdings()["alice"].nbytes == 700 * SPEC.token_nbytes
@@ -325,7 +325,7 @@ def test_the_pool_knows_whose_the_blocks_are_and_what_they_take(batch: BlockPool
         small.submit("alice", PROMPT, max_tokens=100)
 
 
-def test_an_answer_that_ends_early_needs_no_more_room_than_it_was_promised(batch: BlockPoolBatchEngine) -> None:
+def test_an_early_end_needs_no_more_memory_than_reserved(batch: BlockPoolBatchEngine) -> None:
     """Two of four blocks are made, and both are full: each takes more than a fourth of the reservation."""
     text = complete(batch, PROMPT[:500], max_tokens=30)
     pool = BlockPool(total_bytes=800 * SPEC.token_nbytes)
@@ -337,7 +337,7 @@ def test_an_answer_that_ends_early_needs_no_more_room_than_it_was_promised(batch
     free(batch, text)
 
 
-def test_what_cannot_be_kept_is_not_begun(batch: BlockPoolBatchEngine) -> None:
+def test_an_unstorable_answer_is_not_started(batch: BlockPoolBatchEngine) -> None:
     """The pool is asked before anything is queued, and the agent's cache survives the refusal."""
     first = complete(batch, PROMPT, max_tokens=20)
     others = batch.pool.allocate(27)

@@ -68,7 +68,7 @@ waiting = pytest.mark.parametrize("bench", [(IN_ONE_BATCH, {"wait_for_blocks": T
 
 
 @both_ways
-def test_a_long_prompt_delays_the_next_token_of_another_by_no_more_than_a_chunk(bench: Bench) -> None:
+def test_a_long_prompt_delays_other_answers_by_one_chunk_at_most(bench: Bench) -> None:
     bench.submit("quick", TOKENS[:20], max_tokens=30)
     while not bench.tokens["quick"]:
         bench.batch.step_once()
@@ -99,7 +99,7 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(bench: Bench) ->
 
 
 @both_ways
-def test_who_leaves_takes_its_blocks_along_and_nobody_elses(bench: Bench) -> None:
+def test_a_cancelled_answer_frees_its_own_blocks_only(bench: Bench) -> None:
     """One as it is answered, one as its prompt is read, one before that."""
     stays = bench.submit("stays", TOKENS[:30], max_tokens=12)
     answered = bench.submit("answered", TOKENS[:20], max_tokens=30)
@@ -120,7 +120,7 @@ def test_who_leaves_takes_its_blocks_along_and_nobody_elses(bench: Bench) -> Non
 
 
 @both_ways
-def test_a_full_pool_refuses_the_newcomer_and_the_others_go_on(bench: Bench) -> None:
+def test_a_full_pool_refuses_a_new_prompt_and_others_continue(bench: Bench) -> None:
     bench.submit("first", TOKENS[:300], max_tokens=8)
     bench.batch.step_once()
     with pytest.raises(PoolExhaustedError, match="23 blocks needed, 22 of 24 are free"):
@@ -131,7 +131,7 @@ def test_a_full_pool_refuses_the_newcomer_and_the_others_go_on(bench: Bench) -> 
 
 
 @waiting
-def test_who_may_wait_is_admitted_when_blocks_are_free_and_in_turn(bench: Bench) -> None:
+def test_a_waiting_prompt_is_admitted_in_turn_for_free_blocks(bench: Bench) -> None:
     """The second needs more than is left; the third, for whom there would be room, doesn't overtake it."""
     held = bench.pool.allocate(BLOCKS - 4)
     bench.submit("first", TOKENS[:300], max_tokens=8)
@@ -152,7 +152,7 @@ def test_who_may_wait_is_admitted_when_blocks_are_free_and_in_turn(bench: Bench)
 
 
 @waiting
-def test_who_waits_keeps_the_blocks_it_shares_though_the_caller_has_freed_them(bench: Bench) -> None:
+def test_a_waiting_prompt_keeps_shared_blocks_its_caller_freed(bench: Bench) -> None:
     bench.submit("agent", TOKENS[:300], max_tokens=4)
     (first,) = bench.batch.step()
     held = bench.pool.allocate(BLOCKS - 2)
@@ -166,7 +166,7 @@ def test_who_waits_keeps_the_blocks_it_shares_though_the_caller_has_freed_them(b
 
 
 @waiting
-def test_who_waits_may_leave(bench: Bench) -> None:
+def test_a_waiting_prompt_can_be_cancelled(bench: Bench) -> None:
     held = bench.pool.allocate(BLOCKS)
     bench.batch.cancel(bench.submit("agent", TOKENS[:300], max_tokens=4))
     assert bench.batch.pending == 0
@@ -175,7 +175,7 @@ def test_who_waits_may_leave(bench: Bench) -> None:
 
 
 @waiting
-def test_what_no_pool_of_this_size_can_hold_is_refused_at_once(bench: Bench) -> None:
+def test_a_prompt_too_large_for_the_pool_is_refused_at_once(bench: Bench) -> None:
     with pytest.raises(PoolExhaustedError, match="25 blocks needed, the pool has 24 in all"):
         bench.submit("agent", TOKENS[:300], max_tokens=6000)
     assert bench.batch.pending == 0
@@ -187,7 +187,7 @@ KINDS = [IN_ONE_BATCH, IN_TURNS, *(pytest.param(kind, marks=pytest.mark.soak) fo
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whoever_comes_and_goes_everybody_gets_the_answer_of_mlx_lm(kind: str, seed: int) -> None:
+def test_random_prompts_and_cancellations_give_mlx_lms_answers(kind: str, seed: int) -> None:
     """Prompts that start, continue earlier answers, wait and are cancelled at random."""
     chance = random.Random(seed)
     bench = Bench(kind, wait_for_blocks=True, prefill_chunk=64)

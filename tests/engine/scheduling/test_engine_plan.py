@@ -66,7 +66,7 @@ def all_places(spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: ContextM
 
 
 @given(questions())
-def test_what_is_planned_is_a_prefix_without_a_gap_of_what_is_stored(question: Question) -> None:
+def test_a_plan_is_a_stored_prefix_without_a_gap(question: Question) -> None:
     plan = question.ask()
     names = block_names(plan.tokens, question.spec)
     assert [place.name for place in plan.blocks] == list(names[: len(plan.blocks)])
@@ -76,7 +76,7 @@ def test_what_is_planned_is_a_prefix_without_a_gap_of_what_is_stored(question: Q
 
 
 @given(questions())
-def test_where_layers_carry_a_state_the_plan_ends_in_one_and_leaves_a_token(question: Question) -> None:
+def test_with_states_a_plan_ends_in_one_and_leaves_a_token(question: Question) -> None:
     plan = question.ask()
     if not question.spec.has_state:
         assert plan.states == ()
@@ -117,7 +117,7 @@ def test_no_longer_prefix_is_usable(question: Question) -> None:
 
 
 @given(questions(), st.data())
-def test_what_gets_lost_never_lengthens_the_prefix(question: Question, data: st.DataObject) -> None:
+def test_a_lost_block_never_lengthens_the_prefix(question: Question, data: st.DataObject) -> None:
     lost = data.draw(st.sets(st.sampled_from(sorted(question.digests)))) if question.digests else set()
     left = {seal: digest for seal, digest in question.digests.items() if seal not in lost}
     assert question.ask(left).reach <= question.ask().reach
@@ -144,7 +144,7 @@ UNLIKE = [
 ]
 
 
-def test_the_server_is_told_of_layers_where_all_are_alike_and_else_of_bytes() -> None:
+def test_the_server_gets_layers_if_all_are_alike_and_else_bytes() -> None:
     assert block_shape((ALIKE[0], (), ALIKE[1])) == BlockShape(2, 2, 3, tuple(of.plane for of in ALIKE[0]))
     for shapes in UNLIKE:
         nbytes = sum(of.nbytes for layer in shapes for of in layer)

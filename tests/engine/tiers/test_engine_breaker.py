@@ -43,7 +43,7 @@ def test_failures_in_a_row_open_it_and_scattered_ones_do_not(breaker: CircuitBre
     assert not breaker.allows()
 
 
-def test_after_the_pause_one_is_let_through_and_its_success_closes_it(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_after_the_pause_a_successful_probe_closes_the_breaker(breaker: CircuitBreaker, clock: Clock) -> None:
     fail(breaker)
     clock.now += SHORTEST - 0.01
     assert not breaker.allows()
@@ -55,7 +55,7 @@ def test_after_the_pause_one_is_let_through_and_its_success_closes_it(breaker: C
     assert [breaker.allows() for _ in range(3)] == [True] * 3
 
 
-def test_every_probe_that_fails_doubles_the_pause_up_to_the_longest(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_each_failed_probe_doubles_the_pause_up_to_a_limit(breaker: CircuitBreaker, clock: Clock) -> None:
     fail(breaker)
     pauses = []
     for _ in range(9):
@@ -75,7 +75,7 @@ def test_every_probe_that_fails_doubles_the_pause_up_to_the_longest(breaker: Cir
     assert breaker.opened == 2
 
 
-def test_a_probe_of_which_nothing_is_heard_is_followed_by_another(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_a_probe_without_a_result_is_followed_by_another(breaker: CircuitBreaker, clock: Clock) -> None:
     fail(breaker)
     clock.now += SHORTEST
     assert breaker.allows()
@@ -84,9 +84,7 @@ def test_a_probe_of_which_nothing_is_heard_is_followed_by_another(breaker: Circu
     assert breaker.allows()
 
 
-def test_those_that_were_under_way_when_it_opened_do_not_prolong_the_pause(
-    breaker: CircuitBreaker, clock: Clock
-) -> None:
+def test_requests_before_the_opening_do_not_prolong_the_pause(breaker: CircuitBreaker, clock: Clock) -> None:
     fail(breaker)
     clock.now += SHORTEST / 2
     breaker.failed()

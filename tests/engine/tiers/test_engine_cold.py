@@ -98,7 +98,7 @@ def loaded(cold: SafetensorsCacheAdapter, agent_id: str = "alice", tokens: Seque
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 700])
-def test_what_was_saved_is_loaded_to_the_bit(cold: SafetensorsCacheAdapter, pool: BlockPool, count: int) -> None:
+def test_a_saved_context_is_loaded_bit_by_bit(cold: SafetensorsCacheAdapter, pool: BlockPool, count: int) -> None:
     saved = context(TOKENS[:count])
     assert cold.save(saved) == (cold._directory / "alice.safetensors").stat().st_size
     with loaded(cold) as found:
@@ -109,7 +109,7 @@ def test_what_was_saved_is_loaded_to_the_bit(cold: SafetensorsCacheAdapter, pool
         assert [block.nbytes for block in found.blocks] == [block.nbytes for block in saved.blocks]
 
 
-def test_an_engine_goes_on_from_a_file_with_the_same_tokens(cold: SafetensorsCacheAdapter, pool: BlockPool) -> None:
+def test_an_engine_continues_from_a_file_with_the_same_tokens(cold: SafetensorsCacheAdapter, pool: BlockPool) -> None:
     batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool)
     batch.submit("alice", TOKENS, max_tokens=20)
     (whole,) = batch.step()
@@ -124,7 +124,7 @@ def test_an_engine_goes_on_from_a_file_with_the_same_tokens(cold: SafetensorsCac
     pool.free(resumed.blocks.block_ids)
 
 
-def test_what_was_not_kept_leaves_what_is_stored(cold: SafetensorsCacheAdapter) -> None:
+def test_a_context_that_was_not_kept_changes_nothing_stored(cold: SafetensorsCacheAdapter) -> None:
     cold.save(context(TOKENS[:40]))
     assert cold.save(AgentBlocks("alice", (), (), SPEC.fingerprint)) == 0
     assert cold.save(AgentBlocks("bob", (), (), SPEC.fingerprint)) == 0
@@ -150,7 +150,7 @@ def test_another_thread_may_save_and_load(cold: SafetensorsCacheAdapter, pool: B
 
 
 @pytest.mark.parametrize("common", [1, 255, 256, 300, 512, 699])
-def test_of_a_prompt_that_departs_only_what_is_common_is_loaded(cold: SafetensorsCacheAdapter, common: int) -> None:
+def test_a_diverging_prompt_loads_only_the_common_part(cold: SafetensorsCacheAdapter, common: int) -> None:
     cold.save(context())
     prompt = (*TOKENS[:common], (TOKENS[common] + 1) % 96, 5, 5)
     with loaded(cold, tokens=prompt) as found:
@@ -169,7 +169,7 @@ def test_a_prompt_that_begins_otherwise_finds_nothing(cold: SafetensorsCacheAdap
         assert found == "absent"
 
 
-def test_plain_safetensors_finds_what_the_schema_promises(tmp_path: Path, pool: BlockPool) -> None:
+def test_plain_safetensors_reads_the_documented_schema(tmp_path: Path, pool: BlockPool) -> None:
     model = tiny_llama(dtype=mx.float16)
     spec = ModelCacheSpec.probe(model, TOKENIZER, model_id="half")
     cold = SafetensorsCacheAdapter(spec, pool, tmp_path)
@@ -332,7 +332,7 @@ def test_nothing_is_read_of_a_file_that_does_not_fit(
     assert sum(read) < 10_000 < 700 * SPEC.token_nbytes
 
 
-def test_no_changed_byte_goes_unnoticed(tmp_path: Path, cold: SafetensorsCacheAdapter) -> None:
+def test_every_changed_byte_is_detected(tmp_path: Path, cold: SafetensorsCacheAdapter) -> None:
     cold.save(context(TOKENS[:40]))
     path = tmp_path / "alice.safetensors"
     good = path.read_bytes()
@@ -395,7 +395,7 @@ def test_contexts_are_listed_and_deleted(cold: SafetensorsCacheAdapter) -> None:
     assert cold.agents() == ["_carol.7", "alice"]
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, cold: SafetensorsCacheAdapter) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, cold: SafetensorsCacheAdapter) -> None:
     """A limit on files' sizes is as good as a full disk, and ends with the test."""
     cold.save(context(TOKENS[:40]))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -410,7 +410,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, cold: SafetensorsCach
         assert found.tokens == TOKENS[:40]
 
 
-def test_what_cannot_be_read_or_written_is_said(tmp_path: Path, cold: SafetensorsCacheAdapter) -> None:
+def test_read_and_write_errors_are_reported(tmp_path: Path, cold: SafetensorsCacheAdapter) -> None:
     (tmp_path / "alice.safetensors").mkdir()
     with loaded(cold) as found:
         assert found == "EISDIR"
@@ -419,7 +419,7 @@ def test_what_cannot_be_read_or_written_is_said(tmp_path: Path, cold: Safetensor
     assert os.listdir(tmp_path) == ["alice.safetensors"]
 
 
-def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(
+def test_a_file_is_durable_before_its_rename_and_after_it(
     tmp_path: Path, cold: SafetensorsCacheAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -445,7 +445,7 @@ def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(
     assert done[-2:] == ["rename", "flush directory"]
 
 
-def test_only_what_nobody_is_writing_is_tidied_up(tmp_path: Path) -> None:
+def test_only_abandoned_files_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".alice-abc.tmp").write_bytes(b"half")
     (tmp_path / "alice.safetensors").write_bytes(b"whole")
     with replacing(tmp_path / "bob.safetensors") as file:

@@ -146,7 +146,7 @@ def test_a_hostile_header_is_a_miss_with_a_reason(name: str, cold: SafetensorsCa
     store.close()
 
 
-def test_what_is_no_file_is_a_miss(cold: SafetensorsCacheAdapter, pool: BlockPool, tmp_path: Path) -> None:
+def test_anything_but_a_file_is_a_miss(cold: SafetensorsCacheAdapter, pool: BlockPool, tmp_path: Path) -> None:
     """A pipe that nobody writes to would be read for ever."""
     store = AgentCacheStore(SPEC, pool, cold=cold)
     path = tmp_path / "alice.safetensors"
@@ -175,9 +175,7 @@ def test_files_that_are_no_agents_are_not_listed(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_is_changed_in_a_header_is_found_out(
-    data: st.DataObject, cold: SafetensorsCacheAdapter, pool: BlockPool
-) -> None:
+def test_every_changed_header_is_detected(data: st.DataObject, cold: SafetensorsCacheAdapter, pool: BlockPool) -> None:
     """Something in it is another: nothing raises, nothing hangs, and nothing of it is believed."""
     path, header, bodies = good(pool, cold)
     raw = json.dumps(header)

@@ -73,7 +73,7 @@ def test_of_nothing_there_is_no_fork(tier: PageTier, client: redis.Redis) -> Non
     assert client.dbsize() == 0
 
 
-def test_deleting_frees_only_what_nobody_else_has(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+def test_a_delete_frees_only_unshared_blocks(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
     longer = context((*TOKENS[:530], *TOKENS[:100]), "bob")
     tier.save(context())
     tier.save(longer)
@@ -88,7 +88,7 @@ def test_deleting_frees_only_what_nobody_else_has(tier: PageTier, client: redis.
     assert client.dbsize() == 0
 
 
-def test_a_fork_that_goes_on_leaves_its_origin_alone(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+def test_a_fork_that_continues_does_not_change_its_origin(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
     tier.save(context(TOKENS[:300]))
     tier.fork("alice", "twin")
     tier.save(context(TOKENS[:600], "twin"))
@@ -101,7 +101,7 @@ def test_a_fork_that_goes_on_leaves_its_origin_alone(tier: PageTier, client: red
     assert stored(client) == names(TOKENS[:600])
 
 
-def test_saving_and_forking_again_counts_nobody_twice(tier: PageTier, client: redis.Redis) -> None:
+def test_repeated_saves_and_forks_count_each_agent_once(tier: PageTier, client: redis.Redis) -> None:
     for _ in range(3):
         tier.save(context())
         tier.fork("alice", "twin")
@@ -131,7 +131,7 @@ def test_tenants_share_nothing(tier: PageTier, client: redis.Redis, pool: BlockP
 # -- prefixes ----------------------------------------------------------------------------------------------------------
 
 
-def test_published_blocks_are_found_by_their_tokens_and_belong_to_nobody(
+def test_published_blocks_are_found_by_tokens_without_an_owner(
     tier: PageTier, client: redis.Redis, pool: BlockPool
 ) -> None:
     assert tier.publish(context(TOKENS[:600])) == Saved(3, 0, 600 * SPEC.token_nbytes)
@@ -154,7 +154,7 @@ def test_how_much_of_a_prefix_is_stored(tier: PageTier, client: redis.Redis) -> 
     assert tier.sealed([]) == 0
 
 
-def test_what_is_in_memory_is_not_fetched(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+def test_blocks_in_memory_are_not_fetched(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
     tier.save(context())
     memory = tier.load("alice", TOKENS[:512])
     assert memory
@@ -204,7 +204,7 @@ def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServ
 # -- who computes what -------------------------------------------------------------------------------------------------
 
 
-def test_one_engine_claims_a_block_until_it_releases_it_or_is_gone(tier: PageTier, other: PageTier) -> None:
+def test_a_claim_lasts_until_its_release_or_its_engines_death(tier: PageTier, other: PageTier) -> None:
     assert tier.claim("name", 10)
     assert not other.claim("name", 10)
     assert not other.release("name")
@@ -222,7 +222,7 @@ def test_one_engine_claims_a_block_until_it_releases_it_or_is_gone(tier: PageTie
 # -- several writers ---------------------------------------------------------------------------------------------------
 
 
-def test_two_engines_that_save_one_agent_leave_the_whole_context_of_one_of_them(
+def test_concurrent_saves_of_an_agent_leave_one_whole_context(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool
 ) -> None:
     """Meanwhile every reader finds one of the two, or a part of it, but no mixture; in the end no key is left over."""
@@ -260,7 +260,7 @@ def test_two_engines_that_save_one_agent_leave_the_whole_context_of_one_of_them(
     assert set(other.misses) <= {"gap", "shape", "absent"}
 
 
-def test_a_block_that_is_deleted_while_another_agent_saves_it_is_there_in_the_end(
+def test_a_block_deleted_during_another_save_exists_in_the_end(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between bob's check of existing blocks and his manifest alice, the only owner of the blocks, is deleted."""
@@ -286,7 +286,7 @@ def test_a_block_that_is_deleted_while_another_agent_saves_it_is_there_in_the_en
     assert {client.get(f"refs:{name}") for name in names(TOKENS)} == {b"1"}
 
 
-def test_a_save_that_ends_half_way_leaves_the_context_of_before_or_the_new_one(
+def test_an_interrupted_save_leaves_the_old_or_the_new_context(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whatever moment. The next one that is not disturbed leaves no more than the context."""
@@ -310,7 +310,7 @@ def test_a_save_that_ends_half_way_leaves_the_context_of_before_or_the_new_one(
     assert not other.misses
 
 
-def test_whatever_agents_do_what_is_stored_is_what_they_have(
+def test_the_store_has_the_contexts_of_all_agents(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool
 ) -> None:
     """Sixty random saves, forks and deletions by two engines, and a model of them: agent -> tokens."""
@@ -353,7 +353,7 @@ def test_as_many_loads_as_one_likes_share_some_connections(server: RunningServer
     tier.close()
 
 
-def test_whatever_is_evicted_what_is_found_is_right(pool: BlockPool) -> None:
+def test_loads_are_right_after_any_eviction(pool: BlockPool) -> None:
     """Twelve contexts where four have room. Blocks, seals, counts and manifests go one by one."""
     random = np.random.default_rng(3)
     with start_server("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru") as small:

@@ -47,7 +47,7 @@ def tier(proxy: Proxy, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> Iter
     tier.close()
 
 
-def test_a_server_that_is_gone_is_a_miss(pool: BlockPool) -> None:
+def test_an_unavailable_server_is_a_miss(pool: BlockPool) -> None:
     tier = PageTier(f"redis://127.0.0.1:{free_port()}", SPEC, pool)
     assert tier.load("alice", TOKENS) is None
     assert tier.save(context()) is None
@@ -66,9 +66,7 @@ def test_a_server_that_never_answers_is_a_miss_in_time(pool: BlockPool) -> None:
     assert (tier.misses, tier.unsaved) == ({"slow": 1}, {"slow": 1})
 
 
-def test_a_chunk_has_to_come_within_the_deadline_however_often_something_comes(
-    proxy: Proxy, tier: PageTier, pool: BlockPool
-) -> None:
+def test_a_chunk_must_arrive_within_the_deadline(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     proxy.drip = 0.01
     tier._connection.deadline = 0.5
     begun = time.monotonic()
@@ -77,9 +75,7 @@ def test_a_chunk_has_to_come_within_the_deadline_however_often_something_comes(
     assert tier.misses == {"slow": 1}
 
 
-def test_chunks_that_come_in_time_may_together_take_longer_than_the_deadline(
-    proxy: Proxy, tier: PageTier, pool: BlockPool
-) -> None:
+def test_several_chunks_may_exceed_the_deadline_together(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     """As many as a slow link needs, in both directions."""
     assert held(pool, tier.load("alice")) == 700  # is connected
     proxy.hold, tier._connection.deadline = 0.25, 2.0
@@ -94,7 +90,7 @@ def test_chunks_that_come_in_time_may_together_take_longer_than_the_deadline(
     assert (tier.misses, tier.unsaved) == ({}, {})
 
 
-def test_the_rest_is_computed_when_it_comes_more_slowly(
+def test_a_slowly_arriving_rest_is_computed(
     proxy: Proxy, tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link was fast when it was decided to fetch."""
@@ -113,7 +109,7 @@ def test_the_rest_is_computed_when_it_comes_more_slowly(
     assert tier.misses == {"recompute": 1}
 
 
-def test_what_came_before_the_deadline_is_of_use(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
+def test_blocks_received_before_the_deadline_are_used(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     """The link stalls in the second block."""
     proxy.stall_after = BLOCK + BLOCK // 2
     tier._connection.deadline = 3.0
@@ -123,7 +119,7 @@ def test_what_came_before_the_deadline_is_of_use(proxy: Proxy, tier: PageTier, p
     assert tier.misses == {"slow": 1}
 
 
-def test_what_came_before_the_server_died_is_of_use(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
+def test_blocks_received_before_the_servers_death_are_used(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     proxy.die_after = BLOCK + BLOCK // 2
     loaded = tier.load("alice", TOKENS)
     assert same(loaded, context(), 256)
@@ -169,7 +165,7 @@ def test_an_answer_that_makes_no_sense_is_a_miss(pool: BlockPool) -> None:
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_full_server_keeps_what_it_had(pool: BlockPool) -> None:
+def test_a_full_server_keeps_its_contexts(pool: BlockPool) -> None:
     """The manifest still names the context that is complete. That is more than half of the server's memory, of which
     no more can be leased: it is loaded all the same."""
     with start_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
@@ -211,9 +207,7 @@ def test_a_server_that_is_restarted_is_found_again(tmp_path: Path, pool: BlockPo
     tier.close()
 
 
-def test_a_server_that_fails_again_and_again_is_left_alone_until_a_probe_succeeds(
-    proxy: Proxy, tier: PageTier, pool: BlockPool
-) -> None:
+def test_a_failing_server_is_not_asked_until_a_probe_succeeds(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     now = 1000.0
     tier.breaker._clock = lambda: now
     proxy.stall_after = 0
@@ -234,7 +228,7 @@ def test_a_server_that_fails_again_and_again_is_left_alone_until_a_probe_succeed
     assert tier.breaker.state == State.CLOSED
 
 
-def test_blocks_in_memory_are_of_use_whatever_the_server_does(pool: BlockPool) -> None:
+def test_blocks_in_memory_are_used_with_any_server(pool: BlockPool) -> None:
     tier = PageTier(f"redis://127.0.0.1:{free_port()}", SPEC, pool)
     ours = own(pool, 2)
     loaded = tier.load("bob", TOKENS, held=ours.blocks)
@@ -274,7 +268,7 @@ def test_a_load_that_is_given_up_holds_nothing(proxy: Proxy, tier: PageTier, poo
     assert fetch.reach == 699
 
 
-def test_closing_ends_what_is_under_way(proxy: Proxy, pool: BlockPool) -> None:
+def test_closing_ends_operations_in_progress(proxy: Proxy, pool: BlockPool) -> None:
     proxy.stall_after = BLOCK
     tier = PageTier(proxy.url, SPEC, pool, deadline=30)
     fetch = tier.fetch("alice", TOKENS)
@@ -286,7 +280,7 @@ def test_closing_ends_what_is_under_way(proxy: Proxy, pool: BlockPool) -> None:
     assert time.monotonic() - begun < 20
 
 
-def test_an_engine_computes_while_contexts_come_in(server: RunningServer, client: redis.Redis, pool: BlockPool) -> None:
+def test_an_engine_computes_while_contexts_arrive(server: RunningServer, client: redis.Redis, pool: BlockPool) -> None:
     """Memory is made on the tier's thread and arrays of it on this one, which uses MLX all the time."""
     tier = PageTier(server.url, SPEC, pool)
     tier.save(context())
@@ -303,7 +297,7 @@ def test_an_engine_computes_while_contexts_come_in(server: RunningServer, client
     tier.close()
 
 
-def test_a_manifest_of_an_older_version_is_a_miss_and_goes_with_the_next(
+def test_a_manifest_of_an_older_version_is_a_miss_and_replaced(
     client: redis.Redis, server: RunningServer, pool: BlockPool
 ) -> None:
     """The prompt's full blocks, which name themselves, are found all the same."""

@@ -86,7 +86,7 @@ def page_keys(name: str) -> list[bytes]:
     return [bytes(PageKey(name.encode(), at.layer, at.head, 0, at.plane.kv_type)) for at in ORDER]
 
 
-def test_what_was_saved_is_loaded_to_the_bit(tier: PageTier, pool: BlockPool) -> None:
+def test_a_saved_context_is_loaded_bit_by_bit(tier: PageTier, pool: BlockPool) -> None:
     assert tier.save(context()) == Saved(3, 0, 700 * SPEC.token_nbytes)
     loaded = tier.load("alice")
     assert same(loaded, context(), 700)
@@ -97,7 +97,7 @@ def test_what_was_saved_is_loaded_to_the_bit(tier: PageTier, pool: BlockPool) ->
 
 
 @pytest.mark.parametrize("count", [1, 256, 257, 512])
-def test_contexts_of_every_length_come_back(tier: PageTier, pool: BlockPool, count: int) -> None:
+def test_contexts_of_every_length_are_restored(tier: PageTier, pool: BlockPool, count: int) -> None:
     tier.save(context(TOKENS[:count]))
     loaded = tier.load("alice")
     assert same(loaded, context(), count)
@@ -110,7 +110,7 @@ def test_saving_again_writes_nothing(tier: PageTier) -> None:
     assert tier.save(whole) == Saved(0, 3, 0)
 
 
-def test_a_second_turn_writes_what_is_new_and_takes_its_old_tail_away(
+def test_a_second_turn_writes_new_blocks_and_drops_its_old_tail(
     tier: PageTier, client: redis.Redis, pool: BlockPool
 ) -> None:
     tier.save(context(TOKENS[:300]))
@@ -135,7 +135,7 @@ def test_another_agent_with_the_same_beginning_shares_its_blocks(tier: PageTier,
     assert tier.save(context(other, "bob")) == Saved(1, 2, 118 * SPEC.token_nbytes)
 
 
-def test_the_agents_own_tail_is_found_when_its_prompt_goes_on(tier: PageTier, pool: BlockPool) -> None:
+def test_the_agents_own_tail_is_found_by_its_next_prompt(tier: PageTier, pool: BlockPool) -> None:
     tier.save(context())
     loaded = tier.load("alice", (*TOKENS, 1, 2, 3))
     assert same(loaded, context(), 700)
@@ -152,7 +152,7 @@ def test_up_to_the_block_where_a_prompt_departs(tier: PageTier, pool: BlockPool,
     assert held(pool, loaded) == found
 
 
-def test_what_another_agent_computed_further_is_preferred_to_an_own_short_tail(tier: PageTier, pool: BlockPool) -> None:
+def test_a_longer_context_of_another_agent_is_preferred(tier: PageTier, pool: BlockPool) -> None:
     tier.save(context(TOKENS[:300]))
     tier.save(context(TOKENS, "bob"))
     loaded = tier.load("alice", TOKENS)
@@ -168,7 +168,7 @@ def test_an_unknown_agent_is_a_miss(tier: PageTier) -> None:
 
 
 @pytest.mark.parametrize(("block", "left"), [(0, 0), (1, 256), (2, 512)])
-def test_a_missing_page_shortens_the_prefix_and_the_next_save_fills_the_gap(
+def test_a_missing_page_shortens_the_prefix_until_the_next_save(
     tier: PageTier, client: redis.Redis, pool: BlockPool, block: int, left: int
 ) -> None:
     whole = context()
@@ -248,7 +248,7 @@ def test_a_page_of_another_agents_context_is_a_miss(tier: PageTier, client: redi
     assert tier.misses == {"checksum": 2}
 
 
-def test_a_whole_block_of_another_context_under_this_ones_name_is_a_miss(tier: PageTier, client: redis.Redis) -> None:
+def test_a_foreign_block_under_a_blocks_name_is_a_miss(tier: PageTier, client: redis.Redis) -> None:
     """Pages and seal are all of one piece: only the name is wrong, and the digest knows the name."""
     tier.save(context())
     others = tuple(reversed(TOKENS))
@@ -334,7 +334,7 @@ def test_an_agent_has_a_context_of_every_model_that_answers_it(
         "no digest", "another agent's", "fractions",
         "no tokens", "no chain", "a token less", "a wrong token", "a letter for a token", "another chain",
         "another format"])  # fmt: skip
-def test_a_manifest_that_makes_no_sense_is_a_miss_and_is_overwritten(
+def test_an_invalid_manifest_is_a_miss_and_is_overwritten(
     tier: PageTier, client: redis.Redis, pool: BlockPool, damage: Callable[[dict[str, Any]], bytes]
 ) -> None:
     whole = context()
@@ -354,7 +354,7 @@ def test_without_free_blocks_nothing_is_loaded(tier: PageTier, pool: BlockPool) 
     pool.free(others)
 
 
-def test_what_is_fetched_is_leased_and_nothing_else(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+def test_only_fetched_blocks_are_leased(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
     tier.save(context())
     held(pool, tier.load("alice", TOKENS[:300]))
     leases = [client.execute_command("KVPAGESTAT", name, 0, 0, 0, 0) for name in block_names(TOKENS, SPEC)]
@@ -366,7 +366,7 @@ def test_an_agent_id_that_cannot_name_pages_is_refused(tier: PageTier) -> None:
         tier.load("a:b")
 
 
-def test_what_lies_on_the_server_can_be_looked_up_by_hand(tier: PageTier, client: redis.Redis) -> None:
+def test_stored_keys_can_be_read_by_hand(tier: PageTier, client: redis.Redis) -> None:
     tier.save(context())
     manifest = json.loads(client.get(MANIFEST).partition(b" ")[2])
     assert manifest["tokens"] == list(TOKENS)

@@ -51,7 +51,7 @@ def found(tier: PageTier, agent_id: str = "alice", tokens: tuple[int, ...] | Non
 
 
 @pytest.mark.parametrize("count", [1, BLOCK, 5 * BLOCK, len(TOKENS)])
-def test_contexts_of_every_length_come_back_to_the_bit(tier: PageTier, count: int) -> None:
+def test_contexts_of_every_length_are_restored_bit_by_bit(tier: PageTier, count: int) -> None:
     assert save(tier, tokens=TOKENS[:count]) == Saved(-(-count // BLOCK), 0, count * SPEC.token_nbytes)
     assert save(tier, tokens=TOKENS[:count]) == Saved(0, -(-count // BLOCK), 0)
     assert found(tier) == found(tier, tokens=TOKENS[:count]) == count
@@ -59,7 +59,7 @@ def test_contexts_of_every_length_come_back_to_the_bit(tier: PageTier, count: in
     assert not tier.unsaved
 
 
-def test_what_begins_alike_is_shared_and_found_by_its_tokens(tier: PageTier, other: PageTier) -> None:
+def test_common_prefixes_are_shared_and_found_by_tokens(tier: PageTier, other: PageTier) -> None:
     save(tier)
     longer = TOKENS[: 9 * BLOCK + 2] + some_tokens(1, 3 * BLOCK)
     assert found(other, "bob", longer) == 9 * BLOCK
@@ -78,7 +78,7 @@ def told(*words: str, url: str, expected: int = 0) -> dict[str, Any]:
     return looked
 
 
-def test_kvpage_shows_whose_memory_it_is_and_what_a_load_would_find(tier: PageTier, home: Home) -> None:
+def test_kvpage_shows_memory_by_agent_and_the_result_of_a_load(tier: PageTier, home: Home) -> None:
     save(tier)
     save(tier, "bob", TOKENS[: 9 * BLOCK])
     blocks = home.tagged(TOKENS, SPEC)
@@ -103,7 +103,7 @@ def test_kvpage_shows_whose_memory_it_is_and_what_a_load_would_find(tier: PageTi
     assert told("why", "{nobody}", url=home.url, expected=1)["reason"] in ("never stored", "absent")
 
 
-def test_published_blocks_belong_to_nobody_and_are_found(tier: PageTier, home: Home) -> None:
+def test_published_blocks_have_no_owner_and_are_found(tier: PageTier, home: Home) -> None:
     context = made(tier._remote.pool, "alice", TOKENS)
     assert tier.publish(context) == Saved(15, 0, len(TOKENS) * SPEC.token_nbytes)
     tier._remote.pool.free(context.block_ids, "alice")
@@ -122,7 +122,7 @@ def test_a_second_turn_takes_its_old_tail_away(tier: PageTier, home: Home) -> No
     assert found(tier) == 9 * BLOCK + 1
 
 
-def test_forks_share_and_deleting_frees_only_what_nobody_else_has(tier: PageTier, home: Home) -> None:
+def test_forks_share_and_deletes_free_only_unshared_blocks(tier: PageTier, home: Home) -> None:
     save(tier)
     assert tier.fork("alice", "twin")
     assert tier.fork("twin", "twin")
@@ -150,7 +150,7 @@ def test_one_engine_claims_a_block_until_it_releases_it(tier: PageTier, other: P
 
 
 @pytest.mark.parametrize("block", [0, 5, 14])
-def test_a_bit_that_turned_over_is_a_miss_and_the_next_save_heals_it(tier: PageTier, home: Home, block: int) -> None:
+def test_a_flipped_bit_is_a_miss_and_the_next_save_repairs_it(tier: PageTier, home: Home, block: int) -> None:
     save(tier)
     home.turn_a_bit(home.tagged(TOKENS, SPEC)[block])
     assert found(tier) == block * BLOCK
@@ -159,7 +159,7 @@ def test_a_bit_that_turned_over_is_a_miss_and_the_next_save_heals_it(tier: PageT
     assert found(tier) == len(TOKENS)
 
 
-def test_a_block_that_is_evicted_shortens_the_prefix_until_the_next_save(tier: PageTier, home: Home) -> None:
+def test_an_evicted_block_shortens_the_prefix_until_a_save(tier: PageTier, home: Home) -> None:
     save(tier)
     gone = home.tagged(TOKENS, SPEC)[6]
     for key in home.keys(f"kv:{gone}:*"):
@@ -172,7 +172,7 @@ def test_a_block_that_is_evicted_shortens_the_prefix_until_the_next_save(tier: P
     assert found(tier) == len(TOKENS)
 
 
-def test_a_prompt_is_computed_by_one_engine_and_found_by_the_others(tier: PageTier, other: PageTier) -> None:
+def test_a_prompt_is_computed_by_one_engine_and_found_by_others(tier: PageTier, other: PageTier) -> None:
     """Engines that read and write at the same time find the stored blocks, and nothing else."""
     contexts = [TOKENS[: n * BLOCK + 3] for n in (2, 6, 13)] + [TOKENS[::-1][: 5 * BLOCK]]
 
@@ -189,7 +189,7 @@ def test_a_prompt_is_computed_by_one_engine_and_found_by_the_others(tier: PageTi
     assert set(tier.misses) | set(other.misses) <= {"gap", "absent", "shape"}
 
 
-def test_whatever_agents_do_what_is_stored_is_what_they_have(tier: PageTier, other: PageTier, home: Home) -> None:
+def test_the_store_has_the_contexts_of_all_agents(tier: PageTier, other: PageTier, home: Home) -> None:
     """Random saves, forks and deletions by two engines, and a model of them: agent -> tokens."""
     random = np.random.default_rng(11)
     contexts = [TOKENS[:3], TOKENS[: 4 * BLOCK], TOKENS[: 6 * BLOCK + 1], TOKENS, TOKENS[::-1][: 9 * BLOCK + 5]]
@@ -225,9 +225,7 @@ def trips(tier: PageTier) -> int:
 
 
 @pytest.mark.parametrize("home", SEVERAL, indirect=True)
-def test_all_that_belongs_to_a_block_is_on_one_server_with_its_segment_and_segments_spread(
-    tier: PageTier, home: Home
-) -> None:
+def test_a_block_is_on_the_server_of_its_segment(tier: PageTier, home: Home) -> None:
     tokens = some_tokens(7, 64 * BLOCK)  # 17 segments: servers that are side by side have random names
     save(tier, tokens=tokens)
     names, wholes = home.tagged(tokens, SPEC), set()
@@ -242,7 +240,7 @@ def test_all_that_belongs_to_a_block_is_on_one_server_with_its_segment_and_segme
 
 
 @pytest.mark.parametrize("home", SEVERAL, indirect=True)
-def test_what_follows_a_beginning_that_all_prompts_share_is_on_all_servers(tier: PageTier, home: Home) -> None:
+def test_blocks_after_a_common_beginning_are_on_all_servers(tier: PageTier, home: Home) -> None:
     used = set()
     for seed in range(24):
         tokens = TOKENS[:BLOCK] + some_tokens(100 + seed, 3 * BLOCK)
@@ -253,7 +251,7 @@ def test_what_follows_a_beginning_that_all_prompts_share_is_on_all_servers(tier:
 
 
 @pytest.mark.parametrize("home", SEVERAL, indirect=True)
-def test_a_lookup_asks_every_server_once_however_many_blocks_there_are(tier: PageTier, home: Home) -> None:
+def test_a_lookup_asks_every_server_once_for_all_blocks(tier: PageTier, home: Home) -> None:
     tokens = some_tokens(5, 64 * BLOCK)
     save(tier, tokens=tokens)
     found(tier)  # has asked for the map, and connected
@@ -268,7 +266,7 @@ def test_a_lookup_asks_every_server_once_however_many_blocks_there_are(tier: Pag
 
 
 @pytest.mark.parametrize("home", SEVERAL, indirect=True)
-def test_whoever_dies_in_between_leaves_a_manifest_with_its_blocks(
+def test_a_killed_engine_leaves_a_manifest_with_its_blocks(
     home: Home, pool: BlockPool, other: PageTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every errand to a server in turn: nothing after it is done."""

@@ -44,7 +44,7 @@ def partly_in(lost: redis.Redis, home: Home, tier: PageTier) -> tuple[tuple[int,
     raise AssertionError
 
 
-def test_a_server_that_is_gone_costs_its_pages_and_not_the_service(pool: BlockPool) -> None:
+def test_an_unavailable_server_costs_its_pages_only(pool: BlockPool) -> None:
     """It is killed, and restarts empty."""
     port = free_port()
     with start_server() as one, ExitStack() as stack:
@@ -73,9 +73,7 @@ def test_a_server_that_is_gone_costs_its_pages_and_not_the_service(pool: BlockPo
             tier.close()
 
 
-def test_a_node_of_a_cluster_that_is_silent_costs_its_pages_and_no_wait_past_the_deadline(
-    masters: Cluster, pool: BlockPool
-) -> None:
+def test_a_silent_node_costs_its_pages_within_the_deadline(masters: Cluster, pool: BlockPool) -> None:
     with home_of(cluster=masters) as home:
         home.flush()
         tier = PageTier(home.url, SPEC, pool, deadline=8)
@@ -96,7 +94,7 @@ def test_a_node_of_a_cluster_that_is_silent_costs_its_pages_and_no_wait_past_the
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_that_is_down_at_the_start_is_a_miss_and_found_when_it_is_there(pool: BlockPool) -> None:
+def test_a_cluster_that_starts_later_is_found(pool: BlockPool) -> None:
     port = free_port()
     tier = PageTier(f"valkey-cluster://127.0.0.1:{port}", SPEC, pool, deadline=2)
     assert found(tier, "alice", TOKENS) == 0
@@ -123,7 +121,7 @@ def test_a_cluster_that_is_down_at_the_start_is_a_miss_and_found_when_it_is_ther
     tier.close()
 
 
-def test_who_may_not_do_something_on_a_cluster_saves_nothing_and_says_so(masters: Cluster, pool: BlockPool) -> None:
+def test_a_user_without_rights_on_a_cluster_saves_nothing(masters: Cluster, pool: BlockPool) -> None:
     with home_of(cluster=masters) as home:
         home.flush()
         whole = PageTier(home.url, SPEC, pool, deadline=40)
@@ -164,7 +162,7 @@ def test_the_rights_that_are_documented_are_enough(masters: Cluster, pool: Block
         assert {one[one.index(b"object") + 1] for one in log} <= {b"client|setinfo"}
 
 
-def test_a_server_that_is_no_cluster_is_no_tier_and_other_people_s_keys_stay(
+def test_a_server_without_cluster_mode_is_refused_unchanged(
     server: RunningServer, masters: Cluster, pool: BlockPool
 ) -> None:
     tier = PageTier(f"valkey-cluster://127.0.0.1:{server.port}", SPEC, pool)
@@ -189,6 +187,6 @@ def test_a_server_that_is_no_cluster_is_no_tier_and_other_people_s_keys_stay(
 
 
 @pytest.mark.parametrize("url", ["redis://a:1,redis://a:1", "valkey-cluster://a:1,", "redis://a:1,b:2"])
-def test_a_url_that_makes_no_sense_is_refused_before_anything_is_asked(url: str, pool: BlockPool) -> None:
+def test_an_invalid_url_is_refused_before_any_request(url: str, pool: BlockPool) -> None:
     with pytest.raises(ValueError, match=r"named 2 times|has no host|several servers are"):
         PageTier(url, SPEC, pool)

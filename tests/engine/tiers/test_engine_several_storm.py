@@ -165,7 +165,7 @@ def all_behind(cluster: Cluster, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(1, id="short"), LONG])
-def test_three_engines_in_a_storm_over_a_cluster_find_no_wrong_byte(pool: BlockPool, seconds: float) -> None:
+def test_three_engines_in_a_cluster_storm_find_no_wrong_byte(pool: BlockPool, seconds: float) -> None:
     over = threading.Event()
     with valkey_cluster.run() as cluster, ThreadPoolExecutor(3) as threads:
         before = PageTier(cluster.url, SPEC, pool, deadline=40)
@@ -240,7 +240,7 @@ class Model:
 
 @pytest.mark.parametrize("steps", [pytest.param(80, id="short"), pytest.param(1500, marks=pytest.mark.soak, id="long")])
 @pytest.mark.parametrize("kind", ["side by side", "cluster"])
-def test_whatever_agents_do_and_whichever_servers_die_a_manifest_s_blocks_are_right(
+def test_blocks_of_a_manifest_are_right_after_any_server_deaths(
     request: pytest.FixtureRequest, pool: BlockPool, kind: str, steps: int
 ) -> None:
     """A killed server restarts empty, or a server was only silent for a while."""

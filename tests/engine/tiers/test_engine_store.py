@@ -94,9 +94,7 @@ def test_the_next_turn_finds_the_last_one_in_memory(pool: BlockPool) -> None:
     store.close()
 
 
-def test_who_is_used_least_recently_is_evicted_to_a_file_and_comes_back_from_it(
-    pool: BlockPool, cold: SafetensorsCacheAdapter
-) -> None:
+def test_the_least_recently_used_context_returns_from_its_file(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
     store = AgentCacheStore(SPEC, pool, cold=cold, config=CacheConfig(max_hot_agents=2, prefix_bytes=0))
     for i, agent in enumerate(("alice", "bob", "carol")):
         remember(store, pool, agent, some_tokens(i, 30))
@@ -128,7 +126,7 @@ def stores(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Itera
         store.close()
 
 
-def test_what_one_engine_writes_behind_another_finds_on_the_server(
+def test_write_behind_of_one_engine_is_found_by_another(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     here, there = stores(), stores()
@@ -144,7 +142,7 @@ def test_what_one_engine_writes_behind_another_finds_on_the_server(
         metrics.evictions = 7  # type: ignore[misc]
 
 
-def test_what_memory_has_of_an_agent_is_not_taken_for_all_of_it(
+def test_a_partial_context_in_memory_is_not_taken_for_all_of_it(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     here, there = stores(), stores(prefix_bytes=0)
@@ -176,7 +174,7 @@ def test_a_context_shorter_than_a_block_is_found_below_too(
     third.close()
 
 
-def test_an_agent_that_went_on_elsewhere_is_not_answered_from_an_old_memory(
+def test_an_agent_continued_elsewhere_does_not_get_old_memory(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     here, there = stores(), stores()
@@ -189,7 +187,7 @@ def test_an_agent_that_went_on_elsewhere_is_not_answered_from_an_old_memory(
     assert pool.holdings()[HOLDER].blocks == 2 * 7, "each engine has each block once"
 
 
-def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_idle(
+def test_only_the_newest_context_is_written_and_files_when_idle(
     stores: Callable[..., AgentCacheStore],
     pool: BlockPool,
     cold: SafetensorsCacheAdapter,
@@ -215,7 +213,7 @@ def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_
     assert (store.metrics().page.saves, store.metrics().cold.saves) == (before.page.saves, before.cold.saves)
 
 
-def test_what_is_dirty_is_written_at_the_end(
+def test_dirty_contexts_are_written_at_the_end(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter
 ) -> None:
     first = stores(cold=cold)
@@ -227,7 +225,7 @@ def test_what_is_dirty_is_written_at_the_end(
     assert [recalled(second, pool, f"agent{i}", None) for i in range(4)] == [("page", 20)] * 4
 
 
-def test_while_the_server_is_gone_files_remember_and_the_server_learns_it_later(
+def test_files_store_contexts_during_an_outage_of_the_server(
     pool: BlockPool, cold: SafetensorsCacheAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flush, "RETRY_SECONDS", 0.1)
@@ -254,7 +252,7 @@ def sleeping(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator
     server.process.send_signal(signal.SIGCONT)
 
 
-def test_a_file_is_read_beside_a_server_that_takes_long(
+def test_a_file_is_read_in_parallel_to_a_slow_server(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, sleeping: Callable[[], None]
 ) -> None:
     first = stores(cold=cold)
@@ -269,7 +267,7 @@ def test_a_file_is_read_beside_a_server_that_takes_long(
     assert (metrics.hedges, metrics.hedges_won, metrics.cold.hits, metrics.page.hits) == (1, 1, 1, 0)
 
 
-def test_a_server_that_answers_after_all_is_sooner_than_a_file_that_waits_for_its_turn(
+def test_a_late_server_reply_precedes_a_waiting_file(
     stores: Callable[..., AgentCacheStore],
     pool: BlockPool,
     cold: SafetensorsCacheAdapter,
@@ -296,7 +294,7 @@ def test_a_server_that_answers_after_all_is_sooner_than_a_file_that_waits_for_it
     assert eventually(lambda: pool.used_blocks == 7), "what memory keeps; the file's own blocks are given back"
 
 
-def test_an_agent_in_memory_does_not_wait_long_for_a_server_that_might_have_more(
+def test_a_context_in_memory_does_not_wait_long_for_a_longer_one(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, sleeping: Callable[[], None]
 ) -> None:
     store = stores(deadline=60.0, restore_within=60.0)
@@ -309,7 +307,7 @@ def test_an_agent_in_memory_does_not_wait_long_for_a_server_that_might_have_more
     assert recalled(store, pool, "alice", TOKENS[:44]) == ("hot", 40)
 
 
-def test_a_load_holds_nobody_up_and_can_be_given_up(
+def test_a_load_blocks_no_caller_and_can_be_cancelled(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, sleeping: Callable[[], None]
 ) -> None:
     store = stores()
@@ -335,7 +333,7 @@ def test_a_load_holds_nobody_up_and_can_be_given_up(
     assert len(pool.references()) == before
 
 
-def test_a_file_fills_in_what_the_server_has_lost(
+def test_a_file_completes_a_server_with_lost_blocks(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, client: redis.Redis
 ) -> None:
     first = stores(cold=cold)
@@ -359,7 +357,7 @@ def test_a_file_fills_in_what_the_server_has_lost(
     assert fourth.metrics().server.misses == fourth.metrics().cold_misses | {"absent": 2}
 
 
-def test_a_fork_costs_no_bytes_and_outlives_what_it_was_made_from(
+def test_a_fork_costs_no_bytes_and_outlives_its_origin(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter
 ) -> None:
     store = stores(cold=cold)
@@ -397,7 +395,7 @@ def test_a_fork_can_be_made_of_a_file(tmp_path: Path, pool: BlockPool, cold: Saf
     assert cold.reach("bob") == 50
 
 
-def test_what_came_from_the_server_can_be_written_to_a_file_by_the_thread_that_writes(
+def test_a_loaded_context_can_be_written_by_the_file_thread(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter
 ) -> None:
     first = stores()
@@ -413,7 +411,7 @@ def test_what_came_from_the_server_can_be_written_to_a_file_by_the_thread_that_w
     third.close()
 
 
-def test_a_deleted_agent_is_nowhere_and_what_others_share_with_it_stays(
+def test_a_deleted_agent_is_removed_and_shared_blocks_stay(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, client: redis.Redis
 ) -> None:
     store = stores(cold=cold)
@@ -433,7 +431,7 @@ def test_a_deleted_agent_is_nowhere_and_what_others_share_with_it_stays(
 
 @pytest.mark.parametrize("tier", ["page", "cold"])
 @pytest.mark.parametrize("tokens", [None, TOKENS])
-def test_an_agent_that_is_deleted_while_it_is_loaded_does_not_come_back(
+def test_an_agent_deleted_during_its_load_does_not_return(
     stores: Callable[..., AgentCacheStore],
     pool: BlockPool,
     cold: SafetensorsCacheAdapter,
@@ -457,7 +455,7 @@ def test_an_agent_that_is_deleted_while_it_is_loaded_does_not_come_back(
     store.close()
 
 
-def test_a_load_that_ends_while_its_agent_is_deleted_does_not_bring_it_back(
+def test_a_load_ending_after_a_delete_does_not_restore_the_agent(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores()
@@ -476,7 +474,7 @@ def test_a_load_that_ends_while_its_agent_is_deleted_does_not_bring_it_back(
     assert store.agents() == []
 
 
-def test_of_an_agent_whose_file_cannot_be_removed_memory_has_nothing_either(
+def test_an_agent_with_an_unremovable_file_leaves_memory(
     stores: Callable[..., AgentCacheStore],
     pool: BlockPool,
     cold: SafetensorsCacheAdapter,
@@ -494,7 +492,7 @@ def test_of_an_agent_whose_file_cannot_be_removed_memory_has_nothing_either(
     assert [info.tiers for info in store.agents()] == [("cold",)]
 
 
-def test_a_context_that_was_saved_while_an_older_one_was_loaded_stays_in_memory(
+def test_a_context_saved_during_an_older_load_stays_in_memory(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     """Or a fork would copy the older one, and write it."""
@@ -514,7 +512,7 @@ def test_a_context_that_was_saved_while_an_older_one_was_loaded_stays_in_memory(
     assert [(info.agent_id, info.tokens) for info in elsewhere.agents()] == [("alice", 50), ("bob", 50)]
 
 
-def test_a_context_that_was_forked_over_while_it_was_loaded_is_not_taken_for_the_new_one(
+def test_a_context_forked_over_during_its_load_is_dropped(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     store = stores()
@@ -529,7 +527,7 @@ def test_a_context_that_was_forked_over_while_it_was_loaded_is_not_taken_for_the
     assert recalled(store, pool, "bob", None) == ("page", 50)
 
 
-def test_loads_of_one_agent_at_once_are_kept_and_leave_nothing_behind_but_that(
+def test_concurrent_loads_of_an_agent_leave_one_context(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     store = stores()
@@ -542,7 +540,7 @@ def test_loads_of_one_agent_at_once_are_kept_and_leave_nothing_behind_but_that(
     assert eventually(lambda: gc.collect() >= 0 and not store._unchanged)
 
 
-def test_two_agents_with_one_system_prompt_hold_and_store_it_once(
+def test_two_agents_with_one_system_prompt_store_it_once(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     """Though each has computed it, at the same moment."""
@@ -557,7 +555,7 @@ def test_two_agents_with_one_system_prompt_hold_and_store_it_once(
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mamba2"])
-def test_what_layers_carry_comes_back_from_every_tier(
+def test_states_of_layers_are_restored_from_every_tier(
     server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path, family: str
 ) -> None:
     model = tiny(family)
@@ -621,7 +619,7 @@ def test_a_pinned_agent_stays_in_memory(pool: BlockPool, cold: SafetensorsCacheA
     store.close()
 
 
-def test_room_is_made_of_what_was_not_used_for_longest(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
+def test_the_least_recently_used_contexts_are_evicted(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
     pool.reconfigure(20)
     store = AgentCacheStore(SPEC, pool, cold=cold, config=CacheConfig(hot_bytes=1 << 30))
     for i, agent in enumerate(("alice", "bob")):
@@ -635,7 +633,7 @@ def test_room_is_made_of_what_was_not_used_for_longest(pool: BlockPool, cold: Sa
     store.close()
 
 
-def test_a_full_pool_makes_room_for_what_is_loaded(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
+def test_a_full_pool_evicts_for_a_load(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
     pool.reconfigure(20)
     store = AgentCacheStore(SPEC, pool, cold=cold, config=CacheConfig(hot_bytes=1 << 30))
     for i, agent in enumerate(("alice", "bob", "carol")):
@@ -646,7 +644,7 @@ def test_a_full_pool_makes_room_for_what_is_loaded(pool: BlockPool, cold: Safete
     store.close()
 
 
-def test_what_can_be_written_nowhere_is_lost_only_when_its_room_is_needed(
+def test_an_unwritable_context_is_lost_only_when_space_is_needed(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flush, "RETRY_SECONDS", 0.05)
@@ -722,7 +720,7 @@ def test_a_context_without_a_name_is_written_if_it_is_worth_it(
     assert recalled(elsewhere, pool, "bob", some_tokens(10, 41)) == ("page", 40), "computing takes long"
 
 
-def test_contexts_without_a_name_wait_for_a_server_that_fails_and_are_written_when_it_is_back(
+def test_unnamed_contexts_wait_for_a_failing_server(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, server: RunningServer
 ) -> None:
     with start_proxy(server.port) as proxy:
@@ -742,7 +740,7 @@ def test_contexts_without_a_name_wait_for_a_server_that_fails_and_are_written_wh
         assert store.metrics().lost == 0
 
 
-def test_contexts_without_a_name_that_wait_for_a_server_give_way_to_prompts_and_to_newer_ones(
+def test_waiting_unnamed_contexts_give_way_to_prompts(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool.reconfigure(24)
@@ -763,7 +761,7 @@ def test_contexts_without_a_name_that_wait_for_a_server_give_way_to_prompts_and_
 
 
 @pytest.mark.parametrize(("keep", "found"), [("all", 40), ("named", 0)])
-def test_which_contexts_are_written_can_be_said(
+def test_the_kinds_of_written_contexts_are_configurable(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, keep: str, found: int
 ) -> None:
     store = stores(keep=keep)
@@ -899,7 +897,7 @@ class Remembering(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
-def test_whatever_is_done_nothing_is_mixed_up_lost_or_leaked(
+def test_no_sequence_of_operations_mixes_loses_or_leaks_contexts(
     server: RunningServer, tmp_path: Path, examples: int
 ) -> None:
     Remembering.server, Remembering.directory = server, tmp_path
@@ -909,7 +907,7 @@ def test_whatever_is_done_nothing_is_mixed_up_lost_or_leaked(
 
 
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(60.0, marks=pytest.mark.soak)])
-def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
+def test_fifty_agents_on_eight_slots_stay_within_the_limit(
     server: RunningServer, client: redis.Redis, tmp_path: Path, seconds: float
 ) -> None:
     """Each goes on where it was, from whichever tier, and begins as all of them do."""
@@ -954,7 +952,7 @@ def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
 # -- how long a load may take ------------------------------------------------------------------------------------------
 
 
-def test_a_load_waits_for_no_server_longer_than_it_may_and_for_no_pipe(
+def test_a_load_waits_for_no_server_or_pipe_beyond_its_limit(
     server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server answers, too slowly, and the file is a pipe that nobody writes to. The part in memory is used, and the
@@ -981,7 +979,7 @@ def test_a_load_waits_for_no_server_longer_than_it_may_and_for_no_pipe(
         store.close()
 
 
-def test_what_is_loaded_again_is_on_the_same_time(pool: BlockPool) -> None:
+def test_a_repeated_load_shares_the_time_limit(pool: BlockPool) -> None:
     store = AgentCacheStore(SPEC, pool, config=CacheConfig(restore_within=1.0))
     assert store.begin_load("alice", TOKENS, within=-0.5).done()
     with pytest.raises(ValueError, match="restore_within must be more than 0 seconds, got 0"):

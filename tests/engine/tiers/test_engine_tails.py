@@ -65,7 +65,7 @@ def test_a_context_is_found_to_the_token(tier: PageTier, other: PageTier, count:
     assert not tier.unsaved
 
 
-def test_a_partial_block_is_deleted_when_a_longer_one_or_a_full_one_contains_it(tier: PageTier, home: Home) -> None:
+def test_a_partial_block_is_deleted_for_a_longer_or_full_one(tier: PageTier, home: Home) -> None:
     for count in (1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 3, 2 * BLOCK + 1, 2 * BLOCK + 4):
         publish(tier, TOKENS[:count])
         assert home.blocks() == set(home.tagged(TOKENS[:count], SPEC))
@@ -85,7 +85,7 @@ def test_contexts_that_diverge_are_all_found(tier: PageTier, other: PageTier) ->
         assert reached(other, (*context, 95)) == len(context)
 
 
-def test_a_record_has_the_newest_and_what_leaves_it_is_deleted(
+def test_a_record_has_the_newest_blocks_and_others_are_deleted(
     tier: PageTier,
     home: Home,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +165,7 @@ def test_a_damaged_partial_block_is_a_counted_miss(tier: PageTier, home: Home) -
     assert reached(tier, TOKENS) == 13, "it was written again"
 
 
-def test_a_partial_block_that_is_gone_is_a_counted_miss(tier: PageTier, home: Home) -> None:
+def test_a_missing_partial_block_is_a_counted_miss(tier: PageTier, home: Home) -> None:
     publish(tier, TOKENS[:13])
     *_, last = home.tagged(TOKENS[:13], SPEC)
     for key in home.keys(f"kv:{last}:*"):
@@ -174,9 +174,7 @@ def test_a_partial_block_that_is_gone_is_a_counted_miss(tier: PageTier, home: Ho
     assert tier.misses == {"gap": 1}
 
 
-def test_a_reader_finds_a_whole_block_or_none_wherever_a_writer_stops(
-    server: RunningServer, client: redis.Redis, pool: BlockPool
-) -> None:
+def test_a_reader_finds_a_whole_block_or_none(server: RunningServer, client: redis.Redis, pool: BlockPool) -> None:
     """The writer's connection ends after ever more bytes of the answers, as if it was killed there."""
     reader = PageTier(server.url, SPEC, pool, deadline=PATIENCE)
     with start_proxy(server.port) as proxy:
@@ -195,9 +193,7 @@ def test_a_reader_finds_a_whole_block_or_none_wherever_a_writer_stops(
     reader.close()
 
 
-def test_engines_that_write_the_same_blocks_at_once_leave_them_all_found(
-    home: Home, tier: PageTier, pool: BlockPool
-) -> None:
+def test_concurrent_writers_of_the_same_blocks_leave_all_found(home: Home, tier: PageTier, pool: BlockPool) -> None:
     rng = random.Random(5)
     grown = [(*TOKENS[: rng.choice((3, 12))], *some_tokens(seed, 20)) for seed in range(4)]
     contexts = [tokens[:count] for tokens in grown for count in (5, 9, 13, 15, 18, 21)]

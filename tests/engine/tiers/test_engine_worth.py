@@ -36,7 +36,7 @@ def test_before_anything_is_known_it_fetches(rates: Rates) -> None:
     assert rates.decide(256, 10 * MB).fetch
 
 
-def test_it_fetches_what_comes_sooner_than_it_is_computed(rates: Rates) -> None:
+def test_blocks_are_fetched_if_that_is_faster_than_computing(rates: Rates) -> None:
     rates.received(100 * MB, 1.0, 100 * MB)
     rates.prefilled(1000, 1.0)
     rates.asked(0.01)
@@ -46,19 +46,19 @@ def test_it_fetches_what_comes_sooner_than_it_is_computed(rates: Rates) -> None:
     assert not rates.decide(5, 0).fetch  # a question alone takes longer than computing five tokens
 
 
-def test_little_says_nothing_of_a_link(rates: Rates) -> None:
+def test_small_transfers_do_not_measure_a_link(rates: Rates) -> None:
     rates.received(1000, 1.0, 1000)
     assert rates.link_rate is None
 
 
-def test_a_link_over_which_nothing_came_is_not_fetched_from(rates: Rates) -> None:
+def test_a_link_without_a_received_byte_is_not_used(rates: Rates) -> None:
     rates.prefilled(1000, 1.0)
     rates.received(0, 5.0, 10 * MB)
     assert rates.decide(1000, 10 * MB).load_seconds == float("inf")
     assert not rates.decide(1000, 10 * MB).fetch
 
 
-def test_a_link_that_was_not_measured_for_a_while_is_measured_again() -> None:
+def test_an_old_measurement_of_a_link_is_repeated() -> None:
     clock = Clock()
     rates = Rates(clock)
     rates.prefilled(1000, 1.0)
@@ -68,7 +68,7 @@ def test_a_link_that_was_not_measured_for_a_while_is_measured_again() -> None:
     assert rates.decide(1000, 10 * MB).fetch
 
 
-def test_what_is_measured_now_counts_more_than_what_was_before() -> None:
+def test_newer_measurements_have_more_weight() -> None:
     rate = Rate()
     assert rate.value is None
     rate.observe(100, 1.0)
@@ -113,7 +113,7 @@ def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
     assert not tier.misses
 
 
-def test_the_link_is_measured_by_what_comes_over_it(tier: PageTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_link_is_measured_by_received_bytes(tier: PageTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.tiers.server.restore_planner.LEAST_BYTES", 1000)
     assert (tier.rates.link_rate, tier.rates.latency) == (None, None)
     fetch = tier.fetch("alice", TOKENS)

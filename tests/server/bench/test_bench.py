@@ -45,7 +45,7 @@ def small_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run
         yield [ours, theirs]
 
 
-def test_two_servers_are_measured_side_by_side_and_left_as_they_were(
+def test_two_servers_are_measured_in_turns_and_left_unchanged(
     small_servers: list[RunningServer], tmp_path: Path
 ) -> None:
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
@@ -86,7 +86,7 @@ def test_work_that_does_not_fit_is_left_out() -> None:
     assert "left out, as they need a larger maxmemory: 3 of 4 cases" in done.stdout
 
 
-def test_no_server_is_said_in_one_line() -> None:
+def test_a_missing_server_is_reported_in_one_line() -> None:
     done = bench("--url", "redis://127.0.0.1:1")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -40,7 +40,7 @@ def proxy(either_server: RunningServer) -> Iterator[Proxy]:
         yield proxy
 
 
-async def test_pages_come_back_as_they_were_written(pages: AsyncPageClient) -> None:
+async def test_pages_are_read_as_they_were_written(pages: AsyncPageClient) -> None:
     written = batch(64)
     await pages.mset([page for i, page in enumerate(written) if i % 5])
     there = [i % 5 != 0 for i in range(64)]
@@ -56,7 +56,7 @@ async def test_pages_come_back_as_they_were_written(pages: AsyncPageClient) -> N
     assert not await pages.exists(keys[1])
 
 
-async def test_neither_the_missing_end_of_a_long_answer_nor_a_short_one_after_it_is_waited_for(
+async def test_truncated_and_short_replies_are_not_waited_for(
     pages: AsyncPageClient,
 ) -> None:
     written = batch(100, rows=512)
@@ -93,7 +93,7 @@ async def test_blocks(pages: AsyncPageClient) -> None:
     assert not await pages.get_block_into(names[2], SHAPE, into[0])
 
 
-async def test_what_only_kvpage_server_can(pages: AsyncPageClient) -> None:
+async def test_commands_of_kvpage_server_only(pages: AsyncPageClient) -> None:
     names = [(b"ctx", i) for i in range(3)]
     await pages.mset_blocks(names, SHAPE, [block_body()] * 3)
     try:
@@ -142,7 +142,7 @@ async def test_many_calls_at_once(either_server: RunningServer) -> None:
         await asyncio.gather(*(work(task, pages) for task in range(16)))
 
 
-async def test_the_loop_goes_on_turning_meanwhile(server: RunningServer) -> None:
+async def test_the_event_loop_keeps_running(server: RunningServer) -> None:
     """64 MiB, some 20 ms of copying at the least, hold nobody up for long."""
     written = batch(64, rows=16384)
     keys, into = [page.key for page in written], room(written)
@@ -172,7 +172,7 @@ async def test_bad_memory_is_refused_before_anything_is_sent() -> None:
             await pages.mget_into([key(0)], [bytearray(8)])
 
 
-async def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_its_own_answer(proxy: Proxy) -> None:
+async def test_a_truncated_reply_is_an_error_and_the_next_one_is_right(proxy: Proxy) -> None:
     written = batch(20)
     keys = [page.key for page in written]
     async with AsyncPageClient(proxy.url, retry=NO_RETRY) as pages:
@@ -192,7 +192,7 @@ async def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_
         assert all(map(same, into, written))
 
 
-def test_a_long_answer_that_is_cut_off_or_stops_is_not_waited_for_either(proxy: Proxy) -> None:
+def test_a_truncated_long_reply_is_not_waited_for(proxy: Proxy) -> None:
     written = batch(100, rows=512)
     keys, into = [page.key for page in written], room(written)
 
@@ -238,7 +238,7 @@ async def test_a_deadline_is_for_the_whole_call(proxy: Proxy) -> None:
         assert all(map(same, into, written))
 
 
-async def test_after_a_call_was_cancelled_nothing_is_written_into_its_buffers(proxy: Proxy) -> None:
+async def test_a_cancelled_call_does_not_write_into_its_buffers(proxy: Proxy) -> None:
     written = batch(20)
     keys, into = [page.key for page in written], room(written)
     async with AsyncPageClient(proxy.url, retry=NO_RETRY) as pages:
@@ -257,7 +257,7 @@ async def test_after_a_call_was_cancelled_nothing_is_written_into_its_buffers(pr
         assert all(map(same, into, written[::-1]))
 
 
-async def test_a_call_that_is_cancelled_while_it_connects_ends_at_once_and_gives_its_connection_back(
+async def test_a_call_cancelled_at_connect_returns_its_connection(
     either_server: RunningServer,
 ) -> None:
     """The only connection of the pool returns to it when the thread that connects it gives up."""

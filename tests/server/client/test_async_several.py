@@ -42,7 +42,7 @@ async def read(pages: AsyncPageClient, deadline: float = 30) -> list[bool]:
     return found
 
 
-async def test_what_one_client_writes_the_other_reads(store: Store) -> None:
+async def test_both_clients_read_each_others_writes(store: Store) -> None:
     url, _ = store
     async with AsyncPageClient(url, deadline=30) as pages:
         await pages.mset_blocks(NAMES, SHAPE, BODIES)
@@ -76,7 +76,7 @@ async def test_a_call_costs_a_round_trip_a_server(store: Store) -> None:
         assert pages._several.peers.round_trips - before == 3
 
 
-async def test_a_server_that_hangs_costs_its_blocks_and_no_wait_past_the_deadline(store: Store) -> None:
+async def test_a_hanging_server_costs_its_blocks_within_the_deadline(store: Store) -> None:
     url, send = store
     async with AsyncPageClient(url, deadline=30, node_deadline=4) as pages:
         await pages.mset_blocks(NAMES, SHAPE, BODIES)
@@ -129,7 +129,7 @@ async def test_bad_weather_never_becomes_wrong_bytes() -> None:
         assert some
 
 
-async def test_what_is_not_about_pages_can_not_be_asked_of_several(store: Store) -> None:
+async def test_commands_without_pages_are_refused_on_several_servers(store: Store) -> None:
     url, _ = store
     async with AsyncPageClient(url) as pages:
         with pytest.raises(Unsupported, match="several servers"):

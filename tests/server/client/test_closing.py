@@ -128,7 +128,7 @@ def test_calls_in_other_tasks_end_and_the_loop_is_as_it_was(
     until(lambda: descriptors() == before, "the end of all sockets")
 
 
-def test_a_closed_client_says_so(store: Store) -> None:
+def test_a_closed_client_raises_closed(store: Store) -> None:
     client = store.client(PageClient)
     client.mset(PAGES)
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_it_is_an_error_that_callers_know_already() -> None:
     assert issubclass(Closed, redis.ConnectionError)
 
 
-def test_a_client_that_is_closed_at_any_moment_of_a_call_gives_pages_or_says_so(two: list[RunningServer]) -> None:
+def test_a_client_closed_during_a_call_gives_pages_or_an_error(two: list[RunningServer]) -> None:
     """Another thread closes it while bytes move, a little later each time."""
     with PageClient(two[0].url) as writer:
         writer.mset(PAGES)

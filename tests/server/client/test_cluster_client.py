@@ -83,7 +83,7 @@ def node_of(cluster: Cluster, name: tuple[bytes, int]) -> Node:
 # -- stored values -----------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_costs_a_round_trip_a_node_however_many_blocks_it_has(pages: PageClient) -> None:
+def test_a_batch_costs_one_round_trip_per_node(pages: PageClient) -> None:
     pages.prefix(NAMES, pages_per_block=SHAPE.pages)  # it has asked for the map
     for ask in (
         lambda: pages.mset_blocks(NAMES, SHAPE, bodies()),
@@ -95,9 +95,7 @@ def test_a_batch_costs_a_round_trip_a_node_however_many_blocks_it_has(pages: Pag
         assert trips(pages) - before == 3
 
 
-def test_a_prefix_ends_at_the_first_block_that_is_not_there_and_leased_blocks_do_not_expire_sooner(
-    pages: PageClient, cluster: Cluster
-) -> None:
+def test_a_prefix_ends_at_a_missing_block_and_leases_extend_ttls(pages: PageClient, cluster: Cluster) -> None:
     pages.mset_blocks(NAMES, SHAPE, bodies(), ttl=50)
     assert pages.prefix(NAMES, pages_per_block=SHAPE.pages) == len(NAMES)
     assert pages.prefix([*NAMES[:5], (b"nobody's", 0), *NAMES[5:]], pages_per_block=SHAPE.pages, lease_ms=90_000) == 5
@@ -118,9 +116,7 @@ def test_a_page_is_the_blob_that_it_is_everywhere(pages: PageClient, cluster: Cl
     assert 990 < node.ask("TTL", bytes(page.key)) <= 1000
 
 
-def test_a_block_is_one_string_whose_pages_have_the_headers_that_pages_have(
-    pages: PageClient, cluster: Cluster
-) -> None:
+def test_a_block_is_one_string_with_the_headers_of_its_pages(pages: PageClient, cluster: Cluster) -> None:
     body = block_body(7)
     pages.set_block((b"whole", 3), SHAPE, body)
     value = node_of(cluster, (b"whole", 3)).ask("GET", block_key((b"whole", 3)))
@@ -131,7 +127,7 @@ def test_a_block_is_one_string_whose_pages_have_the_headers_that_pages_have(
         assert header.page == 3
 
 
-def test_what_was_written_last_is_what_is_read(pages: PageClient) -> None:
+def test_the_last_write_is_read(pages: PageClient) -> None:
     old, new = block_body(1), block_body(2)
     pages.set_block((b"agent", 0), SHAPE, old)
     one = PageKey(b"agent", 1, 1, 0, KVType.K)
@@ -149,9 +145,7 @@ def test_what_was_written_last_is_what_is_read(pages: PageClient) -> None:
 
 
 @pytest.mark.parametrize("req_id", [b"{agent}7", b"agent"], ids=["braces", "no braces"])
-def test_a_page_does_not_come_back_when_the_block_that_replaced_it_goes(
-    pages: PageClient, cluster: Cluster, req_id: bytes
-) -> None:
+def test_a_page_does_not_return_after_its_replacing_block(pages: PageClient, cluster: Cluster, req_id: bytes) -> None:
     alone = PageKey(req_id, 1, 1, 3, KVType.K)
     pages.set_page(Page(alone, b"old", DType.INT8, 1, 3))
     pages.set_block((req_id, 3), SHAPE, block_body())
@@ -171,9 +165,7 @@ def test_a_page_does_not_come_back_when_the_block_that_replaced_it_goes(
         st.sampled_from([SHAPE.planes, SHAPE.planes[:1]]),
     ),
 )
-def test_what_deletes_a_blocks_pages_is_the_same_spelled_at_once_as_one_by_one(
-    req_id: bytes, page_id: int, shape: BlockShape
-) -> None:
+def test_both_encodings_of_page_deletions_are_equal(req_id: bytes, page_id: int, shape: BlockShape) -> None:
     scattered = Scattered((req_id, page_id), shape)
     singly = [*scattered.singly()]
     slots, texts = scattered.spelled()
@@ -182,9 +174,7 @@ def test_what_deletes_a_blocks_pages_is_the_same_spelled_at_once_as_one_by_one(
         assert slots == [slot_of(one.key) for one in singly]
 
 
-def test_a_string_that_is_no_page_is_a_miss_and_what_was_asked_with_it_arrives(
-    pages: PageClient, cluster: Cluster
-) -> None:
+def test_a_string_that_is_no_page_is_a_miss_and_others_arrive(pages: PageClient, cluster: Cluster) -> None:
     keys = [PageKey(b"{one}%d" % i, 0, 0, 0, KVType.K) for i in range(3)]
     pages.mset([Page(key, b"body", DType.INT8, 1, 4) for key in keys])
     for value in (b"", b"x", bytes(3 << 20)):
@@ -203,20 +193,20 @@ def test_a_block_that_was_cut_off_costs_no_page_of_another(pages: PageClient, cl
     assert [page is not None for page in pages.mget(wanted)] == [True, False, True]
 
 
-def test_a_block_stays_when_a_page_is_deleted_that_it_does_not_have(pages: PageClient) -> None:
+def test_a_delete_of_a_foreign_page_keeps_the_block(pages: PageClient) -> None:
     pages.set_block(NAMES[0], SHAPE, block_body())
     assert pages.delete([PageKey(NAMES[0][0], SHAPE.layers, 0, NAMES[0][1], KVType.K)]) == 0
     assert pages.get_block_into(NAMES[0], SHAPE, empty(1)[0])
 
 
-def test_a_redirection_without_a_host_leads_to_the_one_that_answers() -> None:
+def test_a_redirection_without_a_host_means_the_same_host() -> None:
     asked = NodeAddress("10.0.0.1", 7000)
     assert redirection("MOVED 3999 :6381", asked) == (3999, NodeAddress("10.0.0.1", 6381))
     assert redirection("ASK 3999 [::1]:6381", asked) == (3999, NodeAddress("::1", 6381))
     assert redirection("MOVED 3999 host:x", asked) is None
 
 
-def test_lines_may_come_in_any_pieces() -> None:
+def test_lines_may_arrive_in_any_pieces() -> None:
     lines = Lines(3)
     for byte in b":1\r\n-ERR no\r\n:0\r\n":
         assert not lines.done
@@ -259,7 +249,7 @@ def test_threads_may_share_a_client(pages: PageClient) -> None:
 # -- wrong bytes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_bit_that_was_turned_over_anywhere_in_a_block_is_a_miss(cluster: Cluster) -> None:
+def test_a_flipped_bit_anywhere_in_a_block_is_a_miss(cluster: Cluster) -> None:
     name, body, into = (b"bits", 5), block_body(3), empty(1)[0]
     node = node_of(cluster, name)
     with PageClient(cluster.url) as pages:
@@ -276,7 +266,7 @@ def test_a_bit_that_was_turned_over_anywhere_in_a_block_is_a_miss(cluster: Clust
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_what_is_no_block_of_this_name_and_shape_is_a_miss(cluster: Cluster, verify: bool) -> None:
+def test_a_string_that_is_not_the_named_block_is_a_miss(cluster: Cluster, verify: bool) -> None:
     with PageClient(cluster.url, verify=verify) as pages:
         pages.mset_blocks([(b"{a}", 0), (b"{a}", 1)], SHAPE, bodies(2))
         node = node_of(cluster, (b"{a}", 0))
@@ -315,7 +305,7 @@ def _serves(node: Node, slot: int) -> int:
     return next(entry[2][1] for entry in node.ask("CLUSTER", "SLOTS") if entry[0] <= slot <= entry[1])
 
 
-def test_slots_are_followed_while_they_move_and_when_they_have_moved(pages: PageClient, cluster: Cluster) -> None:
+def test_moving_and_moved_slots_are_followed(pages: PageClient, cluster: Cluster) -> None:
     names = [(b"{moving}%d" % i, 0) for i in range(8)]
     written = bodies(8)
     pages.mset_blocks(names, SHAPE, written)
@@ -377,7 +367,7 @@ def test_replicas_answer_reads_when_they_are_asked_to(pages: PageClient, cluster
     assert (gets(cluster.masters) - masters, gets(cluster.replicas) - replicas) == (0, len(NAMES))
 
 
-def test_what_a_replica_does_not_have_yet_is_found_at_its_master(pages: PageClient, cluster: Cluster) -> None:
+def test_a_value_missing_on_a_replica_is_read_from_its_master(pages: PageClient, cluster: Cluster) -> None:
     for node in cluster.replicas:
         node.ask("CONFIG", "SET", "masteruser", "nobody", "masterauth", "nothing")
         node.ask("CLIENT", "KILL", "TYPE", "master")
@@ -457,7 +447,7 @@ def test_options_may_stand_in_the_url(cluster: Cluster) -> None:
         assert any(b"of-the-url" in node.ask("CLIENT", "LIST") for node in cluster.masters)
 
 
-def test_kvpage_status_tells_the_share_of_each_master(
+def test_kvpage_status_shows_the_share_of_each_master(
     cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages.mset_blocks(NAMES, SHAPE, bodies())
@@ -472,7 +462,7 @@ def test_kvpage_status_tells_the_share_of_each_master(
     assert "Valkey and Redis tell nothing of pages" in capsys.readouterr().out
 
 
-def test_kvpage_lists_requests_and_says_what_is_there(
+def test_kvpage_lists_requests_and_blocks(
     cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Blocks, and pages that were written one by one; a name with glob characters."""
@@ -499,7 +489,7 @@ def test_kvpage_lists_requests_and_says_what_is_there(
 
 
 @pytest.mark.parametrize("pages", [True], indirect=True)
-def test_kvpage_verifies_pages_and_tells_of_one(
+def test_kvpage_verifies_and_inspects_pages(
     cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pages of a block, and pages that were written one by one. Damaged pages are removed."""
@@ -546,7 +536,7 @@ def test_kvpage_verifies_pages_and_tells_of_one(
 
 
 @pytest.mark.parametrize("pages", [True], indirect=True)
-def test_kvpage_top_shows_the_masters_and_whose_the_memory_is(cluster: Cluster, pages: PageClient) -> None:
+def test_kvpage_top_shows_masters_and_memory_by_agent(cluster: Cluster, pages: PageClient) -> None:
     pages.mset_blocks(NAMES, SHAPE, bodies())
     program = Path(sys.executable).with_name("kvpage")
     with subprocess.Popen([program, "top", "--watch", "0.2", "--url", cluster.url], stdout=subprocess.PIPE) as process:

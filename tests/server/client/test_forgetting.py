@@ -71,7 +71,7 @@ async def await_(url: str, given: list[Any]) -> str:
 @pytest.mark.parametrize("do", [call, lambda url, given: asyncio.run(await_(url, given))], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", ["redis://", "valkey-cluster://", "side by side"])
 @pytest.mark.parametrize("where", ["nobody", "hangs_up", "refuses"])
-def test_what_a_failed_call_was_given_is_freed_at_once(
+def test_arguments_of_a_failed_call_are_freed_at_once(
     do: Callable[[str, list[Any]], str], kind: str, where: str, request: pytest.FixtureRequest
 ) -> None:
     at = f"127.0.0.1:{free_port()}" if where == "nobody" else request.getfixturevalue(where)

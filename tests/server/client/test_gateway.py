@@ -71,7 +71,7 @@ def pages(client: Any, gateway: RunningServer) -> Iterator[PageClient]:
 # -- the page commands -------------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_written_and_read_by_its_command_and_as_a_string(client: Any, gateway: RunningServer) -> None:
+def test_a_page_is_read_by_its_command_and_as_a_string(client: Any, gateway: RunningServer) -> None:
     ask = client.execute_command
     assert ask("KVPAGESET", "test_req_001", 5, 8, 42, 0, 1, 128, 64, 3600, "BLOB_DATA") == b"OK"
     assert ask("KVPAGEGET", "test_req_001", 5, 8, 42, 0) == b"BLOB_DATA"
@@ -102,7 +102,7 @@ def test_bodies_of_any_size_alone_and_in_batches(client: Any) -> None:
     assert [ask("KVPAGEGET", "r", 0, 0, i, 0) for i in range(len(bodies))] == bodies
 
 
-def test_a_batch_of_very_many_pages_comes_in_order(client: Any) -> None:
+def test_a_batch_of_very_many_pages_arrives_in_order(client: Any) -> None:
     ask, count = client.execute_command, 1500
     for start in range(0, count, 500):
         words = [w for i in range(start, start + 500) for w in ("many", 0, 0, i, 0, 1, 2, 1, 0, b"body %d" % i)]
@@ -112,7 +112,7 @@ def test_a_batch_of_very_many_pages_comes_in_order(client: Any) -> None:
     assert ask("KVPAGEMEXISTS", count, *names) == [1] * count
 
 
-def test_what_a_refused_command_had_is_freed_at_once(client: Any) -> None:
+def test_arguments_of_a_refused_command_are_freed_at_once(client: Any) -> None:
     value = bytes(4 * 1024**2)
     before = client.info("memory")["used_memory"]
     for _ in range(20):
@@ -128,7 +128,7 @@ def test_one_bad_page_of_a_batch_refuses_all(client: Any) -> None:
     assert client.execute_command("KVPAGEEXISTS", "bad", 0, 0, 1, 0) == 0
 
 
-def test_blocks_their_prefix_and_what_is_known_of_their_pages(client: Any, pages: PageClient) -> None:
+def test_blocks_their_prefix_and_page_metadata(client: Any, pages: PageClient) -> None:
     ask, names = client.execute_command, [(b"{chat}%d" % i, i) for i in range(40)]
     pages.mset_blocks(names, SHAPE, [block_body(i) for i in range(40)], ttl=100)
     asked = [word for name in [*names, (b"{chat}40", 40)] for word in name]
@@ -151,7 +151,7 @@ def test_blocks_their_prefix_and_what_is_known_of_their_pages(client: Any, pages
     assert ask("KVBLOCKGET", *names[3]) is None
 
 
-def test_what_is_written_last_is_read_whichever_way_it_was_written(client: Any, pages: PageClient) -> None:
+def test_the_last_write_of_any_kind_is_read(client: Any, pages: PageClient) -> None:
     name, key = (b"{w}", 0), "kv:{w}:0:0:0:0"
     blob = b""
     for write in range(4):
@@ -167,7 +167,7 @@ def test_what_is_written_last_is_read_whichever_way_it_was_written(client: Any, 
 
 
 @pytest.mark.parametrize("req_id", ["{q}", "q"])
-def test_a_page_does_not_come_back_when_the_block_that_replaced_it_goes(client: Any, req_id: str) -> None:
+def test_a_page_does_not_return_after_its_replacing_block(client: Any, req_id: str) -> None:
     ask = client.execute_command
     for write in range(2):
         ask("KVPAGESET", req_id, 0, 0, 0, 0, 3, 1, 2, 0, "OL")
@@ -212,12 +212,12 @@ NOT_THERE = """KEYS *|SCAN 0|DBSIZE|FLUSHALL|INCR n|MSET a 1|WATCH a|KVPAGEINDEX
 
 
 @pytest.mark.parametrize("line", re.split(r"[|\n]", NOT_THERE))
-def test_what_a_cluster_can_t_do_is_refused(client: Any, line: str) -> None:
+def test_commands_a_cluster_cannot_run_are_refused(client: Any, line: str) -> None:
     with pytest.raises(redis.ResponseError, match="a gateway does not support"):
         client.execute_command(*line.split())
 
 
-def test_what_may_not_be_done_twice_is_refused(client: Any) -> None:
+def test_commands_that_must_not_run_twice_are_refused(client: Any) -> None:
     for words in (("SET", "a", "b", "NX"), ("SET", "a", "b", "GET")):
         with pytest.raises(redis.ResponseError, match="does not support SET with NX, XX or GET"):
             client.execute_command(*words)
@@ -250,7 +250,7 @@ def test_a_part_of_a_block_is_not_treated_as_a_string_of_its_own(client: Any, pa
     assert (client.ttl(of_block), client.ttl(alone)) == (pytest.approx(100, abs=60), -1)
 
 
-def test_a_string_under_a_page_s_key_is_no_page_for_a_client_of_the_cluster(cluster: Cluster, client: Any) -> None:
+def test_a_string_under_a_pages_key_is_no_page(cluster: Cluster, client: Any) -> None:
     key = PageKey(b"{s}", 0, 0, 0, 0)
     client.set(bytes(key), b"plain" * 100)
     with PageClient(cluster.url) as pages:
@@ -269,7 +269,7 @@ def test_the_rights_of_a_user_hold_here(cluster: Cluster) -> None:
             client.execute_command("KVPAGESET", "other.1", *PAGE, "body")
 
 
-def test_its_page_says_that_it_keeps_nothing(cluster: Cluster) -> None:
+def test_the_page_shows_that_a_gateway_stores_nothing(cluster: Cluster) -> None:
     with (
         start_seen_server("--store", "cluster", "--cluster-nodes", cluster.addresses) as seen,
         seen.browser() as browser,
@@ -278,7 +278,7 @@ def test_its_page_says_that_it_keeps_nothing(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("line", ["KVPAGEDEL {m}", "KVPAGELEASE {m} 30000"])
-def test_a_request_without_its_page_ids_is_refused_as_is_documented(client: Any, line: str) -> None:
+def test_a_request_without_page_ids_is_refused_as_documented(client: Any, line: str) -> None:
     with pytest.raises(redis.ResponseError) as told:
         client.execute_command(*line.split())
     assert str(told.value) == "a cluster does not know which blocks a request has: name their page ids"
@@ -286,7 +286,7 @@ def test_a_request_without_its_page_ids_is_refused_as_is_documented(client: Any,
     assert "KVPAGEDEL and\nKVPAGELEASE need page ids" in text
 
 
-def test_what_one_command_did_wrong_is_no_failure_of_the_cluster(cluster: Cluster) -> None:
+def test_an_error_of_one_command_is_no_failure_of_the_cluster(cluster: Cluster) -> None:
     for node in cluster.masters:
         node.ask("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-set")
     nodes = f"valkey-cluster://reader:secret@{cluster.addresses}"
@@ -323,7 +323,7 @@ main()
 """
 
 
-def test_an_error_nobody_expects_is_one_command_s_unless_its_reply_has_begun(cluster: Cluster) -> None:
+def test_an_unexpected_error_ends_one_command(cluster: Cluster) -> None:
     said: list[str] = []
     with pytest.raises(AssertionError, match="kvpageexists failed between its steps; the connection goes on"):
         _ask_a_faulty_gateway(cluster, said)
@@ -352,7 +352,7 @@ def _ask_a_faulty_gateway(cluster: Cluster, said: list[str]) -> None:
 # -- a cluster that fails ----------------------------------------------------------------------------------------------
 
 
-def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gateway_can_t(
+def test_rights_on_pages_suffice_and_ls_names_missing_commands(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for node in cluster.masters:
@@ -383,7 +383,7 @@ def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gate
     assert "can't be used" not in log.read_text(encoding="utf-8")
 
 
-def test_it_starts_without_a_cluster_says_so_and_works_when_there_is_one() -> None:
+def test_it_starts_without_a_cluster_and_works_once_there_is_one() -> None:
     port = free_port()
     options = ("--store", "cluster", "--cluster-nodes", f"127.0.0.1:{port}")
     with start_server(*options) as gateway, gateway.client() as client:
@@ -406,7 +406,7 @@ def _works(client: Any) -> bool:
         return False
 
 
-def test_half_of_the_slots_have_nobody() -> None:
+def test_half_of_the_slots_are_unserved() -> None:
     with start_node("--cluster-require-full-coverage", "no") as node:
         with node.client() as alone:
             alone.execute_command("CLUSTER ADDSLOTSRANGE", 0, 8191)
@@ -427,7 +427,7 @@ def _sets(client: Any, key: str) -> bool:
         return False
 
 
-def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server: RunningServer) -> None:
+def test_wrong_passwords_and_plain_servers_are_reported(redis_server: RunningServer) -> None:
     with start_node("--requirepass", "right") as node:
         for nodes, why in (
             (f"valkey-cluster://:wrong@127.0.0.1:{node.port}", "the cluster refuses this gateway's user: WRONGPASS"),

@@ -58,7 +58,7 @@ def wire(port: int) -> Iterator[Wire]:
         yield wire
 
 
-def test_a_block_does_not_wait_for_the_one_before_it_and_is_answered_after_it(wire: Wire, cluster: Cluster) -> None:
+def test_a_block_does_not_wait_for_the_block_before_it(wire: Wire, cluster: Cluster) -> None:
     silent, other = cluster.masters[:2]
     first, second = block_on(cluster, silent, 1), block_on(cluster, other, 2)
     wire.send(kvblockset(first) + kvblockset(second))  # so that there are connections
@@ -73,7 +73,7 @@ def test_a_block_does_not_wait_for_the_one_before_it_and_is_answered_after_it(wi
     assert [wire.reply() for _ in range(2)] == [b"+OK\r\n"] * 2
 
 
-def test_what_follows_in_a_pipeline_finds_what_was_written_before_it(wire: Wire) -> None:
+def test_a_pipelined_read_finds_the_write_before_it(wire: Wire) -> None:
     wire.send(kvblockset(b"r", 1) + kvblockset(b"other") + kvblockget(b"r") + kvblockset(b"r", 2) + kvblockset(b"r", 3))
     wire.send(spell([b"KVBLOCKEXISTS", b"r", b"0"]) + kvblockget(b"r") + spell([b"PING"]))
     replies = [wire.reply() for _ in range(8)]

@@ -25,7 +25,7 @@ def pages(either_server: RunningServer, request: pytest.FixtureRequest) -> Itera
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
-def test_pages_come_back_as_they_were_written_into_the_caller_s_memory(pages: PageClient) -> None:
+def test_pages_are_read_into_the_callers_memory(pages: PageClient) -> None:
     written = batch(100)
     pages.mset(written)
     into = room(written)
@@ -80,7 +80,7 @@ def test_pages_of_any_size_alone_and_together(pages: PageClient, size: int) -> N
     assert all((array == body).all() for array in into)
 
 
-def test_what_is_missing_is_a_miss_and_what_is_there_still_arrives(pages: PageClient) -> None:
+def test_a_missing_page_is_a_miss_and_the_others_arrive(pages: PageClient) -> None:
     written = batch(64)
     pages.mset([page for i, page in enumerate(written) if i % 5])
     into = room(written)
@@ -97,7 +97,7 @@ def test_what_is_missing_is_a_miss_and_what_is_there_still_arrives(pages: PageCl
     assert pages.exists(keys[1])
 
 
-def test_neither_the_missing_end_of_a_long_answer_nor_a_short_one_after_it_is_waited_for(pages: PageClient) -> None:
+def test_truncated_and_short_replies_are_not_waited_for(pages: PageClient) -> None:
     written = batch(100, rows=512)
     pages.mset(written[:60])
     keys, into = [page.key for page in written], room(written)
@@ -126,7 +126,7 @@ def test_a_page_of_another_length_is_a_miss(pages: PageClient) -> None:
     assert pages.get_page_into(key(1), into[1])
 
 
-def test_pages_are_blobs_to_everybody_else(either_server: RunningServer, pages: PageClient) -> None:
+def test_pages_are_blobs_for_other_clients(either_server: RunningServer, pages: PageClient) -> None:
     (page,) = batch(1)
     pages.set_page(page)
     with either_server.client() as other:
@@ -148,7 +148,7 @@ def test_a_ttl_is_kept(either_server: RunningServer, pages: PageClient) -> None:
         assert decode_page(other.get(bytes(key(1))))[0].ttl == 1000
 
 
-def test_deleted_pages_are_gone(pages: PageClient) -> None:
+def test_deleted_pages_are_absent(pages: PageClient) -> None:
     pages.mset(batch(5))
     assert pages.delete([key(1), key(2), key(99), key(1)]) == 2
     assert pages.mexists([key(i) for i in range(5)]) == [True, False, False, True, True]
@@ -201,7 +201,7 @@ def test_damaged_bytes_are_a_miss_where_pages_are_verified(redis_server: Running
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_what_is_no_page_of_this_name_is_a_miss(redis_server: RunningServer, verify: bool) -> None:
+def test_a_value_that_is_not_the_named_page_is_a_miss(redis_server: RunningServer, verify: bool) -> None:
     written = batch(4)
     with PageClient(redis_server.url, verify=verify) as pages, redis_server.client() as other:
         pages.mset(written)
@@ -216,7 +216,7 @@ def test_what_is_no_page_of_this_name_is_a_miss(redis_server: RunningServer, ver
         assert pages.misses == {"header": 6}
 
 
-def test_a_page_that_was_written_without_a_checksum_is_not_verified(redis_server: RunningServer) -> None:
+def test_a_page_without_a_checksum_is_not_verified(redis_server: RunningServer) -> None:
     with PageClient(redis_server.url) as pages, redis_server.client() as other:
         other.set(
             bytes(key(0)),
@@ -258,7 +258,7 @@ def read_only(size: int) -> Array:
         (lambda c: c.get_block_into((b"r", 0), SHAPE, bytes(SHAPE.nbytes)), "read-only"),
     ],
 )
-def test_memory_that_cannot_be_used_is_refused_before_anything_is_sent(
+def test_unusable_memory_is_refused_before_sending(
     nobody: PageClient, ask: Callable[[PageClient], object], why: str
 ) -> None:
     with pytest.raises(BadBuffer, match=why):
@@ -278,7 +278,7 @@ def test_memory_that_cannot_be_used_is_refused_before_anything_is_sent(
         (lambda c: c.get_block_into((b"r", -1), SHAPE, bytearray(SHAPE.nbytes)), PageError, "page_id"),
     ],
 )
-def test_arguments_out_of_range_are_refused_before_anything_is_sent(
+def test_out_of_range_arguments_are_refused_before_sending(
     nobody: PageClient, ask: Callable[[PageClient], object], error: type[Exception], why: str
 ) -> None:
     with pytest.raises(error, match=why):
@@ -294,7 +294,7 @@ def test_a_client_that_cannot_work_is_not_made(options: dict[str, Any]) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_come_back_whole_or_not_at_all(pages: PageClient) -> None:
+def test_blocks_are_read_as_a_whole_or_not_at_all(pages: PageClient) -> None:
     names = [(b"agent", i) for i in range(5)]
     bodies = [block_body(i) for i in range(5)]
     pages.mset_blocks(names, SHAPE, bodies)
@@ -362,7 +362,7 @@ def test_a_prefix_is_counted_and_leased(server: RunningServer, client: redis.Red
         assert pages.delete_request(b"ctx") == 3 * SHAPE.pages - 1
 
 
-def test_a_plain_redis_says_what_it_cannot_do(redis_server: RunningServer) -> None:
+def test_unsupported_commands_on_a_plain_redis_are_named(redis_server: RunningServer) -> None:
     with PageClient(redis_server.url) as pages:
         for ask in (
             lambda: pages.prefix([(b"r", 0)], pages_per_block=1),

@@ -34,7 +34,7 @@ from kvpage_server.client import (
 # -- ways in -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_may_not_come_in_is_told_so() -> None:
+def test_a_wrong_password_is_an_error() -> None:
     with start_redis("--requirepass", "secret") as redis_server:
         host = f"127.0.0.1:{redis_server.port}"
         with redis_server.client(password="secret") as other:
@@ -143,9 +143,7 @@ def proxy(either_server: RunningServer) -> Iterator[Proxy]:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("cut_after", [0, 1, 5, 11, 12, 80, 2060, 3000, 20_000, 41_119])
-def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_its_own_answer(
-    proxy: Proxy, cut_after: int, verify: bool
-) -> None:
+def test_a_truncated_reply_is_an_error_and_the_next_one_is_right(proxy: Proxy, cut_after: int, verify: bool) -> None:
     written = batch(20)
     keys, into = [page.key for page in written], room(written)
     with PageClient(proxy.url, verify=verify, retry=NO_RETRY) as pages:
@@ -160,7 +158,7 @@ def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_its_ow
         assert not pages.misses
 
 
-def test_a_lost_connection_is_tried_again_as_redis_py_s_retry_says(proxy: Proxy) -> None:
+def test_a_lost_connection_is_retried_as_configured(proxy: Proxy) -> None:
     written = batch(20)
     keys, into = [page.key for page in written], room(written)
     with PageClient(proxy.url, retry=Retry(ConstantBackoff(0.05), 1), deadline=20) as pages:
@@ -207,7 +205,7 @@ def exceeding(seconds: float) -> Iterator[None]:
     assert seconds * 0.9 < time.monotonic() - started < seconds + 30
 
 
-def test_a_deadline_is_for_the_whole_call_however_much_still_comes(proxy: Proxy) -> None:
+def test_a_deadline_limits_the_whole_call(proxy: Proxy) -> None:
     """Each byte arrives in time, all of them do not; connecting counts."""
     written = batch(4)
     keys, into = [page.key for page in written], room(written)
@@ -223,7 +221,7 @@ def test_a_deadline_is_for_the_whole_call_however_much_still_comes(proxy: Proxy)
         assert all(map(same, into, written))
 
 
-def test_an_answer_that_stops_half_way_ends_at_the_deadline_and_its_rest_is_never_taken_for_another(
+def test_a_stalled_reply_ends_at_the_deadline_and_is_discarded(
     proxy: Proxy,
 ) -> None:
     written = batch(20)
@@ -239,7 +237,7 @@ def test_an_answer_that_stops_half_way_ends_at_the_deadline_and_its_rest_is_neve
         assert all(map(same, into, written[::-1]))
 
 
-def test_a_long_answer_that_is_cut_off_or_stops_is_not_waited_for_either(proxy: Proxy) -> None:
+def test_a_truncated_long_reply_is_not_waited_for(proxy: Proxy) -> None:
     written = batch(100, rows=512)
     keys, into = [page.key for page in written], room(written)
     with PageClient(proxy.url, retry=NO_RETRY) as pages:
@@ -255,7 +253,7 @@ def test_a_long_answer_that_is_cut_off_or_stops_is_not_waited_for_either(proxy: 
         assert all(map(same, into, written))
 
 
-def test_a_server_that_does_not_read_cannot_hold_a_writer_for_longer() -> None:
+def test_a_server_that_does_not_read_blocks_no_writer_longer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"redis://127.0.0.1:{deaf.getsockname()[1]}"
         with PageClient(url) as pages, exceeding(0.3):

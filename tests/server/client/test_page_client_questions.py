@@ -77,7 +77,7 @@ def test_several_questions_have_their_answers_in_order(
     assert client.ask([get("a")]) == [b"\x00\xff"]
 
 
-def test_a_transaction_is_asked_anew_when_somebody_was_faster(
+def test_a_transaction_is_repeated_after_a_concurrent_change(
     make: Callable[[str], Any], either_server: RunningServer
 ) -> None:
     with either_server.client() as other:
@@ -96,9 +96,7 @@ def test_a_transaction_is_asked_anew_when_somebody_was_faster(
         assert client.transaction(["mine"], get("mine"), lambda _: []) == []
 
 
-def test_a_transaction_that_is_refused_or_given_up_leaves_nothing_watched(
-    make: Callable[[str], Any], either_server: RunningServer
-) -> None:
+def test_a_failed_transaction_leaves_nothing_watched(make: Callable[[str], Any], either_server: RunningServer) -> None:
     client = make(either_server.url)
     with pytest.raises(Refused):
         client.transaction(["a"], get("a"), lambda _: [Question(["NOSUCHCOMMAND"], ok)])
@@ -156,7 +154,7 @@ def saying(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
         (b"?\r\n", text),
     ],
 )
-def test_after_an_answer_of_another_kind_the_connection_is_another(
+def test_an_unexpected_reply_replaces_the_connection(
     make: Callable[[str], Any], said: bytes, read: Callable[[Any], Any]
 ) -> None:
     with saying(said, b"$2\r\nok\r\n") as (url, connections):

@@ -88,7 +88,7 @@ def answers(draw: st.DrawFn) -> tuple[list[int], list[bytes | None], bytes]:
 
 
 @given(answers(), CUTS)
-def test_bodies_arrive_in_their_places_whatever_is_missing_and_however_the_answer_is_split(
+def test_bodies_arrive_in_place_for_any_split_of_the_reply(
     answer: tuple[list[int], list[bytes | None], bytes], cuts: list[int]
 ) -> None:
     sizes, held, data = answer
@@ -111,9 +111,7 @@ LONG = st.one_of(SIZES, st.integers(3_000, 9_000), st.integers(60_000, 70_000))
     st.lists(st.integers(0, 200_000), max_size=12),
     st.integers(0, 64),
 )
-def test_strings_arrive_in_their_places_among_replies_of_other_kinds(
-    answer: list[tuple[int, str]], cuts: list[int], head: int
-) -> None:
+def test_strings_arrive_in_place_among_other_replies(answer: list[tuple[int, str]], cuts: list[int], head: int) -> None:
     places: list[Place | None] = []
     expected: list[Any] = []
     data = b""
@@ -149,7 +147,7 @@ FIELDS = ["dtype", "page_size", "head_dim", "created", "ttl", "checksum", *TOLD]
 @given(
     st.lists(st.tuples(SIZES, st.sampled_from([None, "body", *FIELDS])), min_size=1, max_size=9), CUTS, st.booleans()
 )
-def test_a_blob_s_header_is_compared_with_its_key_and_its_body_with_its_checksum(
+def test_headers_match_keys_and_bodies_match_checksums(
     pages: list[tuple[int, str | None]], cuts: list[int], verify: bool
 ) -> None:
     blobs, bodies, expected = [], [], {}
@@ -172,7 +170,7 @@ def test_a_blob_s_header_is_compared_with_its_key_and_its_body_with_its_checksum
 
 
 @on_each_core
-def test_a_checksum_of_zero_says_that_there_is_none(core: Any) -> None:
+def test_a_checksum_of_zero_means_none(core: Any) -> None:
     blob = encode_page(KEY, b"hello", dtype=DType.INT8, page_size=1, head_dim=5, with_checksum=False)
     found = outcome(core, [5], b"$69\r\n%b\r\n" % blob, [], [KEY], array=False)
     assert found == Outcome({}, [b"hello"], True)
@@ -185,9 +183,7 @@ LONG = st.sampled_from([0, 1, 4096, 16_383, 16_384, 16_385, 40_000, 262_144, 262
     st.lists(st.tuples(LONG, st.sampled_from(["it", "it", "it", "nothing", "other"])), min_size=1, max_size=30),
     st.data(),
 )
-def test_long_bodies_and_short_ones_come_over_a_socket_as_they_were_sent(
-    wanted: list[tuple[int, str]], data: st.DataObject
-) -> None:
+def test_long_and_short_bodies_arrive_over_a_socket(wanted: list[tuple[int, str]], data: st.DataObject) -> None:
     noise = random.Random(len(wanted))
     held = [None if what == "nothing" else noise.randbytes(size + (what == "other")) for size, what in wanted]
     items = [b"_\r\n" if body is None else b"$%d\r\n%b\r\n" % (len(body), body) for body in held]
@@ -226,7 +222,7 @@ def test_an_answer_cut_short_is_never_taken_for_a_whole_one(
 
 
 @given(answers(), CUTS, st.binary(min_size=1, max_size=40), st.data())
-def test_an_answer_with_strange_bytes_in_it_never_gives_a_body_that_was_not_sent(
+def test_a_corrupted_reply_never_gives_a_body_that_was_not_sent(
     answer: tuple[list[int], list[bytes | None], bytes], cuts: list[int], strange: bytes, data: st.DataObject
 ) -> None:
     """Whatever is reported as arrived is somewhere on the wire as a bulk string of its own."""
@@ -246,7 +242,7 @@ def test_one_body_alone_is_no_array() -> None:
 
 @pytest.mark.parametrize("array", [True, False])
 @pytest.mark.parametrize("cuts", [[], [1], [3, 4, 5]])
-def test_an_error_instead_of_bodies_is_told_as_it_came(array: bool, cuts: list[int]) -> None:
+def test_an_error_instead_of_bodies_is_raised(array: bool, cuts: list[int]) -> None:
     found = outcome_on_all([5], b"-NOPERM not you\r\n", cuts, array=array)
     assert found == Outcome("ErrorAnswer(b'NOPERM not you')", [bytes(5)], True)
 
@@ -275,7 +271,7 @@ def test_an_error_instead_of_bodies_is_told_as_it_came(array: bool, cuts: list[i
     ],
 )
 @pytest.mark.parametrize("cuts", [[], list(range(1, 30))])
-def test_what_is_no_answer_to_the_question_is_a_wrong_one(data: bytes, cuts: list[int]) -> None:
+def test_an_unexpected_reply_is_a_wrong_answer(data: bytes, cuts: list[int]) -> None:
     found = outcome_on_all([5], data, cuts)
     assert not found.done
     assert isinstance(found.missed, str)
@@ -332,7 +328,7 @@ def test_values_that_are_not_resp_are_a_wrong_reply(data: bytes) -> None:
         receive(Values(), data)
 
 
-def test_an_error_among_several_answers_is_raised_once_all_are_there() -> None:
+def test_an_error_among_replies_is_raised_after_all_of_them() -> None:
     receiver = Values(3)
     receive(receiver, b"+OK\r\n-OOM full\r\n", [3])
     assert not receiver.done

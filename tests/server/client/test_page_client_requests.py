@@ -85,7 +85,9 @@ def test_any_pieces_arrive_as_one_text(pieces: list[Any], times: int) -> None:
 
 
 @given(st.lists(st.tuples(KEYS, SHAPES), max_size=12), st.sampled_from([0, 1, 2**47 - 1]))
-def test_pages_are_spelt_as_the_contract_says(pages: list[tuple[PageKey, tuple[DType, int, int]]], ttl: int) -> None:
+def test_pages_are_encoded_as_the_contract_requires(
+    pages: list[tuple[PageKey, tuple[DType, int, int]]], ttl: int
+) -> None:
     bodies = [bytes([i]) * (rows * columns * dtype.itemsize) for i, (_, (dtype, rows, columns)) in enumerate(pages)]
     given_pages = [(key, body, *shape) for (key, shape), body in zip(pages, bodies, strict=True)]
     words = b"".join(
@@ -115,7 +117,7 @@ def test_pages_are_spelt_as_the_contract_says(pages: list[tuple[PageKey, tuple[D
 
 
 @on_each_core
-def test_a_batch_of_long_bodies_and_of_many_goes_out_in_steps(core: Any) -> None:
+def test_batches_of_long_and_of_many_bodies_are_sent_in_steps(core: Any) -> None:
     for count, size in ((9, 600_000), (5000, 1)):
         body = np.arange(size, dtype=np.uint8)
         pages = core.SentPages([(PageKey(b"r", 0, 0, i, 0), body, DType.UINT8, 1, size) for i in range(count)])
@@ -130,7 +132,7 @@ def test_a_batch_of_long_bodies_and_of_many_goes_out_in_steps(core: Any) -> None
     st.sampled_from([0, 4, 2**32 - 1, 2**40]),
     st.sampled_from([0, 3, 12, 24, 48, 96]),
 )
-def test_a_body_that_is_no_page_of_its_shape_is_told(dtype: int, rows: int, columns: int, nbytes: int) -> None:
+def test_a_body_that_does_not_fit_its_shape_is_an_error(dtype: int, rows: int, columns: int, nbytes: int) -> None:
     fits = 0 < dtype <= 15 and rows > 0 and columns > 0 and rows * columns * DType(dtype).itemsize == nbytes
     key = PageKey(b"r", 0, 0, 0, 0)
     good = (key, bytes(12), DType.INT8, 3, 4)
@@ -157,7 +159,7 @@ def test_memory_that_cannot_be_used_is_refused_with_its_reason(buffer: Any, writ
 
 
 @on_each_core
-def test_memory_is_let_go_with_the_last_part_of_it_that_is_in_use(core: Any) -> None:
+def test_memory_is_released_after_its_last_used_part(core: Any) -> None:
     buffers = [bytearray(10) for _ in range(4)]
     whole = core.Memory(buffers, writable=True)
     part = whole[1:3][1:]
@@ -186,7 +188,7 @@ def test_pages_in_a_circle_are_freed_once(core: Any) -> None:
 
 
 @on_each_core
-def test_who_does_not_read_is_no_error_and_who_is_gone_is_one(core: Any) -> None:
+def test_a_slow_reader_is_no_error_and_a_closed_one_is(core: Any) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)

@@ -31,7 +31,7 @@ def a_cluster() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("three", [side_by_side, a_cluster])
-def test_three_hold_more_than_two_have_room_for_and_no_more_than_three(three: Servers) -> None:
+def test_three_servers_hold_more_than_two(three: Servers) -> None:
     body = block_body(1)
     with three() as url, PageClient(url, deadline=60) as pages:
         for times, enough in ((2.2, True), (3.3, False)):

@@ -90,7 +90,7 @@ def test_the_order_of_the_list_means_nothing(pages: PageClient, servers: list[Ru
         assert all(read(other))
 
 
-def test_a_server_that_is_added_takes_its_share_and_nothing_else_moves() -> None:
+def test_an_added_server_takes_its_share_and_nothing_else_moves() -> None:
     three = servers_of("redis://a:9221,redis://b:9221,redis://c:9221")
     four = servers_of("redis://d:9221,redis://a:9221,redis://b:9221,redis://c:9221")
     segments = [b"segment-%d" % i for i in range(4000)]
@@ -112,7 +112,7 @@ def test_a_password_that_changes_moves_nothing() -> None:
     ("req_id", "segment"),
     [(b"a", b"a"), (b"{s}a", b"s"), (b"x{s}a{t}", b"s"), (b"{}a", b"{}a"), (b"{a", b"{a"), (b"a}{b", b"a}{b")],
 )
-def test_a_segment_is_what_stands_in_the_first_braces(req_id: bytes, segment: bytes) -> None:
+def test_a_segment_is_the_text_in_the_first_braces(req_id: bytes, segment: bytes) -> None:
     assert segment_of(req_id) == segment
 
 
@@ -174,7 +174,7 @@ def test_a_server_that_hangs_costs_its_pages_and_is_found_again(servers: list[Ru
         until(lambda: all(read(pages)))
 
 
-def test_a_server_that_is_killed_costs_its_pages_and_one_that_takes_its_place_is_used() -> None:
+def test_a_killed_server_costs_its_pages_and_is_replaced() -> None:
     with ExitStack() as stack:
         two = [stack.enter_context(start_server()), stack.enter_context(start_server(killed=True))]
         with PageClient(url_of(two), deadline=30) as pages:
@@ -189,7 +189,7 @@ def test_a_server_that_is_killed_costs_its_pages_and_one_that_takes_its_place_is
                 assert all(read(pages))
 
 
-def test_when_none_answers_the_error_says_so() -> None:
+def test_without_a_server_the_error_says_so() -> None:
     with PageClient("redis://127.0.0.1:1,redis://127.0.0.1:2", deadline=5) as pages:
         with pytest.raises(Disconnected, match=r"127.0.0.1:[12]"):
             read(pages)

@@ -40,14 +40,14 @@ def admin(locked: RunningServer) -> Iterator[redis.Redis]:
 
 
 class TestAStranger:
-    def test_may_do_nothing_but_say_who_it_is(self, locked: RunningServer) -> None:
+    def test_may_only_authenticate(self, locked: RunningServer) -> None:
         with Wire(locked.port) as wire:
             for name, spec in TABLE.items():
                 words = [word.encode() for word in name.split("|")] + [b"x"] * max(abs(spec.arity) - spec.words, 0)
                 if "no_auth" not in spec.flags and name not in SUBCOMMANDS and len(words) <= 10:
                     assert b"NOAUTH Authentication required." in wire.ask(*words), name
 
-    def test_comes_in_with_the_password(self, locked: RunningServer) -> None:
+    def test_connects_with_the_password(self, locked: RunningServer) -> None:
         with Wire(locked.port) as wire:
             refused = b"-WRONGPASS invalid username-password pair or user is disabled.\r\n"
             assert wire.ask(b"AUTH", b"wrong") == refused
@@ -141,7 +141,7 @@ class TestRules:
             assert wire.ask(b"PSUBSCRIBE", b"news.a*") == denied
             assert wire.ask(b"PSUBSCRIBE", b"news.*")[:1] == b"*"
 
-    def test_all_of_a_call_or_nothing_of_it(self, admin: redis.Redis) -> None:
+    def test_a_call_is_applied_completely_or_not_at_all(self, admin: redis.Redis) -> None:
         admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+get"])
         before = admin.acl_list()
         for rules, why in (
@@ -160,7 +160,7 @@ class TestRules:
             admin.execute_command("ACL", "SETUSER", "u u")
         assert admin.acl_list() == before
 
-    def test_may_be_said_again(self, locked: RunningServer, admin: redis.Redis) -> None:
+    def test_may_be_repeated(self, locked: RunningServer, admin: redis.Redis) -> None:
         """A setup script runs it again."""
         for _ in range(2):
             assert admin.execute_command("ACL", "SETUSER", "app", "on", ">pw", "~*", "&*", "+@all")
@@ -171,7 +171,7 @@ class TestRules:
         with pytest.raises(redis.ResponseError, match="Adding a pattern after the"):
             admin.execute_command("ACL", "SETUSER", "app", "&a")
 
-    def test_may_name_what_only_redis_has(self, locked: RunningServer, admin: redis.Redis) -> None:
+    def test_may_name_commands_of_redis_only(self, locked: RunningServer, admin: redis.Redis) -> None:
         rules = ["+@all", "-hset", "-cluster", "-cluster|info", "+script|load", "-@geo", "-function"]
         for _ in range(2):
             admin.execute_command("ACL", "SETUSER", "u", "reset", "on", "nopass", "~*", *rules)
@@ -184,7 +184,7 @@ class TestRules:
         assert len(warned) == 1, "once, not each time"
         assert "function, hset" in warned[0]
 
-    def test_a_command_that_concerns_every_key_says_so(self, locked: RunningServer, admin: redis.Redis) -> None:
+    def test_a_command_for_every_key_names_the_missing_right(self, locked: RunningServer, admin: redis.Redis) -> None:
         """The right to the command is not enough: an error about the command alone would be misleading."""
         admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+acl", "+flushall"])
         with locked.client(username="u") as user:
@@ -220,7 +220,7 @@ class TestRules:
         with pytest.raises(redis.ResponseError, match="'default' user cannot be removed"):
             admin.acl_deluser("default")
 
-    def test_what_is_listed_makes_the_same_users_again(self, admin: redis.Redis) -> None:
+    def test_the_listed_rules_recreate_the_users(self, admin: redis.Redis) -> None:
         rng = random.Random(1)
         for i in range(20):
             rules = ["reset", rng.choice(["on", "off"]), *rng.choices(_RULES, k=rng.randrange(6))]
@@ -266,7 +266,7 @@ def test_commands_are_of_the_categories_that_redis_puts_them_in() -> None:
 
 
 @pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
-def test_random_rules_allow_what_redis_allows() -> None:
+def test_random_rules_allow_the_commands_that_redis_allows() -> None:
     """The same rules to Debian's redis-server and to ours, then the same questions to ACL DRYRUN."""
     rng = random.Random(2)
     known = [rule for rule in _RULES if "page" not in rule]
@@ -304,7 +304,7 @@ def _name(question: str) -> str:
 
 
 class TestTheCommands:
-    def test_tell_who_one_is_and_what_there_is(self, admin: redis.Redis) -> None:
+    def test_report_the_user_and_the_commands(self, admin: redis.Redis) -> None:
         assert admin.acl_whoami() == "default"
         assert admin.acl_cat() == list(CATEGORIES)
         assert {"kvpageset", "kvpageget", "kvblockget"} <= set(admin.acl_cat("page"))
@@ -336,7 +336,7 @@ class TestTheCommands:
         )
         assert "not found" in _try(admin, "ACL", "DRYRUN", "nobody", "get", "a")
 
-    def test_the_log_says_what_was_refused_to_whom(self, locked: RunningServer, admin: redis.Redis) -> None:
+    def test_the_log_lists_denied_requests_by_user(self, locked: RunningServer, admin: redis.Redis) -> None:
         admin.acl_log_reset()
         admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+get", "+@transaction"])
         with Wire(locked.port) as wire:
@@ -473,7 +473,7 @@ def address_of_this_machine() -> str | None:
 
 
 class TestProtectedMode:
-    def test_takes_no_connection_from_elsewhere_while_anybody_may_come_in(self) -> None:
+    def test_refuses_remote_connections_without_a_password(self) -> None:
         address = address_of_this_machine()
         if address is None:
             pytest.skip("this machine has no address but the loopback's")
@@ -499,7 +499,7 @@ def test_guessing_passwords_does_not_keep_others_waiting(locked: RunningServer, 
     assert len(admin.acl_log()) <= 10
 
 
-def test_what_is_denied_is_counted_by_its_kind(admin: redis.Redis, locked: RunningServer) -> None:
+def test_denials_are_counted_by_kind(admin: redis.Redis, locked: RunningServer) -> None:
     admin.config_resetstat()
     admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+get", "+publish", "+multi", "+exec"])
     with Wire(locked.port) as wire:

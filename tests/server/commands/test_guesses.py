@@ -48,7 +48,7 @@ def test_ten_failures_are_free_and_then_tries_are_a_second_apart(clock: Clock) -
     assert known.take_turn("10.0.0.1:9") == 0
 
 
-def test_who_would_wait_for_too_long_is_refused(clock: Clock) -> None:
+def test_too_long_a_wait_is_refused(clock: Clock) -> None:
     known = Guesses()
     fail(known, "10.0.0.1:1")
     waits = [known.take_turn("10.0.0.1:1") for _ in range(10)]
@@ -107,7 +107,7 @@ def say(server: RunningServer, *commands: str) -> list[str]:
 WRONG = "-WRONGPASS invalid username-password pair or user is disabled."
 
 
-def test_a_guesser_is_slowed_down_over_many_connections_and_others_are_served(locked: RunningServer) -> None:
+def test_a_guesser_is_slowed_on_all_connections_others_are_not(locked: RunningServer) -> None:
     with locked.client(password="right") as known:
         known.ping()
         assert say(locked, *["AUTH wrong"] * FREE_FAILURES) == [WRONG] * FREE_FAILURES
@@ -152,7 +152,7 @@ def test_hello_waits_as_auth_does(locked: RunningServer) -> None:
     assert time.monotonic() - began > 0.5
 
 
-def test_who_is_refused_is_told_when_to_come_back(locked: RunningServer) -> None:
+def test_a_refusal_names_the_time_to_retry(locked: RunningServer) -> None:
     say(locked, *["AUTH wrong"] * FREE_FAILURES)
     with locked.connect() as sock, sock.makefile("rb") as replies, locked.client(password="right") as known:
         known.ping()

@@ -26,9 +26,7 @@ class TestScan:
             assert set(found) == keys
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_a_key_that_is_there_throughout_is_returned_whatever_else_happens(
-        self, client: redis.Redis, seed: int
-    ) -> None:
+    def test_a_permanent_key_is_returned_during_any_changes(self, client: redis.Redis, seed: int) -> None:
         rng = random.Random(seed)
         staying = {b"stays:%d" % i for i in range(500)}
         passing = [b"passes:%d" % i for i in range(2000)]
@@ -68,7 +66,7 @@ class TestScan:
             found.update(scan)
             assert keys <= found
 
-    def test_a_scan_ends_however_fast_keys_are_added(self, client: redis.Redis) -> None:
+    def test_a_scan_ends_despite_fast_insertions(self, client: redis.Redis) -> None:
         client.mset({b"old:%d" % i: b"1" for i in range(100)})
         cursor, steps = client.scan(0, count=10)[0], 1
         while cursor:
@@ -77,7 +75,7 @@ class TestScan:
             steps += 1
         assert steps == 10
 
-    def test_match_type_and_overdue_keys_choose_what_is_returned(self, client: redis.Redis) -> None:
+    def test_match_type_and_expiry_select_the_returned_keys(self, client: redis.Redis) -> None:
         client.mset({b"key:%d" % i: b"1" for i in range(50)})
         client.set("key:overdue", "1", pxat=1)
         assert sorted(client.scan_iter("key:1?")) == [b"key:%d" % i for i in range(10, 20)]
@@ -95,7 +93,7 @@ class TestScan:
             found.update(some)
         assert found == {b"new:%d" % i for i in range(100)}
 
-    def test_what_scans_remember_is_bounded_and_forgotten(self) -> None:
+    def test_memory_of_scans_is_bounded_and_freed(self) -> None:
         living = [b"%d" % i for i in range(1000)]
         order = ScanOrder(living.copy, living.__len__)
         order.visit(0, 1, now=0)
@@ -124,7 +122,7 @@ class TestRandomKey:
 
 
 class TestExpiry:
-    def test_a_key_goes_when_its_time_has_come(self, client: redis.Redis) -> None:
+    def test_a_key_expires_at_its_time(self, client: redis.Redis) -> None:
         client.mset(dict.fromkeys(["a", "b", "c"], "1"))
         with client.pipeline() as pipe:  # all of it at one time
             pipe.pexpire("a", 150)
@@ -137,7 +135,7 @@ class TestExpiry:
         assert client.exists("a", "b", "c") == 1
         assert client.ttl("c") == -1
 
-    def test_overdue_keys_are_swept_though_nobody_asks(self, client: redis.Redis) -> None:
+    def test_overdue_keys_are_swept_without_a_lookup(self, client: redis.Redis) -> None:
         with client.pipeline() as pipe:
             for i in range(5000):
                 pipe.set(b"key:%d" % i, "1", px=50)
@@ -145,7 +143,7 @@ class TestExpiry:
         until(lambda: client.dbsize() == 0)
         assert client.info("memory")["used_memory"] == 0
 
-    def test_the_times_told_agree_with_each_other(self, client: redis.Redis) -> None:
+    def test_the_reported_times_agree(self, client: redis.Redis) -> None:
         at = int(time.time()) + 1000
         client.set("key", "1", exat=at)
         assert client.expiretime("key") == at
@@ -226,13 +224,13 @@ class TestInspection:
         client.execute_command("KVPAGEGET", "idle", 0, 0, 0, 0)
         assert client.object("idletime", "kv:idle:0:1:0:0") < client.object("idletime", "other")
 
-    def test_encodings_are_those_that_redis_would_choose(self, client: redis.Redis) -> None:
+    def test_encodings_equal_those_of_redis(self, client: redis.Redis) -> None:
         values = {"12345": b"int", "0012": b"embstr", "x" * 44: b"embstr", "x" * 45: b"raw", "x" * 5000: b"raw"}
         for value, encoding in values.items():
             client.set("key", value)
             assert client.object("encoding", "key") == encoding
 
-    def test_memory_usage_is_what_a_key_adds(self, client: redis.Redis) -> None:
+    def test_memory_usage_is_the_memory_of_a_key(self, client: redis.Redis) -> None:
         for value in (b"short", bytes(2000), bytes(100_000)):
             client.flushall()
             client.set("key", value)

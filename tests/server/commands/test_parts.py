@@ -32,7 +32,7 @@ def test_values_that_lie_on_disk_alone_are_one_array(stored: Path) -> None:
         assert wire.ask(b"PING") == b"+PONG\r\n"
 
 
-def test_what_cannot_be_read_from_disk_is_an_error_in_the_place_of_each_value(stored: Path) -> None:
+def test_an_unreadable_value_is_an_error_in_its_place(stored: Path) -> None:
     switch = stored / "unreadable"
     with (
         start_server("--store", "tiered", directory=stored, program=[str(UNREADABLE)]) as server,

@@ -39,7 +39,7 @@ def listener(server: RunningServer, client: redis.Redis, request: pytest.Fixture
 
 
 class TestChannels:
-    def test_messages_reach_those_who_listen_by_name_or_by_pattern(
+    def test_messages_reach_subscribers_by_name_and_by_pattern(
         self, listener: redis.Redis, client: redis.Redis
     ) -> None:
         with listener.pubsub() as pubsub:
@@ -63,7 +63,7 @@ class TestChannels:
             assert client.publish("news", "nobody left") == 0
             assert silent(pubsub)
 
-    def test_messages_come_in_order_and_none_is_lost(self, listener: redis.Redis, client: redis.Redis) -> None:
+    def test_messages_arrive_in_order_and_none_is_lost(self, listener: redis.Redis, client: redis.Redis) -> None:
         with listener.pubsub(ignore_subscribe_messages=True) as pubsub:
             pubsub.subscribe("ordered")
             pubsub.get_message(timeout=1)
@@ -73,7 +73,7 @@ class TestChannels:
                 assert set(pipe.execute()) == {1}
             assert [int(message["data"]) for message in heard(pubsub, 3000)] == list(range(3000))
 
-    def test_pubsub_tells_who_listens(self, listener: redis.Redis, client: redis.Redis) -> None:
+    def test_pubsub_lists_the_subscribers(self, listener: redis.Redis, client: redis.Redis) -> None:
         with listener.pubsub() as first, client.pubsub() as second:
             first.subscribe("told.a", "told.b")
             second.subscribe("told.b")
@@ -85,7 +85,7 @@ class TestChannels:
             assert client.pubsub_numsub("told.b", "told.c") == [(b"told.b", 2), (b"told.c", 0)]
             assert client.pubsub_numpat() == 2
 
-    def test_who_leaves_listens_no_more(self, server: RunningServer, client: redis.Redis) -> None:
+    def test_a_closed_client_is_no_subscriber(self, server: RunningServer, client: redis.Redis) -> None:
         with Wire(server.port) as wire:
             wire.ask(b"SUBSCRIBE", b"left")
             wire.ask(b"PSUBSCRIBE", b"le*")
@@ -112,7 +112,7 @@ class TestChannels:
             assert sorted([wire.reply()[:1], wire.reply()[:1]]) == [b":", b">"]
             assert wire.ask(b"PING") == b"+PONG\r\n"
 
-    def test_everybody_is_told_in_the_protocol_that_he_speaks(self, server: RunningServer, client: redis.Redis) -> None:
+    def test_every_subscriber_gets_messages_in_its_protocol(self, server: RunningServer, client: redis.Redis) -> None:
         with Wire(server.port) as one, Wire(server.port) as other:
             other.ask(b"HELLO", b"3")
             for wire in (one, other):
@@ -149,7 +149,7 @@ class TestChannels:
             assert pipe.execute() == [1]
             assert heard(pubsub, 1)[0]["data"] == b"1"
 
-    async def test_many_listeners_hear_the_same(self, server: RunningServer) -> None:
+    async def test_many_subscribers_receive_the_same(self, server: RunningServer) -> None:
         async with redis.asyncio.Redis(port=server.port) as client:
             listeners = [client.pubsub(ignore_subscribe_messages=True) for _ in range(40)]
             for listener in listeners:
@@ -161,7 +161,7 @@ class TestChannels:
             for listener in listeners:
                 await listener.aclose()
 
-    def test_a_listener_that_ends_while_it_is_told_costs_the_others_nothing(self) -> None:
+    def test_a_subscriber_closed_during_a_message_harms_no_other(self) -> None:
         """It subscribes to many patterns, and is closed during a message to one of them."""
         with (
             start_server("--client-output-buffer-limit", "pubsub", "1mb", "0", "0") as server,
@@ -186,7 +186,7 @@ class TestChannels:
             assert (min(told), max(told)) == (2, 32)  # some of its patterns may have received it before it was closed
             assert client.pubsub_numpat() == 2
 
-    def test_who_watches_and_listens_may_end_while_what_it_watches_expires(self) -> None:
+    def test_a_watching_subscriber_may_close_during_an_expiry(self) -> None:
         """The notification of an expired key closes it, during the check of the watched keys."""
         with (
             start_server("--client-output-buffer-limit", "pubsub", "1mb", "0", "0") as server,
@@ -208,7 +208,7 @@ class TestChannels:
             assert client.flushall()
             until(lambda: len(client.client_list()) == 1)
 
-    def test_who_was_ended_is_listed_no_more(self, server: RunningServer, client: redis.Redis) -> None:
+    def test_a_closed_client_is_not_listed(self, server: RunningServer, client: redis.Redis) -> None:
         with Wire(server.port) as wire:
             number = parse(wire.ask(b"CLIENT", b"ID"))
             with client.pipeline(transaction=False) as pipe:
@@ -218,7 +218,7 @@ class TestChannels:
                 assert pipe.execute()[:2] == [1, 0]
             assert number not in [int(other["id"]) for other in client.client_list()]
 
-    def test_a_listener_who_does_not_read_is_let_go(self) -> None:
+    def test_a_subscriber_that_does_not_read_is_closed(self) -> None:
         with (
             start_server("--client-output-buffer-limit", "pubsub", "8mb", "2mb", "60") as server,
             server.client() as client,
@@ -252,7 +252,7 @@ class TestNotifications:
         client.set("key", "1")
         assert silent(events)
 
-    def test_both_channels_tell_of_a_change(self, client: redis.Redis, events: redis.client.PubSub) -> None:
+    def test_both_channels_report_a_change(self, client: redis.Redis, events: redis.client.PubSub) -> None:
         client.config_set("notify-keyspace-events", "KEA")
         client.set("key", "1", ex=100)
         assert self.told(events, 4) == [
@@ -279,7 +279,7 @@ class TestNotifications:
         with pytest.raises(redis.ResponseError, match="notify-keyspace-events"):
             client.config_set("notify-keyspace-events", "KEq")
 
-    def test_pages_are_told_of_by_their_keys(self, client: redis.Redis, events: redis.client.PubSub) -> None:
+    def test_pages_are_reported_by_their_keys(self, client: redis.Redis, events: redis.client.PubSub) -> None:
         client.config_set("notify-keyspace-events", "EA")
         page = "told", 0, 0, 0, 0
         key = b"kv:told:0:0:0:0"
@@ -298,14 +298,12 @@ class TestNotifications:
             (b"__keyevent@0__:expired", key),
         ]
 
-    def test_expiry_is_told_though_nobody_asks_for_the_key(
-        self, client: redis.Redis, events: redis.client.PubSub
-    ) -> None:
+    def test_an_expiry_is_reported_without_a_lookup(self, client: redis.Redis, events: redis.client.PubSub) -> None:
         client.config_set("notify-keyspace-events", "Ex")
         client.set("key", "1", px=100)
         assert self.told(events, 1) == [(b"__keyevent@0__:expired", b"key")]
 
-    def test_eviction_is_told(self) -> None:
+    def test_an_eviction_is_reported(self) -> None:
         options = "--maxmemory", "3mb", "--notify-keyspace-events", "Ee"
         with start_server(*options) as server, server.client() as client, client.pubsub() as events:
             events.psubscribe("__keyevent@0__:*")
@@ -316,7 +314,7 @@ class TestNotifications:
         assert told == [(b"__keyevent@0__:evicted", b"key:0"), (b"__keyevent@0__:evicted", b"key:1")]
 
 
-def test_many_listeners_hear_all_in_the_order_in_which_it_was_said(server: RunningServer, client: redis.Redis) -> None:
+def test_many_subscribers_receive_all_messages_in_order(server: RunningServer, client: redis.Redis) -> None:
     """Several receive the message in every turn; messages that are published meanwhile follow it."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(Wire(server.port)) for _ in range(200)]
@@ -338,7 +336,7 @@ def test_many_listeners_hear_all_in_the_order_in_which_it_was_said(server: Runni
             assert [message for one, message in heard if one == channel] == [b"%d" % number for number in range(20)]
 
 
-def test_one_who_left_while_many_were_told_hears_nothing_more(server: RunningServer, client: redis.Redis) -> None:
+def test_a_subscriber_that_left_during_a_message_gets_no_more(server: RunningServer, client: redis.Redis) -> None:
     with ExitStack() as stack:
         listeners = [stack.enter_context(Wire(server.port)) for _ in range(100)]
         for listener in listeners:
@@ -352,16 +350,14 @@ def test_one_who_left_while_many_were_told_hears_nothing_more(server: RunningSer
             assert frames[-2:] == [b"+RESET\r\n", b"+PONG\r\n"]
 
 
-def test_what_is_not_answered_is_confirmed_nevertheless(server: RunningServer) -> None:
+def test_suppressed_replies_include_no_confirmations(server: RunningServer) -> None:
     """CLIENT REPLY SKIP keeps back a reply; confirmations are pushed, those that take steps too."""
     with Wire(server.port) as wire:
         wire.send(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell([b"PSUBSCRIBE", b"a*", b"b*", b"c*"]))
         assert [parse(wire.reply())[1] for _ in range(3)] == [b"a*", b"b*", b"c*"]
 
 
-def test_who_has_left_is_counted_no_more_while_messages_wait_for_their_turn(
-    server: RunningServer, client: redis.Redis
-) -> None:
+def test_a_client_that_left_is_not_counted_for_queued_messages(server: RunningServer, client: redis.Redis) -> None:
     pages = 3000  # of one block: so many notifications are sent in turns
     client.config_set("notify-keyspace-events", "KEA")
     batch = [word for n in range(pages) for word in ("left", n, 0, 0, 0, 1, 1, 4, 0, b"8 bytes.")]

@@ -56,11 +56,11 @@ def a_reply(server: RunningServer, spec: Spec, rng: random.Random) -> bytes:
     return b""
 
 
-def test_every_row_says_what_it_costs_and_what_it_answers() -> None:
+def test_every_row_has_its_complexity_and_reply() -> None:
     assert [spec.name for spec in ROWS if not (spec.complexity and spec.reply and schema(spec.reply))] == []
 
 
-def test_what_is_answered_has_the_shape_that_the_table_says(server: RunningServer) -> None:
+def test_replies_have_the_shape_in_the_table(server: RunningServer) -> None:
     rng = random.Random(1)
     answers = {spec: a_reply(server, spec, rng) for spec in ROWS if spec.name not in NOT_TRIED}
     wrong = {spec.name: reply[:100] for spec, reply in answers.items() if reply and not fits(reply, spec.reply)}
@@ -70,7 +70,7 @@ def test_what_is_answered_has_the_shape_that_the_table_says(server: RunningServe
 
 
 @pytest.mark.parametrize("name", ["get", "kvpageget", "acl"])
-def test_command_docs_tells_both(server: RunningServer, name: str) -> None:
+def test_command_docs_has_both(server: RunningServer, name: str) -> None:
     with Wire(server.port) as wire:
         told = parse(wire.ask(b"COMMAND", b"DOCS", name.encode()))[1]
     docs = dict(zip(told[::2], told[1::2], strict=True))
@@ -94,6 +94,6 @@ def test_command_docs_tells_both(server: RunningServer, name: str) -> None:
         ("multi N req page [req page ...]", -4),
     ],
 )
-def test_how_many_words_a_call_takes_follows_from_how_it_is_spelt(call: str, words: int) -> None:
+def test_arity_follows_from_the_usage(call: str, words: int) -> None:
     name, _, usage = call.partition(" ")
     assert arity(name, usage) == words

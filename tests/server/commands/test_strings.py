@@ -85,14 +85,14 @@ class TestAPageAsAString:
         assert client.get("kv:strings:3:1:5:1") == BLOB
         assert client.execute_command("KVPAGEEXISTS", "strings", 3, 1, 5, 1) == 0
 
-    def test_a_damaged_blob_is_refused_and_nothing_of_its_batch_is_stored(self, client: redis.Redis) -> None:
+    def test_a_damaged_blob_is_refused_with_its_whole_batch(self, client: redis.Redis) -> None:
         damaged = BLOB[:-1] + b"?"
         for write in (client.mset, client.msetnx):
             with pytest.raises(redis.ResponseError, match="does not match the checksum"):
                 write({"before": "1", bytes(KEY): damaged, "after": "1"})
         assert client.keys("*") == []
 
-    def test_its_header_tells_the_time_to_live_it_was_written_with(self, client: redis.Redis) -> None:
+    def test_its_header_has_the_ttl_of_the_write(self, client: redis.Redis) -> None:
         client.execute_command("KVPAGESET", *NAME, 1, 64, 64, 3600, BODY)
         blob = client.get(bytes(KEY))
         assert PageHeader.parse(blob).ttl == 3600
@@ -100,7 +100,7 @@ class TestAPageAsAString:
 
 
 class TestLongValues:
-    def test_every_length_comes_back_as_it_was(self, client: redis.Redis) -> None:
+    def test_every_length_is_read_back(self, client: redis.Redis) -> None:
         rng = random.Random(5)
         lengths = [0, 1, 511, 512, 513, 1023, 1024, 1025, 4094, 4095, 4096, 4097, 70_000, 3_000_000]
         values = {f"length:{n}": rng.randbytes(n) for n in lengths}
@@ -112,7 +112,7 @@ class TestLongValues:
             assert client.getdel(key) == value[::-1]
         assert client.dbsize() == 0
 
-    def test_any_value_takes_the_place_of_any_other_and_nothing_of_that_is_counted(self, client: redis.Redis) -> None:
+    def test_any_value_replaces_any_other_without_a_trace(self, client: redis.Redis) -> None:
         key = bytes(KEY)
         for old, new in product([b"", b"1" * 511, b"2" * 512, b"3" * 1024, b"4" * 5000, BLOB], repeat=2):
             for ex in (None, 100):
@@ -188,7 +188,7 @@ class TestSet:
         assert client.set("key", "4", nx=True, get=True) == b"3"
         assert client.get("key") == b"3"
 
-    def test_a_time_in_the_past_means_gone_at_once(self, client: redis.Redis) -> None:
+    def test_a_time_in_the_past_deletes_at_once(self, client: redis.Redis) -> None:
         client.set("key", "1")
         assert client.set("key", "2", pxat=1) is True
         assert client.get("key") is None
@@ -196,7 +196,7 @@ class TestSet:
         assert client.getex("key", pxat=1) == b"1"
         assert client.exists("key") == 0
 
-    def test_a_short_string_over_another_changes_its_time_to_live_and_nothing_else(self, client: redis.Redis) -> None:
+    def test_overwriting_a_short_string_changes_only_its_ttl(self, client: redis.Redis) -> None:
         before = client.info("memory")["used_memory"]
         client.set("key", "1", px=100_000)
         client.set("key", "a longer one")

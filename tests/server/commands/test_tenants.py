@@ -176,7 +176,7 @@ BY_THE_CLOCK = {b"GT", b"LT"}  # whether an expiry is later than the one that wa
 YES_OR_NO = re.compile(rb"\A:[01](?=\r\n)")
 
 
-def test_the_answers_are_those_of_a_server_where_it_is_alone(alone: RunningServer, shared: RunningServer) -> None:
+def test_replies_equal_those_of_a_server_without_other_tenants(alone: RunningServer, shared: RunningServer) -> None:
     for name, spec in TABLE.items():
         for call in calls_of(spec):
             here, there = (answer(server, b"tenantA", call) for server in (alone, shared))
@@ -188,7 +188,7 @@ def test_the_answers_are_those_of_a_server_where_it_is_alone(alone: RunningServe
                 assert MOMENTARY.sub(b"", here) == MOMENTARY.sub(b"", there), f"{call} knows of others"
 
 
-def test_the_same_calls_tell_an_administrator_much(shared: RunningServer) -> None:
+def test_the_same_calls_show_an_administrator_much(shared: RunningServer) -> None:
     """Or the test above would prove nothing."""
     reading = [name for name, spec in TABLE.items() if not spec.flags & {"write", "admin"}]
     telling = {
@@ -225,7 +225,7 @@ def test_lists_and_counts_are_of_its_own(shared: RunningServer) -> None:
         assert {"db0", "evicted_keys", "used_memory", "connected_clients"}.isdisjoint(tenant.info("all"))
 
 
-def test_events_are_those_of_its_own_keys(shared: RunningServer) -> None:
+def test_events_are_limited_to_its_own_keys(shared: RunningServer) -> None:
     """Also for a user who may subscribe to every channel."""
     with shared.client(username="admin", password="") as admin:
         admin.config_set("notify-keyspace-events", "KEA")
@@ -257,7 +257,7 @@ def test_a_pattern_for_part_of_a_request_does_not_open_all_of_it(shared: Running
         admin.acl_deluser("layer0")
 
 
-def test_what_a_tenant_asks_is_refused_as_quickly_as_it_is_answered(shared: RunningServer) -> None:
+def test_refusals_take_as_long_as_replies(shared: RunningServer) -> None:
     """Its many pages are checked in a batch: 256 of them cost little more than the batch itself."""
     names = [word for page in range(256) for word in (b"tenantA.x", b"0", b"0", b"%d" % page, b"0")]
     call = spell([b"KVPAGEMEXISTS", b"256", *names])

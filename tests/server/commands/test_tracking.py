@@ -91,7 +91,7 @@ SET_PAGE = ("KVPAGESET", *PAGE, "1", "1", "2", "0", b"abcd")
 
 
 class TestWhatIsTold:
-    def test_a_change_is_told_once_to_those_who_read(self, caches: tuple[Cache, Cache]) -> None:
+    def test_a_change_is_sent_once_to_each_reader(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches
         writer.ask("MSET", "a", "1", "b", "2")
         cache.ask("CLIENT", "TRACKING", "ON")
@@ -125,7 +125,7 @@ class TestWhatIsTold:
         ids=lambda words: " ".join(str(word) for word in words[:3]),
     )
     @pytest.mark.parametrize("stored", ["page by page", "as a block"])
-    def test_every_way_to_change_a_page_tells_who_read_it(
+    def test_every_kind_of_page_change_notifies_its_readers(
         self, caches: tuple[Cache, Cache], change: tuple[str | bytes, ...], stored: str
     ) -> None:
         cache, writer = caches
@@ -147,7 +147,7 @@ class TestWhatIsTold:
         writer.ask(*SET_PAGE)
         assert cache.told() == []
 
-    def test_a_page_that_a_block_stored_whole_has_not_any_more_has_changed(
+    def test_a_page_missing_in_a_new_whole_block_has_changed(
         self, server: RunningServer, caches: tuple[Cache, Cache]
     ) -> None:
         cache, writer = caches
@@ -165,9 +165,7 @@ class TestWhatIsTold:
                 watching.execute()
             assert not client.exists(other)
 
-    def test_a_new_page_changes_what_was_read_of_its_request_and_no_other_page(
-        self, caches: tuple[Cache, Cache]
-    ) -> None:
+    def test_a_new_page_changes_reads_of_its_request_only(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches
         writer.ask(*SET_PAGE)
         cache.ask("CLIENT", "TRACKING", "ON")
@@ -177,7 +175,7 @@ class TestWhatIsTold:
         writer.ask("KVPAGESET", "r", "0", "0", "1", "0", *SET_PAGE[6:])
         assert cache.told() == [b"kv:r:index"]
 
-    def test_what_expires_and_what_is_evicted_is_told_even_to_who_did_it(self) -> None:
+    def test_expiry_and_eviction_notify_even_their_cause(self) -> None:
         with start_server("--maxmemory", "4mb") as server, Cache(server) as cache, server.client() as client:
             cache.ask("CLIENT", "TRACKING", "ON", "NOLOOP")
             cache.ask("SET", "short", "1", "PX", "50")
@@ -203,7 +201,7 @@ class TestWhatIsTold:
                 assert client.info("kvpage")["disk_dropped_from_memory"] > 0
             assert cache.told() == []
 
-    def test_own_changes_are_told_after_their_reply_or_not_at_all(self, server: RunningServer) -> None:
+    def test_own_changes_follow_their_reply_or_are_not_sent(self, server: RunningServer) -> None:
         with Cache(server) as cache:
             cache.ask("CLIENT", "TRACKING", "ON")
             cache.ask_all([("GET", "own"), ("SET", "own", "1")])
@@ -212,14 +210,14 @@ class TestWhatIsTold:
             cache.ask_all([("GET", "own"), ("SET", "own", "2"), ("MULTI",), ("GET", "own"), ("DEL", "own"), ("EXEC",)])
             assert cache.told() == []
 
-    def test_who_has_changed_everything_itself_gets_no_empty_message(self, server: RunningServer) -> None:
+    def test_a_client_that_changed_all_keys_gets_no_empty_message(self, server: RunningServer) -> None:
         with Cache(server) as cache:
             cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "NOLOOP")
             cache.ask("SET", "own", "1")
             cache.ask_all([])
             assert cache._told == []
 
-    def test_a_key_that_expires_as_its_owner_writes_it_has_not_changed_by_the_owner_alone(self) -> None:
+    def test_an_expiry_during_an_own_write_is_reported(self) -> None:
         with start_server() as server, Cache(server) as cache:
             cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "NOLOOP", "PREFIX", "short")
             cache.ask("SET", "short", "1", "PX", "1")
@@ -230,9 +228,7 @@ class TestWhatIsTold:
     @pytest.mark.parametrize(
         "refused", [("NOSUCH",), ("GET",), ("CLIENT", "NOSUCH"), ("EXEC", "x")], ids=lambda words: " ".join(words)
     )
-    def test_what_caching_says_ends_with_a_command_that_is_refused(
-        self, caches: tuple[Cache, Cache], refused: tuple[str, ...]
-    ) -> None:
+    def test_caching_ends_with_a_refused_command(self, caches: tuple[Cache, Cache], refused: tuple[str, ...]) -> None:
         cache, writer = caches
         cache.ask("CLIENT", "TRACKING", "ON", "OPTOUT")
         cache.ask_all([("CLIENT", "CACHING", "NO"), refused, ("GET", "kept")])
@@ -242,7 +238,7 @@ class TestWhatIsTold:
         writer.ask("SET", "kept", "2")
         assert cache.told() == []
 
-    def test_what_caching_says_is_for_all_of_a_command_that_runs_in_parts(self, caches: tuple[Cache, Cache]) -> None:
+    def test_caching_applies_to_all_parts_of_a_command(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches
         keys = [b"part:%d" % i for i in range(1500)]
         cache.ask("CLIENT", "TRACKING", "ON", "OPTIN")
@@ -252,7 +248,7 @@ class TestWhatIsTold:
         writer.ask("MSET", *[word for key in keys[1000:] for word in (key, "1")])
         assert cache.told() == sorted(keys[1000:])
 
-    def test_many_changes_come_in_few_messages_where_all_are_told(self, caches: tuple[Cache, Cache]) -> None:
+    def test_many_changes_are_sent_in_few_broadcast_messages(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches
         cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "PREFIX", "many:")
         keys = [f"many:{i}" for i in range(500)]
@@ -265,7 +261,7 @@ class TestWhatIsTold:
         ("mode", "word", "told"),
         [("OPTIN", "YES", True), ("OPTIN", None, False), ("OPTOUT", "NO", False), ("OPTOUT", None, True)],
     )
-    def test_what_is_asked_of_a_command_holds_for_all_of_its_parts_and_no_longer(
+    def test_caching_applies_to_all_parts_and_no_later_command(
         self, caches: tuple[Cache, Cache], mode: str, word: str | None, told: bool
     ) -> None:
         cache, writer = caches
@@ -280,7 +276,7 @@ class TestWhatIsTold:
 
 
 class TestWhoIsTold:
-    def test_resp2_is_told_on_another_connection(self, server: RunningServer) -> None:
+    def test_resp2_is_notified_on_another_connection(self, server: RunningServer) -> None:
         with Cache(server, 2) as cache, Cache(server, 2) as listener, Cache(server) as writer:
             listener.ask("SUBSCRIBE", CHANNEL)
             assert cache.ask("CLIENT", "TRACKING", "ON", "REDIRECT", str(listener.id)) == [b"+OK\r\n"]
@@ -291,7 +287,7 @@ class TestWhoIsTold:
             assert listener.told() == [ALL]
             assert cache.told() == []
 
-    def test_a_redirection_to_who_is_gone_is_broken_and_says_so(self, server: RunningServer) -> None:
+    def test_a_redirection_to_a_closed_client_is_reported_broken(self, server: RunningServer) -> None:
         with Cache(server) as cache, Cache(server) as writer, server.client() as client:
             with Cache(server) as listener:
                 cache.ask("CLIENT", "TRACKING", "ON", "REDIRECT", str(listener.id))
@@ -305,7 +301,7 @@ class TestWhoIsTold:
             assert line["flags"] == "tR"
             assert b"broken_redirect" in cache.ask("CLIENT", "TRACKINGINFO")[0]
 
-    def test_nobody_is_told_of_keys_that_it_may_not_read(self, server: RunningServer) -> None:
+    def test_no_client_is_notified_of_unreadable_keys(self, server: RunningServer) -> None:
         with server.client() as client, Cache(server) as admin, ExitStack() as stack:
             for name in ("tenantA", "tenantB"):
                 client.acl_setuser(name, enabled=True, nopass=True, keys=[f"kv:{name}.*"], commands=["+@all"])
@@ -347,7 +343,7 @@ class TestWhatItCosts:
                 assert (told["tracking_total_keys"], told["tracking_total_items"]) == (100, 100)
                 assert client.info("clients")["tracking_clients"] == 1
 
-    def test_who_is_gone_leaves_little(self, server: RunningServer) -> None:
+    def test_a_closed_client_leaves_little_memory(self, server: RunningServer) -> None:
         with Cache(server) as stays, server.client() as client:
             client.flushall()
             stays.ask("CLIENT", "TRACKING", "ON")
@@ -390,7 +386,7 @@ def random_words(rng: random.Random) -> str:
 
 
 @pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
-def test_redis_tells_the_same() -> None:
+def test_redis_sends_the_same_invalidations() -> None:
     """The same random commands of three clients to redis-server and ours: the same replies and invalidations."""
     with start_redis() as theirs, start_server() as ours:
         told = 0
@@ -430,7 +426,7 @@ def test_redis_tells_the_same() -> None:
         assert told > 500
 
 
-def test_who_read_very_many_pages_of_a_block_is_told_at_once_that_all_are_gone(server: RunningServer) -> None:
+def test_a_reader_of_very_many_pages_gets_one_flush_message(server: RunningServer) -> None:
     """One message instead of thousands; keys that were read of other blocks stay tracked."""
     block = [b"KVBLOCKSET", b"r", b"0", b"25", b"80", b"1", b"0", b"1", b"0", b"8", b"1", b"b" * 2000]
     pages = [word for at in range(2000) for word in (b"r", b"%d" % (at // 80), b"%d" % (at % 80), b"0", b"0")]

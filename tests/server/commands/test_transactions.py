@@ -49,7 +49,7 @@ class TestTransactions:
             wire.ask(b"MULTI")
             assert wire.ask(b"EXEC") == b"*0\r\n"
 
-    def test_no_other_client_comes_in_between(self, server: RunningServer, client: redis.Redis) -> None:
+    def test_no_other_client_runs_in_between(self, server: RunningServer, client: redis.Redis) -> None:
         stop = threading.Event()
         torn = []
 
@@ -93,7 +93,7 @@ class TestTransactions:
         assert replies[-1] == [b"after %d" % i for i in range(300)]
         assert client.execute_command("KVPAGEDEL", "streamed") == 300
 
-    def test_long_bodies_wait_in_the_memory_they_came_to(self) -> None:
+    def test_long_bodies_wait_in_their_receive_memory(self) -> None:
         body = bytes(range(256)) * 16384  # 4 MiB
         count = 8
         key = PageKey(b"queued", 0, 0, 0, 0)
@@ -158,11 +158,13 @@ class TestWatch:
     @pytest.mark.parametrize(
         "no_change", ["GET key", "SET other 1", "SETNX key 1", "EXPIRE key 1 NX", "TOUCH key", "DEL other", "GETEX key"]
     )
-    def test_what_leaves_it_as_it_is_does_not(self, server: RunningServer, client: redis.Redis, no_change: str) -> None:
+    def test_commands_without_a_change_do_not_fail_it(
+        self, server: RunningServer, client: redis.Redis, no_change: str
+    ) -> None:
         client.set("key", "7", ex=1000)
         assert not self.changed(server, client, *no_change.split())
 
-    def test_a_key_that_comes_to_be_has_changed(self, server: RunningServer, client: redis.Redis) -> None:
+    def test_a_created_key_has_changed(self, server: RunningServer, client: redis.Redis) -> None:
         assert self.changed(server, client, "SET", "key", "1")
 
     def test_a_flush_changes_only_keys_that_there_were(self, server: RunningServer, client: redis.Redis) -> None:
@@ -208,7 +210,7 @@ class TestWatch:
             wire.ask(b"MULTI")
             assert wire.ask(b"EXEC") == b"*0\r\n"
 
-    def test_who_leaves_watches_no_more(self, server: RunningServer, client: redis.Redis) -> None:
+    def test_a_closed_client_watches_nothing(self, server: RunningServer, client: redis.Redis) -> None:
         """A write notifies watchers: without a watcher there is no work, and no memory."""
         for i in range(200):
             with Wire(server.port) as wire:

@@ -79,7 +79,7 @@ class TestRedisPy:
         header, body = decode_page(r.get("kv:clients:5:8:42:0"))
         assert (header.page_size, header.head_dim, header.ttl, bytes(body)) == (128, 64, 3600, BODY)
 
-    def test_errors_are_exceptions_and_the_connection_goes_on(self, r: redis.Redis) -> None:
+    def test_errors_are_exceptions_and_the_connection_stays_open(self, r: redis.Redis) -> None:
         with pytest.raises(redis.ResponseError, match="unknown command 'NOSUCH'"):
             r.execute_command("NOSUCH", "a")
         with pytest.raises(redis.ResponseError, match="kv_type must be an integer between 0 and 5, got '6'"):
@@ -125,7 +125,7 @@ class TestRedisPy:
             pubsub.unsubscribe()
             assert pubsub.get_message(timeout=60)["type"] == "unsubscribe"
 
-    def test_what_the_server_says_of_itself(self, r: redis.Redis) -> None:
+    def test_server_information_is_parsed(self, r: redis.Redis) -> None:
         info = r.info()
         assert info["role"] == "master"
         assert isinstance(info["used_memory"], int)
@@ -148,7 +148,7 @@ class TestRedisPyCache:
             client.flushall()
             yield client
 
-    def test_it_is_told_of_every_change(self, keeps: redis.Redis, server: RunningServer) -> None:
+    def test_it_is_notified_of_every_change(self, keeps: redis.Redis, server: RunningServer) -> None:
         cache = keeps.get_cache()
         assert cache is not None
         with server.client() as writer:
@@ -165,7 +165,7 @@ class TestRedisPyCache:
             writer.flushall()
             assert keeps.mget("kept", "beside") == [None, None]
 
-    def test_pages_and_what_expires(self, keeps: redis.Redis, server: RunningServer) -> None:
+    def test_pages_and_expiring_keys(self, keeps: redis.Redis, server: RunningServer) -> None:
         key = "kv:clients:5:8:42:0"
         with server.client() as writer:
             for body in (BODY, BODY[::-1]):
@@ -261,7 +261,7 @@ class TestRedisPyAsyncio:
             await r.publish("news", "hello")
             assert (await pubsub.get_message(timeout=60))["data"] == b"hello"
 
-    async def test_a_cancelled_read_harms_nobody(self, r: redis.asyncio.Redis) -> None:
+    async def test_a_cancelled_read_harms_no_other(self, r: redis.asyncio.Redis) -> None:
         await r.set("big", bytes(8_000_000))
         reads = [asyncio.create_task(r.get("big")) for _ in range(10)]
         await asyncio.sleep(0.02)
@@ -304,7 +304,7 @@ class TestValkeyGlide:
         assert glide.custom_command(["KVPAGEGET", *name]) == BODY
         assert glide.custom_command(["KVPAGEMGET", "2", *name, *name]) == [BODY, BODY]
 
-    def test_what_it_asks_by_itself(self, glide: Any) -> None:
+    def test_its_automatic_commands_work(self, glide: Any) -> None:
         assert b"role:master" in glide.info()
         assert glide.ping() == b"PONG"
         assert glide.config_get(["maxmemory-policy"])
@@ -390,7 +390,7 @@ class TestMetrics:
             assert {"Server", "Clients", "Memory", "Stats", "Replication", "CPU", "Kvpage"} <= set(self.read(r, word))
 
     @pytest.mark.parametrize("again", [False, True], ids=["at once", "after a reset"])
-    def test_what_is_counted_is_what_happened(self, again: bool, r: redis.Redis) -> None:
+    def test_counters_match_the_commands(self, again: bool, r: redis.Redis) -> None:
         if again:
             r.config_resetstat()
         before = self.read(r)["Stats"]

@@ -312,7 +312,7 @@ def scattered(frames: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_messages_and_confirmations_are_those_of_redis(pair: Pair, seed: int) -> None:
+def test_messages_and_confirmations_equal_those_of_redis(pair: Pair, seed: int) -> None:
     rng = random.Random(seed)
     commands = Commands(rng, [spec for spec in shared_specs(pair[0]) if spec.group == "pubsub"])
     with ExitStack() as stack:
@@ -358,7 +358,7 @@ def test_the_same_events_of_keys_are_published(pair: Pair) -> None:
 SAID_OF_A_COMMAND = ("name", "arity", "flags", "first key", "last key", "step", "categories")
 
 
-def test_command_info_says_what_redis_says(pair: Pair) -> None:
+def test_command_info_equals_that_of_redis(pair: Pair) -> None:
     allowed = table_under("Where COMMAND INFO differs")
     told = []
     for server in pair:

@@ -117,7 +117,7 @@ def test_a_full_server_evicts_and_never_refuses() -> None:
         native.close()
 
 
-def test_what_exists_is_still_there_when_it_is_read() -> None:
+def test_existing_keys_are_still_readable() -> None:
     """A GET that misses wedges the worker that asked EXISTS before; so a hit by EXISTS is protected for a while."""
     with start_server("--maxmemory", "32mb") as server:
         asking, writing, value = Native(server), Native(server), bytes(MIB)

@@ -101,7 +101,7 @@ def bare(name: str) -> str:
 
 @pytest.mark.timeout(1000)
 @pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
-def test_what_fails_here_fails_for_a_reason(sources: Path) -> None:
+def test_each_failing_test_has_a_reason(sources: Path) -> None:
     def run(tests: list[str]) -> Results:
         with start_server("--store", "tiered") as server:
             return ended(sources, server, tests)

@@ -45,7 +45,7 @@ def answers(server: RunningServer, *commands: str, memory: int = 0) -> list[byte
         (("FULL", "SET a b", "GET a", "DEL a"), False),
     ],
 )
-def test_full_memory_refuses_what_is_queued_and_the_transaction(
+def test_full_memory_refuses_queued_commands_and_the_transaction(
     pair: Pair, commands: tuple[str, ...], refused: bool
 ) -> None:
     for server in pair:
@@ -66,7 +66,7 @@ def test_full_memory_refuses_what_is_queued_and_the_transaction(
     ],
     ids=" ".join,
 )
-def test_silence_keeps_back_replies_and_not_what_is_pushed(pair: Pair, words: list[str]) -> None:
+def test_client_reply_off_suppresses_replies_and_no_pushes(pair: Pair, words: list[str]) -> None:
     told = []
     for server in pair:
         with Wire(server.port) as wire:
@@ -97,7 +97,7 @@ def test_reset_ends_silence_and_is_skipped_itself(pair: Pair, how: str) -> None:
     assert (b"+RESET\r\n" in told[1]) == (how == "OFF")
 
 
-def test_who_waits_for_the_end_of_a_pause_is_blocked(pair: Pair) -> None:
+def test_a_client_waiting_for_a_pause_is_listed_as_blocked(pair: Pair) -> None:
     for server in pair:
         with server.client() as client, Wire(server.port) as wire:
             client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")

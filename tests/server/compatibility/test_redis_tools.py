@@ -173,7 +173,7 @@ class TestPrompt:
             prompt.enter(" r 0 0 0 0")
             prompt.expect(r"\(integer\) 0")
 
-    def test_help_tells_what_a_command_does(self, cli: Cli) -> None:
+    def test_help_describes_a_command(self, cli: Cli) -> None:
         with cli.at_the_prompt() as prompt:
             prompt.enter("help kvpageget")
             prompt.expect(r"KVPAGEGET\S* \S*req layer head page type")

@@ -75,7 +75,7 @@ class TestLogFile:
 
         asyncio.run(renewed())
 
-    def test_the_old_one_goes_on_when_there_can_be_no_new_one(self, logging_server: tuple[RunningServer, Path]) -> None:
+    def test_the_old_file_is_used_if_no_new_one_can_be_opened(self, logging_server: tuple[RunningServer, Path]) -> None:
         server, log = logging_server
         moved = log.parent.rename(log.parent.with_name("moved")) / log.name
         server.process.send_signal(signal.SIGHUP)
@@ -140,9 +140,7 @@ class TestCertificates:
                 before.sendall(b"PING\r\n")
                 assert before.recv(7) == b"+PONG\r\n"
 
-    def test_a_hangup_with_bad_ones_changes_nothing_and_says_why(
-        self, renewable: SecureServer, next_year: Path
-    ) -> None:
+    def test_a_hangup_with_bad_certificates_changes_nothing(self, renewable: SecureServer, next_year: Path) -> None:
         shutil.copy(next_year / "server.crt", renewable.at)  # and the key is to follow
         os.kill(renewable.plain.pid, signal.SIGHUP)
         until(lambda: "the old certificates stay in use" in renewable.plain.log)

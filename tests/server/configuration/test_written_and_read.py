@@ -173,7 +173,7 @@ def test_a_message_is_one_line_of_the_log() -> None:
     assert all(line.startswith("    ") and line.isprintable() for line in traceback)
 
 
-def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+def test_a_file_is_utf_8_in_any_locale(tmp_path: Path) -> None:
     conf = tmp_path / "kvpage.conf"
     program = (
         "import sys; from pathlib import Path; from kvpage_server.configuration.config import Config; "

@@ -136,7 +136,7 @@ def test_powers_of_two_fit_without_waste(size: int) -> None:
 
 
 @given(st.integers(0, 2**33), st.integers(0, 2**40))
-def test_a_chunk_has_room_for_its_slots_and_is_small_where_there_are_few(size: int, held: int) -> None:
+def test_a_chunk_has_space_for_its_slots_and_starts_small(size: int, held: int) -> None:
     shape = slot_shape(capacity_for(size))
     chunk = chunk_shape(shape, held)
     assert shape.lead + chunk.slots * shape.pitch <= chunk.nbytes
@@ -155,7 +155,7 @@ def test_a_slot_of_one_core_is_as_large_as_one_of_the_other(size: int) -> None:
 
 
 @on_each_core
-def test_what_a_slot_is_told_it_tells(core: Any) -> None:
+def test_a_slot_keeps_its_attributes(core: Any) -> None:
     slot, unit = core.Arena().allocate(5), object()
     assert (slot.digest, slot.expires, slot.unit) == (0, 0, None)
     slot.digest, slot.expires, slot.unit = 2**64 - 1, 2**62, unit
@@ -166,7 +166,7 @@ def test_what_a_slot_is_told_it_tells(core: Any) -> None:
 
 
 @on_each_core
-def test_what_no_slot_can_be_is_refused(core: Any) -> None:
+def test_an_impossible_slot_is_refused(core: Any) -> None:
     arena = core.Arena()
     with pytest.raises(ValueError, match="a slot has 0 bytes or more, got -1"):
         arena.allocate(-1)
@@ -209,7 +209,7 @@ def is_below(limit: int) -> bool:
 
 @pytest.mark.usefixtures("soon")
 @on_each_core
-def test_memory_goes_back_to_the_system(core: Any) -> None:
+def test_spare_memory_is_returned_to_the_system(core: Any) -> None:
     """After it was unused for a while; later allocations of any size do not map it again."""
     gc.collect()
     arena, held = core.Arena(), 0
@@ -230,7 +230,7 @@ def test_memory_goes_back_to_the_system(core: Any) -> None:
 
 
 @on_each_core
-def test_what_is_spare_for_a_moment_is_kept(core: Any) -> None:
+def test_briefly_spare_memory_is_kept(core: Any) -> None:
     """However much it is: who flushes a store and fills it again has no memory made ready twice."""
     arena = core.Arena()
     slots = [arena.allocate(256 << 10) for _ in range(1200)]
@@ -245,14 +245,14 @@ def test_what_is_spare_for_a_moment_is_kept(core: Any) -> None:
 
 
 @on_each_core
-def test_what_is_kept_for_new_values_is_bounded_though_nobody_rests(core: Any) -> None:
+def test_spare_memory_is_bounded_without_the_cleaning_thread(core: Any) -> None:
     arena = core.Arena()
     for size in range(8, 60):
         arena.allocate(size * MIB)
         assert arena.held <= 3 * size * MIB
 
 
-def test_what_was_returned_is_cut_again() -> None:
+def test_returned_memory_is_allocated_again() -> None:
     """For any size, and adjacent to the memory that it was taken from."""
     regions = Regions()
     region = regions.take(4096).region
@@ -288,7 +288,7 @@ def test_memory_is_taken_and_handed_back_in_whole_huge_pages() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=40))
-def test_the_parts_that_are_not_cut_are_in_order_and_do_not_touch(steps: list[tuple[int, bool]]) -> None:
+def test_free_parts_are_ordered_and_not_adjacent(steps: list[tuple[int, bool]]) -> None:
     spans, cut = Spans((0, 16)), list[tuple[int, int]]()
     for size, gives in steps:
         if gives and cut:

@@ -113,7 +113,7 @@ def test_a_null_is_that_of_the_clients_protocol(core: Any) -> None:
 @pytest.mark.parametrize(
     "command", ["WHAT now", "SAY", "SAY 1 2 3", "SET kv:r:index v", "SET a full", "say x", "SAY " + "x " * 80]
 )
-def test_what_is_not_to_be_called_is_handed_back(core: Any, command: str) -> None:
+def test_a_command_off_the_fast_path_is_handed_back(core: Any, command: str) -> None:
     table = Table(core)
     left, words, row, reply, error = table.make("SAY first", command, "SAY later")
     assert (left, [*words], row, reply, error) == (99, command.encode().split(b" "), None, None, None)
@@ -126,9 +126,7 @@ def test_what_is_not_to_be_called_is_handed_back(core: Any, command: str) -> Non
 @pytest.mark.parametrize(
     ("command", "reply"), [("SAY list", [1]), ("SAY yes", True), ("FREE", b"free"), ("PUSH", b"pushed")]
 )
-def test_a_reply_that_is_not_plain_or_not_to_be_sent_at_once_is_handed_back(
-    core: Any, command: str, reply: object
-) -> None:
+def test_a_complex_reply_is_handed_back(core: Any, command: str, reply: object) -> None:
     table = Table(core)
     left, words, row, got, error = table.make("SAY first", command, "SAY later")
     assert (left, words, row.what, got, error) == (98, command.encode().split(), command.split()[0], reply, None)
@@ -136,7 +134,7 @@ def test_a_reply_that_is_not_plain_or_not_to_be_sent_at_once_is_handed_back(
 
 
 @on_each_core
-def test_what_a_command_raises_is_handed_back_and_the_call_counts(core: Any) -> None:
+def test_an_exception_is_handed_back_and_the_call_counts(core: Any) -> None:
     table = Table(core)
     left, words, row, reply, error = table.make("FAIL", "SAY later")
     assert (left, words, row.name, reply, repr(error)) == (99, [b"FAIL"], "fail", None, "KeyError('no')")
@@ -155,7 +153,7 @@ def test_a_turn_ends_after_so_many_calls_or_at_its_moment(core: Any) -> None:
 
 
 @on_each_core
-def test_a_command_that_was_taken_before_comes_first(core: Any) -> None:
+def test_a_command_taken_before_runs_first(core: Any) -> None:
     table = Table(core)
     table.feed("SAY 1", "SAY 2")
     assert table.go_on(first=table.parser.next()) is None
@@ -185,7 +183,7 @@ def test_pieces_are_added_as_they_are_until_they_borrow_much(core: Any) -> None:
 
 
 @on_each_core
-def test_every_command_is_asked_about_if_that_is_wanted_and_slow_ones_are_noted(core: Any) -> None:
+def test_calls_are_checked_on_request_and_slow_ones_are_noted(core: Any) -> None:
     table = Table(core)
     assert table.make("SAY 1", "SAY full", ask=True, slow_from=0)[:2] == (99, [b"SAY", b"full"])
     ((client, what, words, took),) = table.slow
@@ -194,7 +192,7 @@ def test_every_command_is_asked_about_if_that_is_wanted_and_slow_ones_are_noted(
 
 
 @on_each_core
-def test_long_words_come_as_slots(core: Any) -> None:
+def test_long_words_are_passed_as_slots(core: Any) -> None:
     table = Table(core)
     table.make("SAY " + "x" * 600)
     left, words, row, reply, _ = table.make("SAY " + "y" * 600)

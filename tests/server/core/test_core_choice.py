@@ -51,7 +51,7 @@ def native(copy: Path, pattern: str) -> list[Path]:
 
 
 class TestWhatRuns:
-    def test_the_server_says_it_to_everybody(self) -> None:
+    def test_the_server_reports_the_core_everywhere(self) -> None:
         with start_server() as server, server.client() as client:
             assert client.info("server")["page_core"] == core.NAME
             assert f"core    {core.NAME}" in server.log
@@ -71,7 +71,7 @@ class TestWhatRuns:
         assert refused.stderr == "KVPAGE_CORE is 'fast': set it to python, or leave it unset for the compiled core\n"
 
     @needs_native
-    def test_what_was_compiled_from_other_sources_does_not_run(self, copy: Path) -> None:
+    def test_a_core_compiled_from_other_sources_does_not_run(self, copy: Path) -> None:
         assert said(copy) == "native"
         source = native(copy, "*.pxd")[0]
         was = source.read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ class TestWhatRuns:
         assert said(copy) == "native"
 
     @needs_native
-    def test_what_finds_no_longer_what_it_was_compiled_with_does_not_run(self, copy: Path) -> None:
+    def test_a_core_without_its_dependencies_does_not_run(self, copy: Path) -> None:
         twin = copy / "kvpage_server" / "core" / "python" / "bodies.py"
         twin.write_text(twin.read_text(encoding="utf-8").replace("SCRATCH_BYTES", "OTHER_BYTES"), encoding="utf-8")
         assert said(copy) == "python it was compiled from other sources than are there now"
@@ -101,7 +101,7 @@ class TestWhatRuns:
         assert said(copy) == "native"
 
     @needs_native
-    def test_a_server_without_it_says_so_and_serves(self, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_server_without_the_core_reports_it_and_serves(self, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         native(copy, BUILT)[0].unlink()
         monkeypatch.delenv("KVPAGE_CORE", raising=False)
         monkeypatch.chdir(copy)
@@ -133,7 +133,7 @@ class TestTheBuild:
         assert done.returncode == 0, done.stderr
         return done.stderr
 
-    def test_it_is_silent_leaves_no_c_behind_and_compiles_again_what_changed(self, small: Path) -> None:
+    def test_a_build_is_silent_and_recompiles_only_changes(self, small: Path) -> None:
         assert self.build(small) == ""
         assert said(small) == "native"
         assert len(native(small, "*.so")) == 3

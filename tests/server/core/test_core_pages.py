@@ -199,7 +199,7 @@ def test_a_block_may_have_any_number_of_rows_in_any_order(core: ModuleType) -> N
 
 
 @pytest.mark.parametrize(("pages", "slots"), [(plain_pages, plain_slots), (native_pages, native_slots)])
-def test_what_is_hashed_at_once_is_bounded(pages: ModuleType, slots: ModuleType) -> None:
+def test_bytes_hashed_in_one_step_are_bounded(pages: ModuleType, slots: ModuleType) -> None:
     core = Core(pages, slots)
     batch = [[b"r", b"0", b"0", b"%d" % i, b"0", b"3", b"1", b"1", b"0", Body(1024**2, False)] for i in range(9)]
     assert len(core.read(batch, False, True)) == 4

@@ -59,7 +59,7 @@ def test_both_cores_note_the_same_uses(batches: list[tuple[list[str], int, int]]
 
 
 @pytest.mark.parametrize("core", [python, native], ids=["python", "native"])
-def test_what_is_used_again_soon_is_the_last_to_go_and_what_is_old_is_left_to_its_owner(core: Any) -> None:
+def test_recently_used_units_are_evicted_last(core: Any) -> None:
     queues = Queues(core)
     assert queues.use(["a", "b", "c"], 100, 1) == (["a", "b", "c"], [], [])
     assert queues.use(["c", "a"], 101, 1) == ([], [], [(1, 0, 2)])

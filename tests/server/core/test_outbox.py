@@ -77,7 +77,7 @@ rounds = st.lists(
 
 @on_each_core
 @given(rounds)
-def test_bytes_leave_in_order_however_few_are_taken(core: Any, rounds: list[Round]) -> None:
+def test_bytes_are_sent_in_order_in_any_pieces(core: Any, rounds: list[Round]) -> None:
     outbox, of, taken, expected = core.Outbox(), Kinds(core), bytearray(), bytearray()
     everything: list[Any] = []
     for some, counts, moves in rounds:
@@ -119,7 +119,7 @@ def test_memory_is_kept_until_its_last_byte_is_sent(core: Any) -> None:
 
 
 @on_each_core
-def test_a_slot_that_waits_is_not_given_to_somebody_else(core: Any) -> None:
+def test_a_queued_slot_is_not_reused(core: Any) -> None:
     of, outbox = Kinds(core), core.Outbox()
     outbox.add([of.slot(b"a" * 1000), of.slot(b"b" * 1000).part(0, 500)])
     used = of.arena.used
@@ -136,7 +136,7 @@ def test_a_slot_that_waits_is_not_given_to_somebody_else(core: Any) -> None:
 
 
 @on_each_core
-def test_what_is_dropped_is_not_kept(core: Any) -> None:
+def test_dropped_output_is_not_kept(core: Any) -> None:
     outbox, piece = core.Outbox(), Lent(bytes(10))
     known = weakref.ref(piece)
     outbox.add([b"before", piece])
@@ -156,7 +156,7 @@ def test_so_much_is_handed_over_at_a_time(core: Any, sizes: list[int], begun: in
 
 
 @on_each_core
-def test_many_small_pieces_are_handed_over_together_as_many_as_the_kernel_takes(core: Any) -> None:
+def test_many_small_pieces_are_sent_together(core: Any) -> None:
     outbox = core.Outbox()
     outbox.add([*chain.from_iterable((b"$1", Lent(b"x")) for _ in range(1000))])
     assert len(outbox.next()) == 1024
@@ -165,7 +165,7 @@ def test_many_small_pieces_are_handed_over_together_as_many_as_the_kernel_takes(
 
 
 @on_each_core
-def test_what_is_no_piece_is_refused_and_what_stands_before_it_does_not_wait(core: Any) -> None:
+def test_an_invalid_piece_is_refused_and_earlier_ones_are_sent(core: Any) -> None:
     of, outbox = Kinds(core), core.Outbox()
     outbox.add([b"waits"])
     for wrong in (None, "text", 7):
@@ -214,7 +214,7 @@ def send_all(outbox: Any, ours: socket.socket) -> int:
 @on_each_core
 @given(rounds)
 @settings(max_examples=30)
-def test_what_a_socket_takes_is_what_was_added(core: Any, rounds: list[Round]) -> None:
+def test_a_socket_receives_exactly_the_added_bytes(core: Any, rounds: list[Round]) -> None:
     of, outbox, expected = Kinds(core), core.Outbox(), bytearray()
     with connected() as (ours, arrived, reader):
         for some, times, _ in rounds:
@@ -257,7 +257,7 @@ def test_a_socket_that_takes_nothing_is_not_waited_for(core: Any) -> None:
 
 
 @on_each_core
-def test_signals_do_not_interrupt_what_is_sent(core: Any) -> None:
+def test_signals_do_not_interrupt_sending(core: Any) -> None:
     """A handler runs, a call that was interrupted is made again."""
     heard: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
@@ -277,7 +277,7 @@ def test_signals_do_not_interrupt_what_is_sent(core: Any) -> None:
 
 @pytest.mark.usefixtures("no_collections")
 @on_each_core
-def test_a_hundred_thousand_pieces_cost_no_more_each_than_a_thousand(core: Any) -> None:
+def test_a_hundred_thousand_pieces_cost_no_more_each(core: Any) -> None:
     of = Kinds(core)
 
     def spent(count: int) -> float:

@@ -69,7 +69,7 @@ async def status(ask: Ask, said: bytes) -> int:
     return int((await reader.readline()).split()[1])
 
 
-def test_requests_that_are_never_finished_lock_nobody_out() -> None:
+def test_unfinished_requests_block_no_client() -> None:
     async def story(ask: Ask, may_go: asyncio.Event) -> None:
         for _ in range(3 * CONNECTIONS):
             await ask(HALF)

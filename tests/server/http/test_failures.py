@@ -40,7 +40,7 @@ def failure(kind: int) -> logging.LogRecord:
     return logging.LogRecord("name", logging.ERROR, "file", 1, "failed", None, (type(error), error, None))
 
 
-def test_failures_of_different_kinds_are_logged_and_only_so_many_are_known() -> None:
+def test_failures_are_logged_by_kind_with_a_bound() -> None:
     seldom = Seldom()
     assert [seldom.filter(failure(kind)) for kind in range(MOST_KINDS)] == [True] * MOST_KINDS
     assert [seldom.filter(failure(MOST_KINDS + kind)) for kind in range(3)] == [True, False, False]

@@ -259,7 +259,7 @@ def test_long_names_are_cut_in_the_acl_log(small: RunningServer, client: redis.R
 
 
 @pytest.mark.parametrize("attacker", [None, "tenant"])
-def test_many_small_holders_end_before_a_large_one_of_another_user(attacker: str | None) -> None:
+def test_small_holders_are_closed_before_another_users_large_one(attacker: str | None) -> None:
     """Strangers, or connections of one tenant, do not keep another user from sending a large value."""
     users = ("--user", "tenant", "on", ">open", "~*", "+@all", "--requirepass", "sesame")
     unfinished = b"*10\r\n" + 8 * (b"$16384\r\n" + bytes(16384) + b"\r\n")

@@ -58,7 +58,7 @@ def is_over(sock: socket.socket, within: float = PATIENCE) -> bool:
 
 
 class TestConnections:
-    def test_one_too_many_is_told_so(self, limited: RunningServer, client: redis.Redis) -> None:
+    def test_one_too_many_gets_an_error(self, limited: RunningServer, client: redis.Redis) -> None:
         with unharmed(limited), ExitStack() as stack:
             client.config_set("maxclients", len(client.client_list()) + 5)
             before = client.info("stats")["rejected_connections"]
@@ -167,7 +167,7 @@ class TestWhatIsSent:
         with limited.client() as client:
             assert client.dbsize() == 0
 
-    def test_what_all_of_them_hold_together(self, limited: RunningServer, client: redis.Redis) -> None:
+    def test_the_sum_of_all_clients_is_limited(self, limited: RunningServer, client: redis.Redis) -> None:
         """40 hostile clients each announce 60 MiB and send a little; an honest one stores large pages meanwhile."""
         body = os.urandom(20 * MIB)
         with unharmed(limited), ExitStack() as stack:
@@ -237,7 +237,7 @@ class TestWhatIsNotRead:
             until(lambda: client.info("stats")["client_output_buffer_limit_disconnections"] == 1)
             assert [entry["sub"] for entry in client.client_list() if entry["sub"] != "0"] == ["1"]
 
-    def test_what_a_monitor_does_not_read(self, limited: RunningServer, client: redis.Redis) -> None:
+    def test_a_monitor_that_does_not_read_is_limited(self, limited: RunningServer, client: redis.Redis) -> None:
         before = client.info("stats")["client_output_buffer_limit_disconnections"]
         client.config_set("client-output-buffer-limit", "pubsub 1mb 0 0")
         with unharmed(limited), Wire(limited.port) as blind:
@@ -263,7 +263,7 @@ class TestWhatIsNotRead:
             client.config_set("client-output-buffer-limit", "normal 0 64mb 60")
         client.flushall()
 
-    def test_a_reader_in_time_gets_all_of_it(self, limited: RunningServer, client: redis.Redis) -> None:
+    def test_a_reader_in_time_gets_everything(self, limited: RunningServer, client: redis.Redis) -> None:
         client.set("great", bytes(60 * MIB))
         client.config_set("client-output-buffer-limit", "normal 0 1mb 30")
         with unharmed(limited), Wire(limited.port) as wire:
@@ -285,7 +285,7 @@ class TestWhatIsNotRead:
             assert client.info("stats")["evicted_clients"] > before
 
 
-def test_a_process_takes_no_more_memory_than_operations_says() -> None:
+def test_memory_stays_within_the_documented_limit() -> None:
     """A third more than `maxmemory`, and 200 MB: whatever the sizes of values, which change again and again."""
     maxmemory, chance, most, count = 96, random.Random(1), 0, 0
     sizes = ((1, 600), (600, 20_000), (20_000, 400_000), (400_000, 4 * MIB), (4 * MIB, 20 * MIB))
@@ -310,7 +310,7 @@ def _waits_for(client: redis.Redis) -> int:
     return sum(int(entry["omem"]) for entry in client.client_list())
 
 
-def test_connections_that_came_and_went_leave_nothing(limited: RunningServer, client: redis.Redis) -> None:
+def test_closed_connections_leave_nothing(limited: RunningServer, client: redis.Redis) -> None:
     """Each in the middle of a command: its memory is freed with it, without a garbage collection."""
 
     def come_and_go(times: int) -> None:

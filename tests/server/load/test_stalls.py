@@ -77,9 +77,7 @@ def is_bad(little: Cost, much: Cost, name: str) -> bool:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "all"])
 @pytest.mark.parametrize("cold", [False, True], ids=["memory", "disk"])
-def test_no_turn_takes_much_of_the_work_and_work_grows_as_what_is_asked_for(
-    cold: bool, all_of_them: bool, tmp_path: Path
-) -> None:
+def test_turns_are_short_and_work_is_linear(cold: bool, all_of_them: bool, tmp_path: Path) -> None:
     options = ("--maxmemory", "1mb") if cold else ()
     with measured(*options, directory=tmp_path if cold else None) as turns:
         pairs = [
@@ -102,5 +100,5 @@ def test_every_command_is_asked_with_its_worst_arguments() -> None:
     assert {scene.command for scene in scenes(10)} | NOT_ASKED.keys() >= told
 
 
-def test_what_is_looked_at_in_short_is_there() -> None:
+def test_short_forms_have_their_values() -> None:
     assert {scene_name(scene) for scene in scenes(10)} >= SHORT | BY_DESIGN | ENDS

@@ -64,7 +64,7 @@ def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float,
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_a_scrape_and_three_dashboards_slow_no_honest_client_of_a_storm() -> None:
+def test_a_scrape_and_dashboards_slow_no_client_of_a_storm() -> None:
     """In alternating short storms, whose requests are combined: a slow one is slow by chance."""
     http = free_port()
     waited: dict[bool, list[float]] = {True: [], False: []}

@@ -18,7 +18,7 @@ def told(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any)
     return json.dumps(usual | changes).encode()
 
 
-def test_tokens_are_counted_from_when_an_engine_is_first_heard() -> None:
+def test_tokens_are_counted_from_an_engines_first_message() -> None:
     """Its earlier tokens are not part of the current rate."""
     heard = Engines()
     heard.heard(CHANNEL, told(computed=1000, page=5000))
@@ -29,7 +29,7 @@ def test_tokens_are_counted_from_when_an_engine_is_first_heard() -> None:
     assert (heard.seen().tokens["none"], heard.seen().tokens["page"]) == (10, 90)
 
 
-def test_an_engine_that_is_silent_is_gone_until_it_tells_again() -> None:
+def test_a_silent_engine_is_disconnected_until_its_next_message() -> None:
     now = 0.0
     heard = Engines(lambda: now)
     heard.heard(CHANNEL, told("host:2"))
@@ -49,7 +49,7 @@ def test_there_are_so_many_engines_at_most() -> None:
     assert len(heard.seen().connected) == MOST_ENGINES
 
 
-def test_a_user_is_shown_what_was_told_on_their_own_channel_alone() -> None:
+def test_a_user_sees_messages_of_its_own_channel_only() -> None:
     heard = Engines()
     for computed in (0, 10):
         heard.heard(CHANNEL + b":ann", told(computed=computed))
@@ -88,7 +88,7 @@ def test_there_are_so_many_users_at_most() -> None:
         told(model="x" * 5000),
     ],
 )
-def test_what_makes_no_sense_is_passed_over(raw: bytes) -> None:
+def test_invalid_messages_are_ignored(raw: bytes) -> None:
     heard = Engines()
     heard.heard(CHANNEL, raw)
     assert (parse(raw), heard.seen().connected) == (None, [])

@@ -38,7 +38,7 @@ def work(seen: SeenServer) -> None:
         client.execute_command("KVPAGEGET", "chat", 0, 0, 3, 0)
 
 
-def test_what_is_told_is_what_info_says(seen: SeenServer) -> None:
+def test_metrics_equal_info(seen: SeenServer) -> None:
     work(seen)
     with seen.server.client(password="secret") as client:
         info = client.info("everything")
@@ -65,7 +65,7 @@ def test_what_is_told_is_what_info_says(seen: SeenServer) -> None:
     assert told["kvpage_quota_limit_bytes", QUOTA.replace("\\", "\\\\").replace('"', '\\"')] == 1024**2
 
 
-def test_what_goes_for_want_of_room_is_told_with_the_policy_and_the_room() -> None:
+def test_evictions_are_labelled_by_policy_and_limit() -> None:
     with start_seen_server("--maxmemory", "4mb", "--quota", "kv:small.*", "64kb") as seen:
         with seen.server.client() as client:
             for page in range(1000):
@@ -79,7 +79,7 @@ def test_what_goes_for_want_of_room_is_told_with_the_policy_and_the_room() -> No
     assert sum(gone.values()) == 1020 - told["kvpage_keys",]
 
 
-def test_a_disk_tells_its_queue_and_how_long_it_takes() -> None:
+def test_disk_metrics_have_the_queue_and_latency() -> None:
     with start_seen_server("--store", "tiered", "--appendfsync", "always") as seen:
         with seen.server.client() as client:
             client.execute_command("KVPAGESET", "chat", 0, 0, 0, 0, 1, 64, 64, 0, BODY)
@@ -107,7 +107,7 @@ def test_metrics_need_the_token_or_a_password(seen: SeenServer) -> None:
         assert "kvpage_blocks" in browser.get("/metrics").text
 
 
-def test_a_tenant_is_told_nothing_that_depends_on_others(seen: SeenServer) -> None:
+def test_a_tenant_sees_nothing_that_depends_on_others(seen: SeenServer) -> None:
     work(seen)
     told = seen.metrics(auth=("tenant", "sesame"))
     engines = {"kvpage_engines", "kvpage_prompt_tokens_total"}  # engines of the tenant's account: none
@@ -115,7 +115,7 @@ def test_a_tenant_is_told_nothing_that_depends_on_others(seen: SeenServer) -> No
     assert not any(count for (name, *_), count in told.items() if name in engines)
 
 
-def test_who_may_ask_for_info_alone_gets_figures_and_who_may_not_is_told_so(seen: SeenServer) -> None:
+def test_info_suffices_for_metrics_and_no_right_is_an_error(seen: SeenServer) -> None:
     with seen.server.client(password="secret") as client, seen.stranger() as browser:
         client.execute_command("ACL", "SETUSER", "figures", "on", ">first", "-@all", "+info", "+ping")
         client.execute_command("ACL", "SETUSER", "nothing", "on", ">second", "-@all", "+ping")
@@ -139,7 +139,7 @@ def test_a_password_that_was_changed_opens_no_more(seen: SeenServer) -> None:
         assert eventually(lambda: browser.get("/metrics", auth=("brief", "first")).status_code == 401)
 
 
-def test_who_logs_in_has_a_cookie_that_no_script_and_no_other_site_gets(seen: SeenServer) -> None:
+def test_a_login_cookie_is_hidden_from_scripts_and_other_sites(seen: SeenServer) -> None:
     with seen.browser() as browser:
         wrong = browser.post("/login", data={"user": "admin", "password": "guess"})
         assert (wrong.status_code, wrong.headers["location"]) == (303, "/login?wrong")
@@ -151,7 +151,7 @@ def test_who_logs_in_has_a_cookie_that_no_script_and_no_other_site_gets(seen: Se
         assert browser.post("/logout").status_code == 303
 
 
-def test_figures_are_asked_for_as_a_user_that_nobody_can_be(seen: SeenServer) -> None:
+def test_metrics_use_a_user_that_no_client_can_become(seen: SeenServer) -> None:
     seen.metrics()
     with seen.server.client(password="secret") as client:
         assert "monitor" in {each["user"] for each in client.client_list()}
@@ -192,7 +192,7 @@ def test_a_request_that_another_site_has_made_is_turned_away(
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_form_of_another_site_logs_nobody_in(seen: SeenServer) -> None:
+def test_a_form_of_another_site_does_not_log_in(seen: SeenServer) -> None:
     with seen.browser() as browser:
         for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
             answer = browser.post("/login", data={"user": "admin", "password": "open"}, headers=headers)
@@ -212,7 +212,7 @@ def test_a_form_of_another_site_logs_nobody_in(seen: SeenServer) -> None:
         b"Bearer something",
     ],
 )
-def test_an_authorization_that_makes_no_sense_is_refused_and_not_logged(seen: SeenServer, told: bytes) -> None:
+def test_an_invalid_authorization_is_refused_and_not_logged(seen: SeenServer, told: bytes) -> None:
     before = len(seen.server.log)
     with seen.stranger() as browser:
         answer = browser.get("/metrics", headers={b"Authorization": told})
@@ -237,7 +237,7 @@ def test_a_login_that_is_too_long_is_not_read(seen: SeenServer) -> None:
         assert sock.recv(1000).startswith(b"HTTP/1.1 413"), "it is not told to send it"
 
 
-def test_those_who_say_nothing_take_no_place_from_others(seen: SeenServer) -> None:
+def test_silent_connections_take_no_place_from_others(seen: SeenServer) -> None:
     with ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection(("127.0.0.1", seen.http), timeout=60)) for _ in range(100)
@@ -309,7 +309,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def test_a_port_that_is_taken_is_said_before_anything_begins() -> None:
+def test_a_port_in_use_is_reported_before_the_start() -> None:
     with start_server() as other:
         command = [sys.executable, "-m", "kvpage_server.app", "--port", str(free_port()), "--store", "memory"]
         said = subprocess.run(
@@ -319,7 +319,7 @@ def test_a_port_that_is_taken_is_said_before_anything_begins() -> None:
     assert f"cannot listen on 127.0.0.1:{other.port}" in said.stderr
 
 
-def test_without_the_extra_it_is_refused_with_what_to_install() -> None:
+def test_without_the_extra_the_error_names_it() -> None:
     program = (
         "import sys; sys.modules['uvicorn'] = None; from kvpage_server.app import main; main(['--metrics-port', '1'])"
     )
@@ -331,7 +331,7 @@ def test_without_the_extra_it_is_refused_with_what_to_install() -> None:
     )
 
 
-def test_a_store_that_gives_no_answer_is_said_to_be_so(seen: SeenServer) -> None:
+def test_a_store_that_does_not_answer_is_reported(seen: SeenServer) -> None:
     os.kill(seen.server.pid, signal.SIGSTOP)
     try:
         with seen.browser() as browser:

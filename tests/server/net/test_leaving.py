@@ -40,7 +40,7 @@ def uncollected() -> Iterator[None]:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("last", LAST.values(), ids=LAST)
-def test_a_connection_that_is_over_is_freed_without_the_garbage_collector(turns: Turns, last: bytes) -> None:
+def test_a_closed_connection_is_freed_without_garbage_collection(turns: Turns, last: bytes) -> None:
     with socket.create_connection(("127.0.0.1", turns.server.port), timeout=60) as sock:
         until(lambda: len(turns.sessions()) == 1, "the connection")
         (session,) = turns.sessions()

@@ -12,7 +12,7 @@ from kvpage_server.net.listener import Listener
 from kvpage_server.store.keyspace import Keyspace
 
 
-def test_a_peer_that_is_gone_before_it_is_refused_troubles_nobody() -> None:
+def test_a_peer_closed_before_its_refusal_harms_no_other() -> None:
     async def refuse() -> None:
         server = Server(from_arguments(["--maxclients", "1"]), Keyspace())
         listener = Listener(server, asyncio.get_running_loop())

@@ -61,7 +61,7 @@ def test_a_page_passes_few_functions_between_recv_and_send() -> None:
 @pytest.mark.parametrize(
     ("words", "most"), [([b"PING"], 1), ([b"GET", b"k"], 3), ([b"SET", b"k", b"v"], 8)], ids=["PING", "GET", "SET"]
 )
-def test_commands_of_a_pipeline_call_little_but_their_own_functions(words: list[bytes], most: int) -> None:
+def test_pipelined_commands_call_little_but_their_own_functions(words: list[bytes], most: int) -> None:
     with measured("--store", "memory") as turns:
         path_of(turns, b"SET", b"k", b"v")
         one, some = path_of(turns, *words), path_of(turns, *words, together=11)

@@ -10,7 +10,7 @@ from waiting import until
 from wire import spell
 
 
-def test_nothing_is_left_of_who_waited_for_the_end_of_a_pause_that_was_cut_short() -> None:
+def test_a_client_waiting_for_a_shortened_pause_leaves_nothing() -> None:
     with measured("--store", "memory") as turns:
         address = ("127.0.0.1", turns.server.port)
         with socket.create_connection(address, timeout=60) as first:

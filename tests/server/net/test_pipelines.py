@@ -58,7 +58,7 @@ def test_plain_commands_are_answered_in_order(server: RunningServer) -> None:
         (["SUBSCRIBE pipe", "PING"], b"*3\r\n$9\r\nsubscribe\r\n$4\r\npipe\r\n:1\r\n*2\r\n$4\r\npong\r\n$0\r\n\r\n"),
     ],
 )
-def test_what_changes_how_the_next_command_is_treated_does_so(
+def test_a_command_that_changes_the_mode_affects_the_next_one(
     server: RunningServer, lines: list[str], came: bytes
 ) -> None:
     if "SUBSCRIBE pipe" not in lines:
@@ -70,7 +70,7 @@ def test_what_changes_how_the_next_command_is_treated_does_so(
 
 
 @pytest.mark.parametrize("turn", [0, 60 * 10**9], ids=["command by command", "all at once"])
-def test_own_reply_comes_before_the_invalidation(turn: int) -> None:
+def test_own_reply_precedes_the_invalidation(turn: int) -> None:
     """Pipelined commands may be answered in several turns. The invalidation is sent at the end of a turn."""
     program = with_constants("kvpage_server.net.session", TURN=turn)
     with start_server(program=program) as server, Wire(server.port) as wire, Wire(server.port) as other:
@@ -85,7 +85,7 @@ def test_own_reply_comes_before_the_invalidation(turn: int) -> None:
         assert {wire.reply(), wire.reply()} == {b"+PONG\r\n", invalidation}
 
 
-def test_a_client_that_begins_to_monitor_sees_what_it_sends_next(server: RunningServer) -> None:
+def test_a_new_monitor_sees_its_own_next_command(server: RunningServer) -> None:
     with Wire(server.port) as wire:
         wire.send(spell([b"PING"]) + spell([b"MONITOR"]) + spell([b"ECHO", b"seen"]))
         assert [wire.reply(), wire.reply()] == [b"+PONG\r\n", b"+OK\r\n"]

@@ -60,7 +60,7 @@ def test_a_batch_that_ends_in_smaller_pages_is_answered_at_once(
     assert sorted(waited)[5] < 1
 
 
-def test_what_has_come_of_a_batch_is_taken_while_its_sender_pauses(client: redis.Redis, wire: Wire) -> None:
+def test_the_received_part_of_a_batch_is_parsed_during_a_pause(client: redis.Redis, wire: Wire) -> None:
     sent, bodies = batch([64 * KIB] * 40)
     for start, stop in ((0, MIB), (MIB, 9 * MIB // 8), (9 * MIB // 8, 9 * MIB // 8 + 10)):
         wire.send(sent[start:stop])
@@ -73,7 +73,7 @@ def test_what_has_come_of_a_batch_is_taken_while_its_sender_pauses(client: redis
     assert_stored(client, bodies)
 
 
-def test_a_batch_that_comes_slowly_is_what_was_sent(client: redis.Redis, wire: Wire) -> None:
+def test_a_slowly_received_batch_is_intact(client: redis.Redis, wire: Wire) -> None:
     sent, bodies = batch([64 * KIB] * 20 + [100 * KIB] * 5, seed=7)
     noise = random.Random(8)
     while sent:
@@ -85,7 +85,7 @@ def test_a_batch_that_comes_slowly_is_what_was_sent(client: redis.Redis, wire: W
     assert_stored(client, bodies)
 
 
-def test_pages_are_hashed_only_if_checksums_are_wanted_when_they_are_stored(client: redis.Redis, wire: Wire) -> None:
+def test_pages_are_hashed_only_with_checksums_enabled(client: redis.Redis, wire: Wire) -> None:
     sent, bodies = batch([64 * KIB] * 20)
     try:
         for first, then, checksums in (("yes", "no", [0] * 20), ("no", "yes", list(map(checksum, bodies)))):

@@ -21,7 +21,7 @@ LOST        GONE    GONE    GONE    GONE    GONE    GONE
 """
 
 
-def test_every_event_leads_from_every_state_where_the_table_says_or_cannot_happen() -> None:
+def test_every_event_is_in_the_table_or_impossible() -> None:
     [names, *rows] = [line.split() for line in _EXPECTED.strip().splitlines()]
     assert {*names} == {state.name for state in SessionState} == {state.name for state in states.MOVES}
     assert {row[0] for row in rows} == {event.name for event in SessionEvent}
@@ -34,7 +34,7 @@ def test_every_event_leads_from_every_state_where_the_table_says_or_cannot_happe
                 assert after(SessionState[state], SessionEvent[event]) is SessionState[expected], (state, event)
 
 
-def test_what_is_said_of_the_states_is_what_the_table_has() -> None:
+def test_the_documented_states_match_the_table() -> None:
     told = states.__doc__ or ""
     for state, moves in states.MOVES.items():
         for event, to in moves.items():

@@ -93,7 +93,7 @@ class TestMalformedFrames:
                 wire.reply()
         assert honest.execute_command("KVPAGEGET", *name(0)) == b"good"
 
-    def test_errors_that_are_no_protocol_errors_leave_the_connection_open(self, quiet: RunningServer) -> None:
+    def test_other_errors_leave_the_connection_open(self, quiet: RunningServer) -> None:
         with Wire(quiet.port) as wire:
             for words in ([b"NOSUCH"], [b"GET"], [b"KVPAGEGET", b"a"], [b"CLIENT", b"NOSUCH"], [b""]):
                 assert wire.ask(*words).startswith(b"-ERR ")
@@ -112,7 +112,7 @@ class TestLastWords:
             (b"*x\r\n", b"-ERR Protocol error: invalid multibulk length\r\n"),
         ],
     )
-    def test_what_was_promised_is_told_before_the_end(self, last: bytes, told: bytes) -> None:
+    def test_promised_replies_precede_the_end(self, last: bytes, told: bytes) -> None:
         with start_server("--store", "tiered", "--appendfsync", "always") as server:
             for i in range(20):
                 with server.connect() as sock:
@@ -174,7 +174,7 @@ class TestPieces:
 
 class TestVanishing:
     @pytest.mark.parametrize("rudely", [False, True], ids=["closed", "reset"])
-    def test_a_client_that_is_gone_in_the_middle_of_a_body(
+    def test_a_client_that_disconnects_within_a_body(
         self, quiet: RunningServer, honest: redis.Redis, rudely: bool
     ) -> None:
         honest.execute_command("KVPAGESET", *name(0), 1, 1, 1, 0, b"what was there")
@@ -191,7 +191,7 @@ class TestVanishing:
         assert honest.info("clients")["connected_clients"] == clients
         assert honest.execute_command("KVPAGEGET", *name(0)) == b"what was there"
 
-    def test_a_client_that_is_gone_while_it_is_answered(self, quiet: RunningServer, honest: redis.Redis) -> None:
+    def test_a_client_that_disconnects_during_a_reply(self, quiet: RunningServer, honest: redis.Redis) -> None:
         for page in range(64):
             honest.execute_command("KVPAGESET", *name(page), 1, 1024, 128, 0, bytes(BODY))
         before, clients = arena_used(honest), honest.info("clients")["connected_clients"]
@@ -204,7 +204,7 @@ class TestVanishing:
         honest.flushall()
         assert arena_used(honest) == 0
 
-    def test_connections_that_come_and_go_leave_nothing_open(self, quiet: RunningServer, honest: redis.Redis) -> None:
+    def test_short_connections_leave_nothing_open(self, quiet: RunningServer, honest: redis.Redis) -> None:
         descriptors = Path(f"/proc/{quiet.pid}/fd")
         clients = honest.info("clients")["connected_clients"]
         for _ in range(3):
@@ -226,7 +226,7 @@ class TestSlowReaders:
             honest.execute_command("KVPAGESET", *name(page), 1, 1024, 128, 0, body)
         return bodies
 
-    def test_cost_no_memory_keep_nobody_waiting_and_lose_nothing(
+    def test_cost_no_memory_delay_no_client_and_lose_nothing(
         self, quiet: RunningServer, honest: redis.Redis, stored: list[bytes]
     ) -> None:
         """Ten clients that ask for 160 MiB each and read nothing; then one of them reads it all."""
@@ -259,7 +259,7 @@ class TestSlowReaders:
             assert all(wire.reply() == expected for _ in range(50_000))
             sender.join()
 
-    def test_what_is_overwritten_while_it_is_sent_arrives_whole(
+    def test_a_value_overwritten_during_its_reply_arrives_whole(
         self, quiet: RunningServer, honest: redis.Redis
     ) -> None:
         """Every page of the answer is of one version or of another, never a mixture."""
@@ -282,7 +282,7 @@ class TestSlowReaders:
         honest.flushall()
         until(lambda: arena_used(honest) == 0)
 
-    def test_pipelines_are_answered_to_their_end_however_much_waits_for_others(self) -> None:
+    def test_pipelines_are_answered_completely_under_shared_limits(self) -> None:
         """The limit that stopped a reply may be free again by the next check."""
         body, rounds, commands = bytes(300_000), 2, 150
 
@@ -321,7 +321,7 @@ class TestSlowReaders:
 
 
 class TestFairness:
-    def test_half_open_connections_keep_nobody_waiting(self, quiet: RunningServer, honest: redis.Redis) -> None:
+    def test_half_open_connections_delay_no_client(self, quiet: RunningServer, honest: redis.Redis) -> None:
         beginnings = (b"", b"*", b"*3\r\n", b"*3\r\n$3\r\nSET\r\n$100000\r\nabc", b"PIN", b"*1\r\n$4\r\nPIN")
         socks = [quiet.connect() for _ in range(60)]
         for i, sock in enumerate(socks):
@@ -330,9 +330,7 @@ class TestFairness:
         for sock in socks:
             sock.close()
 
-    def test_a_client_that_asks_without_pause_does_not_stop_the_others(
-        self, quiet: RunningServer, honest: redis.Redis
-    ) -> None:
+    def test_a_client_that_never_pauses_does_not_stop_others(self, quiet: RunningServer, honest: redis.Redis) -> None:
         for page in range(1000):
             honest.execute_command("KVPAGESET", *name(page), 1, 8, 128, 0, bytes(2048))
 

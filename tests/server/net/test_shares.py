@@ -74,7 +74,7 @@ def answered(stream: BinaryIO, count: int) -> bool:
 
 
 @pytest.mark.parametrize(("count", "times"), [(10, 30), (100, 3)], ids=["short replies", "long replies"])
-def test_who_asks_for_much_and_reads_later_waits_and_is_not_closed(full: RunningServer, count: int, times: int) -> None:
+def test_a_late_reader_of_much_waits_and_is_not_closed(full: RunningServer, count: int, times: int) -> None:
     with full.client() as admin, ExitStack() as stack:
         socks = [stack.enter_context(asking(full, *[mget(count)] * times)) for _ in range(2)]
         until(lambda: admin.info("memory")["mem_clients_normal"] > 5 * MIB)
@@ -107,7 +107,7 @@ def test_page_clients_read_more_at_once_than_clients_may_hold() -> None:
             assert admin.info("stats")["evicted_clients"] == 0
 
 
-def test_what_a_transaction_reads_beyond_what_clients_may_hold_is_refused(full: RunningServer) -> None:
+def test_reads_of_a_transaction_beyond_the_limit_are_refused(full: RunningServer) -> None:
     with full.client() as client:
         with client.pipeline() as pipe:
             replies = (
@@ -127,7 +127,7 @@ def test_what_a_transaction_reads_beyond_what_clients_may_hold_is_refused(full: 
         assert client.info("stats")["evicted_clients"] == 0
 
 
-def test_the_log_says_who_was_closed_and_what_the_limit_is() -> None:
+def test_the_log_names_the_closed_client_and_the_limit() -> None:
     with start_server("--maxmemory", "64mb") as server, server.client() as client:
         socks = [asking(server, [b"PING"]) for _ in range(2)]
         for sock in socks:
@@ -152,7 +152,7 @@ def test_values_that_are_half_sent_evict_nothing() -> None:
             assert admin.info("memory")["used_memory"] < 64 * MIB
 
 
-def test_whoever_sends_too_much_at_once_is_ended_and_nobody_else_is() -> None:
+def test_only_the_client_that_sends_too_much_is_closed() -> None:
     with two_tenants("--maxmemory-clients", "100mb") as (server, _, b), ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(half_sent(server, 40 * MIB))
@@ -162,7 +162,7 @@ def test_whoever_sends_too_much_at_once_is_ended_and_nobody_else_is() -> None:
         assert held(b, "b.x") == list(range(40))
 
 
-def test_what_waits_for_exec_is_its_senders() -> None:
+def test_commands_queued_for_exec_count_for_their_sender() -> None:
     with two_tenants("--maxmemory-clients", "1gb") as (server, a, b):
         connection = a.connection_pool.get_connection()
         connection.send_command("MULTI")
@@ -179,7 +179,7 @@ def test_what_waits_for_exec_is_its_senders() -> None:
         a.connection_pool.release(connection)
 
 
-def test_a_tenant_at_its_quota_costs_others_no_more_than_the_room_for_one_write() -> None:
+def test_a_tenant_at_its_quota_costs_others_one_write_at_most() -> None:
     with two_tenants("--maxmemory-policy", "allkeys-lru", "--maxmemory", "52mb") as (_, a, b):
         for page in range(40, 44):
             set_page(b, "b.x", page, body=b"b" * MIB)
@@ -214,7 +214,7 @@ def test_pins_are_counted_anew_when_quotas_change() -> None:
         assert client.execute_command("KVPAGEUNPIN", "a.x") == 4
 
 
-def test_what_is_refused_in_a_transaction_is_nobodys() -> None:
+def test_a_refused_transaction_counts_for_no_client() -> None:
     """It is free again at once: counted as its sender's, it would seem that much less were stored."""
     with two_tenants("--maxmemory-clients", "1gb") as (_, a, b):
         connection = a.connection_pool.get_connection()
@@ -230,7 +230,7 @@ def test_what_is_refused_in_a_transaction_is_nobodys() -> None:
         a.connection_pool.release(connection)
 
 
-def test_a_command_that_comes_slowly_counts_once() -> None:
+def test_a_slowly_received_command_counts_once() -> None:
     """The received part does not count in addition to the receive buffer."""
     body = bytes(70_000)
     pages = [[b"r", b"0", b"0", b"%d" % page, b"0", b"8", b"1", b"70000", b"0", body] for page in range(40)]

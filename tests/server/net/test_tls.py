@@ -106,7 +106,7 @@ def secure(certificates: Path) -> Iterator[SecureServer]:
 
 @needs_openssl
 class TestTLS:
-    def test_who_is_gone_while_the_handshake_ends_leaves_nothing_behind(self, secure: SecureServer) -> None:
+    def test_a_client_closed_during_the_handshake_leaves_nothing(self, secure: SecureServer) -> None:
         """The socket does not say any more whose it was; the server's log must have no traceback at its end."""
         for said in (b"", b"PING\r\n") * 40:
             sock = secure.connect()
@@ -120,7 +120,7 @@ class TestTLS:
         assert "AttributeError" not in secure.plain.log
         assert "exception" not in secure.plain.log
 
-    def test_pages_of_any_size_come_back_as_they_went(self, secure: SecureServer) -> None:
+    def test_pages_of_any_size_are_written_and_read(self, secure: SecureServer) -> None:
         with secure.client() as client, secure.plain.client() as plain:
             for size in (1, 1000, 16 * 1024, 256 * 1024 + 1, 64 * MIB):
                 body = os.urandom(size)
@@ -164,7 +164,7 @@ class TestTLS:
         command += ["--cert", "client.crt", "--key", "client.key", "PING"]
         assert subprocess.check_output(command, cwd=certificates) == b"PONG\n"
 
-    def test_what_is_no_handshake_harms_nobody(self, secure: SecureServer) -> None:
+    def test_an_invalid_handshake_harms_no_other(self, secure: SecureServer) -> None:
         """Plain commands, noise, silence and hanging up, on the encrypted port."""
         beginnings = (b"*1\r\n$4\r\nPING\r\n", bytes(range(256)), b"", b"\x16\x03\x01\x02\x00\x01")
         with unharmed(secure.plain):
@@ -250,7 +250,7 @@ class TestUnixSocket:
             _, told = process.communicate(timeout=60)
         assert f"ready on unix {path}\n" in told
 
-    def test_if_somebody_removed_it_the_stop_saves_what_there_is_nevertheless(self, tmp_path: Path) -> None:
+    def test_a_removed_socket_does_not_prevent_the_save_at_the_stop(self, tmp_path: Path) -> None:
         path = tmp_path / "socket"
         options = ("--unixsocket", str(path), "--store", "tiered", "--appendfsync", "no")
         with start_server(*options, directory=tmp_path) as server, server.client() as client:

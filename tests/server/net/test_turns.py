@@ -32,7 +32,7 @@ def broken_steps() -> Iterator[Reply]:
     [lambda line: line.join(Turn(broken)), lambda line: line.finish(broken_steps())],
     ids=["a turn", "the rest of a command"],
 )
-def test_who_breaks_off_is_logged_and_holds_up_nobody(
+def test_a_failing_session_is_logged_and_delays_no_other(
     first: Callable[[Line], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def turns() -> None:

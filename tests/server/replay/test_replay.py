@@ -64,7 +64,7 @@ def test_a_hole_ends_the_hits() -> None:
     assert simulate(Prefix, trace_of("abcd", "x", "abcd"), 4).hits == 3
 
 
-def test_what_fits_never_goes_under_any_policy() -> None:
+def test_a_trace_that_fits_is_kept_under_any_policy() -> None:
     trace = trace_of("abc", "abd", "xy", "abc", "xyz")
     for make in (LRU, S3FIFO, Prefix):
         found = simulate(make, trace, 7)
@@ -72,7 +72,7 @@ def test_what_fits_never_goes_under_any_policy() -> None:
     assert simulate_noeviction(trace, 7).hits == clairvoyant(trace, 7).hits == 7
 
 
-def test_noeviction_keeps_what_came_first() -> None:
+def test_noeviction_keeps_the_first_blocks() -> None:
     found = simulate_noeviction(trace_of("abc", "xyz", "abc", "xyz"), 4)
     assert (found.hits, found.written) == (3 + 1, 4)
 
@@ -84,7 +84,7 @@ def test_hindsight_by_hand() -> None:
     assert clairvoyant(trace, 2).hits == 2
 
 
-def test_on_a_chat_the_default_beats_what_knows_no_prefixes_and_hindsight_beats_all(tmp_path: Path) -> None:
+def test_the_default_wins_on_a_chat_and_clairvoyance_beats_all(tmp_path: Path) -> None:
     trace = read_trace(write_trace(tmp_path / "chat.jsonl", chat_trace(3000, 30)))
     for capacity in (200, 400, 800):
         lru, s3fifo, prefix = (simulate(make, trace, capacity).ratio for make in (LRU, S3FIFO, Prefix))
@@ -156,7 +156,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 # -- several nodes -----------------------------------------------------------------------------------------------------
 
 
-def test_on_several_nodes_everything_is_found_that_one_with_their_room_finds() -> None:
+def test_several_nodes_find_as_much_as_one_of_their_size() -> None:
     trace = trace_of("abcdefgh", "abcdxyz", "abcdefgh")
     for nodes in (1, 2, 5):
         for segment in (1, 2, 64):
@@ -165,20 +165,20 @@ def test_on_several_nodes_everything_is_found_that_one_with_their_room_finds() -
             assert sum(load.blocks for load in found.loads) == found.outcome.asked
 
 
-def test_a_longer_segment_asks_fewer_nodes_and_is_spread_less_evenly(tmp_path: Path) -> None:
+def test_longer_segments_use_fewer_nodes_less_evenly(tmp_path: Path) -> None:
     trace = read_trace(write_trace(tmp_path / "trace", chat_trace(300, 20)))
     spreads = [simulate_nodes(LRU, trace, 400, 8, segment) for segment in (1, 4, 64)]
     assert [s.nodes_a_prompt for s in spreads] == sorted((s.nodes_a_prompt for s in spreads), reverse=True)
     assert 1 <= spreads[0].busiest_by_blocks < spreads[2].busiest_by_blocks
 
 
-def test_prompts_that_begin_alike_are_spread_all_the_same() -> None:
+def test_prompts_with_a_common_prefix_are_spread() -> None:
     trace = trace_of(*("s" + "abcdefgh"[i] + "123" for i in range(8)))
     found = simulate_nodes(LRU, trace, 100, 8, 64)
     assert max(load.blocks for load in found.loads) < sum(load.blocks for load in found.loads) / 2
 
 
-def test_a_lost_node_costs_what_it_had_and_nothing_else() -> None:
+def test_a_lost_node_costs_only_its_blocks() -> None:
     trace = trace_of("abcd", "abcd", "abcd", "abcd")
     whole = simulate_nodes(LRU, trace, 100, 1, 1)
     lossy = simulate_nodes(LRU, trace, 100, 1, 1, lose_at=2)
@@ -187,7 +187,7 @@ def test_a_lost_node_costs_what_it_had_and_nothing_else() -> None:
     assert 0 < whole.outcome.hits - two.outcome.hits <= 4
 
 
-def test_the_command_shows_what_nodes_are_worth(tmp_path: Path) -> None:
+def test_the_command_shows_the_effect_of_nodes(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", chat_trace(100, 10))
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
     words = ["replay", str(trace), "--nodes", "4", "--capacity", "200", "--json", str(figures), "--plot", str(plot)]

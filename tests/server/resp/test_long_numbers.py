@@ -37,7 +37,7 @@ def calls(name: str) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_word_of_5000_digits_is_an_answer_and_no_internal_error(server: RunningServer, name: str) -> None:
+def test_a_word_of_5000_digits_is_a_normal_error(server: RunningServer, name: str) -> None:
     for words in calls(name):
         with server.connect() as sock:
             sock.sendall(frame(words) + b"PING over\r\n")

@@ -127,7 +127,7 @@ class TestSplits:
 
     @given(batches(), steps, st.integers(0, 2**22), st.sampled_from([b"", b"x", b"\r\n", b"$5\r\n", b"\xff" * 9]))
     @slow
-    def test_a_damaged_batch_gives_the_same_whatever_the_split(
+    def test_a_damaged_batch_gives_the_same_for_every_split(
         self, core: ModuleType, words: Words, positions: Sequence[int], at: int, noise: bytes
     ) -> None:
         data = bytearray(spell(words) + spell([b"PING"]))
@@ -148,7 +148,7 @@ class TestSplits:
             assert parse(core, [data[:position], data[position:]]) == ([words, [b"PING"]], ""), position
 
     @given(st.data())
-    def test_damaged_input_gives_the_same_whatever_the_split(self, core: ModuleType, data: st.DataObject) -> None:
+    def test_damaged_input_gives_the_same_for_every_split(self, core: ModuleType, data: st.DataObject) -> None:
         """The commands before the damage are the same; then the same error, or none."""
         good = b"".join(map(spell, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1))))
         damaged = bytearray(good)
@@ -161,20 +161,18 @@ class TestSplits:
         assert parse(core, cut(stream, data.draw(positions))) == parse(core, [stream])
 
     @given(st.binary(max_size=300), positions)
-    def test_noise_gives_the_same_whatever_the_split(
-        self, core: ModuleType, noise: bytes, positions: list[int]
-    ) -> None:
+    def test_noise_gives_the_same_for_every_split(self, core: ModuleType, noise: bytes, positions: list[int]) -> None:
         for stream in (noise, b"*2\r\n$4\r\n" + noise, b"*3\r\n$1\r\na\r\n$2000\r\n" + noise):
             assert parse(core, cut(stream, positions)) == parse(core, [stream])
 
     @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 5200), st.binary(max_size=9)), max_size=5))
-    def test_what_the_fuzzer_checks(self, seed: bytes, damages: list[tuple[int, bytes]]) -> None:
+    def test_the_invariants_of_the_fuzzer_hold(self, seed: bytes, damages: list[tuple[int, bytes]]) -> None:
         data = bytearray(seed)
         for position, noise in damages:
             data[position : position + len(noise)] = noise
         check(bytes(data))
 
-    def test_commands_wait_for_whoever_takes_them(self, core: ModuleType) -> None:
+    def test_commands_wait_until_they_are_read(self, core: ModuleType) -> None:
         """Received commands are kept until they are read."""
         sent = [[b"SET", b"key:%d" % i, bytes(i * 37 % 5000)] for i in range(300)]
         parser = core.Parser(core.Arena())
@@ -188,7 +186,7 @@ class TestReceiving:
 
     @given(st.lists(batches(), min_size=1, max_size=4), st.randoms(use_true_random=False))
     @slow
-    def test_connections_that_share_a_scratch_memory_get_what_they_were_sent(
+    def test_connections_with_shared_scratch_get_their_own_bytes(
         self, core: ModuleType, sent: list[Words], order: random.Random
     ) -> None:
         arena, scratch = core.Arena(), core.Scratch()
@@ -220,7 +218,7 @@ class TestReceiving:
                 for end in pair:
                     end.close()
 
-    def test_nothing_there_is_told_from_the_end_of_the_stream(self, core: ModuleType) -> None:
+    def test_no_data_is_distinguished_from_the_end_of_the_stream(self, core: ModuleType) -> None:
         one, other = socket.socketpair()
         with one, other:
             other.setblocking(False)
@@ -234,7 +232,7 @@ class TestReceiving:
         with pytest.raises(OSError, match="Bad file descriptor"):
             parser.receive(other.fileno() if other.fileno() >= 0 else 9999)
 
-    def test_a_command_that_is_there_is_received_in_one_call_however_long_its_words(self, core: ModuleType) -> None:
+    def test_an_available_command_is_received_in_one_call(self, core: ModuleType) -> None:
         parser = core.Parser(core.Arena())
         one, other = socket.socketpair()
         with one, other:
@@ -248,7 +246,7 @@ class TestReceiving:
                 assert plain(parser.next()) == words
                 assert parser.next() is None
 
-    def test_of_what_stands_behind_a_long_word_little_is_received_with_its_end(self, core: ModuleType) -> None:
+    def test_little_is_received_with_the_end_of_a_long_word(self, core: ModuleType) -> None:
         """The next word may be as long: bytes that arrived with the end of this one would have to be copied."""
         parser = core.Parser(core.Arena())
         data = spell([b"PAGE", b"key", bytes(2 * DIRECT)])
@@ -281,7 +279,7 @@ class TestReceiving:
         assert sum(counts) == len(data)
         assert max(counts) < 2 * RECEIVE_TURN
 
-    def test_what_is_wrong_is_told_when_the_command_is_asked_for(self, core: ModuleType) -> None:
+    def test_an_error_is_raised_when_its_command_is_read(self, core: ModuleType) -> None:
         """The bytes before the error were received, and are counted."""
         parser = core.Parser(core.Arena())
         sent = b"PING\r\n*2\r\n$4\r\nECHO\r\n#oops\r\n"
@@ -297,7 +295,7 @@ class TestReceiving:
             with pytest.raises(ProtocolError, match="expected '\\$', got '#'"):
                 parser.next()
 
-    def test_a_parser_that_is_gone_leaves_its_scratch_memory_to_the_others(self, core: ModuleType) -> None:
+    def test_a_deleted_parser_releases_the_scratch_memory(self, core: ModuleType) -> None:
         one, other = socket.socketpair()
         with one, other:
             other.setblocking(False)
@@ -310,9 +308,7 @@ class TestReceiving:
                 del parser
 
     @pytest.mark.parametrize("size", [KEEP_FROM, 1024, 5000, DIRECT, 700_000])
-    def test_a_body_is_where_it_will_stay_and_has_its_digest_however_it_comes(
-        self, core: ModuleType, size: int
-    ) -> None:
+    def test_a_body_is_in_place_with_its_digest_for_any_split(self, core: ModuleType, size: int) -> None:
         body = random.Random(size).randbytes(size)
         for name in (b"PAGE", b"OTHER"):
             data = spell([name, b"key", body])
@@ -395,7 +391,7 @@ class TestMemory:
                 del parser
                 assert arena.used == 0
 
-    def test_what_waits_for_the_end_of_a_command_is_counted(self, core: ModuleType) -> None:
+    def test_incomplete_commands_are_counted(self, core: ModuleType) -> None:
         parser = core.Parser(core.Arena())
         assert (parser.held, parser.is_idle) == (0, True)
         parser.feed(b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$1")
@@ -411,7 +407,7 @@ class TestMemory:
         assert (parser.held, parser.is_idle, parser.receiving) == (0, True, 0)
         assert parser.received >= 100_000
 
-    def test_a_million_empty_words_cost_what_they_are_counted_at(self, core: ModuleType) -> None:
+    def test_a_million_empty_words_cost_their_count(self, core: ModuleType) -> None:
         parser = core.Parser(core.Arena())
         parser.feed(b"*1000001\r\n")
         for _ in range(20):
@@ -453,7 +449,7 @@ class TestMemory:
         assert seconds(10 * few) < 40 * seconds(few)
 
     @pytest.mark.parametrize("start", [b"", b"*", b"*1\r\n$"])
-    def test_a_line_that_comes_byte_by_byte_is_looked_at_once(self, core: ModuleType, start: bytes) -> None:
+    def test_a_line_received_byte_by_byte_is_scanned_once(self, core: ModuleType, start: bytes) -> None:
         parser, began = core.Parser(core.Arena()), time.process_time()
         for byte in cut(start + b"1" * (MAX_LINE - 10), range(MAX_LINE)):
             parser.feed(byte)
@@ -515,7 +511,7 @@ class TestLimits:
             (b"*1\r\n$", "too big bulk count string"),
         ],
     )
-    def test_a_line_too_long_is_refused_whether_its_end_has_come_or_not(
+    def test_too_long_a_line_is_refused_with_and_without_its_end(
         self, core: ModuleType, start: bytes, error: str
     ) -> None:
         line = start + b"1" * (MAX_LINE + 2)
@@ -536,7 +532,7 @@ class TestLimits:
             ),
         ],
     )
-    def test_counts_are_what_redis_takes_for_numbers(self, core: ModuleType, number: bytes, told: str) -> None:
+    def test_counts_are_parsed_as_redis_does(self, core: ModuleType, number: bytes, told: str) -> None:
         assert self.refused(core, b"*" + number + b"\r\n") == told
         if told:
             assert self.refused(core, b"*1\r\n$" + number + b"\r\n") == "invalid bulk length"
@@ -551,7 +547,7 @@ class TestLimits:
 
 class TestInline:
     @given(st.lists(st.binary(), max_size=6))
-    def test_escaped_words_come_back(self, words: Words) -> None:
+    def test_escaped_words_are_restored(self, words: Words) -> None:
         assert split_words(inline(words)) == words
 
     @pytest.mark.parametrize(
@@ -709,7 +705,7 @@ class TestAgainstRedis:
         assert talk(server, stream) == talk(redis_server, stream), line
 
 
-def test_lines_without_a_word_are_nothing_however_many_and_however_cut(core: ModuleType) -> None:
+def test_empty_lines_are_ignored_in_any_number_and_split(core: ModuleType) -> None:
     blanks = b"\r\n" * 1000 + b" \t\0\r\n\n" * 1000 + b" " * MAX_LINE + b"\n"
     stream = blanks + b"PING\r\n" + blanks + spell([b"ECHO", b"x"]) + blanks
     whole = [b"PING"], [b"ECHO", b"x"]

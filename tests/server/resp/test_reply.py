@@ -82,14 +82,14 @@ def plain(value: Any) -> Any:
 
 
 @given(values)
-def test_resp3_comes_back_as_it_was(value: Any) -> None:
+def test_resp3_is_decoded_unchanged(value: Any) -> None:
     data = wire(value, 3)
     assert plain(as_redis_py_reads(data, 3)) == plain(value)
     assert plain(as_hiredis_reads(data)) == plain(value)
 
 
 @given(values)
-def test_resp2_comes_back_in_the_types_it_has(value: Any) -> None:
+def test_resp2_is_decoded_in_its_own_types(value: Any) -> None:
     data = wire(value, 2)
     assert as_redis_py_reads(data, 2) == in_resp2(value)
     assert as_hiredis_reads(data) == in_resp2(value)
@@ -121,7 +121,7 @@ class TestEveryKind:
         for value in (b"", [], {}, frozenset()):
             assert len(as_redis_py_reads(wire(value, protocol), protocol)) == 0
 
-    def test_an_error_is_one_line_whatever_it_holds(self, protocol: int) -> None:
+    def test_an_error_is_one_line_for_any_text(self, protocol: int) -> None:
         for message in ("ERR plain", "ERR two\r\nlines\n:1\r\n", "WRONGTYPE \udcff", "ERR "):
             data = wire(ReplyError(message), protocol)
             assert data.startswith(b"-")
@@ -158,9 +158,9 @@ class TestEveryKind:
         data = wire([b"before", (slot,), b"after"], protocol)
         assert as_redis_py_reads(data, protocol) == [b"before", bytes(range(250)) * 280, b"after"]
 
-    def test_what_is_no_reply_is_an_error_not_noise(self, protocol: int) -> None:
+    def test_an_object_that_is_no_reply_is_an_error(self, protocol: int) -> None:
         with pytest.raises(TypeError, match="no RESP type"):
             wire(object(), protocol)
 
-    def test_what_is_encoded_already_stays(self, protocol: int) -> None:
+    def test_an_encoded_reply_is_unchanged(self, protocol: int) -> None:
         assert wire([Raw(b":7\r\n")], protocol) == b"*1\r\n:7\r\n"

@@ -148,7 +148,7 @@ def test_a_late_expiry_is_restored(server: RunningServer, client: redis.Redis, c
     assert min(client.pttl("late"), client.pttl(name)) > 1 << 52
 
 
-def test_a_string_that_expires_near_the_last_moment_comes_back(
+def test_a_string_expiring_near_the_maximum_is_restored(
     server: RunningServer, client: redis.Redis, tmp_path: Path
 ) -> None:
     client.execute_command("SET", "late", "x", "PXAT", (1 << 63) - 1000)
@@ -214,7 +214,7 @@ def test_memory_is_bounded(server: RunningServer, client: redis.Redis, copied: P
     assert client.mget("manifest:alice", "string") == [b"text", b"value"]
 
 
-def test_inspect_escapes_what_a_dump_says_of_itself(copied: Path) -> None:
+def test_inspect_escapes_names_in_a_dump(copied: Path) -> None:
     summary = copied / "dump.json"
     said = json.loads(summary.read_text(encoding="utf-8")) | {"selection": "\x1b]0;title\x07\nanother line"}
     summary.write_text(json.dumps(said), encoding="utf-8")

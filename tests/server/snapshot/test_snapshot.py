@@ -48,7 +48,7 @@ def inodes(directory: Path) -> dict[str, int]:
 # -- there and back ------------------------------------------------------------------------------------------------
 
 
-def test_what_was_dumped_comes_back(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
+def test_a_dump_is_restored(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     before = everything(client)
     dumped = dump(store, tmp_path, EVERYTHING, file_bytes=100_000)
@@ -61,7 +61,7 @@ def test_what_was_dumped_comes_back(client: redis.Redis, store: RunningStore, tm
     check_same(client, before)
 
 
-def test_what_lies_on_disk_alone_is_dumped_too_and_comes_back(tmp_path: Path) -> None:
+def test_values_on_disk_only_are_dumped_and_restored(tmp_path: Path) -> None:
     with start_server("--store", "tiered", "--maxmemory", "1mb") as server, server.client() as client:
         client.set("string", random.Random(1).randbytes(300_000))
         for page in range(30):
@@ -77,7 +77,7 @@ def test_what_lies_on_disk_alone_is_dumped_too_and_comes_back(tmp_path: Path) ->
         check_same(client, before)
 
 
-def test_a_page_alone_and_a_string_come_back_to_the_byte_and_the_millisecond(
+def test_a_single_page_and_a_string_are_restored_exactly(
     client: redis.Redis, store: RunningStore, tmp_path: Path
 ) -> None:
     key = PageKey(b"r", 3, 1, 4, 1)
@@ -111,7 +111,7 @@ keyspaces = st.lists(
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(keyspace=keyspaces)
-def test_any_keyspace_comes_back(
+def test_any_keyspace_is_restored(
     client: redis.Redis, store: RunningStore, tmp_path_factory: pytest.TempPathFactory, keyspace: list[tuple]
 ) -> None:
     client.flushall()
@@ -148,7 +148,7 @@ def test_requests_are_dumped_and_restored_by_name(server: RunningServer, client:
     assert client.dbsize() == 5 * HALVES.pages
 
 
-def test_a_request_that_has_no_page_is_said(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_request_without_a_page_is_reported(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     set_block(client, "r", 0, HALVES)
     assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
     for command in (
@@ -169,7 +169,7 @@ def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: Running
     assert (dumped.amount.pages, dumped.amount.strings) == (HALVES.pages, 0)
 
 
-def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
+def test_a_user_dumps_only_visible_keys(tmp_path: Path) -> None:
     with start_server() as server, server.client() as client:
         needed = ["+time", "+watch", "+multi", "+exec"]
         keys = ["kv:alice.*", "alice:*"]
@@ -185,9 +185,7 @@ def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
 # -- what is there already -----------------------------------------------------------------------------------------
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(
-    client: redis.Redis, store: RunningStore, tmp_path: Path
-) -> None:
+def test_existing_keys_stay_unless_replace_is_given(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     old = client.get("kv:chat-7:0:0:1:0")
     dump(store, tmp_path, EVERYTHING)
@@ -228,7 +226,7 @@ def test_a_string_with_the_key_of_a_page_is_there_already(
     assert client.get("kv:chat-7:1:1:1:1")[64:] == bodies[b"kv:chat-7:1:1:1:1"][64:]
 
 
-def test_an_interrupted_restore_goes_on(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
+def test_an_interrupted_restore_continues(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     before = everything(client)
     dump(store, tmp_path, EVERYTHING, file_bytes=500)
@@ -246,7 +244,7 @@ def test_an_interrupted_restore_goes_on(client: redis.Redis, store: RunningStore
     check_same(client, before)
 
 
-def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
+def test_keys_that_expired_meanwhile_are_not_restored(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     client.set("short", "lived", px=100_000)
     client.set("kept", "x")
     dump(store, tmp_path, EVERYTHING)
@@ -273,7 +271,7 @@ with RunningStore({!r}) as store:
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
-def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
+def test_a_killed_dump_leaves_no_torn_file_and_continues(
     server: RunningServer, client: redis.Redis, store: RunningStore, tmp_path: Path, times: int
 ) -> None:
     for page in range(10):
@@ -369,7 +367,7 @@ def test_one_dump_at_a_time_writes_into_a_directory(client: redis.Redis, store: 
     assert isinstance(restore(store, tmp_path), Restored)
 
 
-def test_a_full_disk_is_said_and_leaves_no_torn_file(
+def test_a_full_disk_is_reported_and_leaves_no_torn_file(
     server: RunningServer, client: redis.Redis, tmp_path: Path
 ) -> None:
     client.set("long", random.Random(1).randbytes(3_000_000))
@@ -384,7 +382,7 @@ def test_a_full_disk_is_said_and_leaves_no_torn_file(
 # -- output of the commands --------------------------------------------------------------------------------------------
 
 
-def test_the_commands_report_what_they_did(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_the_commands_report_their_results(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     set_block(client, "r", 0, HALVES)
     client.set("x", "y")
     url = ("--url", server.url)
@@ -414,7 +412,7 @@ def test_only_a_kvpage_server_can_be_dumped(redis_server: RunningServer, tmp_pat
     assert (code, said) == (2, "kvpage: only a kvpage-server can be dumped, this is another Redis\n")
 
 
-def test_a_dump_larger_than_the_store_is_said(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_dump_larger_than_the_store_is_reported(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     for page in range(40):
         set_block(client, "r", page, block([(0, DType.INT8, 1024)], page_size=16))
     kvpage("dump", str(tmp_path), "--url", server.url)
@@ -425,7 +423,7 @@ def test_a_dump_larger_than_the_store_is_said(server: RunningServer, client: red
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux lets one process reach another's memory so")
-def test_what_is_damaged_in_the_server_is_not_dumped(
+def test_damaged_values_of_the_server_are_not_dumped(
     server: RunningServer, client: redis.Redis, tmp_path: Path
 ) -> None:
     body = random.Random(6).randbytes(20_000)
@@ -439,7 +437,7 @@ def test_what_is_damaged_in_the_server_is_not_dumped(
     assert os.listdir(tmp_path)
 
 
-def test_a_page_that_a_string_replaces_while_it_is_dumped_is_not_called_damaged(
+def test_a_page_replaced_during_its_dump_is_not_called_damaged(
     client: redis.Redis, store: RunningStore, tmp_path: Path
 ) -> None:
     for layer in range(2):
@@ -454,7 +452,7 @@ def test_a_page_that_a_string_replaces_while_it_is_dumped_is_not_called_damaged(
     assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == b"a page"
 
 
-def test_a_key_that_is_now_a_page_and_now_a_string_is_not_called_damaged(
+def test_a_key_alternating_between_kinds_is_not_called_damaged(
     server: RunningServer, store: RunningStore, client: redis.Redis, tmp_path: Path
 ) -> None:
     for page in range(500):
@@ -503,7 +501,9 @@ def test_a_value_is_dumped_with_the_time_to_live_that_it_had(
     assert kinds == {(b"lives for a while", False), (b"lives for ever", True)}
 
 
-def test_a_restore_sends_what_a_smaller_server_takes(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_restore_sends_requests_a_smaller_server_accepts(
+    store: RunningStore, client: redis.Redis, tmp_path: Path
+) -> None:
     shape = [(0, DType.BFLOAT16, 256), (1, DType.BFLOAT16, 256)]
     set_block(client, "large", 0, block(shape, layers=8, heads=8, page_size=64))  # 4 MiB
     client.set("string", random.Random(2).randbytes(3 << 20))
@@ -518,7 +518,7 @@ def test_a_restore_sends_what_a_smaller_server_takes(store: RunningStore, client
         assert other.execute_command("KVBLOCKGET", "large", 0) == client.execute_command("KVBLOCKGET", "large", 0)
 
 
-def test_a_restore_says_what_a_full_server_refuses(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_restore_reports_errors_of_a_full_server(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
     for page in range(8):
         set_block(client, "large", page, block([(0, DType.BFLOAT16, 256)], layers=4, heads=4, page_size=64))  # 512 KiB
     dump(store, tmp_path, EVERYTHING, file_bytes=1_000_000)

@@ -74,7 +74,7 @@ def whole(file: Path) -> bool:
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plane_is_a_tensor_of_layers_heads_tokens_and_dimensions(
+def test_a_plane_is_a_tensor_of_layers_heads_tokens_and_dims(
     server: RunningServer, client: redis.Redis, tmp_path: Path
 ) -> None:
     body = set_block(client, "q", 3, QUANTISED, ttl=100)
@@ -143,7 +143,7 @@ def test_bfloat16_and_float8_have_their_own_types(server: RunningServer, client:
 
 
 @pytest.mark.parametrize("kind", [np.bool_, np.uint16, np.int16, np.int32, np.uint64, np.int64, np.float64])
-def test_numbers_of_every_width_are_read_as_what_they_were(
+def test_elements_of_every_width_are_read_back(
     server: RunningServer, client: redis.Redis, tmp_path: Path, kind: type[np.generic]
 ) -> None:
     values = np.array([[0, 1, 1], [1, 0, 1]], kind) * kind(3)
@@ -182,7 +182,7 @@ def test_names_are_readable_where_keys_are() -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.data())
-def test_what_the_metadata_tells_is_understood(layers: int, heads: int, data: st.DataObject) -> None:
+def test_the_metadata_is_parsed(layers: int, heads: int, data: st.DataObject) -> None:
     bodies = st.binary(min_size=8, max_size=8)
     pages = [found(i // heads, i % heads, body=data.draw(bodies), req_id=BINARY) for i in range(layers * heads)]
     (tensor,) = tensors_of(pages)
@@ -191,7 +191,7 @@ def test_what_the_metadata_tells_is_understood(layers: int, heads: int, data: st
     assert list(entry.headers()) == [page.header for page in pages]
 
 
-def test_what_was_written_is_whole(file: Path) -> None:
+def test_a_written_file_is_intact(file: Path) -> None:
     assert whole(file)
     contents = read_contents(file)
     assert contents.of == (5, "everything")
@@ -228,7 +228,7 @@ def said(file: Path) -> str:
     return str(error.value)
 
 
-def test_other_files_are_told_apart(tmp_path: Path) -> None:
+def test_other_files_are_recognised(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     for noise in (b"", b"kv", b"\xff" * 100, bytes(8)):
         file.write_bytes(noise)
@@ -382,9 +382,7 @@ def test_files_of_others_in_the_directory_are_left_alone(
 # -- inspect -------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_shows_what_there_is_without_a_server(
-    server: RunningServer, client: redis.Redis, tmp_path: Path
-) -> None:
+def test_inspect_shows_a_dump_without_a_server(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     fill(client)
     kvpage("dump", str(tmp_path), "--url", server.url)
     code, shown, _ = kvpage("inspect", str(tmp_path))

@@ -26,7 +26,7 @@ def held(client: redis.Redis) -> dict[bytes, bytes]:
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["stored whole", "one page changed since"])
-def test_a_block_with_more_pages_than_can_be_watched_comes_back(
+def test_a_block_with_more_pages_than_watchable_is_restored(
     server: RunningServer, client: redis.Redis, tmp_path: Path, changed: bool
 ) -> None:
     set_block(client, "large", 7, SHAPE)

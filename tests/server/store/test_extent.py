@@ -25,7 +25,7 @@ def store(keys: Keyspace, page: int, body: bytes = BODY, digest: int | None = No
     return extent
 
 
-def test_what_a_block_costs_beside_its_bytes_is_next_to_nothing_a_page() -> None:
+def test_a_blocks_overhead_per_page_is_small() -> None:
     shape = BlockShape(32, 8, 16, (Plane(0, DType.UINT8, 1), Plane(1, DType.UINT8, 1)))  # 512 pages
     keys, body = Keyspace(), bytes(shape.nbytes)
     keys.set_block(b"warm up", 0, Extent(shape, keys.slot_of(body), 1, 1, 0))
@@ -57,7 +57,7 @@ def test_a_page_that_changes_splits_its_block_without_a_copy() -> None:
     assert keys.arena.used == 0
 
 
-def test_every_page_of_an_intact_block_is_what_its_header_says() -> None:
+def test_every_page_of_an_intact_block_matches_its_header() -> None:
     keys = Keyspace()
     store(keys, 3)
     for name, span in zip(keys.listing.names(), SHAPE.page_spans(), strict=True):

@@ -78,7 +78,7 @@ def promised(here: Here) -> int:
     return quota.promised
 
 
-def test_of_two_batches_that_take_turns_one_has_the_room_and_the_other_is_refused() -> None:
+def test_one_of_two_concurrent_batches_is_refused() -> None:
     here = tenant(COUNTED + COUNTED // 2)
     first, second = begin(here, batch("ta")), begin(here, batch("tb"))
     go_on(here, first)
@@ -95,7 +95,7 @@ def test_of_two_batches_that_take_turns_one_has_the_room_and_the_other_is_refuse
     [("SET", "kv:t:x", b"x" * 5000), ("KVPAGESET", *page("tb", 0, 5000)), ("MSET", "kv:t:x", b"x" * 5000)],
     ids=["string", "page", "strings"],
 )
-def test_whatever_comes_between_the_steps_finds_the_room_taken(words: tuple[Any, ...]) -> None:
+def test_writes_between_the_steps_find_the_space_reserved(words: tuple[Any, ...]) -> None:
     here = tenant(COUNTED + 4000)
     steps = begin(here, batch("ta"))
     go_on(here, steps)
@@ -120,7 +120,7 @@ def test_the_same_room_is_left_at_every_step() -> None:
     assert (free(here, limit), promised(here)) == (left, 0)
 
 
-def test_what_a_batch_frees_is_free_when_it_is() -> None:
+def test_space_freed_by_a_batch_is_available() -> None:
     here = tenant(PAGES * (64 + 2000) + 500)
     for number in range(PAGES):
         here.call("KVPAGESET", *page("ta", number, 2000))
@@ -133,7 +133,7 @@ def test_what_a_batch_frees_is_free_when_it_is() -> None:
 
 
 @pytest.mark.parametrize("pages", [0, 1, 600])
-def test_a_batch_whose_client_goes_gives_back_what_it_has_not_taken(pages: int) -> None:
+def test_a_disconnected_clients_batch_releases_its_reservation(pages: int) -> None:
     here = tenant(COUNTED + 1000)
     steps = begin(here, batch("ta"))
     if pages:
@@ -152,7 +152,7 @@ def test_a_batch_that_is_refused_was_promised_nothing() -> None:
     assert (len(here.keyspace), promised(here)) == (0, 0)
 
 
-def test_a_batch_that_breaks_off_gives_back_what_it_has_not_taken() -> None:
+def test_a_failed_batch_releases_its_reservation() -> None:
     here = tenant(COUNTED)
     steps = begin(here, batch("ta"))
     go_on(here, steps)
@@ -161,7 +161,7 @@ def test_a_batch_that_breaks_off_gives_back_what_it_has_not_taken() -> None:
     assert promised(here) == 0
 
 
-def test_a_quota_that_a_batch_will_fill_is_not_over_before_it_has() -> None:
+def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
     """Or its values would go first when memory is full."""
     here = tenant(COUNTED)
     steps = begin(here, batch("ta"))
@@ -171,7 +171,7 @@ def test_a_quota_that_a_batch_will_fill_is_not_over_before_it_has() -> None:
     assert (quota.is_over, quota.lacks(1)) == (False, 1)
 
 
-def test_what_a_part_frees_is_promised_to_nobody() -> None:
+def test_space_freed_by_a_part_is_not_reserved() -> None:
     account = Account()
     with Promise([[(account, 5)], [(account, -3)], [(account, 2)]]) as promise:
         assert account.promised == 7

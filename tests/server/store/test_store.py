@@ -286,7 +286,7 @@ def test_a_key_that_is_due_is_not_found_before_it_is_swept() -> None:
     assert keys.counters.expired == 2
 
 
-def test_a_sweep_takes_no_more_than_it_is_told_and_nothing_twice() -> None:
+def test_a_sweep_is_bounded_and_takes_each_key_once() -> None:
     keys = Keyspace()
     past = unix_ms() - 5000
     for i in range(2500):
@@ -327,7 +327,7 @@ def squeeze(keys: Keyspace, share: float) -> None:
     keys.memory.make_room()
 
 
-def test_what_was_used_longest_ago_goes_first_in_whole_blocks() -> None:
+def test_the_least_recently_used_block_is_evicted_as_a_whole() -> None:
     keys = Keyspace(policy="allkeys-lru")
     fill(keys, 10)
     keys.read(b"kv:r:0:3:0:0")  # any page of block 0 is a use of the block
@@ -337,7 +337,7 @@ def test_what_was_used_longest_ago_goes_first_in_whole_blocks() -> None:
     assert keys.counters.evicted == 20
 
 
-def test_asking_whether_a_page_is_there_is_no_use_of_it() -> None:
+def test_an_exists_is_no_use_of_a_page() -> None:
     keys = Keyspace(policy="allkeys-lru")
     fill(keys, 4)
     keys.find(b"kv:r:0:0:0:0")

@@ -81,7 +81,7 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-def test_the_page_says_what_info_says(seen: SeenServer, browser: Any) -> None:
+def test_the_page_shows_the_values_of_info(seen: SeenServer, browser: Any) -> None:
     with seen.server.client() as client, shown(browser, seen.page) as page:
 
         def same_reads() -> bool:  # the page reads manifests itself while the test looks
@@ -96,7 +96,7 @@ def test_the_page_says_what_info_says(seen: SeenServer, browser: Any) -> None:
         says(page, "#agents-count", "4")
 
 
-def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: SeenServer, browser: Any) -> None:
+def test_the_page_shows_holders_shared_prefixes_and_misses(seen: SeenServer, browser: Any) -> None:
     with shown(browser, seen.page) as page:
         says(page, "#lede", "alice uses most memory")
         says(page, "#lede", f"3 agents share their first {2 * TOKENS} tokens")
@@ -151,14 +151,14 @@ SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
     })"""
 
 
-def test_the_first_sentence_says_no_more_than_the_figures(seen: SeenServer, browser: Any) -> None:
+def test_the_first_sentence_matches_the_values(seen: SeenServer, browser: Any) -> None:
     usual = {"misses": {}, "ratio": None, "agents": [["ann", 2048, 2100], ["bob", 1024, 1100]]}
     with shown(browser, seen.page) as page:
         for made, said in LEDES:
             assert said in page.evaluate(SAY_LEDE, usual | made)
 
 
-def test_a_context_is_a_strip_of_blocks_and_a_block_is_layers_by_heads(seen: SeenServer, browser: Any) -> None:
+def test_a_context_is_a_strip_of_blocks_of_layers_by_heads(seen: SeenServer, browser: Any) -> None:
     with shown(browser, seen.page) as page:
         page.locator("#agents button", has_text="bob").click()
         page.locator("#contexts .block").first.wait_for()
@@ -175,7 +175,7 @@ def test_a_context_is_a_strip_of_blocks_and_a_block_is_layers_by_heads(seen: See
         assert page.locator("#block figure").count() == 2
 
 
-def test_contexts_of_an_agent_for_two_models_of_one_name_are_two_rows(browser: Any) -> None:
+def test_contexts_of_two_models_of_one_name_are_two_rows(browser: Any) -> None:
     with start_seen_server() as seen, seen.server.client() as client:
         for model in ("aa", "bb"):
             remember(client, "ann", [f"{model}-0"], model)
@@ -189,7 +189,7 @@ def test_contexts_of_an_agent_for_two_models_of_one_name_are_two_rows(browser: A
             assert page.locator("#contexts .block").count() == 3
 
 
-def test_engines_tell_how_many_tokens_were_not_computed(seen: SeenServer, browser: Any) -> None:
+def test_the_page_shows_tokens_not_computed_by_engines(seen: SeenServer, browser: Any) -> None:
     with seen.server.client() as client, shown(browser, seen.page) as page:
         until(lambda: tell(client, f"host:1{SCRIPT}"), "somebody who listens")
         says(page, "#engines", f"host:1{SCRIPT}")
@@ -200,7 +200,7 @@ def test_engines_tell_how_many_tokens_were_not_computed(seen: SeenServer, browse
         assert faults(page) == []
 
 
-def test_a_server_that_is_gone_is_tried_again_without_long_pauses(browser: Any) -> None:
+def test_an_unavailable_server_is_retried_without_long_pauses(browser: Any) -> None:
     with start_seen_server() as seen, shown(browser, seen.page) as page:
         tries: list[float] = []
         page.on("request", lambda _: tries.append(time.monotonic()))
@@ -221,7 +221,7 @@ def test_nothing_is_wider_than_a_phone(seen: SeenServer, browser: Any) -> None:
         fits_a_phone(page)
 
 
-def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
+def test_names_by_users_are_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
     with seen.server.client() as client, shown(browser, seen.page) as page:
         client.client_setname(f"<script>alert(2)</script>{'x' * 900}")
         says(page, "#agents", SCRIPT)
@@ -249,7 +249,7 @@ def test_axe_finds_nothing_serious(seen: SeenServer, browser: Any, theme: str) -
         assert faults(page) == []
 
 
-def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> None:
+def test_a_user_logs_in_and_sees_its_permitted_data(browser: Any) -> None:
     tenant = ["--user", "tenant", "on", ">sesame", "~kv:own*", "~manifest:own*", "+@all"]
     with start_seen_server("--requirepass", "secret", *tenant) as seen:
         with seen.server.client(password="secret") as client:
@@ -280,7 +280,7 @@ def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> 
             page.locator("#leave").wait_for()  # who logged in can log out, the default user too
 
 
-def test_what_was_not_looked_at_is_said_and_junk_hides_no_agent(browser: Any) -> None:
+def test_omissions_are_reported_and_junk_hides_no_agent(browser: Any) -> None:
     with start_seen_server() as seen, seen.server.client() as client:
         with client.pipeline(transaction=False) as pipeline:
             for number in range(2100):
@@ -296,7 +296,7 @@ def test_what_was_not_looked_at_is_said_and_junk_hides_no_agent(browser: Any) ->
             says(page, "#requests-note", "at least 1,000 requests")
 
 
-def test_ten_thousand_requests_and_five_hundred_agents_stay_fluid(browser: Any) -> None:
+def test_ten_thousand_requests_and_many_agents_stay_fluid(browser: Any) -> None:
     with start_seen_server() as seen, seen.server.client() as client:
         remember(client, "long", [f"long-{i}" for i in range(600)])
         for number in range(500):

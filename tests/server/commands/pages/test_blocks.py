@@ -122,7 +122,7 @@ SHAPES = st.builds(
 # Failures before a cluster, which are expected, need no smaller example.
 @settings(max_examples=15, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=SHAPES, seed=st.integers(0, 1000))
-def test_any_shape_goes_both_ways(client: redis.Redis, shape: BlockShape, seed: int) -> None:
+def test_any_shape_is_written_and_read(client: redis.Redis, shape: BlockShape, seed: int) -> None:
     body = noise(shape.nbytes, seed)
     client.flushall()
     set_block(client, "whole", 0, shape, body)
@@ -252,9 +252,7 @@ def test_blocks_are_evicted_whole_the_longest_unused_first() -> None:
             assert get_block(client, "r", page) == noise(shape.nbytes, page)
 
 
-def test_a_reader_gets_the_version_it_asked_for_whatever_is_written_meanwhile(
-    server: RunningServer, client: redis.Redis
-) -> None:
+def test_a_reader_gets_one_version_during_concurrent_writes(server: RunningServer, client: redis.Redis) -> None:
     shape = BlockShape(layers=8, heads=8, page_size=256, planes=both(DType.FLOAT32, 128))
     old, new = noise(shape.nbytes, 1), noise(shape.nbytes, 2)
     set_block(client, "r", 0, shape, old)
@@ -319,7 +317,7 @@ def test_bad_blocks_leave_no_keys(client: redis.Redis) -> None:
 
 
 @pytest.mark.parametrize("types", [(0, 0), (1, 0)])
-def test_planes_come_once_each_and_in_order(client: redis.Redis, types: tuple[int, int]) -> None:
+def test_planes_are_unique_and_ordered(client: redis.Redis, types: tuple[int, int]) -> None:
     planes = [word for kv_type in types for word in (kv_type, 3, 4)]
     with pytest.raises(redis.ResponseError, match="planes must be given once each, in the order of their kv_type"):
         client.execute_command("KVBLOCKSET", "r", 0, 1, 1, 3, 0, 2, *planes, bytes(24))
@@ -342,7 +340,7 @@ def test_bad_questions_are_refused_by_name(client: redis.Redis, words: tuple[obj
         client.execute_command(*words)
 
 
-def test_a_full_store_that_may_not_evict_refuses_blocks_and_keeps_what_it_has() -> None:
+def test_a_full_store_without_eviction_refuses_blocks() -> None:
     shape = BlockShape(layers=4, heads=4, page_size=64, planes=SHAPE.planes)
     body = noise(shape.nbytes)
     stored = 0

@@ -62,7 +62,7 @@ def test_an_index_is_scanned_block_by_block(client: redis.Redis) -> None:
         client.execute_command("SSCAN", "kv:r:index", "x")
 
 
-def test_requests_are_listed_by_their_index_keys_which_no_other_scan_shows(client: redis.Redis) -> None:
+def test_requests_are_listed_by_index_keys_in_sets_only(client: redis.Redis) -> None:
     for number in range(250):
         set_page(client, req=f"r{number}")
     assert set(client.scan_iter(_type="set")) == {b"kv:r%d:index" % number for number in range(250)}

@@ -103,7 +103,7 @@ class DocumentedExampleTest(PageCommandsTest):
 
 
 class SetAndGetTest(PageCommandsTest):
-    def test_a_body_of_any_size_comes_back(self) -> None:
+    def test_a_body_of_any_size_is_read_back(self) -> None:
         noise = random.Random(1)
         for size in (0, 1, 9, 1022, 1023, 1024, 1025, 4095, 4096, 4097, 16384, 131072, 131073, 3_000_001):
             with self.subTest(size=size):
@@ -210,7 +210,7 @@ class BatchTest(PageCommandsTest):
                 names = [word for page in range(3) for word in self.page(page=page)]
                 self.assertEqual(self.call("KVPAGEMGET", 3, *names), [None, b"old", None])
 
-    def test_n_must_match_what_follows(self) -> None:
+    def test_n_must_match_the_number_of_pages(self) -> None:
         one, name = self.arguments(), self.page()
         for count, given in ((2, 10), (1, 20), (1, 9), (1, 11), (3, 20)):
             words = (one * 2)[:given] if given != 11 else [*one, "more"]
@@ -320,7 +320,7 @@ class OneKeyspaceTest(PageCommandsTest):
 
 
 class ExpiryTest(PageCommandsTest):
-    def test_a_page_is_gone_when_its_ttl_is_over(self) -> None:
+    def test_a_page_is_absent_after_its_ttl(self) -> None:
         key = bytes(self.key())
         self.set_page(b"short-lived", ttl=1)
         self.assertGreater(self.redis.pttl(key), -1)
@@ -346,7 +346,7 @@ class ExpiryTest(PageCommandsTest):
         time.sleep(0.05)
         self.assertIsNone(self.get_page())
 
-    def test_a_page_nobody_asks_for_expires_too(self) -> None:
+    def test_an_unused_page_expires_too(self) -> None:
         expired = self.redis.info("stats")["expired_keys"]
         self.set_page(bytes(100_000), ttl=1)
         until(lambda: self.redis.info("stats")["expired_keys"] > expired)
@@ -402,7 +402,7 @@ class BadInputTest(PageCommandsTest):
                     self.assert_refused(message, "KVPAGEGET", *words[:5])
                     self.assert_refused(message, "KVPAGEEXISTS", *words[:5])
 
-    def test_what_is_no_number(self) -> None:
+    def test_non_numbers_are_refused(self) -> None:
         for position, name, low, high in self.RANGES:
             for value in self.NO_NUMBERS:
                 words = self.arguments()
@@ -507,7 +507,7 @@ class ConfiguredTest(unittest.TestCase):
             self.assertLess(sum(there), 20)
             self.assertEqual(client.execute_command("KVPAGEGET", "r", 0, 0, 39, 0), body)
 
-    def test_noeviction_refuses_and_keeps_what_it_has(self) -> None:
+    def test_noeviction_refuses_writes_and_keeps_pages(self) -> None:
         options = ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
         with start_server(*options) as server, server.client() as client:
             stored = 0

@@ -46,6 +46,6 @@ def on(place: type[OnTiered]) -> dict[str, type]:
 
 
 globals().update({**on(OnTiered), **on(OnCluster)})
-globals()["ExpiryTestOnCluster"].test_a_page_nobody_asks_for_expires_too = skip(
+globals()["ExpiryTestOnCluster"].test_an_unused_page_expires_too = skip(
     "in a gateway nothing expires: the cluster's nodes count what does"
-)(there.ExpiryTest.test_a_page_nobody_asks_for_expires_too)
+)(there.ExpiryTest.test_an_unused_page_expires_too)

@@ -43,7 +43,7 @@ def used(client: redis.Redis) -> int:
     return int(client.info("memory")["used_memory"])
 
 
-def test_pages_are_what_was_sent_as_bodies_and_as_blobs(client: redis.Redis) -> None:
+def test_pages_are_equal_as_bodies_and_as_blobs(client: redis.Redis) -> None:
     store(client, range(200))
     for number in range(200):
         assert fetch(client, number) == body(number)
@@ -53,7 +53,7 @@ def test_pages_are_what_was_sent_as_bodies_and_as_blobs(client: redis.Redis) -> 
         assert client.execute_command("KVPAGEVERIFY", b"request-%d" % number)[b"corrupt"] == []
 
 
-def test_what_stays_of_a_batch_does_not_hold_the_memory_of_what_went(client: redis.Redis) -> None:
+def test_the_rest_of_a_batch_does_not_keep_evicted_memory(client: redis.Redis) -> None:
     store(client, range(8 * BATCH))
     full = used(client)
     assert full < 1.1 * 8 * BATCH * SIZE + MIB
@@ -66,7 +66,7 @@ def test_what_stays_of_a_batch_does_not_hold_the_memory_of_what_went(client: red
     until(lambda: used(client) < SIZE, "all of it being free")
 
 
-def test_pages_in_use_survive_the_eviction_of_all_that_came_with_them() -> None:
+def test_pages_in_use_survive_the_eviction_of_their_batch() -> None:
     with start_server("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru") as server, server.client() as client:
         hot: list[int] = []
         for batch in range(60):
@@ -95,9 +95,7 @@ def test_a_thousand_uploads_that_are_cut_short_leave_nothing(server: RunningServ
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can limit another process")
-def test_when_the_system_has_no_memory_left_the_server_says_so_and_lives_on(
-    server: RunningServer, client: redis.Redis
-) -> None:
+def test_without_system_memory_the_server_reports_it_and_runs_on(server: RunningServer, client: redis.Redis) -> None:
     store(client, range(5))
     pid = client.info("server")["process_id"]
     size = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
@@ -112,9 +110,7 @@ def test_when_the_system_has_no_memory_left_the_server_says_so_and_lives_on(
     assert client.strlen("large") == 200 * MIB
 
 
-def test_a_page_that_is_being_read_stays_though_it_is_deleted_and_others_are_stored(
-    server: RunningServer, client: redis.Redis
-) -> None:
+def test_a_page_read_during_its_deletion_stays_intact(server: RunningServer, client: redis.Redis) -> None:
     store(client, range(BATCH))
     with socket.create_connection(("127.0.0.1", server.port)) as slow:
         slow.sendall(spell([b"KVPAGEGET", b"request-7", b"1", b"2", b"3", b"1"]) * 2000)

@@ -47,7 +47,7 @@ def test_a_key_is_parsed_from_its_own_spelling(key: PageKey) -> None:
 
 
 @given(st.binary(max_size=40) | keys.map(bytes).flatmap(lambda key: st.permutations(list(key)).map(bytes)))
-def test_whatever_parses_as_a_key_is_its_canonical_spelling(spelling: bytes) -> None:
+def test_every_parsed_key_is_canonical(spelling: bytes) -> None:
     try:
         key = PageKey.parse(spelling)
     except PageError:
@@ -67,7 +67,7 @@ def test_decoding_and_encoding_again_gives_the_same_bytes(blob: bytes) -> None:
 
 
 @given(blobs, st.data())
-def test_a_damaged_blob_is_refused_or_still_says_exactly_what_it_holds(blob: bytes, data: st.DataObject) -> None:
+def test_a_damaged_blob_is_refused_or_unchanged_in_meaning(blob: bytes, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(blob) - 1))
     damaged = bytearray(blob)
     damaged[position] ^= data.draw(st.integers(1, 255))
@@ -101,7 +101,7 @@ def test_random_bytes_raise_nothing_but_a_page_error(noise: bytes) -> None:
     st.integers(1, 9),
     st.dictionaries(st.sampled_from(KVType), st.tuples(dtypes, st.integers(1, 9)), min_size=1),
 )
-def test_pages_of_a_block_lie_where_a_tensor_of_that_shape_has_them(
+def test_pages_of_a_block_are_at_their_tensor_positions(
     layers: int, heads: int, page_size: int, kinds: dict[KVType, tuple[DType, int]]
 ) -> None:
     planes = tuple(Plane(kv_type, dtype, dim) for kv_type, (dtype, dim) in sorted(kinds.items()))

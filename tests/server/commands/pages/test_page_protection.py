@@ -30,7 +30,7 @@ def test_a_prefix_ends_at_the_first_block_that_is_not_complete(client: redis.Red
     assert prefix(client, *names) == 1
 
 
-def test_a_prefix_of_content_hashes_goes_through_many_requests(client: redis.Redis) -> None:
+def test_a_prefix_of_content_hashes_spans_many_requests(client: redis.Redis) -> None:
     for req in "abc":
         set_block(client, req, 0)
     assert prefix(client, "a", 0, "b", 0, "c", 0, "d", 0) == 3
@@ -45,7 +45,7 @@ def test_a_prefix_counts_no_block_of_which_a_page_has_expired(client: redis.Redi
     assert prefix(client, "r", 0, "r", 1) == 1
 
 
-def test_exactly_what_a_prefix_counts_is_leased(client: redis.Redis) -> None:
+def test_exactly_the_counted_prefix_is_leased(client: redis.Redis) -> None:
     for page in (0, 1, 3):
         set_block(client, "r", page)
     assert prefix(client, *[word for page in range(4) for word in ("r", page)], lease_ms=3_600_000) == 2
@@ -54,7 +54,7 @@ def test_exactly_what_a_prefix_counts_is_leased(client: redis.Redis) -> None:
     assert client.info("kvpage")["leased_or_pinned"] == 2
 
 
-def test_eviction_spares_what_is_leased_until_the_lease_is_over() -> None:
+def test_leased_blocks_are_not_evicted_until_the_lease_ends() -> None:
     with small_store() as client:
         for page in range(4):
             set_block(client, "r", page, size=800)
@@ -66,7 +66,7 @@ def test_eviction_spares_what_is_leased_until_the_lease_is_over() -> None:
         assert client.info("stats")["evicted_keys"] > 0
 
 
-def test_eviction_spares_what_is_pinned_until_it_is_unpinned() -> None:
+def test_pinned_blocks_are_not_evicted_until_they_are_unpinned() -> None:
     with small_store() as client:
         for page in range(3):
             set_block(client, "r", page, size=800)
@@ -120,7 +120,7 @@ def test_no_more_than_half_of_the_memory_can_be_protected() -> None:
         assert client.info("memory")["used_memory"] < 260 * 1024  # a block more: room is made before one is written
 
 
-def test_what_is_protected_counts_as_it_grows(client: redis.Redis) -> None:
+def test_protected_memory_counts_as_it_grows(client: redis.Redis) -> None:
     set_page(client, body=bytes(1000))
     client.execute_command("KVPAGEPIN", "r")
     before = client.info("kvpage")["leased_or_pinned_bytes"]
@@ -163,7 +163,7 @@ def test_bad_arguments_about_requests_are_refused_by_name(
         client.execute_command(*words)
 
 
-def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
+def test_index_accounts_and_store_agree_after_any_operations() -> None:
     """Random writes, deletions, expiries, evictions, leases and pins, checked against a walk through every key."""
     chance = random.Random(7)
     keyspace = Keyspace(maxmemory=60_000)
@@ -220,7 +220,7 @@ def check(keyspace: Keyspace) -> None:
     assert keyspace.leases.bytes == sum(keyspace.leases.of(block).size for block in blocks)
 
 
-def test_a_lease_of_something_that_is_gone_protects_nothing() -> None:
+def test_a_lease_of_a_missing_block_protects_nothing() -> None:
     guards = Leases(lambda unit: None)
     most = Bytes(150, 10_000)
     assert guards.lease(b"key", Bytes(100, 4096), 50, most)

@@ -35,7 +35,7 @@ def test_blob_created_beyond_signed_64_bits_is_no_page(client: redis.Redis) -> N
     assert client.ping()
 
 
-def test_existence_of_many_pages_is_told_in_order(client: redis.Redis) -> None:
+def test_existence_of_many_pages_is_returned_in_order(client: redis.Redis) -> None:
     client.config_resetstat()
     set_page(client, head=1)
     set_page(client, head=3)
@@ -62,7 +62,7 @@ def test_a_bad_batch_is_refused_by_name(client: redis.Redis, words: tuple[Any, .
         client.execute_command("KVPAGEMEXISTS", *words)
 
 
-def test_a_page_tells_its_header_and_its_life(client: redis.Redis, tier: str) -> None:
+def test_a_pages_stat_has_its_header_and_ttl(client: redis.Redis, tier: str) -> None:
     before = unix_ms()
     client.execute_command("KVPAGESET", "test_req_001", 5, 8, 42, 1, 1, 128, 64, 3600, "BLOB_DATA")
     page = ask(client, "KVPAGESTAT", "test_req_001", 5, 8, 42, 1)
@@ -88,7 +88,7 @@ def test_a_page_tells_its_header_and_its_life(client: redis.Redis, tier: str) ->
     assert ask(client, "KVPAGESTAT", "test_req_001", 5, 8, 42, 1)["ttl_left_ms"] == -1
 
 
-def test_what_is_no_page_has_no_stat(client: redis.Redis) -> None:
+def test_a_value_that_is_no_page_has_no_stat(client: redis.Redis) -> None:
     assert client.execute_command("KVPAGESTAT", "r", 0, 0, 0, 0) is None
     client.set("kv:r:0:0:0:0", "plain")
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
@@ -139,7 +139,7 @@ def test_pages_that_have_expired_are_neither_counted_nor_listed(client: redis.Re
     assert client.execute_command("KVPAGEDEL", "r") == 3
 
 
-def test_the_index_tells_what_each_block_holds(client: redis.Redis) -> None:
+def test_the_index_lists_the_pages_of_each_block(client: redis.Redis) -> None:
     set_block(client, "r", 3, size=200)
     set_page(client, page=10, layer=4, head=70, kv_type=5)
     first, second = client.execute_command("KVPAGEINDEX", "r")
@@ -153,7 +153,7 @@ def test_the_index_tells_what_each_block_holds(client: redis.Redis) -> None:
         client.execute_command("KVPAGEINDEX", "r", "SIZES")
 
 
-def test_a_deletion_in_a_transaction_is_over_before_the_next_command(client: redis.Redis) -> None:
+def test_a_deletion_in_a_transaction_precedes_the_next_command(client: redis.Redis) -> None:
     set_block(client, "r", 0)
     with client.pipeline() as transaction:
         transaction.execute_command("KVPAGEDEL", "r")
@@ -165,7 +165,7 @@ def test_a_deletion_in_a_transaction_is_over_before_the_next_command(client: red
     assert held(client, "r") == [5]
 
 
-def test_a_client_that_wants_no_replies_is_obeyed_all_the_same(server: RunningServer, client: redis.Redis) -> None:
+def test_commands_without_replies_are_executed(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "r", 0)
     with server.connect() as sock:
         sock.sendall(b"CLIENT REPLY OFF\r\nKVPAGEDEL r\r\nKVPAGEMSET 1 s 0 0 0 0 3 1 1 0 x\r\nKVPAGEVERIFY s\r\n")
@@ -198,7 +198,7 @@ def test_pages_without_a_checksum_are_not_called_intact() -> None:
     [lambda slot: slot.body, lambda slot: slot.header],
     ids=["body", "header"],
 )
-def test_a_flipped_bit_is_found_and_the_page_is_gone(damage: Any) -> None:
+def test_a_flipped_bit_is_found_and_the_page_is_removed(damage: Any) -> None:
     here = Here()
     for head in range(3):
         here.call("KVPAGESET", "r", 0, head, 0, 0, 3, 1, 1000, 0, bytes(1000))
@@ -255,7 +255,7 @@ def steps_of(here: Here, words: list[Any]) -> Iterator[tuple[float, bytes]]:
         began = time.thread_time()
 
 
-def test_a_block_of_very_many_pages_by_themselves_is_deleted_in_small_steps() -> None:
+def test_a_block_of_very_many_pages_is_deleted_in_small_steps() -> None:
     here, count = Here(), 8000
     described = [word for i in range(count) for word in (b"r", b"%d" % i, b"0", b"0", b"0", *b"8 1 1 0 x".split())]
     assert b"".join(said for _, said in steps_of(here, [b"KVPAGEMSET", b"%d" % count, *described])) == b"+OK\r\n"
@@ -266,7 +266,7 @@ def test_a_block_of_very_many_pages_by_themselves_is_deleted_in_small_steps() ->
     assert len(here.keyspace) == 0
 
 
-def test_a_block_that_is_stored_whole_while_its_pages_are_deleted_is_whole() -> None:
+def test_a_block_stored_during_its_deletion_is_whole() -> None:
     here, count = Here(), 2000
     described = [word for i in range(count) for word in (b"r", b"%d" % i, b"0", b"0", b"0", *b"8 1 1 0 x".split())]
     here.call("KVPAGEMSET", count, *described)
@@ -310,7 +310,7 @@ def seconds_of_steps(order: str) -> list[float]:
     return took
 
 
-def test_a_block_that_changes_while_it_is_read_is_read_as_it_is_then() -> None:
+def test_a_block_changed_during_a_read_has_its_current_state() -> None:
     here = Here()
     for layer in range(40):
         for head in range(50):

@@ -42,7 +42,7 @@ def test_why_a_page_is_not_there(client: redis.Redis) -> None:
         client.execute_command("KVPAGEWHY", *name)
 
 
-def test_why_a_page_went_last_whatever_happens_to_its_neighbours(client: redis.Redis) -> None:
+def test_why_gives_the_last_reason_of_each_page(client: redis.Redis) -> None:
     page, neighbours = ("r", 0, 0, 0, 0), ("kv:r:0:1:0:0", "kv:r:0:2:0:0")
     for head in range(3):
         set_page(client, head=head)
@@ -61,7 +61,7 @@ def test_why_a_page_went_last_whatever_happens_to_its_neighbours(client: redis.R
     assert ask(client, "KVPAGEWHY", "r", 0, 2, 0, 0)["reason"] == "deleted"
 
 
-def test_why_tells_eviction_when_and_by_which_policy() -> None:
+def test_why_gives_time_and_policy_of_an_eviction() -> None:
     with small_store() as client:
         set_block(client, "r", 0)
         fill(client)
@@ -72,7 +72,7 @@ def test_why_tells_eviction_when_and_by_which_policy() -> None:
         assert ask(client, "KVPAGEWHY", "r", 0, 2, 0, 1)["reason"] == "never stored"
 
 
-def test_pages_that_do_not_fit_together_are_counted_and_are_no_block_to_read(client: redis.Redis) -> None:
+def test_pages_that_do_not_fit_together_are_no_readable_block(client: redis.Redis) -> None:
     for head, body in enumerate((b"12345678", b"1234")):
         client.execute_command("KVPAGESET", "r", 0, head, 0, 0, 3, 1, 8, 0, body)
     assert ask(client, "KVPAGEWHY", "r") == {"reason": "stored", "blocks": 1}
@@ -129,7 +129,7 @@ def test_misses_are_counted_by_reason() -> None:
         assert misses() == {"never_stored": 4, "deleted": 2, "incomplete": 1, "hole": 1}
 
 
-def test_every_reason_is_told_and_counted(tmp_path: Path) -> None:
+def test_every_reason_is_reported_and_counted(tmp_path: Path) -> None:
     body = random.Random(1).randbytes(5000)
     options = ("--store", "tiered", "--maxmemory", "256kb", "--quota", "kv:tenant.*", "2kb", "--scrub-rate", "1kb")
     with start_server(*options, directory=tmp_path) as server, server.client() as client:
@@ -173,7 +173,7 @@ def test_every_reason_is_told_and_counted(tmp_path: Path) -> None:
         assert counted["page_misses_never_stored"] == 2
 
 
-def test_a_page_has_gone_for_one_reason_its_last() -> None:
+def test_a_removed_page_has_one_reason_its_last() -> None:
     """After removals in any order. The number of ghosts is bounded."""
     luck, reasons = random.Random(1), ("expired", "evicted", "over quota", "deleted", "overwritten", "corrupt")
     ghosts, last = Ghosts(), dict[tuple[int, int], str]()

@@ -68,7 +68,7 @@ def transaction(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
         return pipe.execute(raise_on_error=False)
 
 
-def test_what_was_promised_on_disk_counts_as_protected_once_it_is_in_memory(tmp_path: Path) -> None:
+def test_loaded_values_with_a_lease_count_as_protected(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "8mb") as (_, client):
         cold_strings(client, 4)
         assert client.exists("k0") == 1  # a client that gets 1 must find it
@@ -81,7 +81,7 @@ def test_what_was_promised_on_disk_counts_as_protected_once_it_is_in_memory(tmp_
 
 
 @pytest.mark.parametrize("value", [1, 3 * MB])
-def test_a_transaction_that_writes_before_it_reads_what_is_on_disk_has_it(tmp_path: Path, value: int) -> None:
+def test_a_transaction_that_writes_first_reads_values_on_disk(tmp_path: Path, value: int) -> None:
     with tiered(tmp_path, "--maxmemory", "4mb") as (_, client):
         cold_strings(client, 3)
         for seed in (0, 1, 2, 0):
@@ -103,7 +103,7 @@ def test_a_transaction_may_read_more_than_memory_has_room_for(tmp_path: Path) ->
         assert client.info("memory")["used_memory"] < 4.5 * MB
 
 
-def test_pages_and_parts_of_blocks_on_disk_are_there_for_a_transaction(tmp_path: Path) -> None:
+def test_pages_and_block_parts_are_loaded_for_transactions(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "8mb") as (_, client):
         cold_blocks(client, 16)
         words = [word for seed in range(16) for word in (f"v{seed}", 0)]
@@ -126,7 +126,7 @@ def test_pages_and_parts_of_blocks_on_disk_are_there_for_a_transaction(tmp_path:
         assert replies[8] == [None if seed in (2, 3) else body(MB, seed) for seed in range(16)]
 
 
-def test_what_would_not_fit_in_memory_is_refused_before_anything_ran(tmp_path: Path) -> None:
+def test_too_large_a_transaction_is_refused_before_it_runs(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "4mb") as (_, client):
         cold_blocks(client, 8)
         reads = [("KVBLOCKGET", f"v{seed}", 0) for seed in range(8)]
@@ -143,7 +143,7 @@ def test_what_would_not_fit_in_memory_is_refused_before_anything_ran(tmp_path: P
         assert client.dbsize() == 9
 
 
-def test_many_at_once_take_turns_in_what_they_have_in_memory(tmp_path: Path) -> None:
+def test_concurrent_loads_take_turns_in_memory(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "4mb") as (server, client):
         cold_blocks(client, 12)
 
@@ -162,7 +162,7 @@ def test_many_at_once_take_turns_in_what_they_have_in_memory(tmp_path: Path) -> 
         assert client.info("memory")["used_memory"] < 2.5 * MB
 
 
-def test_a_value_that_is_damaged_is_missing_for_all_of_a_transaction(tmp_path: Path) -> None:
+def test_a_damaged_value_is_missing_for_a_whole_transaction(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         client.set("a", body(9000, 1))
         client.set("b", body(9000, 2))
@@ -177,7 +177,7 @@ def test_a_value_that_is_damaged_is_missing_for_all_of_a_transaction(tmp_path: P
         assert disk_info(client)["disk_corrupt"] == 1
 
 
-def test_a_watched_value_that_turns_out_to_be_damaged_has_changed(tmp_path: Path) -> None:
+def test_a_watched_value_found_damaged_has_changed(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         client.mset({f"{seed}": body(9000, seed) for seed in range(20)})
         client.set("a", body(9000, 21))
@@ -190,7 +190,7 @@ def test_a_watched_value_that_turns_out_to_be_damaged_has_changed(tmp_path: Path
         assert client.exists("y") == 0
 
 
-def test_what_cannot_be_read_is_not_lost_and_nothing_of_its_transaction_is_done(tmp_path: Path) -> None:
+def test_an_unreadable_value_stays_and_fails_its_transaction(tmp_path: Path) -> None:
     """A page that cannot be read now is a miss in a batch. Else it is an error, and the next time may be better."""
     with tiered(tmp_path) as (_, client):
         client.set("a", body(9000, 1))
@@ -229,7 +229,7 @@ def test_what_cannot_be_read_is_not_lost_and_nothing_of_its_transaction_is_done(
         assert disk_info(client)["disk_corrupt"] == 0
 
 
-def test_an_error_of_the_disk_is_for_who_asked_then_and_not_for_who_asks_when_it_works_again(tmp_path: Path) -> None:
+def test_a_disk_error_is_reported_to_commands_of_its_time_only(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         client.set("a", body(9000, 1))
         for seed in range(2):
@@ -255,7 +255,7 @@ def test_an_error_of_the_disk_is_for_who_asked_then_and_not_for_who_asks_when_it
                 assert client.execute_command(*words) == found
 
 
-def test_a_transaction_that_waited_for_a_pause_finds_what_is_there_after_it(tmp_path: Path) -> None:
+def test_a_transaction_after_a_pause_sees_the_current_values(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "4mb") as (server, client), Wire(server.port) as wire:
         cold_strings(client, 2)
         client.pexpire("k0", 400)
@@ -265,7 +265,7 @@ def test_a_transaction_that_waited_for_a_pause_finds_what_is_there_after_it(tmp_
         assert parse(wire.ask(b"EXEC")) == ["OK", None, 3 * MB, body(3 * MB, 1)]
 
 
-def test_who_leaves_while_values_are_fetched_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_client_that_leaves_during_a_load_leaves_nothing(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "4mb") as (server, client):
         cold_blocks(client, 12)
         for turn in range(30):
@@ -302,7 +302,7 @@ def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyP
 # -- single commands ---------------------------------------------------------------------------------------------------
 
 
-def test_pages_that_are_written_into_blocks_on_disk_are_all_stored_or_none(tmp_path: Path) -> None:
+def test_pages_written_into_cold_blocks_are_stored_all_or_none(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "8mb") as (_, client):
         cold_blocks(client, 16)
         for seed in range(12):
@@ -324,7 +324,7 @@ def batch_into(blocks: int) -> tuple[Any, ...]:
     return "KVPAGEMSET", MANY + blocks, *new, *(word for seed in range(blocks) for word in page(f"v{seed}", 1, "abcd"))
 
 
-def test_a_batch_into_blocks_on_disk_that_are_more_than_clients_may_have_at_once_is_stored(tmp_path: Path) -> None:
+def test_a_batch_into_more_blocks_than_the_limit_is_stored(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         cold_blocks(client, 5)
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "2mb") as (_, client):
@@ -335,7 +335,7 @@ def test_a_batch_into_blocks_on_disk_that_are_more_than_clients_may_have_at_once
             assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
 
 
-def test_of_a_batch_of_many_steps_nothing_is_stored_if_a_block_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_block_fails_a_batch_of_many_steps(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         cold_blocks(client, 2)
     switch = tmp_path / "unreadable"
@@ -354,7 +354,7 @@ def test_of_a_batch_of_many_steps_nothing_is_stored_if_a_block_cannot_be_read(tm
             assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
 
 
-def test_a_page_can_be_written_into_a_block_that_memory_has_no_room_for(tmp_path: Path) -> None:
+def test_a_page_is_written_into_a_block_larger_than_memory(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "768kb") as (_, client):
         cold_blocks(client, 3)
         for seed in range(3):
@@ -365,7 +365,7 @@ def test_a_page_can_be_written_into_a_block_that_memory_has_no_room_for(tmp_path
             assert client.get(f"kv:v{seed}:0:0:0:0") == b"text"
 
 
-def test_where_nothing_may_leave_memory_a_transaction_is_refused_as_it_is_queued() -> None:
+def test_a_transaction_that_needs_eviction_is_refused_under_pins() -> None:
     with (
         start_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as server,
         server.client() as client,
@@ -380,7 +380,7 @@ def test_where_nothing_may_leave_memory_a_transaction_is_refused_as_it_is_queued
         assert wire.ask(b"EXISTS", b"y") == b":0\r\n"
 
 
-def test_what_is_not_told_waits_for_the_disk_all_the_same(tmp_path: Path) -> None:
+def test_commands_without_replies_wait_for_the_disk(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "1mb") as (server, client), server.connect() as sock:
         for seed in range(8):
             client.set(f"k{seed}", body(MB // 2, seed))
@@ -393,7 +393,7 @@ def test_what_is_not_told_waits_for_the_disk_all_the_same(tmp_path: Path) -> Non
         assert client.exists("k0") == 0
 
 
-def test_who_waits_for_a_promise_and_for_the_disk_goes_on_when_both_have_come(tmp_path: Path) -> None:
+def test_a_read_behind_an_unsynced_write_waits_for_both(tmp_path: Path) -> None:
     """A command behind a write, in one packet, waits for its own values and not only until the write is durable."""
     pages, size = 64, 64 * 1024
     names = [words for number in range(pages) for words in (b"r", b"0", b"0", b"%d" % number, b"0")]
@@ -412,7 +412,7 @@ def test_who_waits_for_a_promise_and_for_the_disk_goes_on_when_both_have_come(tm
             assert [wire.reply(), wire.reply(), parse(wire.reply())] == [b"+OK\r\n", b"+OK\r\n", value]
 
 
-def test_a_string_under_the_key_of_a_page_is_scanned_after_a_restart_as_before(tmp_path: Path) -> None:
+def test_a_string_under_a_pages_key_is_scanned_after_a_restart(tmp_path: Path) -> None:
     """The pages of a block that rests are listed as a block; a string that takes the place of one is no page of it."""
     with tiered(tmp_path) as (_, client):
         client.execute_command("KVPAGESET", *page("r", 0, b"abc"))
@@ -433,7 +433,7 @@ def test_a_string_under_the_key_of_a_page_is_scanned_after_a_restart_as_before(t
         assert {client.randomkey() for _ in range(200)} == there
 
 
-def test_a_block_that_rests_is_scanned_when_it_is_stored_whole_meanwhile(tmp_path: Path) -> None:
+def test_a_block_on_disk_is_scanned_after_it_is_stored_whole(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         client.execute_command("KVPAGESET", *page("r", 0, b"abc"))
         client.execute_command("KVPAGESET", *page("s", 0, b"abc"))
@@ -450,9 +450,7 @@ def test_a_block_that_rests_is_scanned_when_it_is_stored_whole_meanwhile(tmp_pat
 # -- values that must stay in memory -----------------------------------------------------------------------------------
 
 
-def test_to_find_that_blocks_wait_to_be_written_costs_little_however_many_pages_they_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finding_blocks_that_wait_to_be_written_is_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cannot leave memory yet. Eviction examines very many of them, while other clients wait."""
     spelt = 0
     each = Block.page_names
@@ -481,7 +479,7 @@ def test_to_find_that_blocks_wait_to_be_written_costs_little_however_many_pages_
     assert spelt < 20 * 10
 
 
-def test_a_block_that_leaves_memory_while_others_read_is_verified(tmp_path: Path) -> None:
+def test_a_block_that_leaves_memory_during_reads_is_verified(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", "allkeys-lru") as (server, client):
         shape = (1, 4096, 1, 0, 1, 0, 8, 256)  # of many pages: a verification has many steps
         for seed in range(2):

@@ -125,7 +125,7 @@ def touches_keys(spec: Spec) -> bool:
     return bool(spec.keys[0] or spec.uses or spec.flags & {"write", "readonly"})
 
 
-def test_every_command_that_touches_keys_is_compared_with_the_model() -> None:
+def test_every_command_for_keys_is_compared_with_the_model() -> None:
     """A new one needs its arguments here, and its answer in the model."""
     known = ARGUMENTS.keys() | TRANSACTIONS
     assert {name for name, spec in TABLE.items() if touches_keys(spec)} <= known
@@ -279,7 +279,7 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.soak)])
-def test_commands_and_transactions_find_what_lies_on_disk_alone(server: RunningServer, examples: int) -> None:
+def test_commands_and_transactions_find_values_on_disk(server: RunningServer, examples: int) -> None:
     machine = type("Machine", (CommandsMachine,), {"server": server})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     with server.client() as client:

@@ -64,7 +64,7 @@ def test_a_body_of_any_size_is_read_as_it_was_written(disk: Disk, size: int) -> 
     assert (record.name, record.meta, record.expires, record.used, record.body.size) == (b"kx", b"meta", 5, 7, size)
 
 
-def test_names_are_found_however_long_they_are(disk: Disk) -> None:
+def test_names_of_any_length_are_found(disk: Disk) -> None:
     names = [b"k" + bytes([65 + i]) * length for i, length in enumerate((0, 1, 499, 500, 511, 70_000))]
     disk.write(Write(name, b"", name) for name in names)
     assert {record.name for _, record in disk.records() if isinstance(record, Record)} == set(names)
@@ -79,7 +79,7 @@ def test_a_block_and_a_key_of_the_same_spelling_are_two_values(disk: Disk) -> No
     assert read(disk, name_of_key(b"r:1"), 5) == b"value"
 
 
-def test_what_is_overwritten_deleted_or_cleared_is_gone_and_its_space_is_used_again(disk: Disk) -> None:
+def test_overwritten_and_deleted_values_free_their_space(disk: Disk) -> None:
     for turn in range(12):
         disk.write([Write(b"kx", b"", body(2_000_000, turn)), Write(b"ky", b"", body(2_000_000, turn))])
         disk.write([Delete(b"ky")])
@@ -111,7 +111,7 @@ def page(head: int, size: int = 3000, version: int = 0, expires: int = 0) -> Wri
     return Write(name_of_key(bytes(key)), blob[:64], blob[64:], expires=expires, used=7)
 
 
-def test_pages_of_a_block_share_records_and_are_values_of_their_own(disk: Disk) -> None:
+def test_pages_of_a_block_share_records_and_are_separate_values(disk: Disk) -> None:
     first = [page(head, expires=head) for head in range(320)]
     disk.write(first)
     assert len(disk) == 3
@@ -133,7 +133,7 @@ def test_pages_of_a_block_share_records_and_are_values_of_their_own(disk: Disk) 
     assert len(disk) == 0
 
 
-def test_pages_whose_record_is_damaged_are_not_there_and_can_be_written_again(disk: Disk) -> None:
+def test_pages_of_a_damaged_record_are_absent_and_writable(disk: Disk) -> None:
     pages = [page(head) for head in range(320)]
     disk.write(pages)
     where = disk.path.read_bytes().index(pages[130].meta)
@@ -159,7 +159,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(disk: Disk) -> None:
     assert read(disk, b"ky", 100_000) == body(100_000)
 
 
-def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+def test_values_exist_after_a_reopen(tmp_path: Path) -> None:
     first = Disk(tmp_path)
     first.write([Write(b"kx", b"", body(1_000_000))])
     first.close()
@@ -172,7 +172,7 @@ def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [10, 5000, 1_000_000])
-def test_a_flipped_bit_of_a_body_is_found_by_whoever_reads_it(disk: Disk, size: int) -> None:
+def test_every_read_detects_a_flipped_bit_of_a_body(disk: Disk, size: int) -> None:
     disk.write([Write(b"kx", b"", body(size)), Write(b"ky", b"", body(5000, 1))])
     damage(disk, body(min(size, 3000)) if size < 3000 else body(size)[:3000])
     with pytest.raises(Damaged, match="checksum"):
@@ -182,7 +182,7 @@ def test_a_flipped_bit_of_a_body_is_found_by_whoever_reads_it(disk: Disk, size: 
     assert read(disk, b"ky", 5000) == body(5000, 1)
 
 
-def test_what_is_quarantined_is_not_found_and_the_last_few_are_kept(disk: Disk) -> None:
+def test_quarantined_values_are_absent_and_the_last_few_are_kept(disk: Disk) -> None:
     disk.write(Write(b"k%d" % i, b"", body(3000, i)) for i in range(20))
     disk.write(Quarantine(b"k%d" % i) for i in range(20))
     disk.write([Quarantine(b"k3")])  # twice
@@ -257,7 +257,7 @@ def test_a_missing_or_read_only_directory_is_refused(tmp_path: Path) -> None:
         Disk(tmp_path)
 
 
-def test_a_store_whose_creation_was_cut_off_is_created_anew(tmp_path: Path) -> None:
+def test_an_interrupted_creation_of_a_store_is_repeated(tmp_path: Path) -> None:
     (tmp_path / f"{FILE}.new").write_bytes(b"half")
     Disk(tmp_path).close()
     assert not (tmp_path / f"{FILE}.new").exists()
@@ -322,7 +322,7 @@ def test_a_truncated_file_is_refused_with_the_reason(tmp_path: Path, share: floa
     assert "is damaged" in found.stderr
 
 
-def test_a_store_that_was_not_closed_is_opened_as_it_was_and_refused_when_it_was_damaged_since(tmp_path: Path) -> None:
+def test_an_unclosed_store_is_opened_unless_it_was_damaged(tmp_path: Path) -> None:
     code = "import os, sys; sys.path[:0] = %r; import test_disk as t; t.left_open(t.Path(sys.argv[1])); os._exit(9)"
     program = [
         sys.executable,

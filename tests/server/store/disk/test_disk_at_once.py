@@ -66,7 +66,7 @@ def test_a_pipeline_may_split_all_the_blocks_that_fill_the_disk(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("mode", ["always", "everysec"])
-def test_a_transaction_that_would_write_too_much_at_once_is_told_so(tmp_path: Path, mode: str) -> None:
+def test_a_transaction_of_too_many_replacements_is_refused(tmp_path: Path, mode: str) -> None:
     options = (*SMALL, "--appendfsync", mode, "--maxmemory-policy", "noeviction")
     with start_server(*TIERED, *options, directory=tmp_path, killed=True) as server, server.client() as client:
         fill(client)
@@ -90,7 +90,7 @@ def test_a_transaction_that_would_write_too_much_at_once_is_told_so(tmp_path: Pa
 
 
 @pytest.mark.parametrize("mode", ["always", "everysec", "no"])
-def test_a_transaction_evicts_for_what_it_replaces_where_the_policy_allows_it(tmp_path: Path, mode: str) -> None:
+def test_a_transaction_evicts_for_its_replacements(tmp_path: Path, mode: str) -> None:
     with tiered(tmp_path, *SMALL, "--appendfsync", mode, "--maxmemory-policy", "allkeys-lru") as (_, client):
         for i in range(58):
             client.set(f"key:{i}", body(190_000, i))
@@ -107,7 +107,7 @@ def test_a_transaction_evicts_for_what_it_replaces_where_the_policy_allows_it(tm
         assert all(client.get(f"key:{i}") in (body(190_000, 100 * (i in done) + i), None) for i in range(58))
 
 
-def test_one_value_that_replaces_most_of_the_disk_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+def test_a_replacement_of_most_of_the_disk_is_refused(tmp_path: Path) -> None:
     with tiered(tmp_path, *SMALL, "--appendfsync", "always", "--maxmemory-policy", "noeviction") as (_, client):
         client.set("large", body(9 * MB, 1))
         with pytest.raises(redis.OutOfMemoryError, match=AT_ONCE):
@@ -135,7 +135,7 @@ def test_a_new_expiry_alone_is_written_not_the_value(tmp_path: Path, is_page: bo
         assert client.ttl(key) == -1
 
 
-def test_blocks_that_were_split_in_the_commit_that_stored_them_are_evicted_from_a_full_disk(
+def test_blocks_split_in_their_own_commit_are_evicted(
     tmp_path: Path,
 ) -> None:
     with tiered(tmp_path, *SMALL, "--appendfsync", "everysec") as (_, client):
@@ -151,7 +151,7 @@ def test_blocks_that_were_split_in_the_commit_that_stored_them_are_evicted_from_
 
 
 @pytest.mark.parametrize(("mode", "size"), [("always", 1_000_000), ("everysec", 262_000), ("everysec", 20_000)])
-def test_long_values_have_room_where_many_short_ones_lay(tmp_path: Path, mode: str, size: int) -> None:
+def test_long_values_fit_where_many_short_ones_were(tmp_path: Path, mode: str, size: int) -> None:
     """The free space consists of single pages, none of them adjacent."""
     options = (*SMALL, "--appendfsync", mode, "--maxmemory-policy", "noeviction")
     with start_server(*TIERED, *options, directory=tmp_path, killed=True) as server, server.client() as client:
@@ -181,7 +181,7 @@ def test_long_values_have_room_where_many_short_ones_lay(tmp_path: Path, mode: s
         assert all(client.get(f"long:{i}") == body(size, i + 1) for i in stored)
 
 
-def test_strings_that_had_keys_of_pages_leave_nothing_to_their_blocks(tmp_path: Path) -> None:
+def test_strings_under_page_keys_leave_nothing_to_their_blocks(tmp_path: Path) -> None:
     options = (*SMALL, "--maxmemory", "2mb", "--appendfsync", "always", "--maxmemory-policy", "allkeys-lru")
     with tiered(tmp_path, *options) as (_, client):
         for i in range(55):
@@ -197,7 +197,7 @@ def test_strings_that_had_keys_of_pages_leave_nothing_to_their_blocks(tmp_path: 
         assert all(client.get(f"kv:p{i}:0:0:0:0")[HEADER_SIZE:] == body(150_000, i) for i in pinned)
 
 
-def test_of_strings_that_are_set_together_none_is_there_if_one_has_no_room(tmp_path: Path) -> None:
+def test_strings_set_together_are_stored_all_or_none(tmp_path: Path) -> None:
     with tiered(tmp_path, *SMALL, "--maxmemory-policy", "noeviction") as (_, client):
         client.execute_command("KVBLOCKSET", "r", 0, 1, 2, 1, 0, 1, 0, 3, 4_000_000, body(8_000_000))
         client.execute_command("SAVE")
@@ -208,7 +208,7 @@ def test_of_strings_that_are_set_together_none_is_there_if_one_has_no_room(tmp_p
         assert client.mset({"new": "value", "kv:r:0:0:0:9": "takes no page's place"})
 
 
-def test_keys_are_deleted_all_or_none_and_a_page_that_is_alone_needs_no_room(tmp_path: Path) -> None:
+def test_keys_are_deleted_all_or_none_on_a_full_disk(tmp_path: Path) -> None:
     with tiered(tmp_path, *SMALL, "--maxmemory-policy", "noeviction") as (_, client):
         client.execute_command("KVBLOCKSET", "r", 0, 1, 2, 1, 0, 1, 0, 3, 4_000_000, body(8_000_000))
         client.set("plain", "value")

@@ -65,9 +65,7 @@ def wait_until_it_works(client: redis.Redis) -> None:
 
 
 @pytest.mark.parametrize("policy", ["allkeys-prefix", "noeviction"])
-def test_what_always_answers_is_on_a_disk_that_others_fill_and_what_it_cannot_keep_is_refused(
-    disk: Path, policy: str
-) -> None:
+def test_always_is_durable_on_a_full_disk_and_refuses_the_rest(disk: Path, policy: str) -> None:
     options = (*TIERED, "--appendfsync", "always", "--maxmemory-policy", policy)
     with start_server(*options, directory=disk, killed=True) as server, server.client() as client:
         done, refused = try_to_set(server, range(20))
@@ -96,7 +94,7 @@ def test_what_always_answers_is_on_a_disk_that_others_fill_and_what_it_cannot_ke
         assert all(client.get(f"key:{i}") == body(SIZE, i) for i in done + more + later)
 
 
-def test_who_has_saved_before_is_told_of_a_full_disk_too(disk: Path) -> None:
+def test_an_earlier_successful_save_does_not_hide_a_full_disk(disk: Path) -> None:
     options = (*TIERED, "--appendfsync", "always")
     with start_server(*options, directory=disk, killed=True) as server, server.client() as client:
         assert client.save()
@@ -106,7 +104,7 @@ def test_who_has_saved_before_is_told_of_a_full_disk_too(disk: Path) -> None:
         server.stop(signal.SIGKILL)
 
 
-def test_everysec_goes_on_in_memory_while_others_fill_the_disk_and_says_so(disk: Path) -> None:
+def test_everysec_continues_in_memory_on_a_full_disk(disk: Path) -> None:
     with start_server(*TIERED, directory=disk, killed=True) as server, server.client() as client:
         for i in range(20):
             client.set(f"key:{i}", body(SIZE, i))
@@ -125,7 +123,7 @@ def test_everysec_goes_on_in_memory_while_others_fill_the_disk_and_says_so(disk:
 
 
 @pytest.mark.parametrize("how", ["DEL", "FLUSHALL"])
-def test_what_is_deleted_makes_room_on_a_full_disk(disk: Path, how: str) -> None:
+def test_deletions_free_space_on_a_full_disk(disk: Path, how: str) -> None:
     options = ("--maxmemory-policy", "noeviction", "--maxmemory", "4mb")
     with tiered(disk, *options) as (_, client):
         stored = 0
@@ -149,7 +147,7 @@ def test_what_is_deleted_makes_room_on_a_full_disk(disk: Path, how: str) -> None
             assert all(client.get(f"key:{i}") == body(SIZE, i) for i in range(60, stored))
 
 
-def test_a_block_that_is_stored_in_another_form_on_a_full_disk_is_there_in_the_old_one(disk: Path) -> None:
+def test_a_failed_change_of_a_blocks_form_keeps_the_old_form(disk: Path) -> None:
     with start_server(*TIERED, "--appendfsync", "always", directory=disk, killed=True) as server:
         with server.client() as client:
             for block in range(4):
@@ -168,7 +166,7 @@ def test_a_block_that_is_stored_in_another_form_on_a_full_disk_is_there_in_the_o
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
-def test_a_deletion_that_is_tried_again_is_not_said_to_be_done_before_the_first_is_on_disk(tmp_path: Path) -> None:
+def test_a_retried_deletion_is_confirmed_after_its_commit(tmp_path: Path) -> None:
     options = (*TIERED, "--appendfsync", "always")
     again = [("DEL", "a"), ("UNLINK", "a", "none"), ("GETDEL", "a"), ("SET", "a", "new", "XX"), ("EXPIRE", "a", 100)]
     with start_server(*options, directory=tmp_path, killed=True) as server:
@@ -202,7 +200,7 @@ def with_values_that_wait(disk: Path) -> Iterator[tuple[RunningServer, redis.Red
         server.process.returncode = -signal.SIGKILL
 
 
-def test_shutdown_is_refused_while_something_cannot_be_written_unless_it_is_forced(disk: Path) -> None:
+def test_shutdown_is_refused_with_unwritten_values_unless_forced(disk: Path) -> None:
     with with_values_that_wait(disk) as (_, client):
         with pytest.raises(redis.ResponseError, match=r"Errors trying to SHUTDOWN\. .*No space left on device"):
             client.execute_command("SHUTDOWN")
@@ -216,13 +214,13 @@ def test_shutdown_is_refused_while_something_cannot_be_written_unless_it_is_forc
         assert server.process.wait(STOP_WITHIN) == 0
 
 
-def test_a_server_that_is_told_to_stop_ends_with_an_error_when_it_could_not_write_all(disk: Path) -> None:
+def test_a_stop_with_unwritten_values_ends_with_an_error(disk: Path) -> None:
     with with_values_that_wait(disk) as (server, _):
         server.process.send_signal(signal.SIGTERM)
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
-def test_a_server_that_promised_nothing_says_at_its_end_that_it_could_not_write_all(tmp_path: Path) -> None:
+def test_a_stop_without_promises_reports_unwritten_values(tmp_path: Path) -> None:
     options = (*TIERED, "--appendfsync", "no")
     prompt = with_constants("kvpage_server.store.disk.write_behind", LONGEST=1.0)
     with start_server(*options, directory=tmp_path, killed=True, program=prompt) as server:
@@ -242,7 +240,7 @@ def test_a_server_that_promised_nothing_says_at_its_end_that_it_could_not_write_
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
-def test_a_disk_that_refuses_to_be_written_to_is_told_of_and_tried_again(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_reported_and_retried(tmp_path: Path) -> None:
     options = (*TIERED, "--appendfsync", "always")
     with start_server(*options, directory=tmp_path, killed=True) as server, server.client() as client:
         done, _ = try_to_set(server, range(5))
@@ -276,7 +274,7 @@ def fill(client: redis.Redis, pages: int) -> int:
     return pages
 
 
-def test_a_full_disk_makes_room_by_evicting_what_is_worth_least(disk: Path) -> None:
+def test_a_full_disk_evicts_the_least_valuable_values(disk: Path) -> None:
     with tiered(disk, "--maxmemory", "2mb") as (server, client):
         assert fill(client, 1500) == 1500
         with suppress(redis.ConnectionError):
@@ -289,7 +287,7 @@ def test_a_full_disk_makes_room_by_evicting_what_is_worth_least(disk: Path) -> N
         assert "internal error" not in server.log
 
 
-def test_what_was_acknowledged_last_under_always_is_on_the_full_disk(disk: Path) -> None:
+def test_the_last_acknowledged_write_under_always_is_durable(disk: Path) -> None:
     (disk / "ballast").write_bytes(bytes(7 * 1024**2))
     with start_server(*TIERED, "--appendfsync", "always", directory=disk, killed=True) as server:
         acknowledged = []
@@ -321,7 +319,7 @@ def start(directory: Path) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, capture_output=True, timeout=STOP_WITHIN)
 
 
-def test_a_directory_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_refused_at_the_start(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True).returncode:
             pytest.skip("root may write everywhere")
@@ -338,7 +336,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused_at_the_start(tmp_path:
     assert b"Permission denied" in refused.stderr
 
 
-def test_a_damaged_store_is_refused_with_the_reason_and_a_way_out(tmp_path: Path) -> None:
+def test_a_damaged_store_is_refused_with_reason_and_remedy(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         for seed in range(100):
             set_page(client, seed)
@@ -348,7 +346,7 @@ def test_a_damaged_store_is_refused_with_the_reason_and_a_way_out(tmp_path: Path
             pass
 
 
-def test_what_a_failed_write_was_given_is_free_at_once(tmp_path: Path) -> None:
+def test_arguments_of_a_failed_write_are_freed_at_once(tmp_path: Path) -> None:
     class Value:
         """Something that memory has."""
 

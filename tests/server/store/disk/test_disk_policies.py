@@ -34,7 +34,7 @@ def taken(client: redis.Redis, names: range, size: int = MB, **options: Any) -> 
     return found
 
 
-def test_a_pinned_page_stays_where_the_disk_is_full_though_its_key_was_a_strings(tmp_path: Path) -> None:
+def test_a_pinned_page_under_a_strings_former_key_stays(tmp_path: Path) -> None:
     key, options = "kv:r:0:0:0:0", ("--appendfsync", "always", "--maxmemory-policy", "allkeys-lru")
     with start_server(*TIERED, *SMALL, *options, directory=tmp_path) as server, server.client() as client:
         client.set(key, body(600, 1))
@@ -46,9 +46,7 @@ def test_a_pinned_page_stays_where_the_disk_is_full_though_its_key_was_a_strings
 
 
 @pytest.mark.parametrize(("mode", "maxmemory"), [("always", "0"), ("everysec", "4mb"), ("no", "4mb")])
-def test_noeviction_refuses_what_the_disk_has_no_room_for_and_keeps_the_rest(
-    tmp_path: Path, mode: str, maxmemory: str
-) -> None:
+def test_noeviction_refuses_writes_beyond_the_disk_limit(tmp_path: Path, mode: str, maxmemory: str) -> None:
     options = ("--maxmemory-policy", "noeviction", "--appendfsync", mode, "--maxmemory", maxmemory)
     with start_server(*TIERED, *SMALL, *options, directory=tmp_path, killed=True) as server, server.client() as client:
         assert taken(client, range(30)) == list(range(11))
@@ -77,7 +75,7 @@ def _page(seed: int, size: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("maxmemory", ["0", "2mb"])
-def test_volatile_ttl_lets_go_of_what_expires_soonest_and_of_nothing_else(tmp_path: Path, maxmemory: str) -> None:
+def test_volatile_ttl_evicts_only_what_expires_soonest(tmp_path: Path, maxmemory: str) -> None:
     options = (*SMALL, "--maxmemory-policy", "volatile-ttl", "--maxmemory", maxmemory)
     with tiered(tmp_path, *options) as (_, client):
         for seed in range(200):
@@ -107,9 +105,7 @@ def test_volatile_ttl_lets_go_of_what_expires_soonest_and_of_nothing_else(tmp_pa
 @pytest.mark.parametrize(
     ("policy", "maxmemory"), [("allkeys-prefix", "0"), ("allkeys-lru", "2mb"), ("allkeys-s3fifo", "2mb")]
 )
-def test_what_an_allkeys_policy_evicts_is_counted_and_what_it_keeps_is_on_disk(
-    tmp_path: Path, policy: str, maxmemory: str
-) -> None:
+def test_an_allkeys_policy_counts_evictions_and_keeps_the_rest(tmp_path: Path, policy: str, maxmemory: str) -> None:
     options = (*SMALL, "--appendfsync", "always", "--maxmemory-policy", policy, "--maxmemory", maxmemory)
     with start_server(*TIERED, *options, directory=tmp_path, killed=True) as server, server.client() as client:
         for i in range(100):
@@ -125,7 +121,7 @@ def test_what_an_allkeys_policy_evicts_is_counted_and_what_it_keeps_is_on_disk(
         assert all(client.get(key) == body(200_000, int(key[4:])) for key in there)
 
 
-def test_what_is_larger_than_the_disk_is_refused_and_nothing_goes_for_it(tmp_path: Path) -> None:
+def test_a_value_larger_than_the_disk_is_refused_unevicted(tmp_path: Path) -> None:
     with tiered(tmp_path, *SMALL) as (_, client):
         client.set("key", "value")
         with pytest.raises(redis.OutOfMemoryError, match=USED_UP):
@@ -134,7 +130,7 @@ def test_what_is_larger_than_the_disk_is_refused_and_nothing_goes_for_it(tmp_pat
 
 
 @pytest.mark.parametrize("protect", [("KVPAGEPIN",), ("KVPAGELEASE", 100_000)])
-def test_what_is_pinned_or_leased_stays_on_the_disk(tmp_path: Path, protect: tuple[Any, ...]) -> None:
+def test_pinned_and_leased_units_stay_on_the_disk(tmp_path: Path, protect: tuple[Any, ...]) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
         for seed in range(8):
             set_page(client, seed, req="mine")
@@ -148,7 +144,7 @@ def test_what_is_pinned_or_leased_stays_on_the_disk(tmp_path: Path, protect: tup
 
 
 @pytest.mark.parametrize("mode", ["everysec", "no"])
-def test_noeviction_does_not_refuse_what_has_room_once_others_are_written(tmp_path: Path, mode: str) -> None:
+def test_noeviction_accepts_writes_that_fit_after_commits(tmp_path: Path, mode: str) -> None:
     options = ("--maxmemory", "4mb", "--maxmemory-policy", "noeviction", "--appendfsync", mode)
     with tiered(tmp_path, *options) as (_, client):
         for i in range(12):
@@ -171,7 +167,7 @@ def test_short_strings_are_evicted_when_memory_is_full_of_them(tmp_path: Path) -
         assert client.dbsize() + client.info("stats")["evicted_keys"] == 12_002
 
 
-def test_what_is_expected_on_the_disk_is_what_will_be_there() -> None:
+def test_the_expected_size_equals_the_final_size() -> None:
     rng = random.Random(5)
     for _ in range(200):
         on_disk, waits, batch = DiskUsage(), {}, {}
@@ -202,7 +198,7 @@ def test_what_is_expected_on_the_disk_is_what_will_be_there() -> None:
                 assert on_disk.used == on_disk.expected
 
 
-def test_a_disk_full_of_short_strings_takes_them_all_anew_at_once(tmp_path: Path) -> None:
+def test_a_disk_of_short_strings_replaces_all_of_them_at_once(tmp_path: Path) -> None:
     """Each of them shares a database page with others, and all of these pages are written again."""
     options = (*SMALL, "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
 
@@ -228,7 +224,7 @@ def test_a_disk_full_of_short_strings_takes_them_all_anew_at_once(tmp_path: Path
         assert found.count(None) < 100  # evicted
 
 
-def test_where_maxdisk_leaves_no_room_to_remove_many_values_they_go_a_few_at_a_time(tmp_path: Path) -> None:
+def test_many_removals_at_maxdisk_are_committed_in_parts(tmp_path: Path) -> None:
     disk = Disk(tmp_path, maxdisk=16 * MB)
     names = [b"k%d" % i for i in range(100_000)]
     random.Random(1).shuffle(names)

@@ -83,7 +83,7 @@ async def durable(writer: WriteBehind[bytes]) -> None:
     await asyncio.wait_for(done.wait(), PATIENCE)
 
 
-async def test_always_commits_at_once_and_what_came_meanwhile_together(tmp_path: Path) -> None:
+async def test_always_commits_at_once_and_later_changes_together(tmp_path: Path) -> None:
     async with behind(tmp_path, "always") as (writer, disk, stored):
         writer.note(b"k0", b"first", 5)
         await asyncio.sleep(0.001)
@@ -95,7 +95,7 @@ async def test_always_commits_at_once_and_what_came_meanwhile_together(tmp_path:
         assert found(disk, b"k99", 2) == b"99"
 
 
-async def test_everysec_commits_once_a_second_and_only_the_last_of_many_changes(tmp_path: Path) -> None:
+async def test_everysec_commits_the_last_change_once_a_second(tmp_path: Path) -> None:
     async with behind(tmp_path, "everysec") as (writer, disk, stored):
         for i in range(1000):
             writer.note(b"kx", b"%03d" % i, 3)
@@ -126,7 +126,7 @@ async def test_no_leaves_it_until_there_is_much_or_the_end(tmp_path: Path) -> No
     disk.close()
 
 
-async def test_a_clear_comes_before_what_was_written_after_it(tmp_path: Path) -> None:
+async def test_a_clear_precedes_later_writes(tmp_path: Path) -> None:
     async with behind(tmp_path, "everysec") as (writer, disk, _):
         writer.note(b"kold", b"old", 3)
         writer.hurry()
@@ -140,7 +140,7 @@ async def test_a_clear_comes_before_what_was_written_after_it(tmp_path: Path) ->
         assert len(disk) == 1
 
 
-async def test_the_queue_is_full_beyond_its_limit_and_has_room_after_a_commit(tmp_path: Path) -> None:
+async def test_the_queue_is_full_beyond_its_limit_until_a_commit(tmp_path: Path) -> None:
     async with behind(tmp_path, "everysec", limit=100_000) as (writer, _, _):
         writer.note(b"kx", bytes(150_000), 150_000)
         assert writer.full
@@ -150,7 +150,7 @@ async def test_the_queue_is_full_beyond_its_limit_and_has_room_after_a_commit(tm
         assert not writer.full
 
 
-async def test_where_maxdisk_is_used_up_what_is_worth_least_goes_and_the_new_is_kept(tmp_path: Path) -> None:
+async def test_at_maxdisk_the_least_valuable_value_is_evicted(tmp_path: Path) -> None:
     names = [b"k%d" % i for i in range(60)]
     oldest = iter(names)
 
@@ -191,7 +191,7 @@ async def test_while_room_is_made_others_have_their_turn(tmp_path: Path) -> None
         writer.note(b"kx", None, 0)
 
 
-async def test_a_disk_that_fails_is_tried_again_and_nothing_waits_for_it(tmp_path: Path) -> None:
+async def test_a_failing_disk_is_retried_and_blocks_no_client(tmp_path: Path) -> None:
     async with behind(tmp_path, "always", limit=100_000, maxdisk=2 * MB) as (writer, disk, _):
         writer.note(b"kx", body(3 * MB), 3 * MB)
         await durable(writer)
@@ -229,7 +229,7 @@ async def test_values_are_fetched_without_the_loop_waiting(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rate", [1_000_000, 10 * MB])
-async def test_the_scrubber_finds_what_is_damaged_at_its_rate(tmp_path: Path, rate: int) -> None:
+async def test_the_scrubber_finds_damage_at_its_rate(tmp_path: Path, rate: int) -> None:
     disk = Disk(tmp_path)
     disk.write(Write(b"k%d" % i, b"", body(100_000, i)) for i in range(10))
     where = disk.path.read_bytes().index(body(100_000, 7)[:200])
@@ -258,7 +258,7 @@ _EXPECTED = """
 """
 
 
-def test_every_event_leads_from_every_state_where_the_table_says_or_cannot_happen() -> None:
+def test_every_event_is_in_the_table_or_impossible() -> None:
     [states, *rows] = [line.split() for line in _EXPECTED.strip().splitlines()]
     assert {*states} == {state.name for state in State} == {state.name for state in MOVES}
     assert {row[0] for row in rows} == {event.name for event in Event}
@@ -271,7 +271,7 @@ def test_every_event_leads_from_every_state_where_the_table_says_or_cannot_happe
                 assert after(State[state], Event[event]) is State[expected], (state, event)
 
 
-async def test_it_is_idle_while_nothing_waits_and_tries_again_only_in_time_after_a_failure(tmp_path: Path) -> None:
+async def test_it_is_idle_without_changes_and_retries_after_a_delay(tmp_path: Path) -> None:
     async with behind(tmp_path, "everysec", maxdisk=2 * MB) as (writer, _, _):
         assert writer.state is State.IDLE
         writer.note(b"ka", b"a", 1)
@@ -289,7 +289,7 @@ async def test_it_is_idle_while_nothing_waits_and_tries_again_only_in_time_after
         assert writer.state is State.IDLE
 
 
-async def test_a_read_that_fails_while_the_disk_is_full_is_told_and_so_is_the_next(
+async def test_a_failed_read_on_a_full_disk_is_an_error_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that reads ended, and all who asked it waited for ever."""
@@ -321,7 +321,7 @@ class Refusing:
 class TestMemoryOfCommits:
     """LMDB copies its writes, and frees the copy at every commit."""
 
-    async def test_it_is_used_again_and_goes_back_when_nothing_is_written_for_a_while(
+    async def test_it_is_reused_and_returned_after_an_idle_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         keep_large_blocks_apart()

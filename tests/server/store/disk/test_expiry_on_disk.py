@@ -48,9 +48,7 @@ def expiries(disk: Disk) -> dict[bytes, int]:
     return {record.name[1:]: record.expires for _, record in disk.records() if isinstance(record, Record)}
 
 
-async def test_what_is_being_written_keeps_the_expiry_that_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_write_in_progress_keeps_its_expiry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spells, goes_on = threading.Event(), threading.Event()
     async with with_disk(tmp_path) as (keyspace, tier, disk):
         spell = tier.behind._writer._spell
@@ -76,9 +74,7 @@ async def test_what_is_being_written_keeps_the_expiry_that_it_had(
         assert tier.stored.usage.expected == tier.stored.usage.used
 
 
-async def test_an_expiry_that_was_set_while_a_commit_failed_is_written_with_the_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_expiry_set_during_a_failed_commit_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with with_disk(tmp_path) as (keyspace, tier, disk):
         write, fails, goes_on = disk.write, threading.Event(), threading.Event()
 
@@ -100,9 +96,7 @@ async def test_an_expiry_that_was_set_while_a_commit_failed_is_written_with_the_
 
 
 @pytest.mark.parametrize("stale", [1090, 1115, 1140])
-async def test_all_pages_of_a_block_expire_though_notes_are_tidied_while_it_is_woken(
-    tmp_path: Path, stale: int
-) -> None:
+async def test_all_pages_of_a_block_expire_during_a_tidy_up(tmp_path: Path, stale: int) -> None:
     pages = [b"kv:r:0:%d:0:0" % head for head in range(60)]
     async with with_disk(tmp_path) as (keyspace, _, _):
         for head, key in enumerate(pages):
@@ -124,7 +118,7 @@ async def test_all_pages_of_a_block_expire_though_notes_are_tidied_while_it_is_w
     await keyspace.tier.close()
 
 
-def test_a_value_whose_expiry_changes_again_and_again_is_not_written(tmp_path: Path) -> None:
+def test_a_value_with_changing_expiries_is_not_rewritten(tmp_path: Path) -> None:
     options = ("--maxdisk", "16mb", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
     with tiered(tmp_path, *options) as (_, client):
         client.set("large", body(11 * MB, 1))

@@ -58,7 +58,7 @@ def test_a_restart_refuses_no_write_under_a_policy_that_evicts(tmp_path: Path, p
         assert asked == 500 + 240 + 5 * 4
 
 
-def test_a_restart_refuses_what_noeviction_has_no_room_for(tmp_path: Path) -> None:
+def test_a_restart_refuses_values_that_noeviction_cannot_hold(tmp_path: Path) -> None:
     options = (*FULL, "--maxmemory-policy", "noeviction")
     with tiered(tmp_path, *options) as (_, client):
         before = taken(client, range(1600), size=8000)
@@ -67,7 +67,7 @@ def test_a_restart_refuses_what_noeviction_has_no_room_for(tmp_path: Path) -> No
         assert taken(client, range(1600, 1700), size=8000) == []
 
 
-def test_what_is_leased_on_disk_is_at_most_half_of_it_and_the_rest_is_said(tmp_path: Path) -> None:
+def test_leases_on_disk_are_limited_to_half_of_it(tmp_path: Path) -> None:
     with tiered(tmp_path, *FULL) as (_, client):
         for seed in range(20):
             set_block(client, seed)
@@ -79,7 +79,7 @@ def test_what_is_leased_on_disk_is_at_most_half_of_it_and_the_rest_is_said(tmp_p
             client.execute_command("KVPAGEPIN", "b")
 
 
-def test_a_quota_that_was_used_up_before_a_restart_is_so_after_it(tmp_path: Path) -> None:
+def test_a_quota_used_up_before_a_restart_is_used_up_after_it(tmp_path: Path) -> None:
     options = ("--quota", "kv:r:*", "5mb", "--maxmemory-policy", "noeviction")
 
     def store(client: redis.Redis, first: int) -> bool:

@@ -46,7 +46,7 @@ def test_all_keys_are_removed_while_a_block_on_disk_is_verified(tmp_path: Path) 
 
 @pytest.mark.parametrize("other", ["FLUSHALL", "KVPAGEDEL r"])
 @pytest.mark.parametrize("command", ["KVPAGEPIN r", "KVPAGELEASE r 3600000"])
-def test_what_has_gone_before_it_is_pinned_or_leased_is_not(command: str, other: str) -> None:
+def test_a_block_removed_before_its_pin_or_lease_is_absent(command: str, other: str) -> None:
     pages = [words("r", 0, 0, page, 0, 8, 1, 1, 0, b"x") for page in range(5000)]
     batch = [word for page in pages for word in page]
     with start_server("--maxmemory", "1gb") as server, server.client() as client:
@@ -57,7 +57,7 @@ def test_what_has_gone_before_it_is_pinned_or_leased_is_not(command: str, other:
             assert client.info("kvpage")["leased_or_pinned"] == 0
 
 
-def test_a_block_that_goes_while_it_is_read_from_disk_is_not_evicted_from_its_quota_later(tmp_path: Path) -> None:
+def test_a_block_removed_during_its_load_leaves_its_quota(tmp_path: Path) -> None:
     """It stood in the quota's queue again, and the write that was to evict it failed."""
     block = (1, 1, 1024, 0, 1, 0, 1, 512)
     with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:

@@ -75,7 +75,7 @@ def test_a_look_is_answered_and_leaves_everything_on_disk(looker: redis.Redis, w
     assert looker.object("idletime", "kv:whole:0:0:0:0") >= 2
 
 
-def test_a_page_of_a_block_on_disk_is_told_of_without_being_fetched(looker: redis.Redis) -> None:
+def test_a_page_of_a_block_on_disk_is_described_without_a_load(looker: redis.Redis) -> None:
     before = disk_info(looker)["disk_fetched"]
     told = looker.execute_command("KVPAGESTAT", "whole", 0, 1, 0, 0)
     assert (told[b"tier"], told[b"bytes"], told[b"checksum"]) == (b"disk", BLOCK // 4, None)
@@ -83,7 +83,7 @@ def test_a_page_of_a_block_on_disk_is_told_of_without_being_fetched(looker: redi
     assert disk_info(looker)["disk_fetched"] == before
 
 
-def test_who_uses_what_another_looks_at_has_it_in_memory(tmp_path: Path) -> None:
+def test_a_use_loads_a_value_that_another_client_only_looks_at(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         fill(client)
     with tiered(tmp_path) as (server, client), server.client() as looker:

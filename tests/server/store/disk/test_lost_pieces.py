@@ -63,7 +63,7 @@ def damage_record(disk: Disk, meta: bytes) -> None:
 
 @pytest.mark.parametrize("makes", [string, page])
 @pytest.mark.parametrize("then", [Delete, Quarantine, replaced])
-def test_what_a_damaged_record_had_is_room_again(disk: Disk, makes: Callable[[int], Write], then: Change) -> None:
+def test_space_of_a_damaged_record_is_reused(disk: Disk, makes: Callable[[int], Write], then: Change) -> None:
     kept = Write(b"kkept", b"", body(2, 300_000))
     disk.write([kept])
     write = makes(7)
@@ -78,7 +78,7 @@ def test_what_a_damaged_record_had_is_room_again(disk: Disk, makes: Callable[[in
         disk.write([Write(b"kmore", b"", body(5))])
 
 
-def test_the_pages_beside_it_stay(disk: Disk) -> None:
+def test_the_neighbouring_pages_stay(disk: Disk) -> None:
     lost, beside = page(7), page(8, 300_000)
     disk.write([lost, beside])
     damage_record(disk, bytes(lost.meta))
@@ -101,7 +101,7 @@ def test_pieces_that_were_lost_are_found_by_a_later_process(tmp_path: Path) -> N
     second.close()
 
 
-def test_what_is_left_of_a_damaged_body_stays_in_quarantine(disk: Disk) -> None:
+def test_the_rest_of_a_damaged_body_stays_in_quarantine(disk: Disk) -> None:
     disk.write([Write(b"kaside", b"", body(1))])
     disk.write([Quarantine(b"kaside")])
     disk.write([Write(b"kone", b"", body(5))])
@@ -110,7 +110,7 @@ def test_what_is_left_of_a_damaged_body_stays_in_quarantine(disk: Disk) -> None:
     assert disk.quarantined == 1
 
 
-def test_what_was_in_quarantine_before_all_was_removed_takes_nothing_from_what_came_later(tmp_path: Path) -> None:
+def test_a_quarantine_before_a_flush_frees_no_new_pieces(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.write([Write(b"kold", b"", body(1, 5000))])
     disk.write([Quarantine(b"kold")])
@@ -128,7 +128,7 @@ def test_what_was_in_quarantine_before_all_was_removed_takes_nothing_from_what_c
     disk.close()
 
 
-def test_a_commit_that_fails_changes_nothing_about_the_quarantine(disk: Disk) -> None:
+def test_a_failed_commit_does_not_change_the_quarantine(disk: Disk) -> None:
     disk.write([Write(b"kaside", b"", body(1, 5000))])
     with pytest.raises(DiskFull):
         disk.write([Quarantine(b"kaside"), Write(b"kmore", b"", body(2, 2 * MAXDISK))])

@@ -42,7 +42,7 @@ def spelt(value: Cold, loan: Mapped) -> bytes:
     return b"".join(piece if isinstance(piece, bytes) else piece.view for piece in pieces)
 
 
-def test_what_is_lent_stays_as_it_was_while_it_is_overwritten(tmp_path: Path) -> None:
+def test_a_borrowed_value_is_unchanged_by_an_overwrite(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     store(disk, 0)
     value, loan = lend(disk, 3)
@@ -53,7 +53,7 @@ def test_what_is_lent_stays_as_it_was_while_it_is_overwritten(tmp_path: Path) ->
     disk.close()
 
 
-def test_the_file_grows_under_a_loan_and_not_after_it_was_called_in(tmp_path: Path) -> None:
+def test_the_file_grows_only_during_borrowed_reads(tmp_path: Path) -> None:
     moved: list[None] = []
     disk, loans = Disk(tmp_path), MappedLoans(lambda: moved.append(None))
     for version in range(3):
@@ -75,7 +75,7 @@ def test_the_file_grows_under_a_loan_and_not_after_it_was_called_in(tmp_path: Pa
     disk.close()
 
 
-def test_a_loan_is_called_in_when_it_is_old_or_there_are_too_many(tmp_path: Path) -> None:
+def test_old_and_surplus_borrowed_reads_are_ended(tmp_path: Path) -> None:
     moved: list[None] = []
     disk, loans = Disk(tmp_path), MappedLoans(lambda: moved.append(None))
     store(disk, 0)
@@ -106,7 +106,7 @@ def test_a_loan_is_called_in_when_it_is_old_or_there_are_too_many(tmp_path: Path
     disk.close()
 
 
-def test_a_slow_reader_is_sent_whole_blocks_while_they_are_overwritten_and_replaced(tmp_path: Path) -> None:
+def test_a_slow_reader_gets_whole_blocks_during_overwrites(tmp_path: Path) -> None:
     """It reads longer than a borrowed read lasts: the rest continues from memory."""
     count, rounds = 128, 4  # 64 MB: several times the buffers of server and kernel for a client
     names = [(b"b", b"%d" % seed) for seed in range(count)]

@@ -37,7 +37,7 @@ class Usage(NamedTuple):
 # -- the default -------------------------------------------------------------------------------------------------------
 
 
-def test_the_default_limit_is_half_of_the_space_and_shown_everywhere(tmp_path: Path) -> None:
+def test_the_default_limit_is_half_of_the_space_and_shown(tmp_path: Path) -> None:
     with start_seen_server(*TIERED, directory=tmp_path) as seen, seen.server.client() as client:
         limit = disk_info(client)["maxdisk"]
         assert 0.4 * shutil.disk_usage(tmp_path).free < limit < 0.6 * shutil.disk_usage(tmp_path).free
@@ -57,7 +57,7 @@ def test_zero_is_still_no_limit(tmp_path: Path) -> None:
         assert "no limit, appendfsync" in server.log
 
 
-def test_the_default_limit_is_never_below_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_limit_is_at_least_the_stored_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiered(tmp_path) as (_, client):
         client.mset({f"key:{i}": body(MB, i) for i in range(40)})
         client.mset({f"short:{i}": body(600, i) for i in range(20_000)})
@@ -71,7 +71,7 @@ def test_the_default_limit_is_never_below_what_the_store_holds(tmp_path: Path, m
     keyspace.tier.disk.close()
 
 
-def test_the_default_limit_counts_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_limit_includes_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * MB, 0, 80 * MB))
     assert config.default_maxdisk(tmp_path) == 40 * MB
     (tmp_path / FILE).write_bytes(bytes(20 * MB))
@@ -123,7 +123,7 @@ def full(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[redis.Redis
         yield client
 
 
-def test_ends_go_before_beginnings_and_a_shared_beginning_goes_last(full: redis.Redis) -> None:
+def test_ends_are_evicted_first_and_a_shared_beginning_last(full: redis.Redis) -> None:
     shared = prompt(full, "shared", 2)
     prompts = [prompt(full, f"p{i}", 10, *shared) for i in range(8)]
     found = [left(full, blocks) for blocks in prompts]
@@ -183,7 +183,7 @@ def test_other_policies_know_no_prefixes_on_disk(tmp_path: Path) -> None:
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
-def test_links_between_blocks_follow_what_is_there() -> None:
+def test_links_between_blocks_follow_the_existing_blocks() -> None:
     index = PageIndex()
     chains = Chains(index)
     a, b, c = (index.open(name, 0) for name in (b"a", b"b", b"c"))

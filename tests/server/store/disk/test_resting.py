@@ -66,7 +66,7 @@ def scanned(keyspace: Keyspace) -> list[bytes]:
 
 
 @pytest.mark.parametrize("later", [0, HOUR, HOUR + 1, 2 * HOUR, 3 * HOUR + 500])
-async def test_of_a_resting_block_those_pages_are_listed_that_are_not_overdue(
+async def test_pages_of_a_block_on_disk_are_listed_unless_overdue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: int
 ) -> None:
     expiries = [(0, START + HOUR, START + 2 * HOUR, START + 3 * HOUR)[number % 4] for number in range(90)]
@@ -81,7 +81,7 @@ async def test_of_a_resting_block_those_pages_are_listed_that_are_not_overdue(
         assert sorted(keyspace.listing.keys()) == sorted(scanned(keyspace)) == sorted(living)
 
 
-async def test_who_lists_a_resting_block_looks_at_each_of_its_rows_once(
+async def test_a_listing_of_a_block_on_disk_reads_each_row_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, thread = 0, threading.get_ident()
@@ -100,7 +100,7 @@ async def test_who_lists_a_resting_block_looks_at_each_of_its_rows_once(
         assert rows == 3 * 500
 
 
-def test_a_server_that_starts_lists_the_pages_that_did_not_expire_meanwhile(tmp_path: Path) -> None:
+def test_a_starting_server_lists_the_pages_that_have_not_expired(tmp_path: Path) -> None:
     numbers = range(60)
     with tiered(tmp_path) as (_, client):
         for number in numbers:

@@ -95,7 +95,7 @@ def expect(client: redis.Redis, versions: dict[int, int], size: int) -> None:
 @pytest.mark.parametrize("mode", ["always", "everysec"])
 @pytest.mark.parametrize("numbers", [in_order, at_random])
 @pytest.mark.parametrize("size", [100, 600, 1000])
-def test_pages_that_were_accepted_are_on_disk_and_those_without_room_are_refused(
+def test_accepted_pages_are_durable_and_others_are_refused(
     tmp_path: Path, size: int, numbers: Numbers, mode: str
 ) -> None:
     options = ("--maxdisk", str(MAXDISK), "--appendfsync", mode, "--maxmemory-policy", "noeviction")
@@ -122,7 +122,7 @@ def test_pages_that_were_accepted_are_on_disk_and_those_without_room_are_refused
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-prefix"])
 @pytest.mark.parametrize("size", [100, 600])
-def test_pages_that_come_when_the_disk_is_full_take_the_place_of_others(tmp_path: Path, size: int, policy: str) -> None:
+def test_new_pages_on_a_full_disk_replace_others(tmp_path: Path, size: int, policy: str) -> None:
     options = ("--maxdisk", str(MAXDISK), "--appendfsync", "everysec", "--maxmemory-policy", policy)
     numbers = [*islice(at_random(), MAXDISK // (size + 400))]
     with tiered(tmp_path, *options) as (_, client):
@@ -137,9 +137,7 @@ def test_pages_that_come_when_the_disk_is_full_take_the_place_of_others(tmp_path
 
 
 @pytest.mark.parametrize("mode", ["always", "everysec"])
-def test_a_page_of_each_block_may_change_at_once_though_it_is_written_with_its_neighbours(
-    tmp_path: Path, mode: str
-) -> None:
+def test_a_page_of_each_block_may_change_together(tmp_path: Path, mode: str) -> None:
     """96 bytes of each of the block's pages are written again with it, more than the page has."""
     size, pages = 50, 512
 

@@ -99,7 +99,7 @@ def tier_of(client: redis.Redis, seed: int) -> bytes:
     return bytes(client.execute_command("KVPAGESTAT", *page_args(seed))[b"tier"])
 
 
-def test_what_a_batch_reads_once_pushes_nothing_out_of_memory_and_what_it_reads_again_is_kept(tmp_path: Path) -> None:
+def test_a_batch_read_once_evicts_nothing_and_read_again_is_kept(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
         for seed in range(300):
             set_page(client, seed)
@@ -118,7 +118,7 @@ def test_what_a_batch_reads_once_pushes_nothing_out_of_memory_and_what_it_reads_
         assert {tier_of(client, seed) for seed in (290, 291, 292)} == {b"memory"}
 
 
-def test_a_batch_that_is_read_while_its_pages_change_has_of_each_what_it_was_at_some_moment(tmp_path: Path) -> None:
+def test_a_batch_read_during_changes_has_a_state_of_each_page(tmp_path: Path) -> None:
     def versions(seed: int) -> list[bytes]:
         return [body(20_000, seed + 1000 * version) for version in range(3)]
 
@@ -143,7 +143,7 @@ def test_a_batch_that_is_read_while_its_pages_change_has_of_each_what_it_was_at_
             assert found == [every[seed][2] for seed in [*every, *every]]
 
 
-def test_blocks_stored_whole_come_back_whole_and_page_by_page(tmp_path: Path) -> None:
+def test_whole_blocks_are_restored_whole_and_page_by_page(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
         for seed in range(20):
             set_block(client, seed)
@@ -208,7 +208,7 @@ def test_a_restart_is_warm(tmp_path: Path) -> None:
         assert client.execute_command("KVBLOCKEXISTS", "b", 3) == 1
 
 
-def test_pages_that_nobody_has_asked_for_since_the_start_are_there_for_every_command(tmp_path: Path) -> None:
+def test_pages_not_loaded_since_a_start_exist_for_all_commands(tmp_path: Path) -> None:
     names = {seed: b"kv:r:0:%d:%d:0" % (seed % 4, seed // 4) for seed in range(160)}
     with tiered(tmp_path) as (_, client):
         for seed in names:
@@ -242,7 +242,7 @@ def test_pages_that_nobody_has_asked_for_since_the_start_are_there_for_every_com
         assert {seed: get_page(client, seed) for seed in names} == expected
 
 
-def test_everything_is_asked_of_the_index_while_the_bytes_lie_on_disk(tmp_path: Path) -> None:
+def test_the_index_answers_queries_while_bodies_are_on_disk(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         for seed in range(8):
             set_page(client, seed, ttl=500)
@@ -261,7 +261,7 @@ def test_everything_is_asked_of_the_index_while_the_bytes_lie_on_disk(tmp_path: 
         assert disk_info(client)["disk_fetched"] == 0
 
 
-def test_a_string_was_last_used_when_it_was_written_whatever_its_size(tmp_path: Path) -> None:
+def test_the_last_use_of_a_string_is_its_write_for_any_size(tmp_path: Path) -> None:
     sizes = 5, 60, 100, 200, 1000, 9000
     began = time.time()
     with tiered(tmp_path) as (_, client):
@@ -276,7 +276,7 @@ def test_a_string_was_last_used_when_it_was_written_whatever_its_size(tmp_path: 
         assert all(1 <= seconds <= elapsed + 2 for seconds in idle), (idle, elapsed)
 
 
-def test_a_transaction_has_what_it_reads_before_it_begins(tmp_path: Path) -> None:
+def test_a_transaction_loads_its_reads_before_it_begins(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         for seed in range(8):
             set_page(client, seed)
@@ -307,7 +307,7 @@ def test_flushall_empties_the_disk_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
-def test_what_is_on_disk_makes_room_without_being_evicted(tmp_path: Path, policy: str) -> None:
+def test_values_on_disk_leave_memory_without_an_eviction(tmp_path: Path, policy: str) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", policy) as (_, client):
         for seed in range(300):
             set_page(client, seed)
@@ -316,7 +316,7 @@ def test_what_is_on_disk_makes_room_without_being_evicted(tmp_path: Path, policy
         assert client.dbsize() == 300
 
 
-def test_maxdisk_is_kept_by_evicting_what_left_memory_first(tmp_path: Path) -> None:
+def test_maxdisk_evicts_what_left_memory_first(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxdisk", "16mb") as (server, client):
         req = "r{}".format  # a request for each block: none extends another
         for seed in range(1500):
@@ -337,7 +337,7 @@ def test_maxdisk_is_kept_by_evicting_what_left_memory_first(tmp_path: Path) -> N
         assert "internal error" not in server.log
 
 
-def test_a_server_that_was_told_nothing_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_server_without_options_keeps_its_values(tmp_path: Path) -> None:
     for turn in range(2):
         port = free_port()
         command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port)]
@@ -353,7 +353,7 @@ def test_a_server_that_was_told_nothing_keeps_what_it_has(tmp_path: Path) -> Non
 # -- durability --------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_answered_under_always_survives_a_kill(tmp_path: Path) -> None:
+def test_writes_acknowledged_under_always_survive_a_kill(tmp_path: Path) -> None:
     for turn in range(3):
         with (
             start_server(*TIERED, "--appendfsync", "always", directory=tmp_path, killed=True) as server,
@@ -365,7 +365,7 @@ def test_what_was_answered_under_always_survives_a_kill(tmp_path: Path) -> None:
             server.stop(signal.SIGKILL)
 
 
-def test_under_always_a_pipeline_shares_commits_and_others_do_not_wait(tmp_path: Path) -> None:
+def test_under_always_a_pipeline_shares_commits(tmp_path: Path) -> None:
     with tiered(tmp_path, "--appendfsync", "always") as (_, client):
         before = disk_info(client)["disk_commits"]
         with client.pipeline(transaction=False) as pipe:
@@ -375,7 +375,7 @@ def test_under_always_a_pipeline_shares_commits_and_others_do_not_wait(tmp_path:
         assert disk_info(client)["disk_commits"] - before < 50
 
 
-def test_under_everysec_what_is_older_than_a_second_survives_a_kill(tmp_path: Path) -> None:
+def test_under_everysec_writes_older_than_a_second_survive(tmp_path: Path) -> None:
     with start_server(*TIERED, directory=tmp_path, killed=True) as server, server.client() as client:
         for seed in range(50):
             set_page(client, seed)
@@ -413,7 +413,7 @@ def test_only_appendfsync_no_leaves_commits_to_the_system(
     keyspace.tier.disk.close()
 
 
-def test_without_fsync_what_took_the_place_of_a_string_is_saved(tmp_path: Path) -> None:
+def test_without_fsync_a_replacement_of_a_string_is_saved(tmp_path: Path) -> None:
     """A page takes the key of a string, and a block the place of the page."""
     key = "kv:b:0:0:0:0"
     with tiered(tmp_path, "--appendfsync", "no") as (_, client):
@@ -453,7 +453,7 @@ def damage(directory: Path, content: bytes) -> None:
         file.write(bytes([content[500] ^ 1]))
 
 
-def test_a_page_that_is_damaged_on_disk_is_a_miss_that_is_counted(tmp_path: Path) -> None:
+def test_a_page_damaged_on_disk_is_a_counted_miss(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         for seed in range(8):
             set_page(client, seed)
@@ -482,7 +482,7 @@ def test_a_page_that_is_damaged_on_disk_is_a_miss_that_is_counted(tmp_path: Path
         assert client.dbsize() == 7
 
 
-def test_verify_reads_what_lies_on_disk(tmp_path: Path) -> None:
+def test_verify_reads_values_on_disk(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         for seed in range(8):
             set_page(client, seed)
@@ -497,7 +497,7 @@ def test_verify_reads_what_lies_on_disk(tmp_path: Path) -> None:
         assert client.execute_command("KVPAGEVERIFY", "b")[b"corrupt"] == []
 
 
-def test_the_scrubber_removes_what_is_damaged_and_repairs_what_memory_has(tmp_path: Path) -> None:
+def test_the_scrubber_removes_damage_and_repairs_from_memory(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         for seed in range(8):
             set_page(client, seed)
@@ -513,7 +513,7 @@ def test_the_scrubber_removes_what_is_damaged_and_repairs_what_memory_has(tmp_pa
         assert get_page(client, 5) == body(20_000, 5)
 
 
-def test_the_second_server_on_a_directory_says_why_it_does_not_start(tmp_path: Path) -> None:
+def test_a_second_server_on_a_directory_is_refused_with_a_reason(tmp_path: Path) -> None:
     with (
         tiered(tmp_path) as (server, _),
         pytest.raises(RuntimeError, match=f"in use by another kvpage-server, pid {server.pid}"),
@@ -530,7 +530,7 @@ def test_the_second_server_on_a_directory_says_why_it_does_not_start(tmp_path: P
         (("--store", "disk"), "store must be one of memory, tiered"),
     ],
 )
-def test_an_impossible_setting_is_refused_with_what_is_allowed(
+def test_an_impossible_setting_is_refused_with_allowed_values(
     tmp_path: Path, options: tuple[str, ...], reason: str
 ) -> None:
     with pytest.raises(RuntimeError, match=re.escape(reason)), start_server(*TIERED, *options, directory=tmp_path):

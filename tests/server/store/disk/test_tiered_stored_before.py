@@ -30,7 +30,7 @@ def client(directory: Path) -> Iterator[redis.Redis]:
         yield client
 
 
-def test_what_was_stored_before_is_there(client: redis.Redis) -> None:
+def test_values_of_an_older_version_exist(client: redis.Redis) -> None:
     check(client)
     assert client.dbsize() == 39
 

@@ -105,7 +105,7 @@ TestEveryPolicy = PolicyMachine.TestCase
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_unit_is_not_idle_where_the_clock_was_set_back_to_before_its_last_use(kind: type[Queues]) -> None:
+def test_a_clock_set_back_does_not_make_idle_times_negative(kind: type[Queues]) -> None:
     """OBJECT IDLETIME answered -2."""
     policy = kind()
     policy.now = 1000
@@ -115,7 +115,7 @@ def test_a_unit_is_not_idle_where_the_clock_was_set_back_to_before_its_last_use(
 
 
 @pytest.mark.parametrize(("start", "to"), list(permutations(KINDS, 2)))
-def test_a_policy_takes_over_in_steps_and_knows_what_was_used_when(start: type[Queues], to: type[Queues]) -> None:
+def test_a_new_policy_takes_over_uses_in_steps(start: type[Queues], to: type[Queues]) -> None:
     old = start()
     for number in range(100):
         old.now += 10
@@ -135,7 +135,7 @@ def test_a_policy_takes_over_in_steps_and_knows_what_was_used_when(start: type[Q
 
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("to", ["allkeys-lru", "allkeys-s3fifo", "allkeys-prefix"])
-def test_a_change_of_policy_holds_nobody_up(to: str) -> None:
+def test_a_change_of_policy_delays_no_client(to: str) -> None:
     keys = Keyspace(policy="allkeys-prefix" if to != "allkeys-prefix" else "allkeys-lru")
     for number in range(50_000):
         keys.set_string(b"%d" % number, b"")
@@ -159,7 +159,7 @@ def test_a_change_of_policy_holds_nobody_up(to: str) -> None:
 # -- S3-FIFO -------------------------------------------------------------------------------------------------------
 
 
-def test_s3fifo_keeps_what_was_used_twice_through_a_scan() -> None:
+def test_s3fifo_keeps_twice_used_units_through_a_scan() -> None:
     policy = S3FIFO()
     for second in (0, 10, 20):
         policy.now = second
@@ -170,7 +170,7 @@ def test_s3fifo_keeps_what_was_used_twice_through_a_scan() -> None:
     assert b"hot" in set(policy)
 
 
-def test_s3fifo_takes_what_comes_back_soon_into_the_main_queue() -> None:
+def test_s3fifo_puts_quickly_returning_units_into_the_main_queue() -> None:
     policy = S3FIFO()
     for number in range(20):
         policy.used(b"%d" % number)
@@ -180,7 +180,7 @@ def test_s3fifo_takes_what_comes_back_soon_into_the_main_queue() -> None:
     assert set(policy) == {b"0", b"19"}
 
 
-def test_s3fifo_offers_everybody_once_whoever_is_spared() -> None:
+def test_s3fifo_offers_every_unit_once_despite_protected_ones() -> None:
     """A frequently used unit has rounds left, in which the others are not offered again."""
     policy = S3FIFO()
     policy.used(b"hot")
@@ -192,7 +192,7 @@ def test_s3fifo_offers_everybody_once_whoever_is_spared() -> None:
     assert list(policy.victims()) == [b"cold", b"hot"]
 
 
-def test_s3fifo_comes_to_what_is_new_where_all_of_the_main_queue_stays() -> None:
+def test_s3fifo_reaches_new_units_if_the_main_queue_is_protected() -> None:
     """Few are new, so the main queue's turn it is; when each of it was offered and stays, the new ones are."""
     policy = S3FIFO()
     for second in (0, 10, 20, 30):
@@ -209,13 +209,13 @@ def test_s3fifo_comes_to_what_is_new_where_all_of_the_main_queue_stays() -> None
 # -- allkeys-prefix ------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_goes_from_its_end() -> None:
+def test_a_chain_is_evicted_from_its_end() -> None:
     policy = Prefix()
     write(policy, *(b"%d" % number for number in range(50)))
     assert evict(policy, 50) == [b"%d" % number for number in reversed(range(50))]
 
 
-def test_what_two_chains_share_outlives_both_their_ends() -> None:
+def test_a_common_part_of_two_chains_outlives_both_ends() -> None:
     policy = Prefix()
     write(policy, b"a", b"b", b"c1", b"d1")
     write(policy, b"a", b"b", b"c2", b"d2")
@@ -224,7 +224,7 @@ def test_what_two_chains_share_outlives_both_their_ends() -> None:
     assert gone.index(b"d2") < gone.index(b"c2") < gone.index(b"b")
 
 
-def test_who_writes_a_chain_block_by_block_does_not_lose_its_beginning() -> None:
+def test_a_chain_written_block_by_block_keeps_its_beginning() -> None:
     policy = Prefix()
     for number in range(200):
         policy.used(b"old %d" % number)
@@ -236,7 +236,7 @@ def test_who_writes_a_chain_block_by_block_does_not_lose_its_beginning() -> None
     assert set(chain) <= set(policy)
 
 
-def test_while_the_end_is_spared_so_is_all_before_it_unless_nothing_else_is_left() -> None:
+def test_a_protected_end_protects_the_rest_of_its_chain() -> None:
     policy = Prefix()
     write(policy, b"a", b"b", b"c")
     write(policy, b"x", b"y")
@@ -257,7 +257,7 @@ def test_a_circle_of_names_keeps_nothing_for_ever() -> None:
     assert len(evict(policy, 3)) == 3
 
 
-def test_what_is_asked_for_again_and_again_outlives_a_flood_of_what_is_not() -> None:
+def test_repeatedly_used_units_outlive_a_flood_of_others() -> None:
     policy = Prefix()
     hot = [b"hot %d" % number for number in range(10)]
     for turn in range(30):
@@ -272,7 +272,7 @@ def test_what_is_asked_for_again_and_again_outlives_a_flood_of_what_is_not() -> 
     assert set(hot) <= set(policy)
 
 
-def test_what_was_hot_goes_when_it_is_no_more() -> None:
+def test_a_formerly_hot_unit_is_evicted() -> None:
     policy = Prefix()
     for _ in range(10):
         policy.now += 10
@@ -286,7 +286,7 @@ def test_what_was_hot_goes_when_it_is_no_more() -> None:
     assert not any(isinstance(unit, bytes) and unit.startswith(b"was hot") for unit in policy)
 
 
-def test_pages_of_a_block_that_come_one_by_one_are_one_use() -> None:
+def test_pages_of_a_block_written_one_by_one_are_one_use() -> None:
     once, paged = Prefix(), Prefix()
     for number in range(20):
         once.used(b"%d" % number)
@@ -326,7 +326,7 @@ def test_plain_strings_take_part_and_memory_keeps_its_limit(policy: str) -> None
     assert keys.find(text(999)) is not None
 
 
-def test_volatile_ttl_takes_what_expires_soonest_and_nothing_that_does_not() -> None:
+def test_volatile_ttl_evicts_the_soonest_expiry_only() -> None:
     keys = Keyspace(maxmemory=0, policy="volatile-ttl")
     now = unix_ms()
     order = random.Random(1).sample(range(50), 50)
@@ -348,9 +348,7 @@ def test_volatile_ttl_takes_what_expires_soonest_and_nothing_that_does_not() -> 
 
 @pytest.mark.parametrize("to", list(POLICIES))
 @pytest.mark.parametrize("start", list(POLICIES))
-def test_a_policy_that_takes_over_knows_what_there_is_and_its_age(
-    start: str, to: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_policy_knows_units_and_their_ages(start: str, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Keyspace(policy=start)
     for number in range(10):
         monkeypatch.setattr(keyspace, "monotonic_ms", lambda now=number * 10_000: now)
@@ -365,7 +363,7 @@ def test_a_policy_that_takes_over_knows_what_there_is_and_its_age(
         assert sorted(keys.listing.keys()) == [text(number) for number in range(5, 10)]
 
 
-def test_blocks_go_from_the_end_of_a_request_after_a_change_of_policy_too() -> None:
+def test_blocks_are_evicted_from_the_end_after_a_policy_change() -> None:
     options = ("--maxmemory", "0", "--maxmemory-policy", "allkeys-lru")
     with start_server(*options) as server, server.client() as client:
         for page in (3, 1, 0, 2, 4):
@@ -380,7 +378,7 @@ def test_blocks_go_from_the_end_of_a_request_after_a_change_of_policy_too() -> N
         assert 0 < len(there) < 5
 
 
-def test_blocks_named_by_their_content_go_from_the_end_of_what_was_asked_for() -> None:
+def test_content_named_blocks_are_evicted_from_the_requested_end() -> None:
     with start_server("--maxmemory", "0") as server, server.client() as client:
         for req in "abcde":
             set_block(client, req, 0, size=3000)
@@ -407,7 +405,7 @@ def test_units_leave_at_once_when_maxmemory_is_lowered() -> None:
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-ttl"])
-def test_where_nothing_may_go_a_write_is_refused_and_nothing_is_half_done(policy: str) -> None:
+def test_without_evictable_units_a_write_is_refused_completely(policy: str) -> None:
     with start_server("--maxmemory", "100kb", "--maxmemory-policy", policy) as server, server.client() as client:
         client.set("small", "1")
         body = b"x" * 30_000

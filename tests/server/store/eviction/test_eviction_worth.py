@@ -23,24 +23,24 @@ def lived(again_after: dict[int, int], step: int = 100, until: int = 60_000) -> 
     return worth
 
 
-def test_a_kind_that_is_used_again_is_worth_more_than_one_that_is_not() -> None:
+def test_a_reused_kind_is_worth_more_than_an_unused_one() -> None:
     worth = lived({OFTEN: 2000})
     assert worth.of(OFTEN, 60_000, 60_000) > 2 * worth.of(RARE, 60_000, 60_000)
 
 
-def test_what_comes_back_after_a_while_is_worth_no_less_before_and_less_after() -> None:
+def test_a_periodically_used_unit_keeps_its_worth_until_then() -> None:
     worth = lived({OFTEN: 4000, RARE: 4000})
     at = [worth.of(OFTEN, 60_000 - age, 60_000) for age in (0, 2000, 4000, 20_000)]
     assert at[0] <= at[1] <= at[2]
     assert at[3] < at[2] * 2 / 3
 
 
-def test_before_anything_is_known_a_unit_is_worth_what_is_expected() -> None:
+def test_an_unknown_unit_has_the_expected_worth() -> None:
     worth = Worth((1.0, 8.0))
     assert [worth.of(kind, last, 10**6) for kind in (0, 1) for last in (0, 10**6)] == [1, 1, 8, 8]
 
 
-def test_all_that_is_there_and_all_that_is_remembered_is_counted_once() -> None:
+def test_existing_and_remembered_units_are_counted_once() -> None:
     policy = Prefix()
     for number in range(8_000):
         policy.now += 1

@@ -59,7 +59,7 @@ WAYS = pytest.mark.parametrize("way", [due, nearest])
 
 
 @WAYS
-def test_what_is_noted_for_the_same_second_and_tidied_is_given(way: Callable[[Expirer], Iterator[bytes]]) -> None:
+def test_a_key_noted_during_a_tidy_up_of_its_second_is_returned(way: Callable[[Expirer], Iterator[bytes]]) -> None:
     times: Times = {b"first": 5000}
     expirer = expirer_of(times)
 
@@ -75,7 +75,7 @@ def test_what_is_noted_for_the_same_second_and_tidied_is_given(way: Callable[[Ex
 
 
 @WAYS
-def test_a_later_second_stays_when_notes_are_tidied_at_the_end_of_one(
+def test_a_later_second_stays_after_a_tidy_up(
     way: Callable[[Expirer], Iterator[bytes]],
 ) -> None:
     times: Times = {b"now": 5000, b"next": 6000, b"later": 7000}
@@ -94,7 +94,7 @@ def test_an_earlier_second_that_is_noted_meanwhile_is_given(way: Callable[[Expir
     assert found == [b"now", b"early", b"next"]
 
 
-def test_what_is_noted_while_eviction_spares_keys_is_due_in_its_time() -> None:
+def test_a_key_noted_during_an_eviction_is_due_in_its_time() -> None:
     times: Times = {b"now": 5000, b"next": 6000}
     expirer = expirer_of(times)
     for key in expirer.nearest(0):

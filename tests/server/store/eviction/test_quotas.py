@@ -70,7 +70,7 @@ def client(server: RunningServer) -> Iterator[redis.Redis]:
 # -- counting ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_stored_counts_and_what_goes_does_not(client: redis.Redis) -> None:
+def test_stored_values_count_and_removed_ones_do_not(client: redis.Redis) -> None:
     client.config_set("quota", f"{A} 1mb note:* 1mb")
     set_block(client, "tenantA.x", 0)
     set_block(client, "tenantB.x", 0)
@@ -235,7 +235,7 @@ def misses(client: redis.Redis) -> int:
 
 
 @pytest.mark.parametrize("policy", ["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo"])
-def test_who_writes_more_than_its_quota_loses_its_own_values(client: redis.Redis, policy: str) -> None:
+def test_a_writer_over_its_quota_loses_its_own_values(client: redis.Redis, policy: str) -> None:
     client.config_set("maxmemory-policy", policy)
     client.config_set("quota", f"{A} {5 * BLOCK} {B} 1mb")
     before = misses(client), quota(client)["evicted_keys"]
@@ -280,7 +280,7 @@ def test_chains_go_from_their_ends_for_a_quota_too(client: redis.Redis) -> None:
     assert held(client, "tenantA.new") == list(range(4))
 
 
-def test_a_value_that_is_larger_than_its_quota_is_stored_and_stands_alone(client: redis.Redis) -> None:
+def test_a_value_larger_than_its_quota_is_stored_alone(client: redis.Redis) -> None:
     client.config_set("quota", f"{A} {3 * BLOCK}")
     for page in range(3):
         set_block(client, "tenantA.x", page)
@@ -290,7 +290,7 @@ def test_a_value_that_is_larger_than_its_quota_is_stored_and_stands_alone(client
     assert quota(client)["bytes"] == BLOCK
 
 
-def test_what_is_leased_or_pinned_stays_and_others_of_the_tenant_go(client: redis.Redis) -> None:
+def test_leased_and_pinned_units_stay_and_others_are_evicted(client: redis.Redis) -> None:
     client.config_set("quota", f"{A} {4 * BLOCK}")  # half of which may be protected
     for page in range(4):
         set_block(client, f"tenantA.{page}", 0)
@@ -301,7 +301,7 @@ def test_what_is_leased_or_pinned_stays_and_others_of_the_tenant_go(client: redi
     assert there == [0, 1, 3, 4]
 
 
-def test_when_memory_is_full_those_over_their_quota_go_first() -> None:
+def test_full_memory_evicts_those_over_their_quota_first() -> None:
     with start_server("--maxmemory", "256kb", "--maxmemory-policy", "allkeys-lru") as server, server.client() as client:
         for page in range(20):
             set_block(client, f"tenantB.{page}", 0, size=800)
@@ -319,7 +319,7 @@ def test_when_memory_is_full_those_over_their_quota_go_first() -> None:
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-ttl"])
-def test_where_nothing_may_go_a_write_is_refused_and_nothing_is_half_done(client: redis.Redis, policy: str) -> None:
+def test_without_evictable_units_a_quota_refuses_a_write(client: redis.Redis, policy: str) -> None:
     client.config_set("maxmemory-policy", policy)
     client.config_set("quota", f"{A} {2 * BLOCK} n:* {string_size('n:1', b'9')}")
     set_block(client, "tenantA.x", 0)
@@ -352,7 +352,7 @@ def test_where_nothing_may_go_a_write_is_refused_and_nothing_is_half_done(client
     client.execute_command("KVPAGESET", *page)
 
 
-def test_volatile_ttl_leaves_pages_that_were_to_expire_and_are_kept_now(client: redis.Redis) -> None:
+def test_volatile_ttl_keeps_pages_that_were_persisted(client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "volatile-ttl")
     client.config_set("quota", f"{A} 20000")
     page = (0, 0, 0, 0, 8, 1, 12_000)
@@ -363,7 +363,7 @@ def test_volatile_ttl_leaves_pages_that_were_to_expire_and_are_kept_now(client: 
     assert client.keys("kv:tenantA*") == [b"kv:tenantA.x:0:0:0:0"]
 
 
-def test_volatile_ttl_takes_those_of_the_tenant_that_expire(client: redis.Redis) -> None:
+def test_volatile_ttl_evicts_expiring_units_of_the_tenant(client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "volatile-ttl")
     client.config_set("quota", f"{A} {3 * BLOCK}")
     for page, ttl in enumerate((0, 100, 0)):
@@ -385,7 +385,7 @@ def test_the_first_pattern_that_matches_counts(client: redis.Redis) -> None:
     assert (quota(client)["bytes"], quota(client, 1)["bytes"]) == (4 * BLOCK, 2 * BLOCK)
 
 
-def test_a_name_is_matched_once_however_often_it_is_used() -> None:
+def test_a_name_is_matched_once_for_any_number_of_uses() -> None:
     asked: list[bytes] = []
 
     def matches(name: bytes) -> bool:
@@ -401,7 +401,7 @@ def test_a_name_is_matched_once_however_often_it_is_used() -> None:
     assert sorted(asked) == [b"b", b"b", b"kv:a:", b"kv:a:"]
 
 
-def test_what_fits_as_a_whole_is_not_refused_half_way(client: redis.Redis) -> None:
+def test_a_batch_that_fits_is_not_refused_half_way(client: redis.Redis) -> None:
     """The first values grow past the quota for as long as the last has not become smaller."""
     client.config_set("maxmemory-policy", "noeviction")
     client.mset({"note:a": "1", "note:b": "2", "note:c": "c" * 800})
@@ -457,7 +457,7 @@ def remove(here: Here, kind: str, page: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_goes_while_a_quota_is_counted_does_not_count(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_units_removed_during_a_count_do_not_count(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     here, quota = being_counted(monkeypatch, kind)
     one = quota.bytes
     here.keyspace.quotas.go_on()
@@ -485,7 +485,7 @@ def test_all_may_go_while_a_quota_is_counted(monkeypatch: pytest.MonkeyPatch, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_stored_again_while_a_quota_was_counted_goes_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_units_rewritten_during_a_count_are_evicted_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     limit = 10 * (64 + 100 if kind != "strings" else string_size("kv:a:000", bytes(100)))
     here, quota = being_counted(monkeypatch, kind, limit)
     here.keyspace.quotas.go_on()
@@ -530,7 +530,7 @@ def test_quotas_are_counted_after_a_restart(tmp_path: Path) -> None:
 # -- the parameter ---------------------------------------------------------------------------------------------------
 
 
-def test_quotas_stand_in_the_file_on_the_command_line_and_in_config_get(tmp_path: Path) -> None:
+def test_quotas_are_in_the_file_options_and_config_get(tmp_path: Path) -> None:
     file = tmp_path / "kvpage.conf"
     file.write_text("# tenants\nquota kv:tenantA.* 1mb\nquota note:* 3kb other:* 1gb\n", encoding="utf-8")
     with start_server("--quota", "note:*", "4kb", file=file) as server, server.client() as client:
