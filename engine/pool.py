@@ -91,8 +91,8 @@ class BlockPool:
         if not count:
             return []
         with self._lock:
-            _check_room(count, len(self._blocks), self.total_blocks, "blocks")
-            _check_room(nbytes, self._bytes, self.total_bytes, "bytes")
+            _check_space(count, len(self._blocks), self.total_blocks, "blocks")
+            _check_space(nbytes, self._bytes, self.total_bytes, "bytes")
             ids = [self._returned.pop() if self._returned else len(self._blocks) + i for i in range(count)]
             now = time.monotonic()
             for i, block_id in enumerate(ids):
@@ -113,7 +113,7 @@ class BlockPool:
             self._check_held(nbytes)
             more = sum(nbytes.values()) - sum(self._blocks[block_id].nbytes for block_id in nbytes)
             if more > 0:
-                _check_room(more, self._bytes, self.total_bytes, "bytes")
+                _check_space(more, self._bytes, self.total_bytes, "bytes")
             for block_id, size in nbytes.items():
                 self._blocks[block_id].nbytes = size
             self._bytes += more
@@ -197,7 +197,7 @@ class BlockPool:
             raise ValueError(f"blocks {dead} are not allocated")
 
 
-def _check_room(needed: int, used: int, total: int, what: str) -> None:
+def _check_space(needed: int, used: int, total: int, what: str) -> None:
     if used + needed > total:
         raise PoolExhaustedError(
             f"{needed} {what} needed, {max(0, total - used)} of {total} are free: "

@@ -87,7 +87,7 @@ class Engine:
         cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
         config = CacheConfig(keep=options.keep, restore_within=within)
         store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=config)
-        store.keep_telling()
+        store.publish_statistics()
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
         agents = AgentEngine(batch, store)
         tell(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")

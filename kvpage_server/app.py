@@ -177,7 +177,7 @@ def _open_store(config: Config) -> Keyspace:
     assert tier is not None
     tier.load()
     if config.maxdisk == AUTO:
-        tier.have_room_for_all()
+        tier.ensure_space_for_all()
         config.in_effect["maxdisk"] = tier.stored.maxdisk
     seconds = time.monotonic() - began
     logger.info("%d keys found on disk, %s, in %.2f s", len(keyspace), human(tier.used_disk), seconds)

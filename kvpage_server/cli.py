@@ -24,9 +24,9 @@ from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.kinds import integer, memory
 from kvpage_server.look.cluster_stats import cluster_as_one, is_cluster, status_of_several, top_of_several
 from kvpage_server.look.ls import ROWS, ls
-from kvpage_server.look.multi_store import NO_ANSWER, AsOne, Gone, SlotsMoved, by_segment
+from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable, by_segment
 from kvpage_server.look.output import LookError, leave_no_trace
-from kvpage_server.look.pages_on_strings import AsStrings
+from kvpage_server.look.pages_on_strings import PagesOnStrings
 from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
@@ -65,10 +65,10 @@ def _run(args: argparse.Namespace) -> int:
         return _ask_as_one(args) if args.show in (ls, stat, top, verify, why) else _ask_all(args, urls)
     except LookError as failure:
         return say("kvpage", str(failure), 1)
-    except Gone:  # it was named when it did not answer
+    except Unavailable:  # it was named when it did not answer
         return 2
     except redis.AuthenticationError:
-        return say("kvpage", _not_let_in(args.url), 2)
+        return say("kvpage", _access_error(args.url), 2)
     except NO_ANSWER as error:
         return say("kvpage", f"cannot reach {shown(args.url)}: {error}", 2)
     except BrokenPipeError:
@@ -92,19 +92,21 @@ def _ask_cluster(args: argparse.Namespace) -> int:
         with suppress(SlotsMoved), cluster_as_one(args) as masters:
             if args.show is status:
                 return 0 if status_of_several(masters, args) else 2
-            return _shown(AsStrings(masters), args, masters)
+            return _shown(PagesOnStrings(masters), args, masters)
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
     """Ask servers side by side as if they were one store, since an agent's blocks are spread over all of them."""
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
-        several = AsOne(stores, by_segment([*stores]))
+        several = MultiStore(stores, by_segment([*stores]))
         args.home, args.unreachable, args.changed = several.home, lambda: several.unreachable, lambda: False
         return _shown(several, args, several)
 
 
-def _shown(store: redis.Redis | AsOne | AsStrings, args: argparse.Namespace, several: AsOne | None = None) -> int:
+def _shown(
+    store: redis.Redis | MultiStore | PagesOnStrings, args: argparse.Namespace, several: MultiStore | None = None
+) -> int:
     """`several` are the servers that the store is made of. Returns the exit code: 2 if one of them did not answer."""
     if args.show in (ls, stat, verify, why, top):
         leave_no_trace(store)
@@ -168,7 +170,7 @@ def _url(args: argparse.Namespace) -> str:
     return with_credentials(url, args.user, password)
 
 
-def _not_let_in(url: str) -> str:
+def _access_error(url: str) -> str:
     asks = urlsplit(url)
     if not asks.password:
         return (

@@ -146,7 +146,7 @@ BOTH_LENGTHS = Unanswered(400, "a request has Content-Length or Transfer-Encodin
 TOO_MANY = Unanswered(503, "too many connections", "too_many_connections", 1)
 
 
-class Crowd:
+class ConnectionTable:
     """Connections of everybody, or of one address."""
 
     def __init__(self, limit: int) -> None:
@@ -185,7 +185,7 @@ class Crowd:
             self._silent[connection] = None
 
 
-class Door:
+class ConnectionLimiter:
     """Lets connections in, up to the limits."""
 
     def __init__(
@@ -202,13 +202,13 @@ class Door:
         self.closed = closed
         self.refused = refused
         self.always = always
-        self._everybody = Crowd(connections)
+        self._everybody = ConnectionTable(connections)
         self._for_each = for_each
-        self._addresses: dict[str, Crowd] = {}
+        self._addresses: dict[str, ConnectionTable] = {}
 
-    def join(self, connection: HttpConnection, host: str) -> tuple[Crowd, Crowd]:
+    def join(self, connection: HttpConnection, host: str) -> tuple[ConnectionTable, ConnectionTable]:
         """Returns the crowds that it belongs to."""
-        crowds = (self._everybody, self._addresses.setdefault(_address(host), Crowd(self._for_each)))
+        crowds = (self._everybody, self._addresses.setdefault(_address(host), ConnectionTable(self._for_each)))
         for crowd in crowds:
             crowd.join(connection)
         return crowds
@@ -246,12 +246,12 @@ class _Flow(FlowControl):
 class HttpConnection(H11Protocol):
     """uvicorn's connection, with the limits."""
 
-    def __init__(self, *args: Any, door: Door, **options: Any) -> None:
+    def __init__(self, *args: Any, door: ConnectionLimiter, **options: Any) -> None:
         super().__init__(*args, **options)
         self._door = door
         self._app, self.app = self.app, self._answer
         self._host = ""
-        self._crowds: tuple[Crowd, ...] = ()
+        self._crowds: tuple[ConnectionTable, ...] = ()
         self._incoming = bytearray()  # read, and not parsed yet
         self._lines = 0  # of incomplete headers, or of a chunked body
         self._chunked = False  # whether the body has chunked transfer encoding
@@ -388,7 +388,7 @@ EVERY_SECONDS = 60.0
 MOST_KINDS = 256  # further kinds count as one
 
 
-class Seldom(logging.Filter):
+class RateLimitedLog(logging.Filter):
     """Logs an exception once a minute for each place that raises it. Records without an exception always pass."""
 
     def __init__(self) -> None:
@@ -417,7 +417,7 @@ def _place(error: BaseException) -> tuple[str, int]:
     return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace else ("", 0)
 
 
-SELDOM = Seldom()
+SELDOM = RateLimitedLog()
 
 
 # -- uvicorn, with our connections, and without its signal handlers ----------------------------------------------------
@@ -426,7 +426,7 @@ SELDOM = Seldom()
 class HttpServer(uvicorn.Server):
     """Leaves signals to us. uvicorn would end the process as if the signal had killed it."""
 
-    def __init__(self, app: ASGIApp, door: Door, *, grace: float) -> None:
+    def __init__(self, app: ASGIApp, door: ConnectionLimiter, *, grace: float) -> None:
         """At a stop, running requests have `grace` seconds to finish."""
         super().__init__(
             uvicorn.Config(

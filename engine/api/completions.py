@@ -64,7 +64,7 @@ async def answer(service: Service, request: Request, generation: Generation, sha
     return JSONResponse(await _made(shape, partial(shape.whole, generation.answer)))
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of `work`. If the client leaves, cancels it and raises ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
     try:
@@ -98,7 +98,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _abandon_when_gone(generation: Generation, receive: Receive) -> None:
+async def _cancel_on_disconnect(generation: Generation, receive: Receive) -> None:
     await _gone(receive)
     generation.abandon(ClientDisconnect())
 
@@ -107,7 +107,7 @@ def _abandon_in_time(generation: Generation, request: Request, seconds: float, e
     """Abandon the answer when its client leaves or the time is up, until it `ends`. Returns when the time is up."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    ends.callback(asyncio.ensure_future(_abandon_when_gone(generation, request.receive)).cancel)
+    ends.callback(asyncio.ensure_future(_cancel_on_disconnect(generation, request.receive)).cancel)
     ends.callback(loop.call_at(deadline, generation.abandon, TimeoutError()).cancel)
     return deadline
 
@@ -182,7 +182,7 @@ async def chat(request: Request) -> Response:
     service.check_model(body.model)
     prompts = service.prompts
     logprobs = body.top_logprobs if body.logprobs else None
-    tokens = await unless_gone(request, prompts.of_chat(body))
+    tokens = await unless_disconnected(request, prompts.of_chat(body))
     prompt, given = _prompt(service, request, tenant, body, tokens, body.limit, logprobs, continues=prompts.keeps_space)
     first = next((message.content for message in body.messages if message.role == "user"), None)
     prompt = replace(prompt, label=service.label(first or ""))
@@ -200,7 +200,7 @@ async def complete(request: Request) -> Response:
     body = await service.parsed(CompletionBody, request)
     service.check_model(body.model)
     prompts = service.prompts
-    tokens = await unless_gone(request, prompts.of_text(body.prompt))
+    tokens = await unless_disconnected(request, prompts.of_text(body.prompt))
     prompt, given = _prompt(service, request, tenant, body, tokens, body.max_tokens, body.logprobs)
     prompt = replace(prompt, label=service.label(body.prompt if isinstance(body.prompt, str) else ""))
     likelihoods = None if body.logprobs is None else TextLikelihoods(prompts.token_text, tokens, body.logprobs)

@@ -29,7 +29,7 @@ from engine.api.openai.errors import ApiError
 from engine.api.service import PAGE_ROUTES, Limits, Service
 from engine.api.worker import EngineThread
 from engine.startup import CANNOT_OPEN, Engine, Options, model_name
-from kvpage_server.http import Door, Guards, HttpServer, Unanswered, own_names
+from kvpage_server.http import ConnectionLimiter, Guards, HttpServer, Unanswered, own_names
 from kvpage_server.system import signals
 from kvpage_server.tracing import continued
 
@@ -193,7 +193,7 @@ def run(
     worker = EngineThread(lambda: Engine.open(options, tell))
     model = name or model_name(options.model)
     service = Service(worker, model, tokens, limits, sanitize=sanitize, hash_labels=hash_labels)
-    door = Door(
+    door = ConnectionLimiter(
         limits.connections,
         limits.for_each,
         closed=lambda reason: service.metrics.closed.labels(reason).inc(),

@@ -67,7 +67,7 @@ class Trial:
     def batches(self) -> bool:
         """Whether mlx-lm's batches give the same results as each prompt alone."""
         begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
-        if self._sees_so_far:
+        if self._sees_range:
             begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])
         return all(self._batches(starts) for starts in begun)
 
@@ -79,7 +79,7 @@ class Trial:
         """
         recurrent = any(layer.RECURRENT for layer in self._layers)
         limit = _LIMITS[mx.float32] if recurrent else self._limit
-        starts = [None, *(at for at in _BEGIN if at is not None and self._sees_so_far)]
+        starts = [None, *(at for at in _BEGIN if at is not None and self._sees_range)]
         *rest, last = self._prompts[0][:_QUESTION]
         answer = [[token] for token in self._answers[0][: _FOLLOWING - 1]]
         return all(
@@ -92,7 +92,7 @@ class Trial:
         )
 
     @property
-    def _sees_so_far(self) -> bool:
+    def _sees_range(self) -> bool:
         return self._indexed or any(isinstance(layer, WindowLayer) for layer in self._layers)
 
     def _batches(self, starts: Sequence[Start]) -> bool:

@@ -64,7 +64,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class LoadSources:
     """Where contexts are loaded from."""
 
     spec: ModelCacheSpec
@@ -99,7 +99,7 @@ class Loading:
 
     def __init__(
         self,
-        ways: Ways,
+        ways: LoadSources,
         wanted: Wanted,
         memory: Found,
         came: Callable[[Loaded, Sequence[int] | None], None],

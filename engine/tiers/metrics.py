@@ -199,7 +199,7 @@ def figures(model_id: str, pool: BlockPool, tally: Tally) -> str:
     return json.dumps(told | tally.figures())
 
 
-async def keep_telling(connection: ServerConnection, what: Callable[[], str]) -> None:
+async def publish_statistics(connection: ServerConnection, what: Callable[[], str]) -> None:
     """Publish to every server, until the connection is closed. A user without a channel sends PING instead."""
     for channel in (f"{CHANNEL}:{connection.user}", CHANNEL):
         with suppress(_NotAllowed):

@@ -132,7 +132,7 @@ class PageTier:
         """The outage of the server that lasts now; None if the server answers."""
         return self._connection.reachability.outage
 
-    def do_beside(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
+    def do_in_background(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
         """Start something in the background. It ends with the connections."""
         self._connection.begin(work(self._connection), lambda _: None)
 

@@ -31,8 +31,8 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.flush import Flusher, Publication
 from engine.tiers.hot import Below, CacheEntry, HotTier
-from engine.tiers.loading import Found, Loaded, Loading, Wanted, Ways, beginning
-from engine.tiers.metrics import StoreMetrics, Tally, Tier, figures, keep_telling
+from engine.tiers.loading import Found, Loaded, Loading, LoadSources, Wanted, beginning
+from engine.tiers.metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
 from engine.tiers.pages import RESTORE_SECONDS, PageTier
 from engine.tiers.prefill_claims import Claim, Claims
 from engine.tiers.server.connection import Outage
@@ -146,7 +146,7 @@ class AgentCacheStore:
         self._flusher = Flusher(self._hot, self._changed, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages)
         readers = ThreadPoolExecutor(READER_THREADS, "kvpage-read")
-        self._ways = Ways(spec, pool, pages, cold, readers, self._tally, self._make_room_for)
+        self._ways = LoadSources(spec, pool, pages, cold, readers, self._tally, self._evict_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
         self._unchanged: weakref.WeakValueDictionary[str, _Unchanged] = weakref.WeakValueDictionary()  # under the lock
 
@@ -239,11 +239,11 @@ class AgentCacheStore:
         if self._pages:
             self._pages.rates.prefilled(tokens, seconds)
 
-    def keep_telling(self) -> None:
+    def publish_statistics(self) -> None:
         """Publish statistics on the page server every few seconds from now on."""
         if self._pages:
             told = partial(figures, self.spec.model_id, self._pool, self._tally)
-            self._pages.do_beside(lambda connection: keep_telling(connection, told))
+            self._pages.do_in_background(lambda connection: publish_statistics(connection, told))
 
     def delete(self, agent_id: str) -> bool:
         """Delete an agent from every tier; whether any had it. Blocks that others share stay.
@@ -325,15 +325,15 @@ class AgentCacheStore:
         Dirty contexts are freed once they are written: call again. Contexts that no tier can take go last and are lost.
         """
         with self._changed:
-            while not self._has_room(blocks, nbytes):
+            while not self._has_space(blocks, nbytes):
                 stuck = self._flusher.stuck
                 coming = self._hot.coming(stuck)
-                if self._has_room(blocks - len(coming), nbytes - sum(coming.values())):
+                if self._has_space(blocks - len(coming), nbytes - sum(coming.values())):
                     break
                 if not (self._flusher.abandon_prompt() or self._evict(stuck) or self._hot.abandon(stuck)):
                     break
             self._changed.notify_all()
-            return self._has_room(blocks, nbytes)
+            return self._has_space(blocks, nbytes)
 
     def flush_dirty(self, agent_id: str | None = None) -> None:
         """Write all dirty contexts, or one agent's, before returning. A context that cannot be written stays dirty."""
@@ -567,8 +567,8 @@ class AgentCacheStore:
             return self._hot.evict(stuck) or self._tree.evict()
         return self._tree.evict() or self._hot.evict(stuck)
 
-    def _make_room_for(self, tokens: int) -> None:
+    def _evict_for(self, tokens: int) -> None:
         self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)
 
-    def _has_room(self, blocks: int, nbytes: int) -> bool:
+    def _has_space(self, blocks: int, nbytes: int) -> bool:
         return self._pool.available_blocks >= blocks and self._pool.available_bytes >= nbytes

@@ -82,7 +82,7 @@ class Instead(Protocol):
         """The row of a command at any time. Raises ReplyError."""
 
 
-def _nobody_listens() -> None:
+def _has_no_listener() -> None:
     raise RuntimeError("the server does not run")
 
 
@@ -126,7 +126,7 @@ class Server:
         self,
         config: Config,
         keyspace: Keyspace,
-        stop: Callable[[], None] = _nobody_listens,
+        stop: Callable[[], None] = _has_no_listener,
     ) -> None:
         self.config = config
         self.keyspace = keyspace

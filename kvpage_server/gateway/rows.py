@@ -69,10 +69,10 @@ class Overlap:
     def check(self, client: Client, spec: Spec, words: Command) -> None:
         """Raise Postponed if a command must wait for its client's writes."""
         theirs = self._of.get(client)
-        if theirs and not (spec.name in OVERLAP and self._has_room(theirs) and theirs.names.isdisjoint(_named(words))):
+        if theirs and not (spec.name in OVERLAP and self._has_space(theirs) and theirs.names.isdisjoint(_named(words))):
             raise Postponed(Wait(theirs.waiting.append))
 
-    def _has_room(self, theirs: _OfClient) -> bool:
+    def _has_space(self, theirs: _OfClient) -> bool:
         return len(theirs.names) < _BLOCKS and self._bytes < _BYTES
 
     def write(self, client: Client, name: BlockName, nbytes: int, block: list[Write]) -> Steps[None]:
@@ -169,7 +169,7 @@ class PagesBehind:
 
     def kvpagemget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         keys = yield from _keys("KVPAGEMGET", args)
-        yield from self.upstream.fetch(client, keys, self.upstream.plans.pages, _spell_page)
+        yield from self.upstream.fetch(client, keys, self.upstream.plans.pages, _encode_page)
 
     def kvpageexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [there] = yield from self.upstream.do(self.upstream.plans.calls.mexists([_key(args)]))
@@ -263,7 +263,7 @@ def _keys(command: str, args: Sequence[Argument]) -> Steps[list[PageKey]]:
     return each(args[1:], lambda some: [_key(some[i:]) for i in range(0, len(some), NAME_WORDS)], NAME_WORDS)
 
 
-def _spell_page(body: Value | None) -> Reply:
+def _encode_page(body: Value | None) -> Reply:
     """Return one of several pages; a value that is no page counts as absent."""
     return spell(None if body is NO_PAGE else body)
 

@@ -79,7 +79,7 @@ class Plans:
         found: list[Value | None] = [
             (answer,) if isinstance(answer, memoryview) else None for answer in answers[: len(keys)]
         ]
-        self._count_gone(answers[: len(keys)])
+        self._count_unavailable(answers[: len(keys)])
         wanted = {i: ranges for i, key in enumerate(keys) if (ranges := _ranges(key, openings[key.req_id, key.page]))}
         parts = [
             get_range(block_key((keys[i].req_id, keys[i].page)), *part) for i, both in wanted.items() for part in both
@@ -89,7 +89,7 @@ class Plans:
             found[i] = None
             if isinstance(header, memoryview) and isinstance(body, memoryview):
                 found[i] = header, body
-            self._count_gone([header] if isinstance(header, Failed) else [body])
+            self._count_unavailable([header] if isinstance(header, Failed) else [body])
         return found
 
     @timed
@@ -131,7 +131,7 @@ class Plans:
     def blocks(self, end: Deadline, names: Sequence[BlockName]) -> Plan[list[Value | None]]:
         """Return blocks' bodies; None for absent and damaged ones."""
         answers = yield from self.calls.router.ask([simple(b"GET", block_key(name)) for name in names], end)
-        self._count_gone(answers)
+        self._count_unavailable(answers)
         return [self._body(name, answer) for name, answer in zip(names, answers, strict=True)]
 
     @timed
@@ -170,7 +170,7 @@ class Plans:
             return None
         return (value[before:],)
 
-    def _count_gone(self, answers: Sequence[Answer | Failed]) -> None:
+    def _count_unavailable(self, answers: Sequence[Answer | Failed]) -> None:
         self.calls.misses[GONE] += sum(isinstance(answer, Failed) for answer in answers)
 
 
@@ -217,7 +217,7 @@ class _Counted:
         self.nbytes = nbytes
 
 
-class _Coming(_Counted):
+class _PendingBlocks(_Counted):
     """The batch of values that was asked for. It counts with the size that is expected, later with its own."""
 
     task: asyncio.Task[list[Value | None]] | None = None
@@ -280,7 +280,7 @@ class Upstream:
         long as clients do not hold much. Values count against the client until they are handed over.
 
         Raises ReplyError as long as nothing was sent. After that, values that can't be fetched are missing."""
-        coming, here, at = _Coming(client), _Counted(client), 0
+        coming, here, at = _PendingBlocks(client), _Counted(client), 0
         try:
             while at < len(items):
                 if coming.task is None:
@@ -310,7 +310,11 @@ class Upstream:
             here.set(0)
 
     def _begin(
-        self, coming: _Coming, items: Sequence[T], at: int, plan: Callable[[Sequence[T]], Timed[list[Value | None]]]
+        self,
+        coming: _PendingBlocks,
+        items: Sequence[T],
+        at: int,
+        plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
     ) -> None:
         """Ask for the next values, as many as there may be room for."""
         room = coming.client.server.found_at_once // self._usual_size

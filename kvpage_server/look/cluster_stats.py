@@ -20,10 +20,10 @@ from kvpage_server.client.cluster.side_by_side import ServerUrl
 from kvpage_server.client.cluster.topology import SCHEMES, SLOTS, Address, Node, SlotMap, ranges_of, slot_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.look.ls import remarks
-from kvpage_server.look.multi_store import NO_ANSWER, AsOne, Gone, SlotsMoved
+from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable
 from kvpage_server.look.output import LookError, watch
-from kvpage_server.look.top import HeardEngines, Whose, room_for_rows, tables
-from kvpage_server.observe.asking import AskedStore, text
+from kvpage_server.look.top import EngineSubscription, MemoryByAgent, room_for_rows, tables
+from kvpage_server.observe.asking import QueriedStore, text
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.memory_by_agent import PREFIX, Holdings, holdings_of_store
 from kvpage_server.system.terminal import table_of
@@ -36,7 +36,7 @@ def is_cluster(url: str) -> bool:
 
 
 @contextmanager
-def cluster_as_one(args: argparse.Namespace) -> Iterator[AsOne]:
+def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
     """The store that the masters are together. Raises RedisError, ValueError, LookError."""
     address = Address(args.url)
     slots = _slots(address)
@@ -54,12 +54,12 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[AsOne]:
     with ExitStack() as stack:
         masters = {ServerUrl(address.url(node)): node for node in slots.primaries()}
         stores = {server: stack.enter_context(_client(address, node)) for server, node in masters.items()}
-        as_one = AsOne(stores, server_of)
+        as_one = MultiStore(stores, server_of)
 
         def changed() -> bool:
             """Whether slots are served by other masters now, as one says that still answers."""
             told = as_one.of_each(b"CLUSTER", b"SLOTS").items()
-            server, answer = next((server, answer) for server, answer in told if not isinstance(answer, Gone))
+            server, answer = next((server, answer) for server, answer in told if not isinstance(answer, Unavailable))
             return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
 
         args.home, args.unreachable, args.changed = home, lambda: as_one.unreachable, changed
@@ -112,12 +112,12 @@ _COUNTS = {
 _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")
 
 
-def _shares_of(several: AsOne) -> list[Share]:
+def _shares_of(several: MultiStore) -> list[Share]:
     """Return the statistics of each server. Raises RedisError when none answers, or one refuses to."""
     return [_share(shown(server.url), answer) for server, answer in several.of_each(b"INFO", b"EVERYTHING").items()]
 
 
-def _shares_now(several: AsOne, args: argparse.Namespace) -> list[Share]:
+def _shares_now(several: MultiStore, args: argparse.Namespace) -> list[Share]:
     """The same. Raises SlotsMoved if a server does not answer because another one has taken over."""
     shares = _shares_of(several)
     if any("error" in share for share in shares) and args.changed():
@@ -126,7 +126,7 @@ def _shares_now(several: AsOne, args: argparse.Namespace) -> list[Share]:
 
 
 def _share(url: str, answer: Any) -> Share:
-    if isinstance(answer, Gone):
+    if isinstance(answer, Unavailable):
         return {"url": url, "error": str(answer)}
     if isinstance(answer, redis.ResponseError):
         raise answer
@@ -144,7 +144,7 @@ def _name(info: Mapping[str, str]) -> str:
     return f"Valkey {valkey}" if valkey else f"Redis {info.get('redis_version', '')}".strip()
 
 
-def _telling(shares: list[Share]) -> list[Share]:
+def _reporting(shares: list[Share]) -> list[Share]:
     """Return the servers that answer and show their statistics to this user."""
     return [share for share in shares if share.get("commands") is not None]
 
@@ -155,13 +155,13 @@ def _silent(share: Share) -> Text:
 
 
 def _total(shares: list[Share]) -> dict[str, int]:
-    return {name: sum(share[name] for share in _telling(shares)) for name in ("keys", *_COUNTS)}
+    return {name: sum(share[name] for share in _reporting(shares)) for name in ("keys", *_COUNTS)}
 
 
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
-def status_of_several(several: AsOne, args: argparse.Namespace) -> bool:
+def status_of_several(several: MultiStore, args: argparse.Namespace) -> bool:
     """Show it once, or every `args.watch` seconds; whether all answered."""
     shares: list[Share] = []
 
@@ -181,7 +181,7 @@ def _status_table(shares: list[Share]) -> RenderableType:
     columns = "node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients"
     table = table_of(*columns, numbers_from=2, drop=("clients", "server", "limit", "evicted", "reads"))
     for share in shares:
-        told = [share["server"], *_status_cells(share)] if share in _telling(shares) else [_silent(share)]
+        told = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_silent(share)]
         table.add_row(share["url"], *told)
     table.add_row(how_many(len(shares), "node"), "", *_status_cells(_total(shares)), style="bold")
     return Group(table, Text("Valkey and Redis tell nothing of pages, blocks or why something was missed"))
@@ -207,7 +207,7 @@ def _hits(counts: Mapping[str, float]) -> str:
 # -- top ---------------------------------------------------------------------------------------------------------------
 
 
-def top_of_several(several: AsOne, store: AskedStore, args: argparse.Namespace) -> bool:
+def top_of_several(several: MultiStore, store: QueriedStore, args: argparse.Namespace) -> bool:
     """Show the rates of each server and the memory by agent, read from `store`, every `args.watch` seconds."""
     view = _ViewOfSeveral(several, store, args)
     return watch(args, view.frame, view.as_json, screen=True)
@@ -216,9 +216,9 @@ def top_of_several(several: AsOne, store: AskedStore, args: argparse.Namespace) 
 class _ViewOfSeveral:
     """Servers as shown on the screen."""
 
-    def __init__(self, several: AsOne, store: AskedStore, args: argparse.Namespace) -> None:
+    def __init__(self, several: MultiStore, store: QueriedStore, args: argparse.Namespace) -> None:
         self._several, self._args = several, args
-        self._whose = Whose(store, holdings_of_store)
+        self._whose = MemoryByAgent(store, holdings_of_store)
         self._engines = [*_listening(several, args.url)]
         self._before: tuple[float, list[Share]] = 0.0, []  # the time and the result of the last request
 
@@ -242,8 +242,8 @@ class _ViewOfSeveral:
         """Return each server's statistics with `per_second`, which is None at first and after a restart."""
         shares, now = _shares_now(self._several, self._args), time.monotonic()
         (at, before), self._before = self._before, (now, shares)
-        was = {share["url"]: share for share in _telling(before)}
-        for share in _telling(shares):
+        was = {share["url"]: share for share in _reporting(before)}
+        for share in _reporting(shares):
             share["per_second"] = _rates(was.get(share["url"]), share, now - at)
         return shares
 
@@ -264,10 +264,10 @@ class _ViewOfSeveral:
         return sorted(found.values(), key=lambda engine: engine.name)
 
 
-def _listening(several: AsOne, url: str) -> Iterator[HeardEngines]:
+def _listening(several: MultiStore, url: str) -> Iterator[EngineSubscription]:
     for store in several.stores.values():
         with suppress(*NO_ANSWER):
-            yield HeardEngines(store, url)
+            yield EngineSubscription(store, url)
 
 
 def _rates(was: Share | None, share: Share, seconds: float) -> dict[str, float] | None:
@@ -277,7 +277,7 @@ def _rates(was: Share | None, share: Share, seconds: float) -> dict[str, float] 
 
 
 def _total_rates(shares: list[Share]) -> dict[str, float] | None:
-    known = [share["per_second"] for share in _telling(shares) if share["per_second"]]
+    known = [share["per_second"] for share in _reporting(shares) if share["per_second"]]
     return {name: sum(rates[name] for rates in known) for name in _RATES} if known else None
 
 
@@ -286,9 +286,9 @@ def _top_table(shares: list[Share]) -> RenderableType:
     drop = "clients", "limit", "evicted/s", "received/s", "sent/s"
     table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1, drop=drop)
     for share in shares:
-        told = _top_cells(share, share["per_second"]) if share in _telling(shares) else [_silent(share)]
+        told = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_silent(share)]
         table.add_row(share["url"], *told)
-    if _telling(shares):
+    if _reporting(shares):
         table.add_row("together", *_top_cells(_total(shares), _total_rates(shares)), style="bold")
     return table
 

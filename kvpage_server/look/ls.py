@@ -15,7 +15,7 @@ from rich.text import Text
 from kvpage_server.address import shown
 from kvpage_server.look.output import LookError
 from kvpage_server.look.pages_on_strings import is_an_agent, may_say_why
-from kvpage_server.observe.asking import AskedStore, ask, named
+from kvpage_server.observe.asking import QueriedStore, ask, named
 from kvpage_server.observe.memory_by_agent import (
     Agent,
     Holdings,
@@ -34,7 +34,7 @@ _MOST_NAMED = 3  # agents of a shared prefix
 _MOST_LETTERS = 128  # of a name: as many as an agent's has in an engine
 
 
-def ls(store: AskedStore, args: argparse.Namespace) -> bool:
+def ls(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Show the agents, shared prefixes and other requests, or the blocks of one request."""
     if args.req is not None:
         return _ls_blocks(store, args)
@@ -65,7 +65,7 @@ def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
         out.print(f"and {said}; --limit 0 shows all")
 
 
-def raise_if_blind(store: AskedStore, holdings: Holdings) -> None:
+def raise_if_blind(store: QueriedStore, holdings: Holdings) -> None:
     """Raises the store's ResponseError if it refuses to list its keys, as a gateway does, so that nothing was found."""
     if holdings.cut and not (holdings.agents or holdings.requests or holdings.unreadable):
         store.execute_command(b"SCAN", b"0")
@@ -188,7 +188,7 @@ def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ls_blocks(store: AskedStore, args: argparse.Namespace) -> bool:
+def _ls_blocks(store: QueriedStore, args: argparse.Namespace) -> bool:
     req = os.fsencode(args.req)
     answer = store.execute_command("KVPAGEINDEX", req, "WITHSIZES")
     blocks = [named(block) for block in answer]

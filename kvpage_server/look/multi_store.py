@@ -23,7 +23,7 @@ _CHANGING = AskError, ClusterDownError, TryAgainError  # a MovedError is an AskE
 _GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # stands for the answer of a server that does not answer
 
 
-class Gone(redis.ResponseError):
+class Unavailable(redis.ResponseError):
     """Stands for the answer of a server that gives none; the message says why."""
 
 
@@ -37,7 +37,7 @@ def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
     return lambda key: rendezvous.server(segment_of(key))
 
 
-class AsOne:
+class MultiStore:
     """Answers as `redis.Redis` does. The keys of an unreachable server look missing; a message says once that it is."""
 
     def __init__(self, stores: dict[ServerUrl, redis.Redis], server_of: Callable[[bytes], ServerUrl]) -> None:
@@ -96,7 +96,7 @@ class AsOne:
 
     def _answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
         if self._silent_until.get(server, 0.0) > monotonic():
-            return self._gone_answers(server, commands)
+            return self._unavailable_replies(server, commands)
         pipeline = self.stores[server].pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
@@ -117,23 +117,23 @@ class AsOne:
             self._missed.add(server)
             if isinstance(error, redis.TimeoutError):
                 self._silent_until[server] = monotonic() + _LEFT_ALONE
-            return self._gone_answers(server, commands)
+            return self._unavailable_replies(server, commands)
 
-    def _gone_answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        gone = Gone(f"{server} is gone: {self._gone[server]}")
+    def _unavailable_replies(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        gone = Unavailable(f"{server} is gone: {self._gone[server]}")
         return [_GONE.get(encoded(command[0]), gone) for command in commands]
 
     def _scanned(self, server: ServerUrl, answer: Any) -> Any:
         """SCAN's answer with our cursor, which goes on to the next server when this one has no more keys."""
-        if isinstance(answer, redis.ResponseError) and not isinstance(answer, Gone):
+        if isinstance(answer, redis.ResponseError) and not isinstance(answer, Unavailable):
             return answer
-        cursor, keys = (0, []) if isinstance(answer, Gone) else answer
-        self._look_for_strays(server, keys)
+        cursor, keys = (0, []) if isinstance(answer, Unavailable) else answer
+        self._find_misplaced(server, keys)
         number, count = self._servers.index(server), len(self._servers)
         upcoming = int(cursor) * count + number if int(cursor) else (number + 1) % count
         return [b"%d" % upcoming, keys]
 
-    def _look_for_strays(self, server: ServerUrl, keys: Sequence[bytes]) -> None:
+    def _find_misplaced(self, server: ServerUrl, keys: Sequence[bytes]) -> None:
         """Say once of a server that it has requests that nobody looks for there, as with another list of servers."""
         requests = [key[len(b"kv:") : -len(b":index")] for key in keys if key.endswith(b":index")]
         stray = next((name for name in requests if self._server_of(name) != server), None)

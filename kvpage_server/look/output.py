@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from kvpage_server.observe.asking import AskedStore
+from kvpage_server.observe.asking import QueriedStore
 from kvpage_server.system.terminal import Terminal, out, print_json
 
 
@@ -53,7 +53,7 @@ def titled(rows: Iterable[Iterable[Any]]) -> Table:
     return table
 
 
-def leave_no_trace(store: AskedStore) -> None:
+def leave_no_trace(store: QueriedStore) -> None:
     """Make the following reads not count as uses, if the user has the right to."""
     try:
         store.execute_command("CLIENT", "NO-TOUCH", "ON")

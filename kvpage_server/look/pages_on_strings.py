@@ -27,8 +27,8 @@ from kvpage_server.client.cluster.commands import (
 )
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
-from kvpage_server.look.multi_store import AsOne, Pipeline
-from kvpage_server.observe.asking import AskedStore, Command, ask, text
+from kvpage_server.look.multi_store import MultiStore, Pipeline
+from kvpage_server.observe.asking import Command, QueriedStore, ask, text
 from kvpage_server.observe.memory_by_agent import holdings_of_agent, literally
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
@@ -41,11 +41,11 @@ ABSENT = "absent"
 _SCANS = 1_000_000  # of a request's keys
 
 
-class AsStrings:
+class PagesOnStrings:
     """Answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings. The rest the store
     answers."""
 
-    def __init__(self, store: AsOne) -> None:
+    def __init__(self, store: MultiStore) -> None:
         self._store = store
         self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids, by request
         self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that were written one by one
@@ -280,7 +280,7 @@ def typed(name: str) -> str:
     return shlex.quote(name) if name.isprintable() and not name.startswith("-") else ""
 
 
-def is_an_agent(store: AskedStore, name: bytes) -> str:
+def is_an_agent(store: QueriedStore, name: bytes) -> str:
     """Returns a message with the commands that show an agent; empty if no agent has this name."""
     holdings = ask(store, holdings_of_agent(name))
     if not holdings.agents and not holdings.unreadable:
@@ -291,7 +291,9 @@ def is_an_agent(store: AskedStore, name: bytes) -> str:
     return f"{said} is an agent, and no request{shows}"
 
 
-def may_say_why(store: AskedStore, name: str, *page: str) -> str:
+def may_say_why(store: QueriedStore, name: str, *page: str) -> str:
     """Return the hint to use `kvpage why`; empty if the store records no reasons."""
     word = typed(name)
-    return f"; kvpage why {' '.join([word, *page])} may say why" if word and not isinstance(store, AsStrings) else ""
+    return (
+        f"; kvpage why {' '.join([word, *page])} may say why" if word and not isinstance(store, PagesOnStrings) else ""
+    )

@@ -32,7 +32,7 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
     def frame() -> RenderableType:
         now = overview(store, args.url)
-        told = _told(now) if now.everything else _told_to_a_tenant(store, now)
+        told = _told(now) if now.everything else _tenant_lines(store, now)
         return Group(headline(args.url, now), titled(told))
 
     return watch(args, frame, lambda: _as_json(store, args.url))
@@ -71,7 +71,7 @@ def headline(url: str, now: Overview) -> Text:
     return Text.assemble((f"kvpage-server {now.server.version}", "bold"), f" at {shown(url)}, up {uptime}\n")
 
 
-def _told_to_a_tenant(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]]:
+def _tenant_lines(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]]:
     """Yield the lines for a restricted user, without other users' data."""
     limit = now.memory.limit
     yield "memory", f"limit {as_size(limit)}, {now.memory.policy}" if limit else "no limit"
@@ -86,14 +86,14 @@ def _told(now: Overview) -> Iterator[tuple[str, Any]]:
         yield "memory", f"the process has {as_size(now.memory.resident)}"
         yield "store", KEEPS_NOTHING
     else:
-        yield from _told_of_memory(now.memory)
-        yield from _told_of_store(now)
+        yield from _memory_lines(now.memory)
+        yield from _store_lines(now)
     clients = f"{now.connections.now:,} connected"
     yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} so far"
     yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
 
 
-def _told_of_memory(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
+def _memory_lines(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
     if memory.limit and out.is_terminal:
         yield (
             "",
@@ -104,7 +104,7 @@ def _told_of_memory(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
     yield "", f"the process has {as_size(memory.resident)}: {as_size(memory.live)} in values, {parts}"
 
 
-def _told_of_store(now: Overview) -> Iterator[tuple[str, Any]]:
+def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
     contents, traffic = now.contents, now.traffic
     counts = how_many(contents.requests, "request"), how_many(contents.blocks, "block"), how_many(contents.keys, "key")
     yield "store", ", ".join(counts)
@@ -114,10 +114,10 @@ def _told_of_store(now: Overview) -> Iterator[tuple[str, Any]]:
     yield "reads", "none yet" if ratio is None else f"{ratio:.1%} hits ({traffic.hits:,} of {reads:,})"
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"
     if now.disk is not None:
-        yield from _told_of_disk(now.disk)
+        yield from _disk_lines(now.disk)
 
 
-def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
+def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     limit = f"; maxdisk is {as_size(disk.limit)}" if disk.limit else ""
     yield (
         "disk",

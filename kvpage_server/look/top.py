@@ -16,7 +16,7 @@ from kvpage_server.address import shown, user_of
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
 from kvpage_server.look.status import headline, is_gateway, of_limit, overview
-from kvpage_server.observe.asking import AskedStore, Reading, ask
+from kvpage_server.observe.asking import QueriedStore, Reading, ask
 from kvpage_server.observe.engines import ALL_CHANNELS, CHANNEL, TIERS, EngineFigures, Engines
 from kvpage_server.observe.memory_by_agent import Holdings, Known, holdings_of_store
 from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE, History, Moment
@@ -30,7 +30,7 @@ _DROP = "memory", "files", "shared", "own memory", "this store", "model"  # colu
 _MOST_MESSAGES = 1000  # that are read in one go
 
 
-class HeardEngines:
+class EngineSubscription:
     """The engines whose messages the user may receive: all, or the engines that use the same account."""
 
     def __init__(self, store: redis.Redis, url: str) -> None:
@@ -98,9 +98,9 @@ class _View:
         self._store = store
         self._url = url
         self._history = History()
-        self._engines = HeardEngines(store, url)
+        self._engines = EngineSubscription(store, url)
         known = Known()
-        self._whose = Whose(store, lambda: holdings_of_store(known=known))
+        self._whose = MemoryByAgent(store, lambda: holdings_of_store(known=known))
 
     def frame(self) -> RenderableType:
         """Return the current screen."""
@@ -129,10 +129,10 @@ class _View:
         }
 
 
-class Whose:
+class MemoryByAgent:
     """Memory by agent. It is looked for again when it is old, and less often the longer that takes."""
 
-    def __init__(self, store: AskedStore, look: Callable[[], Reading[Holdings]]) -> None:
+    def __init__(self, store: QueriedStore, look: Callable[[], Reading[Holdings]]) -> None:
         self._store, self._look = store, look
         self._holdings = Holdings()
         self._until = 0.0  # monotonic seconds: until then the holdings are good enough

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from kvpage_server.address import shown
 from kvpage_server.look.ls import agent_as_json, ago, raise_if_blind
-from kvpage_server.look.multi_store import AsOne
+from kvpage_server.look.multi_store import MultiStore
 from kvpage_server.look.output import LookError, titled
-from kvpage_server.look.pages_on_strings import ABSENT, AsStrings, may_say_why, typed
-from kvpage_server.observe.asking import AskedStore, Reading, ask, named, refused, text
+from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, may_say_why, typed
+from kvpage_server.observe.asking import QueriedStore, Reading, ask, named, refused, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.memory_by_agent import (
     PREFIX,
@@ -33,7 +33,7 @@ from kvpage_server.system.text import as_size, how_many
 # -- `kvpage stat` and `kvpage verify`: metadata of a page or an agent, and checksum checks ----------------------------
 
 
-def stat(store: AskedStore, args: argparse.Namespace) -> bool:
+def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Show the metadata of a page, or an agent's contexts, block by block."""
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
@@ -72,7 +72,7 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     return True
 
 
-def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
+def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
     holdings = ask(store, holdings_of_store())
     found = [agent for agent in holdings.agents if agent.agent_id == text(os.fsencode(args.key))]
     if not found:
@@ -88,7 +88,7 @@ def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
     return True
 
 
-def _no_agent(store: AskedStore, name: str) -> str:
+def _no_agent(store: QueriedStore, name: str) -> str:
     """Return the hint for a name that is not an agent."""
     try:
         blocks = store.execute_command("KVPAGEINDEX", os.fsencode(name))
@@ -145,7 +145,7 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
     return agent_as_json(agent, args) | {"places": blocks}
 
 
-def verify(store: AskedStore, args: argparse.Namespace) -> bool:
+def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Check the pages of a request, or of an agent's contexts. Returns whether all are there and intact."""
     name = os.fsencode(args.req)
     with out.status("hashing"):
@@ -177,7 +177,7 @@ def verify(store: AskedStore, args: argparse.Namespace) -> bool:
     return False
 
 
-def _verified(store: AskedStore, req: bytes, pages: Sequence[int]) -> dict[str, Any]:
+def _verified(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict[str, Any]:
     """KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of the `corrupt` pages."""
     found = named(store.execute_command("KVPAGEVERIFY", req, *pages))
     return {count: found[count] for count in ("checked", "unchecked", "corrupt")}
@@ -189,7 +189,7 @@ _UNKNOWN = "never stored", "gone", ABSENT  # the reasons of a name that no reque
 Answer = dict[str, Any]  # KVPAGEWHY's
 
 
-def why(store: AskedStore, args: argparse.Namespace) -> bool:
+def why(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Print why reading a request, its page with this layer, head, page id and type, or a string, or loading an agent,
     would miss. Returns whether it would not."""
     if args.name and len(args.name) != 4:
@@ -237,7 +237,7 @@ def _page_key(name: bytes) -> PageKey | None:
         return None
 
 
-def _of_pages(store: AskedStore, name: bytes, page: Sequence[int]) -> Answer:
+def _of_pages(store: QueriedStore, name: bytes, page: Sequence[int]) -> Answer:
     """Returns KVPAGEWHY's reply, or "never stored" for an invalid name of a request."""
     if not page:
         try:
@@ -254,9 +254,9 @@ def _texts(answer: Answer) -> Answer:
 # -- strings -----------------------------------------------------------------------------------------------------------
 
 
-def _of_string(store: AskedStore, key: bytes) -> Answer | None:
+def _of_string(store: QueriedStore, key: bytes) -> Answer | None:
     """Returns that a string is stored, or the reason of its removal; None if the store knows nothing of the key."""
-    if isinstance(store, AsStrings):
+    if isinstance(store, PagesOnStrings):
         return None
     (idle,) = ask(store, _idle(key))
     if isinstance(idle, int):
@@ -270,14 +270,14 @@ def _idle(key: bytes) -> Reading[list[Any]]:
     return (yield [[b"OBJECT", b"IDLETIME", key]])
 
 
-def _lost(store: AskedStore, pattern: bytes) -> tuple[list[Answer], int]:
+def _lost(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
     """Returns removed strings that match, the latest first, and the start of the records in unix ms; 0 without them."""
-    if isinstance(store, AsStrings):
+    if isinstance(store, PagesOnStrings):
         return [], 0
     try:
         answers = (
             [*store.of_each(b"KVLOST", pattern).values()]
-            if isinstance(store, AsOne)
+            if isinstance(store, MultiStore)
             else [store.execute_command(b"KVLOST", pattern)]
         )
     except redis.ResponseError:  # a gateway, a server of an earlier version, or a pattern that is too long
@@ -329,7 +329,7 @@ def _explained(reason: str, answer: Answer) -> str:
 # -- agents ------------------------------------------------------------------------------------------------------------
 
 
-def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings, losses: list[Answer]) -> bool:
+def _show_agent(store: QueriedStore, args: argparse.Namespace, holdings: Holdings, losses: list[Answer]) -> bool:
     """Print an agent's contexts, also the removed ones. Returns whether a load would find all of one."""
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     whole = any(not agent.missing for agent in holdings.agents)

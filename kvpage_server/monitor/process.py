@@ -15,7 +15,7 @@ import uvloop
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from kvpage_server.http import Door, HttpServer, Unanswered
+from kvpage_server.http import ConnectionLimiter, HttpServer, Unanswered
 from kvpage_server.monitor.app import HEALTH, make_app
 from kvpage_server.monitor.logins import Logins
 from kvpage_server.monitor.store_connections import MONITOR, Entrance
@@ -71,7 +71,9 @@ async def _serve(
     pages: Sequence[BaseRoute],
 ) -> None:
     closed: Counter[str] = Counter()
-    door = Door(CONNECTIONS, FOR_EACH, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH])
+    door = ConnectionLimiter(
+        CONNECTIONS, FOR_EACH, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH]
+    )
     entrance = Entrance(channel)
     logins = Logins(entrance, token)
     server = HttpServer(make_app(logins, closed, pages, origins), door, grace=GRACE_SECONDS)

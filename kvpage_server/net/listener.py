@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from kvpage_server.commands.access.user import User
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
-from kvpage_server.net.run_queue import Line
+from kvpage_server.net.run_queue import RunQueue
 from kvpage_server.net.session import Session
 from kvpage_server.net.transport import Ends, SocketTransport, TLSTransport, Transport
 
@@ -47,7 +47,7 @@ class Listener:
         self._server = server
         self._loop = loop
         self._sockets: dict[socket.socket, Accept] = {}
-        self._line = Line(loop)
+        self._line = RunQueue(loop)
         self._scratch = Scratch()
         self._handshakes: set[asyncio.Task[None]] = set()
 
@@ -117,7 +117,7 @@ class Listener:
             except OSError:
                 self._rest()
                 return
-            with _closed_if_gone(sock):
+            with _closed_on_disconnect(sock):
                 if not self._turn_away(sock, _is_local(sock)):
                     self._tune(sock)
                     self._sockets[listening](sock)
@@ -125,7 +125,7 @@ class Listener:
     def take(self, sock: socket.socket, address: str, user: User | None, *, needs_password: bool) -> None:
         """Begin a session over a socket that nobody has connected to, for `user`, or for a viewer at that address. A
         viewer who `needs_password` cannot log in as a user without one."""
-        with _closed_if_gone(sock):
+        with _closed_on_disconnect(sock):
             if not self._turn_away(sock, user is not None or _is_loopback(address)):
                 session = self._converse(sock, address, lambda session: SocketTransport(self._loop, sock, session))
                 session.client.touches = False  # to look at something is no use of it
@@ -183,7 +183,7 @@ class Listener:
 
 
 @contextmanager
-def _closed_if_gone(sock: socket.socket) -> Iterator[None]:
+def _closed_on_disconnect(sock: socket.socket) -> Iterator[None]:
     """A peer that disconnects before the greeting has no address and receives nothing."""
     sock.setblocking(False)
     try:

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.chunked import execute
 from kvpage_server.commands.dispatch.disk import Paused, Postponed, is_unqueued
-from kvpage_server.commands.dispatch.run import caller_of, came_of
+from kvpage_server.commands.dispatch.run import caller_of, finish_call
 from kvpage_server.core import Callee, Command, Parser
 from kvpage_server.core.pieces import Piece, lent
 from kvpage_server.net.connection_memory import Load
@@ -48,7 +48,9 @@ class Replies:
         """`came` is called after a background reply has added to `pieces`."""
         self._client = client
         self._came = came
-        self._aside = deque[_Aside]()  # replies that are made while the next commands run, and those behind them
+        self._aside = deque[
+            _BackgroundReply
+        ]()  # replies that are made while the next commands run, and those behind them
         self.pieces: list[Piece] = []
         self.under_way = False  # a reply is made in steps, and not at its end
         self.broken = False  # `pieces` begin within a reply, of which the rest was sent
@@ -65,7 +67,7 @@ class Replies:
         if not self.pieces:
             self._borrowed = 0
         if self._aside or (type(reply) is Stream and reply.aside):
-            self._set_aside(reply, silent != 0)
+            self._start_background_reply(reply, silent != 0)
             self._hush(silent)
             return False
         if type(reply) is Stream:
@@ -87,7 +89,7 @@ class Replies:
                 self._borrowed += lent(self.pieces[before:])
                 much = self._borrowed > HIGH_WATER
         if self.pushed and self._steps is None:
-            self._spell_pushed()
+            self._encode_pushed()
         return much
 
     def _hush(self, silent: int) -> None:
@@ -101,9 +103,9 @@ class Replies:
         self._steps, self.under_way = _silenced(reply.items) if silent else reply.items, True
         self._is_one, self._is_whole = reply.length is None, reply.whole
 
-    def _set_aside(self, reply: Reply, silent: bool) -> None:
+    def _start_background_reply(self, reply: Reply, silent: bool) -> None:
         steps = reply.items if type(reply) is Stream else iter((reply,))
-        self._aside.append(_Aside(self._client, _silenced(steps) if silent else steps, self._gather))
+        self._aside.append(_BackgroundReply(self._client, _silenced(steps) if silent else steps, self._gather))
         self._aside[-1].go_on()
 
     def _gather(self) -> None:
@@ -120,7 +122,7 @@ class Replies:
     def end_with(self, last_words: bytes) -> None:
         """Add an error that is no command's reply."""
         if self._aside:
-            self._set_aside(Raw(last_words), False)
+            self._start_background_reply(Raw(last_words), False)
         else:
             self.pieces.append(last_words)
 
@@ -138,7 +140,7 @@ class Replies:
             if step is _END:
                 self._steps, self.under_way = None, False
                 self.broken = self.broken and bool(self.pieces)
-                self._spell_pushed()
+                self._encode_pushed()
                 break
             if type(step) is Wait:
                 return step
@@ -154,7 +156,7 @@ class Replies:
         self.pushed.append(message)
         self._waiting = self.waiting + _size_of(message)
         if now:
-            self._spell_pushed()
+            self._encode_pushed()
 
     @property
     def waiting(self) -> int:
@@ -163,7 +165,7 @@ class Replies:
             self._waiting = 0
         return self._waiting
 
-    def _spell_pushed(self) -> None:
+    def _encode_pushed(self) -> None:
         for message in self.pushed:
             encode(message, self._client.protocol, self.pieces)
         self.pushed.clear()
@@ -182,7 +184,7 @@ class Replies:
         return steps
 
 
-class _Aside:
+class _BackgroundReply:
     """A background reply, whose steps run while other replies of the client are sent."""
 
     __slots__ = ("_client", "_steps", "_then", "is_over", "pieces")
@@ -228,7 +230,7 @@ def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
 # -- From commands to replies: the core calls fast-path commands, all others go through `execute` ----------------------
 
 
-class Answering:
+class CommandRunner:
     """The command runner of one client. `send` sends the replies so far; it is called when they are much."""
 
     def __init__(self, client: Client, parser: Parser, replies: Replies, load: Load, send: Callable[[], None]) -> None:
@@ -292,7 +294,7 @@ class Answering:
     def _take_over(self, command: Command, row: Callee, reply: Reply, error: Exception | None) -> None:
         """Turn the result of a call on the fast path into replies."""
         try:
-            told = came_of(self._client, row.what, command, reply, error)
+            told = finish_call(self._client, row.what, command, reply, error)
         except Postponed as postponed:
             self._put_off(command, self._parser.received, postponed)
             raise

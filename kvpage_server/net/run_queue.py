@@ -30,7 +30,7 @@ class Waiting(Protocol):
         """Go on, for one turn. A session that needs another turn joins the queue again."""
 
 
-class Line:
+class RunQueue:
     """Sessions that wait for a turn, first in, first out."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -56,7 +56,7 @@ class Line:
 
     def join(self, waiting: Waiting) -> None:
         """Wait for a turn. Nobody joins twice."""
-        if self._stopped and not isinstance(waiting, _Rest):
+        if self._stopped and not isinstance(waiting, _Unfinished):
             return
         self._line.append(waiting)
         if len(self._line) == 1:
@@ -65,7 +65,7 @@ class Line:
     def _serve(self) -> None:
         line = self._line
         if self._stopped:
-            rests = [waiting for waiting in line if isinstance(waiting, _Rest)]
+            rests = [waiting for waiting in line if isinstance(waiting, _Unfinished)]
             line.clear()
             line.extend(rests)
         end = time.monotonic_ns() + ROUND
@@ -85,17 +85,17 @@ class Line:
         if steps is None:
             return
         self._rests += 1
-        self.join(_Rest(self, steps))
+        self.join(_Unfinished(self, steps))
 
     def note_completed(self) -> None:
         """One of these is complete, or has broken off."""
         self._rests -= 1
 
 
-class _Rest:
+class _Unfinished:
     """The remaining steps of a disconnected client's command."""
 
-    def __init__(self, line: Line, steps: Iterator[Reply]) -> None:
+    def __init__(self, line: RunQueue, steps: Iterator[Reply]) -> None:
         self._line = line
         self._steps = steps
 
@@ -103,12 +103,12 @@ class _Rest:
         """Do some of it."""
         goes_on = False
         try:
-            goes_on = self._take_some()
+            goes_on = self._take_batch()
         finally:
             if not goes_on:
                 self._line.note_completed()
 
-    def _take_some(self) -> bool:
+    def _take_batch(self) -> bool:
         end = time.monotonic_ns() + TURN
         for step in self._steps:
             if type(step) is Wait:

@@ -15,8 +15,8 @@ from kvpage_server.core import Parser, ProtocolError, Scratch
 from kvpage_server.core.protocol import MUCH, RECEIVE_TURN
 from kvpage_server.net import connection_memory
 from kvpage_server.net.connection_memory import Load
-from kvpage_server.net.replies import Answering, Replies
-from kvpage_server.net.run_queue import TURN, Line
+from kvpage_server.net.replies import CommandRunner, Replies
+from kvpage_server.net.run_queue import TURN, RunQueue
 from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEvent, after
 from kvpage_server.net.transport import HIGH_WATER, Ends, Transport
 from kvpage_server.resp import Reply, Wait
@@ -34,7 +34,7 @@ class Session:
         self,
         server: Server,
         loop: asyncio.AbstractEventLoop,
-        line: Line,
+        line: RunQueue,
         scratch: Scratch,
         ends: Ends,
         open_transport: Callable[[Session], Transport],
@@ -62,9 +62,9 @@ class Session:
             descriptor=ends.descriptor,
             connection=self,
         )
-        self._replies = Replies(self.client, self._more_came)
+        self._replies = Replies(self.client, self._background_reply_added)
         self._load = Load(self.client, self._parser)
-        self._answering = Answering(self.client, self._parser, self._replies, self._load, self._flush)
+        self._answering = CommandRunner(self.client, self._parser, self._replies, self._load, self._flush)
         default = server.users.default
         self.client.become(default if default.no_password and default.enabled else None)
         server.clients[self.client.id] = self.client
@@ -288,7 +288,7 @@ class Session:
         self._ending = True
         self._close()
 
-    def _more_came(self) -> None:
+    def _background_reply_added(self) -> None:
         """Send a completed background reply."""
         if self._state is not GONE:
             (self._close if self._ending else self._flush)()
@@ -374,7 +374,7 @@ class Session:
         if self._events.tracking.is_due:
             self._events.tracking.tell()
         if self._promised is not None and self._events.acting is self.client:
-            self._note_promise(self._promised.position)
+            self._note_durability(self._promised.position)
         if self.client.owes and self._is_held_back():
             return
         replies = self._replies
@@ -382,7 +382,7 @@ class Session:
             replies.pieces, replies.broken = [], replies.under_way
             self._transport.write(pieces)
 
-    def _note_promise(self, position: int) -> None:
+    def _note_durability(self, position: int) -> None:
         """Note the changes that must be on disk before the client gets its reply."""
         if position != self._before:
             self.client.owes = position

@@ -22,7 +22,7 @@ AT_ONCE = 256  # commands a pipeline: the server runs that many before other cli
 AT_ONCE_ASYNC = 32  # in an event loop, which other tasks share
 
 
-class AskedStore(Protocol):
+class QueriedStore(Protocol):
     """A client of one server, or of several as one."""
 
     def execute_command(self, *words: Any) -> Any:
@@ -32,7 +32,7 @@ class AskedStore(Protocol):
         """Collects commands and sends them together."""
 
 
-def ask(store: AskedStore, reading: Reading[T]) -> T:
+def ask(store: QueriedStore, reading: Reading[T]) -> T:
     """The result of a reading. `store` speaks RESP3. Raises RedisError when the store cannot be reached."""
     try:
         commands = next(reading)

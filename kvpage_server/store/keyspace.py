@@ -46,9 +46,9 @@ from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, has_bytes
 from kvpage_server.store.memory.index import Block, Extent, rows_of
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
-from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
+from kvpage_server.store.quota_limit import PendingWrite, QuotaLimit, counted
 from kvpage_server.store.reading import Listing, Reader
-from kvpage_server.store.reservation import Promise, Takings
+from kvpage_server.store.reservation import Reservation, ReservationParts
 from kvpage_server.system.text import monotonic_ms
 
 # -- protection --------------------------------------------------------------------------------------------------------
@@ -172,33 +172,33 @@ class Keyspace:
         """Return whether a limit other than maxmemory applies."""
         return self.evictor.quotas is not None or (self.tier is not None and self.tier.stored.maxdisk > 0)
 
-    def admit(self, coming: Iterable[Coming]) -> None:
+    def admit(self, coming: Iterable[PendingWrite]) -> None:
         """Make room for values, in their quotas and on disk. Raises OverLimit if nothing was changed."""
         self._admit([[*coming]])
 
-    def _admit(self, parts: Sequence[list[Coming]]) -> Sequence[Takings]:
+    def _admit(self, parts: Sequence[list[PendingWrite]]) -> Sequence[ReservationParts]:
         """The same for parts of a batch. Return the reservations in quotas."""
         if self.tier is not None:
             self.tier.limit.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.quotas is not None else ()
 
-    def admit_pages(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Promise]:
+    def admit_pages(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Reservation]:
         """Make room for pages that will be stored all or none, in steps. Return the reservation, with a part for each
         batch. Raises OverLimit if nothing was changed.
         """
         if not self.is_limited:
-            return Promise(())
-        parts: list[list[Coming]] = []
+            return Reservation(())
+        parts: list[list[PendingWrite]] = []
         for pages in batches:
             parts.append(coming := [])
             for block, places in pages.runs(range(len(pages))):
-                coming += [Coming(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
+                coming += [PendingWrite(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
             yield ()
         of_quotas = self._admit(parts)
         if len(parts) == 1 and (self.tier is None or not self.tier.any_cold):
-            return Promise(())  # it waits for nothing, and is stored in this step
-        on_disk = self.tier.limit.takings(parts) if self.tier is not None else ()
-        return Promise(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
+            return Reservation(())  # it waits for nothing, and is stored in this step
+        on_disk = self.tier.limit.reservation_parts(parts) if self.tier is not None else ()
+        return Reservation(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
 
     def split_block(self, req_id: bytes, page: int) -> None:
         """Make values of the pages of a block that was stored whole, if it is in memory, before some are replaced."""
@@ -278,7 +278,7 @@ class Keyspace:
             block.expires_at(expires)
             self._note_expiry(key, expires)
         self.quotas.grew(block, HEADER_SIZE + slot.size - had)
-        self._tell_of_write(key, old, slot)
+        self._notify_write(key, old, slot)
         return at + 1
 
     def _use_written(self, block: Block) -> None:
@@ -289,7 +289,7 @@ class Keyspace:
         self.contents.expirer.keys += 1
         self.contents.expirer.note(key, expires)
 
-    def _tell_of_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
+    def _notify_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
         tell = self.contents.on_event
         if tell is None:
             return
@@ -372,7 +372,7 @@ class Keyspace:
         if expires:
             self._note_expiry(key, expires)
         self._note_string(key, entry)
-        self._tell_of_write(key, old, entry, event)
+        self._notify_write(key, old, entry, event)
         self._catalogue.note_stray(key)
         if self.tier is not None:
             self.tier.stored_string(key, entry)

@@ -16,7 +16,7 @@ from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import OverQuota, Quota, Rule, block_name, text_size
 from kvpage_server.store.memory.entry import Entry, is_page
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.reservation import Takings
+from kvpage_server.store.reservation import ReservationParts
 from kvpage_server.system.text import monotonic_ms
 
 _AT_ONCE = 20_000  # patterns that names are held against before others have their turn; a value costs as much as some
@@ -25,7 +25,7 @@ _OF_A_VALUE = 16
 Name = bytes | tuple[bytes, int]  # a string's key; a block's request and page id
 
 
-class Coming(NamedTuple):
+class PendingWrite(NamedTuple):
     """A value that is about to be stored. `size` is its size for the limit, `block` the block of a page."""
 
     key: bytes
@@ -49,7 +49,7 @@ class QuotaLimit:
 
     # -- before something is stored ---------------------------------------------------------------------------------
 
-    def admit(self, parts: Iterable[Iterable[Coming]]) -> list[Takings]:
+    def admit(self, parts: Iterable[Iterable[PendingWrite]]) -> list[ReservationParts]:
         """Make room in their quotas for values. Return the reservation of each part. Raises OverQuota if nothing was
         changed.
         """
@@ -73,7 +73,7 @@ class QuotaLimit:
                 if block is None and entry is not None and is_page(entry):  # whose key will be a string's
                     stay.add((cast(Block, entry.unit).req_id, cast(Block, entry.unit).page))
         for quota in dict.fromkeys(chain.from_iterable(taken)):
-            self._make_way(quota, sum(wanted.get(quota, 0) for wanted in taken), stay)
+            self._evict_own(quota, sum(wanted.get(quota, 0) for wanted in taken), stay)
         return [wanted.items() for wanted in taken]
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
@@ -84,9 +84,9 @@ class QuotaLimit:
             size = HEADER_SIZE * shape.pages + shape.nbytes
             block = self._contents.index.block(req_id, page)
             had = quota.sizes.get(block, 0) if block is not None else 0
-            self._make_way(quota, size - had, {(req_id, page)})
+            self._evict_own(quota, size - had, {(req_id, page)})
 
-    def _make_way(self, quota: Quota, coming: int, stay: set[Name]) -> None:
+    def _evict_own(self, quota: Quota, coming: int, stay: set[Name]) -> None:
         """Evict a quota's own values until `coming` bytes fit, or only protected values are left."""
         if quota.lacks(coming) <= 0:
             return

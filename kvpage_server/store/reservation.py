@@ -22,16 +22,16 @@ class Account:
         self.promised = 0
 
 
-Takings = Iterable[tuple[Account, int]]  # of a part of a batch, below 0 where it frees something
+ReservationParts = Iterable[tuple[Account, int]]  # of a part of a batch, below 0 where it frees something
 
 
-class Promise:
+class Reservation:
     """Holds as long as its context. `parts` are in the order in which they are stored.
 
     Space that a part frees is not available until then.
     """
 
-    def __init__(self, parts: Iterable[Takings]) -> None:
+    def __init__(self, parts: Iterable[ReservationParts]) -> None:
         self._parts = deque([(account, max(size, 0)) for account, size in part] for part in parts)
 
     def __enter__(self) -> Self:

@@ -154,12 +154,12 @@ class Feed:
         clients = await self._observer.read(connected_clients())
         more = {"losses": losses, "slow": slow, "connected": clients}
         store = (await self._observer.overview()).server.store
-        told = await asyncio.to_thread(_told_slowly, holdings, store, more)
+        told = await asyncio.to_thread(_slow_events, holdings, store, more)
         self._slowly = told if told != self._slowly else self._slowly
         await asyncio.sleep(SLOWLY_SECONDS)
 
 
-def _told_slowly(holdings: Holdings, store: str, more: views.Shown) -> bytes:
+def _slow_events(holdings: Holdings, store: str, more: views.Shown) -> bytes:
     """The events, in a thread: there may be thousands of agents and blocks."""
     return views.event("holdings", views.holdings(holdings, store)) + views.event("more", more)
 

@@ -40,7 +40,7 @@ def tokens(seen: SeenServer, **options: object) -> dict[str, float]:
 
 def test_the_store_counts_prompt_tokens_not_computed(seen: SeenServer) -> None:
     bench = Bench(seen.server.url)
-    bench.store.keep_telling()
+    bench.store.publish_statistics()
     until(lambda: seen.metrics()["kvpage_engines",] == 1, "the engine")
     bench.ask("alice", SYSTEM)
     bench.ask("alice", SYSTEM)
@@ -60,7 +60,7 @@ def test_a_tenant_sees_engines_of_the_same_account(seen: SeenServer) -> None:
 
     benches = [Bench(seen.server.url.replace("//", f"//{user}:sesame@")) for user in ("tenant", "other")]
     for bench in benches:
-        bench.store.keep_telling()
+        bench.store.publish_statistics()
     until(lambda: engines(auth=("figures", "open")) >= 2, "both, of one name")
     until(lambda: engines(auth=("tenant", "sesame")) == 1, "the tenant's engine")
     spared = sum(tokens(seen, auth=("tenant", "sesame")).values())
@@ -76,7 +76,7 @@ def test_a_tenant_sees_engines_of_the_same_account(seen: SeenServer) -> None:
 def test_top_shows_the_engines_visible_to_its_user(seen: SeenServer, user: str, shown: bool) -> None:
     url = seen.server.url.replace("//", f"//{user}:sesame@")
     bench = Bench(url)
-    bench.store.keep_telling()
+    bench.store.publish_statistics()
     with seen.server.client(username=user, password="sesame", protocol=3) as client:
         top = _View(client, url)
         assert eventually(lambda: top.as_json()["engines"], within=30.0 if shown else 1.0) is shown
@@ -92,7 +92,7 @@ def test_an_engine_that_may_not_publish_tries_once_and_works(seen: SeenServer) -
         client.acl_log_reset()
         client.execute_command("ACL", "SETUSER", "quiet", "on", ">still", "~*", "+@all")
         bench = Bench(seen.server.url.replace("redis://", "redis://quiet:still@"))
-        bench.store.keep_telling()
+        bench.store.publish_statistics()
         until(lambda: client.acl_log(), "a refusal")
         for agent in ("alice", "bob"):
             bench.ask(agent, SYSTEM[:20])
@@ -107,7 +107,7 @@ def test_statistics_are_short_and_name_no_agent(seen: SeenServer) -> None:
     with seen.server.client() as client, client.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe(f"{metrics.CHANNEL}:default")
         bench.ask("alice", SYSTEM[:20])
-        bench.store.keep_telling()
+        bench.store.publish_statistics()
         heard: list[Any] = []
         until(lambda: heard.append(channel.get_message(timeout=1.0)) or heard[-1], "a message")
     bench.store.close()

@@ -356,7 +356,7 @@ _AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONL
 
 
 @dataclass(slots=True)
-class _Way:
+class _Attempt:
     """The state of one command of a batch."""
 
     to: Node | None = None  # where it was redirected to by ASK
@@ -390,7 +390,7 @@ class Router:
         Raises refusals, and the error of a write that couldn't be done until `end`."""
         late = Failed(end.exceeded())
         ways = [
-            _Way(answer=late, from_replica=self.read_from_replicas and not (one.writes or one.at_primary))
+            _Attempt(answer=late, from_replica=self.read_from_replicas and not (one.writes or one.at_primary))
             for one in commands
         ]
         slots = [slot_of(one.key) for one in commands]
@@ -425,7 +425,7 @@ class Router:
         return [way.answer for way in ways]
 
     def _by_node(
-        self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Way]
+        self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Attempt]
     ) -> tuple[dict[tuple[Node, bool, bool], list[int]], list[int]]:
         """The commands by node, use of ASKING, and use as a replica; and the commands whose slot nobody serves."""
         groups: dict[tuple[Node, bool, bool], list[int]] = defaultdict(list)
@@ -442,7 +442,7 @@ class Router:
                 groups[shard.primary, False, False].append(i)
         return groups, lost
 
-    def _answered(self, command: Command, slot: int, way: _Way, answer: Answer, node: Node) -> bool:
+    def _answered(self, command: Command, slot: int, way: _Attempt, answer: Answer, node: Node) -> bool:
         """Take a node's answer, or follow a redirection. Returns whether it is a failure. Raises Refused."""
         if not isinstance(answer, Refused):
             absent = not answer or answer is OTHER_SIZE  # null, 0, or nothing of a string
@@ -470,7 +470,7 @@ class Router:
             self.outdated = True  # the next call will ask; this one knows where to go
         return False
 
-    def _failed(self, command: Command, way: _Way, error: PageClientError) -> None:
+    def _failed(self, command: Command, way: _Attempt, error: PageClientError) -> None:
         """Note that a try has failed. That there was no time for it says less than why the one before it failed."""
         way.tries += 1
         way.to, way.from_replica, way.followed = None, False, 0
@@ -479,7 +479,7 @@ class Router:
         in_doubt = command.once and not isinstance(error, Refused)
         way.over = in_doubt or (not command.writes and way.tries >= READ_TRIES)
 
-    def _give_up(self, command: Command, way: _Way, end: Deadline) -> None:
+    def _give_up(self, command: Command, way: _Attempt, end: Deadline) -> None:
         if command.writes:
             assert isinstance(way.answer, Failed)
             error = way.answer.error

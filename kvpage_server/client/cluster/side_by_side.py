@@ -190,7 +190,7 @@ class SideBySideCalls:
                     raise outcome.error.again()
                 for i, answer in zip(some, repeat(outcome) if isinstance(outcome, Failed) else outcome, strict=False):
                     answers[i] = answer
-                if not _may_be_asked_again(outcome):
+                if not _is_retryable(outcome):
                     del left[server]
             if not left:
                 break
@@ -228,7 +228,7 @@ class SideBySideCalls:
         """Each server's answer, or Failed. Raises refusals, and the first error if all servers fail."""
         answers: dict[ServerUrl, Any] = {}
         for _ in range(_TRIES):
-            left = [p for p in parts if p.server not in answers or _may_be_asked_again(answers[p.server])]
+            left = [p for p in parts if p.server not in answers or _is_retryable(answers[p.server])]
             strange = [part for part in left if part.server not in self._dialects]
             if strange:
                 told = yield Round([Errand(part.server, ask_dialect()) for part in strange])
@@ -282,7 +282,7 @@ def _of(items: Sequence[T], some: Sequence[int]) -> list[T]:
     return [items[i] for i in some]
 
 
-def _may_be_asked_again(answer: Any) -> bool:
+def _is_retryable(answer: Any) -> bool:
     return isinstance(answer, Failed) and isinstance(answer.error, Disconnected)
 
 

@@ -123,7 +123,7 @@ class ClusterCalls:
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
         """Return which pages exist."""
         alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
-        found = yield from self._beside_blocks(keys, alone, end)
+        found = yield from self._with_blocks(keys, alone, end)
         return [
             in_block or header_of(key, answer) is not None for key, (answer, in_block) in zip(keys, found, strict=True)
         ]
@@ -131,14 +131,14 @@ class ClusterCalls:
     @timed
     def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
         """Return which keys of pages have a value, whether it is a page or not."""
-        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
+        found = yield from self._with_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         return [in_block or answer == 1 for answer, in_block in found]
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
         """Delete pages. Returns how many existed. A block with one of them is deleted as a whole."""
         keys = list(dict.fromkeys(keys))
-        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
+        found = yield from self._with_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         blocks = {block_key((key.req_id, key.page)) for key, (_, in_block) in zip(keys, found, strict=True) if in_block}
         gone = [simple(b"UNLINK", key, writes=True) for key in (*map(bytes, keys), *blocks)]
         yield from self._integers(gone, end)
@@ -315,7 +315,7 @@ class ClusterCalls:
         for (i, _, _), reason in zip(wanted, found, strict=True):
             missed[i] = missed[i] or reason
 
-    def _beside_blocks(
+    def _with_blocks(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[list[tuple[Answer | Failed, bool]]]:
         """The answer to a command for each page, and whether the page is in a block."""

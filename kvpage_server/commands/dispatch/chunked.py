@@ -23,7 +23,7 @@ from kvpage_server.commands.dispatch.disk import (
     rejected,
     takes_memory,
 )
-from kvpage_server.commands.dispatch.run import run, run_as_asked, run_part
+from kvpage_server.commands.dispatch.run import run, run_part, run_with_client_flags
 from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.commands.table import AT_ONCE, BY_WORD, Parts, Spec, find
 from kvpage_server.core import Command
@@ -89,7 +89,7 @@ def freed_after(error: ReplyError, words: Command) -> Stream:
 def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
     """Steps that make a command ready, and then the items of its reply. Raises ReplyError."""
     hold = yield from _ready(client, spec, words)
-    reply = run_as_asked(client, spec, words)
+    reply = run_with_client_flags(client, spec, words)
     del hold
     yield from _flat(reply)
 
@@ -215,4 +215,4 @@ def execute(client: Client, words: Command) -> Reply:
     except ReplyError as error:
         reply = rejected(client, spec, words, error)
         return reply if len(words) <= AT_ONCE else freed_after(reply, words)
-    return run(client, spec, words) if client.free else run_as_asked(client, spec, words)
+    return run(client, spec, words) if client.free else run_with_client_flags(client, spec, words)

@@ -59,7 +59,7 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         needed = spec.needs(tiered, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
     if spec.writes:
-        _owe_what_is_there(client, tiered)
+        _require_durable_state(client, tiered)
 
 
 def is_at_hand(client: Client, tiered: DiskTier, spec: Spec) -> bool:
@@ -69,11 +69,11 @@ def is_at_hand(client: Client, tiered: DiskTier, spec: Spec) -> bool:
     if tiered.any_cold and spec.waits:
         return False
     if spec.writes:
-        _owe_what_is_there(client, tiered)
+        _require_durable_state(client, tiered)
     return True
 
 
-def _owe_what_is_there(client: Client, tiered: DiskTier) -> None:
+def _require_durable_state(client: Client, tiered: DiskTier) -> None:
     """Under `always`, the reply of a write waits until the state that it found is on disk, too.
 
     The write may have nothing to do, as a DEL of a key that another client has just deleted. A crash must not bring
@@ -94,7 +94,7 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
         needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
         _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
     if any(spec.writes for spec, _ in transaction.commands):
-        _owe_what_is_there(client, tiered)
+        _require_durable_state(client, tiered)
 
 
 def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
@@ -106,7 +106,7 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
     if behind.failing and behind.mode == "always" and any(spec.stores for spec in specs):
         raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
     if behind.full and any(spec.stores or spec.writes_keys for spec in specs):
-        raise Postponed(Wait(behind.when_there_is_room))
+        raise Postponed(Wait(behind.when_not_full))
 
 
 def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
@@ -135,18 +135,18 @@ def _failed(tiered: DiskTier, value: Cold) -> bool:
     return bool(value.failing) and unit_of_cold(value) in tiered.fetching.holds
 
 
-def wait_for_room(tiered: DiskTier) -> None:
+def wait_for_memory(tiered: DiskTier) -> None:
     """Memory is full. Raise Postponed if queued writes will free memory."""
     behind = tiered.behind
     if not (behind.settled or behind.failing):
-        raise Postponed(Wait(behind.when_there_is_room))
+        raise Postponed(Wait(behind.when_not_full))
 
 
 def caught_up(client: Client) -> Iterator[Reply]:
     """Steps of a reply until the disk has room for more that waits to be written. A transaction does not wait."""
     tiered = client.server.tiered
     if tiered is not None and tiered.behind.full:
-        yield Wait(tiered.behind.when_there_is_room, now=_nothing)
+        yield Wait(tiered.behind.when_not_full, now=_nothing)
 
 
 def _bring(
@@ -219,7 +219,7 @@ class ReadAhead(Generic[T]):
             self._holds = []
             while lacking := [value for value in self._lacking(tiered, here) if not _failed(tiered, value)]:
                 self._sent += lacking
-                lent, hold = self._lent_to(lacking), tiered.fetching.holds.begin(map(unit_of_cold, lacking))
+                lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_of_cold, lacking))
                 self._holds.append(hold)
                 if lent is None and not self._touches:
                     tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)))
@@ -230,7 +230,7 @@ class ReadAhead(Generic[T]):
             self._sizes.popleft()
         self._at += 1
 
-    def loan_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
+    def borrowed_read_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
         """The pieces of a step that was lent as a whole, ready to be sent."""
         loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
         return None if loan is None else loan.pieces(entries)
@@ -259,11 +259,11 @@ class ReadAhead(Generic[T]):
         return values
 
     def _fetch(self, tiered: DiskTier, values: list[Cold]) -> None:
-        lent = self._lent_to(values)
+        lent = self._lent_for(values)
         if lent is not None or self._touches:  # a value that is only shown lasts as long as the hold of its step
             tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
 
-    def _lent_to(self, values: Sequence[Cold]) -> Loans | None:
+    def _lent_for(self, values: Sequence[Cold]) -> Loans | None:
         pages = {*map(bool, map(_HEADER, values))}
         return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
 
@@ -351,7 +351,7 @@ def have_room(client: Client) -> None:
             raise Postponed(Wait(asyncio.get_running_loop().call_soon))
     except OutOfMemory:
         if client.server.tiered is not None:
-            wait_for_room(client.server.tiered)
+            wait_for_memory(client.server.tiered)
         raise ReplyError(OUT_OF_MEMORY) from None
 
 

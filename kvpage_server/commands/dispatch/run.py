@@ -122,7 +122,7 @@ def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyE
     return _failed(client, spec, _refusal(error) if isinstance(error, _REFUSALS) else ReplyError(_INTERNAL))
 
 
-def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
+def run_with_client_flags(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command with the client's settings: CLIENT NO-TOUCH and CLIENT TRACKING."""
     reply = run_part(client, spec, words)
     end_caching(client, spec)
@@ -234,7 +234,7 @@ def caller_of(client: Client, parser: Parser) -> Caller:
     return Caller(client, parser, _rows(), _may_run, note_slow)
 
 
-def came_of(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
+def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
     """The reply to a command that was called and handed back. Raises Postponed."""
     if error is None:
         return in_steps(client, spec, reply) if type(reply) is Stream else reply

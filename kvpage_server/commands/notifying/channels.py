@@ -190,12 +190,12 @@ class Channels:
         """Whether messages are still being sent."""
         return bool(self._under_way)
 
-    def all_told(self) -> Iterator[Reply]:
+    def all_sent(self) -> Iterator[Reply]:
         """Steps of a reply until all messages published so far have been sent."""
         if self._under_way:
-            yield Wait(self._when_told, now=self._tell_all)
+            yield Wait(self._when_sent, now=self._send_to_all)
 
-    def _when_told(self, then: Callable[[], None]) -> None:
+    def _when_sent(self, then: Callable[[], None]) -> None:
         def steps() -> Steps:
             then()
             yield
@@ -233,7 +233,7 @@ class Channels:
                     return
             self._under_way.popleft()
 
-    def _tell_all(self) -> None:
+    def _send_to_all(self) -> None:
         while self._under_way:
             for _ in self._under_way.popleft():
                 pass

@@ -400,7 +400,7 @@ class Tracking:
         for prefix in prefixes:
             prefix.note(keys, by)
             self._changed_prefixes[prefix] = None
-            self._tell_soon()
+            self._schedule_send()
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
         """Send its readers a message about a noted key that changed, and delete the note."""
@@ -410,15 +410,15 @@ class Tracking:
             del reader.keys[name]
             if reader.client is not None:
                 self._count(reader, reader.client, -len(name) - _NOTE)
-        for client in self._to_be_told(readers, by):
+        for client in self._recipients_of(readers, by):
             self._due_to(client).keys[name] = None
 
     def _changed_together(self, names: Sequence[bytes], by: Recipient | None) -> None:
         """Invalidate all keys of the readers of very many keys that changed together. The notes stay."""
-        for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
+        for client in self._recipients_of(set().union(*map(self._notes.__getitem__, names)), by):
             self._due_to(client).flushed = True
 
-    def _to_be_told(self, readers: Iterable[_Reader], by: Recipient | None) -> Iterator[Recipient]:
+    def _recipients_of(self, readers: Iterable[_Reader], by: Recipient | None) -> Iterator[Recipient]:
         for reader in readers:
             client = reader.client
             mode = client.tracking if client is not None else None
@@ -443,10 +443,10 @@ class Tracking:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def _due_to(self, client: Recipient) -> _Due:
-        self._tell_soon()
+        self._schedule_send()
         return self._due.setdefault(client, _Due())
 
-    def _tell_soon(self) -> None:
+    def _schedule_send(self) -> None:
         if not self.is_due:
             self.is_due = True
             asyncio.get_running_loop().call_soon(self.tell)  # or before the next reply is sent, if that is sooner
@@ -523,10 +523,10 @@ def _request_read(name: bytes) -> bytes:
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
     """The messages about changed keys. For RESP2 they come from a channel."""
     opening = _OPENING[protocol]
-    return Raw(b"".join([opening + _spelt_keys(keys, protocol) for keys in messages]))
+    return Raw(b"".join([opening + _encoded_keys(keys, protocol) for keys in messages]))
 
 
-def _spelt_keys(keys: list[bytes] | None, protocol: int) -> bytes:
+def _encoded_keys(keys: list[bytes] | None, protocol: int) -> bytes:
     if keys is None:
         return b"_\r\n" if protocol == 3 else b"$-1\r\n"
     return b"*%d\r\n" % len(keys) + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])

@@ -13,6 +13,6 @@ from kvpage_server.core.native.page_keys import PageKeys
 from kvpage_server.core.native.pages import NewPages, PageNames, PageSet, filled, look_up
 from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
-from kvpage_server.core.native.uses import enter, use_again
+from kvpage_server.core.native.uses import enter, touch_many
 from kvpage_server.core.native.words import Words
 from kvpage_server.core.python import Columns, __all__

@@ -17,7 +17,7 @@ cdef inline void link_last(int[::1] before, int[::1] after, int place, int queue
     after[last] = before[queue] = place
 
 
-def use_again(dict places not None, columns, list units not None, long long now, long long time, long long since):
+def touch_many(dict places not None, columns, list units not None, long long now, long long time, long long since):
     cdef int[::1] before = columns.before, after = columns.after
     cdef signed char[::1] queues = columns.queue
     cdef long long[::1] at = columns.at, counted = columns.counted, last = columns.last

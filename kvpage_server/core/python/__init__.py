@@ -3,7 +3,7 @@
 from kvpage_server.core.python.bodies import Bodies, Chunk, Memory, Outbox, PageKeys, SentPages, digest, fill_digests
 from kvpage_server.core.python.calls import Callee, Caller
 from kvpage_server.core.python.frames import Parser, Scratch, Words
-from kvpage_server.core.python.lru import Columns, enter, use_again
+from kvpage_server.core.python.lru import Columns, enter, touch_many
 from kvpage_server.core.python.outgoing import Outgoing
 from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, filled, look_up
 from kvpage_server.core.python.slots import Arena, Part, Slot
@@ -33,5 +33,5 @@ __all__ = [
     "fill_digests",
     "filled",
     "look_up",
-    "use_again",
+    "touch_many",
 ]

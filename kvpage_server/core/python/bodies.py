@@ -107,7 +107,7 @@ SEND_TURN = 4 << 20  # bytes sent in one call: others wait meanwhile
 MOST_PIECES = 1024  # in one call: IOV_MAX
 
 
-class Lent(Protocol):
+class BorrowedPiece(Protocol):
     """Memory that is not reused while the object lives."""
 
     @property
@@ -119,7 +119,7 @@ class Outbox:
     """Pieces in their order. Costs: O(1) per piece, without copying borrowed memory."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes | Lent] = []  # the owners of the memory, which is not reused before
+        self._pieces: list[bytes | BorrowedPiece] = []  # the owners of the memory, which is not reused before
         self._buffers: list[bytes | memoryview] = []
         self._ends: list[int] = []  # of each, in bytes from where the first that ever waited began
         self._sent = 0  # likewise
@@ -130,7 +130,7 @@ class Outbox:
         """Bytes that wait."""
         return self._ends[-1] - self._sent if self._ends else 0
 
-    def add(self, pieces: Sequence[bytes | Lent]) -> None:
+    def add(self, pieces: Sequence[bytes | BorrowedPiece]) -> None:
         """Append pieces to the queue: bytes, and objects with a `view`."""
         buffers = _views(pieces)
         if not all(buffers):
@@ -200,7 +200,7 @@ class Outbox:
         self.sent(self.nbytes)
 
 
-def _views(pieces: Sequence[bytes | Lent]) -> list[bytes | memoryview]:
+def _views(pieces: Sequence[bytes | BorrowedPiece]) -> list[bytes | memoryview]:
     return [
         piece if isinstance(piece, bytes) else piece.borrowed if type(piece) is Slot else piece.view for piece in pieces
     ]

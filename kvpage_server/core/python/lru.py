@@ -27,7 +27,7 @@ class Columns(NamedTuple):
     children: array[int]  # how many extend it
 
 
-def use_again(
+def touch_many(
     places: dict[Any, int], columns: Columns, units: Sequence[Any], now: int, time: int, since: int
 ) -> tuple[list[Any], list[Any], list[tuple[int, int, int]]]:
     """Units are used again: each becomes the last of its queue, unless its last use that counted is `since` or older.

@@ -21,7 +21,7 @@ from kvpage_server.store.memory.cold import Cold
 _SIZE = attrgetter("size")
 
 
-class Loan(Protocol):
+class BorrowedRead(Protocol):
     """Values for a reply. They last as long as the loan or a piece of it."""
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
@@ -60,7 +60,7 @@ class Copies:
         self._intact = frozenset(intact)
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
-        """See `Loan`. They are one piece."""
+        """See `BorrowedRead`. They are one piece."""
         if values[0] not in self._intact:
             return None
         at = self._values.index(cast(Cold, values[0]))
@@ -101,7 +101,7 @@ class Mapped:
             self._views += views
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
-        """See `Loan`."""
+        """See `BorrowedRead`."""
         if not self._values.keys() >= set(values):
             return None
         return (*chain.from_iterable(map(self._spell, cast("Sequence[Cold]", values))),)

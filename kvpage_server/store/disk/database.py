@@ -332,7 +332,7 @@ class Disk:
         elif isinstance(change, Retime):
             self._retime(txn, sheets, change, place)
         else:
-            self._set_aside(txn, sheets, change.name, place)
+            self._start_background_reply(txn, sheets, change.name, place)
 
     def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place, piece: int) -> None:
         body = memoryview(write.body)
@@ -392,7 +392,7 @@ class Disk:
         record.expires = change.expires
         txn.put(key, bytes(record), db=self._records)
 
-    def _set_aside(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
+    def _start_background_reply(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         key = database_key(name)
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
             data: bytes | None = bytes(records.record_of(name, row))

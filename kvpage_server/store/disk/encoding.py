@@ -83,7 +83,7 @@ def change_of(name: bytes, value: Value) -> Change:
     if isinstance(value, tuple):
         return Write(name, b"", value[0], value[1], unix_ms())
     if isinstance(value, Extent):
-        return Write(name, _spell_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
+        return Write(name, _encode_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
     if isinstance(value, Cold):
         return Retime(name, value.expires)
     if isinstance(value, Corrupt):
@@ -94,7 +94,7 @@ def change_of(name: bytes, value: Value) -> Change:
     return Write(name, header, value.body, value.expires, unix_ms(), _CHECKSUM.unpack(header)[0])
 
 
-def _spell_shape(extent: Extent) -> bytes:
+def _encode_shape(extent: Extent) -> bytes:
     shape = extent.shape
     head = _SHAPE.pack(shape.layers, shape.heads, shape.page_size, extent.created, extent.ttl)
     return head + b"".join(_PLANE.pack(plane.kv_type, plane.dtype, plane.head_dim) for plane in shape.planes)

@@ -22,7 +22,7 @@ from typing import TypeAlias, cast
 from kvpage_server.core import Arena, Slot
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.bodies import Found, Outcome
-from kvpage_server.store.disk.borrowed_reads import Copies, Loan, Mapped, MappedLoans
+from kvpage_server.store.disk.borrowed_reads import BorrowedRead, Copies, Mapped, MappedLoans
 from kvpage_server.store.disk.encoding import Corrupt
 from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.naming import described, name_of_unit, unit_of_cold
@@ -40,7 +40,7 @@ _COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it cos
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
-Loans: TypeAlias = dict[Cold, Loan]
+Loans: TypeAlias = dict[Cold, BorrowedRead]
 Start = Callable[[Callable[[], None]], None]  # of a wait: it is given what to do after
 
 log = logging.getLogger("kvpage")
@@ -97,7 +97,7 @@ class Fetching:
             lent = None
         jobs = {fetching[value] for value in values if value in fetching} if len(new) < len(values) else set()
         if new:
-            begin = self._fetch_to_stay if lent is None else self._fetch_to_lend
+            begin = self._fetch_to_stay if lent is None else self._load_to_borrow
             jobs.update(begin(new, touches=touches))
         group = _Group(values, len(jobs), then, lent)
         for job in jobs:
@@ -190,7 +190,7 @@ class Fetching:
         self._reader.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
         return job
 
-    def _fetch_to_lend(self, values: list[Cold], *, touches: bool) -> list[_Job]:
+    def _load_to_borrow(self, values: list[Cold], *, touches: bool) -> list[_Job]:
         if touches:
             for value in values:
                 value.lent = self._bytes_lent
@@ -225,7 +225,7 @@ class Fetching:
         self._reader.find([(value.name, value.size) for value in values], lend)
         return job
 
-    def _lend(self, loan: Loan, values: Collection[Cold], job: _Job) -> None:
+    def _lend(self, loan: BorrowedRead, values: Collection[Cold], job: _Job) -> None:
         for group in job.groups:
             if group.lent is not None:
                 group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), loan))
@@ -235,10 +235,10 @@ class Fetching:
                 value.used = now
             for unit in dict.fromkeys(map(_UNIT, values)):
                 if self._contents.index.still_has(cast(Block, unit)):  # or it was removed during the read
-                    self._note_lent(cast(Block, unit))
+                    self._note_borrowed(cast(Block, unit))
         self._stored.counts.fetched += len(values)
 
-    def _note_lent(self, unit: Block) -> None:
+    def _note_borrowed(self, unit: Block) -> None:
         """A lent block was used. It may be on disk only; then the policy does not know it."""
         evictor = self._contents.evictor
         self._stored.usage.use(name_of_unit(unit))

@@ -44,9 +44,9 @@ from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
 from kvpage_server.store.memory.index import Block, PageIndex
 from kvpage_server.store.memory_limit import MemoryLimit
-from kvpage_server.store.quota_limit import Coming
+from kvpage_server.store.quota_limit import PendingWrite
 from kvpage_server.store.records import footprint, name_of_block, name_of_key
-from kvpage_server.store.reservation import Account, Takings
+from kvpage_server.store.reservation import Account, ReservationParts
 from kvpage_server.system.text import monotonic_ms
 
 # -- chains ------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class DiskLimit:
         """Bytes of the disk that a unit takes."""
         return self._stored.usage.size_of_unit(name_of_unit(unit))
 
-    def admit(self, coming: Collection[Coming]) -> None:
+    def admit(self, coming: Collection[PendingWrite]) -> None:
         """Make room for values. Raises DiskUsedUp if nothing was changed."""
         if not self._stored.maxdisk:
             return
@@ -180,23 +180,23 @@ class DiskLimit:
         split: Sizes = {}
         for block in blocks:
             split |= self._split_sizes(block)
-        most_new = sum(map(_takes_coming, coming)) + sum(split.values())
+        most_new = sum(map(_size_of_write, coming)) + sum(split.values())
         if usage.expected + usage.replaced + self._under_way_beside.promised + 2 * most_new > self.most:
-            sizes = split | {name_of_key(value.key): _takes_coming(value) for value in coming}
-            self._have_room(sizes, {*sizes, *map(name_of_unit, blocks)})
+            sizes = split | {name_of_key(value.key): _size_of_write(value) for value in coming}
+            self._ensure_space(sizes, {*sizes, *map(name_of_unit, blocks)})
 
-    def takings(self, parts: Iterable[Collection[Coming]]) -> list[Takings]:
+    def reservation_parts(self, parts: Iterable[Collection[PendingWrite]]) -> list[ReservationParts]:
         """Return the disk space of each part of an admitted batch, if the parts are stored one after the other."""
         if not self._stored.maxdisk:
             return []
         usage, before = self._stored.usage, dict[bytes, int]()  # the sizes that earlier parts leave
-        found: list[Takings] = []
+        found: list[ReservationParts] = []
         for part in parts:
             sizes: Sizes = {}
             for block in self._blocks_of(part):
                 sizes |= self._split_sizes(block)
             for value in part:
-                sizes[name_of_key(value.key)] = _takes_coming(value)
+                sizes[name_of_key(value.key)] = _size_of_write(value)
             fresh = [*filterfalse(before.__contains__, sizes)]
             growth = sum(sizes.values()) - sum(map(usage.size_of, fresh))
             if len(fresh) < len(sizes):
@@ -205,7 +205,7 @@ class DiskLimit:
             before |= sizes
         return found
 
-    def _blocks_of(self, coming: Collection[Coming]) -> set[Block]:
+    def _blocks_of(self, coming: Collection[PendingWrite]) -> set[Block]:
         """The blocks that there are of pages, and of those whose keys will be strings'."""
         index, get = self._contents.index, self._contents.catalogue.get
         names = {value.block for value in coming if value.block is not None}
@@ -222,12 +222,12 @@ class DiskLimit:
         name, block = name_of_block(req_id, page), self._contents.index.block(req_id, page)
         sizes = dict.fromkeys(names_in(block), 0) if block is not None else {}
         sizes[name] = footprint(name, shape.nbytes)
-        self._have_room(sizes, {name})
+        self._ensure_space(sizes, {name})
 
     def admit_split(self, block: Block) -> None:
         """The same for a block that was stored whole, whose pages will be values of their own."""
         if self._stored.maxdisk and (sizes := self._split_sizes(block)):
-            self._have_room(sizes, sizes)
+            self._ensure_space(sizes, sizes)
 
     def _split_sizes(self, block: Block) -> Sizes:
         """The footprint of all pages of a block that is on disk as a whole, in its name; nothing for others."""
@@ -236,7 +236,7 @@ class DiskLimit:
             return {}
         return {name: block.pages * records.footprint_of(len(block.req_id), block.extent.slot.size // block.pages)}
 
-    def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
+    def _ensure_space(self, sizes: Sizes, stay: Collection[bytes]) -> None:
         """Make room for values of these sizes; the units in `stay` are not evicted. Raises DiskUsedUp."""
         usage, most, maxdisk = self._stored.usage, self.most, self._stored.maxdisk
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
@@ -313,24 +313,24 @@ class DiskLimit:
     def _soonest(self, *, alone: bool) -> Iterator[Unit]:
         passed = 0
         for unit in self._memory.soonest():
-            if not alone or self._stored.usage.lies_alone(name_of_unit(unit)):
+            if not alone or self._stored.usage.is_on_disk_only(name_of_unit(unit)):
                 yield unit
             passed += is_there(self._contents, unit)
             if passed == _MOST_PASSED:
                 return
 
     def _oldest(self, *, alone: bool) -> Iterator[Unit]:
-        yield from self._oldest_alone()
+        yield from self._oldest_on_disk_only()
         if not alone:
             yield from self._also_in_memory(self._spares_texts)
         yield from self._deferred()
         if not alone:
             yield from self._also_in_memory(spares_texts=False)
 
-    def _oldest_alone(self) -> Iterator[Unit]:
+    def _oldest_on_disk_only(self) -> Iterator[Unit]:
         """The units on disk only. A unit that others extend is deferred."""
         usage, passed = self._stored.usage, 0
-        most = min(_MOST_PASSED, usage.units_alone)
+        most = min(_MOST_PASSED, usage.units_on_disk_only)
         if self._policy != PREFIX:  # it deferred some before the policy was changed
             for one in [*islice(usage.deferred, _MOST_PASSED)]:
                 usage.resume(one)
@@ -380,7 +380,7 @@ class DiskLimit:
         return self._contents.texts * _TEXT_ON_DISK <= self.most * _SHARE_OF_TEXTS
 
 
-def _takes_coming(value: Coming) -> int:
+def _size_of_write(value: PendingWrite) -> int:
     if value.block is not None:
         return records.footprint_of(len(value.block[0]), value.size - HEADER_SIZE)
     return footprint(name_of_key(value.key), value.size - len(value.key) - TEXT_OVERHEAD)

@@ -180,7 +180,7 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
                 sync=flushes,
             )
         except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
-            if maxdisk or size <= _SMALLEST_MAP or not _says(error, errno.ENOMEM):
+            if maxdisk or size <= _SMALLEST_MAP or not _has_errno(error, errno.ENOMEM):
                 raise
             size //= 2
 
@@ -193,7 +193,7 @@ def _verify(path: Path) -> list[str]:
         return [str(error)]
 
 
-def _says(error: Exception, number: int) -> bool:
+def _has_errno(error: Exception, number: int) -> bool:
     return os.strerror(number) in str(error)
 
 
@@ -215,16 +215,16 @@ class told:
         if isinstance(error, lmdb.MapFullError):
             raise MaxDisk("maxdisk is used up") from None
         if isinstance(error, lmdb.Error):
-            raise self._said_by_lmdb(error) from None
+            raise self._lmdb_message(error) from None
         if isinstance(error, OSError):
             if self._writing and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFull(error.strerror) from None
             raise DiskError(f"{error.filename or self._path}: {error.strerror}") from None
 
-    def _said_by_lmdb(self, error: lmdb.Error) -> DiskError | DiskFull:
-        if self._writing and (_says(error, errno.ENOSPC) or _says(error, errno.EDQUOT)):
+    def _lmdb_message(self, error: lmdb.Error) -> DiskError | DiskFull:
+        if self._writing and (_has_errno(error, errno.ENOSPC) or _has_errno(error, errno.EDQUOT)):
             return DiskFull(str(error))
-        little = self._writing and _says(error, errno.EIO) and shutil.disk_usage(self._path.parent).free < RESERVE
+        little = self._writing and _has_errno(error, errno.EIO) and shutil.disk_usage(self._path.parent).free < RESERVE
         if little:  # it could write a part
             return DiskFull(os.strerror(errno.ENOSPC))
         return DiskError(f"{self._path}: {error}")

@@ -77,7 +77,7 @@ class Loader:
 
     def _load_sheets(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
         every = defaultdict[int, list[bytes]](list)  # by the size of the request's id
-        rest, used_at = self._contents.index.note_resting, records.used
+        rest, used_at = self._contents.index.note_on_disk, records.used
         for key, found in self._disk.sheets():
             if isinstance(found, Damaged):
                 self._stored.counts.corrupt += 1

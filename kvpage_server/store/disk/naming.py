@@ -86,7 +86,7 @@ def is_there(contents: Contents, unit: Unit) -> bool:
     return unit in contents.catalogue.entries
 
 
-def is_gone(contents: Contents, name: bytes) -> bool:
+def is_removed(contents: Contents, name: bytes) -> bool:
     """Whether there is nothing of that name any more, nor the block that it was a part of."""
     if name[:1] == b"b":
         return not contents.index.has(*parse_block(name))

@@ -31,7 +31,7 @@ from kvpage_server.store.disk.naming import (
     described,
     each_name_in,
     is_cold_named,
-    is_gone,
+    is_removed,
     name_of_unit,
     names_in,
     parse_block,
@@ -68,9 +68,9 @@ class Changes:
         """Steps that make room, since the disk is full and so many bytes wait."""
         return self._limit.give_up(error, size)
 
-    def is_gone(self, name: bytes) -> bool:
+    def is_removed(self, name: bytes) -> bool:
         """Whether the store has nothing of that name."""
-        return is_gone(self._contents, name)
+        return is_removed(self._contents, name)
 
     def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
         """Steps until it is known that a batch is on disk."""
@@ -89,21 +89,21 @@ class Changes:
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
-                usage.add(name, unit, takes(name, value), again=self._comes_again(name))
+                usage.add(name, unit, takes(name, value), again=self._is_queued_again(name))
             else:
                 if block := block_name_of(name):
                     usage.note_stray(name, block)
-                usage.add(name, name, takes(name, value), again=self._comes_again(name))
+                usage.add(name, name, takes(name, value), again=self._is_queued_again(name))
 
     def _removed(self, name: bytes) -> None:
         """Process the removal of a value. Forget its unit too if nothing of it is left."""
         usage = self._stored.usage
-        unit = (not usage.is_stray(name) and block_name_of(name)) or name
-        usage.remove(name, unit, again=self._comes_again(name))
+        unit = (not usage.is_stray_string(name) and block_name_of(name)) or name
+        usage.remove(name, unit, again=self._is_queued_again(name))
         if unit[:1] != b"b" or not self._contents.index.has(*parse_block(unit)):
             usage.remove_unit(unit)
 
-    def _comes_again(self, name: bytes) -> bool:
+    def _is_queued_again(self, name: bytes) -> bool:
         """Return whether a value waits to be written again, if expected sizes are counted."""
         return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
 
@@ -137,7 +137,7 @@ class DiskTier:
         """Load all keys on disk."""
         self.any_cold = self._loader.load()
 
-    def have_room_for_all(self) -> None:
+    def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the values that were loaded exceed it. Before anything else uses the store."""
         least = self.limit.least_for(self.used_disk)
         if least > self.stored.maxdisk:
@@ -251,7 +251,7 @@ class DiskTier:
 
     def removed(self, key: bytes) -> None:
         name = name_of_key(key)
-        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_gone(self._contents, name))
+        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_removed(self._contents, name))
 
     def unit_removed(self, unit: Unit) -> None:
         if isinstance(unit, Block):

@@ -72,7 +72,7 @@ class DiskUsage:
         """A unit's footprint; 0 for a block that was loaded, until somebody asks for one of its pages."""
         return self._sizes.get(unit, 0) + self._blocks.get(unit, 0)
 
-    def is_stray(self, name: bytes) -> bool:
+    def is_stray_string(self, name: bytes) -> bool:
         """Return whether this name belongs to a string, although a page could have it."""
         return name in self._strays
 
@@ -139,7 +139,7 @@ class DiskUsage:
 
     def use(self, unit: bytes) -> None:
         """Make a unit that is on disk only the last to go."""
-        if self.lies_alone(unit):
+        if self.is_on_disk_only(unit):
             self.is_alone(unit)
 
     def is_alone(self, unit: bytes) -> None:
@@ -147,12 +147,12 @@ class DiskUsage:
         self.remove_unit(unit)
         self._alone[unit] = None
 
-    def lies_alone(self, unit: bytes) -> bool:
+    def is_on_disk_only(self, unit: bytes) -> bool:
         """Whether a unit is on disk only."""
         return unit in self._alone or unit in self._deferred
 
     @property
-    def units_alone(self) -> int:
+    def units_on_disk_only(self) -> int:
         """The number of units on disk only."""
         return len(self._alone) + len(self._deferred)
 

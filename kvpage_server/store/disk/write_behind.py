@@ -252,7 +252,7 @@ class Owner(Protocol[T]):
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
         """Steps, on the loop, that may evict values, since the disk is full and so many bytes wait."""
 
-    def is_gone(self, name: bytes) -> bool:
+    def is_removed(self, name: bytes) -> bool:
         """Whether the store has nothing of that name."""
 
 
@@ -354,7 +354,7 @@ class WriteBehind(Generic[T]):
         """Call `then` when all changes up to `position` are on disk, or when a commit has failed."""
         self._waiting.append((position, then))
 
-    def when_there_is_room(self, then: Callable[[], None]) -> None:
+    def when_not_full(self, then: Callable[[], None]) -> None:
         """Call `then` after the next commit."""
         self._waiting.append((0, then))
         self.hurry()
@@ -425,9 +425,9 @@ class WriteBehind(Generic[T]):
         self._move(Event.NOTED if self.settled else Event.NOTED_SOME)
         if self.state is State.PLANNED:
             self._plan(self._delay())
-        self._tell_waiting()
+        self._wake_waiters()
 
-    def _tell_waiting(self) -> None:
+    def _wake_waiters(self) -> None:
         """Let those go on whose changes are on disk, or cannot be written."""
         waiting, self._waiting = self._waiting, []
         for position, then in waiting:
@@ -464,12 +464,12 @@ class WriteBehind(Generic[T]):
             return
         log.info("%s: %d values are removed to make room", error, len(removals.changes))
         self._now = removals
-        self._writer.remove(removals, self._room_is_made)
+        self._writer.remove(removals, self._space_freed)
 
     def _take_removals(self) -> Batch[T] | None:
         """The removals that may be written before anything else; None if they would not help."""
         batch, made_at = self._next, self._room_made_at
-        gone = sorted(name for name in batch.removed if self._owner.is_gone(name))
+        gone = sorted(name for name in batch.removed if self._owner.is_removed(name))
         if not gone and not batch.clears and made_at == self.commits:
             return None
         self._room_made_at = self.commits
@@ -478,7 +478,7 @@ class WriteBehind(Generic[T]):
             removals.note(name, None, 0)
         return removals
 
-    def _room_is_made(self, error: Error | None) -> None:
+    def _space_freed(self, error: Error | None) -> None:
         removals = self._now
         assert removals is not None
         if error is not None:
@@ -504,7 +504,7 @@ class WriteBehind(Generic[T]):
         self._tried = self._begun
         self._move(Event.FAILED)
         self._plan(RETRY_AFTER)
-        self._tell_waiting()
+        self._wake_waiters()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

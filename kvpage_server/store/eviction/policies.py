@@ -32,7 +32,7 @@ class LRU(Queues):
         if self.hands_over:
             super().used_all(units)
             return
-        new, _, _ = self._use_again(units, _NO_TIME, _NO_TIME)
+        new, _, _ = self._touch_many(units, _NO_TIME, _NO_TIME)
         if new:
             self._enter_all(new, 1, 0)
 

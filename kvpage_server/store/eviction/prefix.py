@@ -212,7 +212,7 @@ class Prefix(Queues):
         if self.hands_over:
             super().used_all(units)
             return
-        new, due, moved = self._use_again(units, self._time, self.now - BURST)
+        new, due, moved = self._touch_many(units, self._time, self.now - BURST)
         for queue, slot, count in moved:
             self._worth.moved(queue - self._home, slot, count, self._time)
         if self._ghosts:

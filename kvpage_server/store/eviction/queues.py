@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvpage_server.core import Columns, enter, use_again
+from kvpage_server.core import Columns, enter, touch_many
 from kvpage_server.store.memory.index import Block
 
 # -- policy ------------------------------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ class Queues(ABC):
         self._places[unit], self._units[place] = place, unit
         return place
 
-    def _use_again(self, units: list[Unit], time: int, since: int) -> tuple[list[Unit], list[Unit], Moved]:
-        """See `core.use_again`. Only when nothing waits to be taken over."""
-        return use_again(self._places, self._columns, units, self.now, time, since)
+    def _touch_many(self, units: list[Unit], time: int, since: int) -> tuple[list[Unit], list[Unit], Moved]:
+        """See `core.touch_many`. Only when nothing waits to be taken over."""
+        return touch_many(self._places, self._columns, units, self.now, time, since)
 
     def _enter_all(self, units: list[Unit], queue: int, time: int) -> int:
         """See `core.enter`. Only when nothing waits to be taken over."""

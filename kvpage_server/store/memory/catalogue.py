@@ -66,7 +66,7 @@ class Catalogue:
 
     def places(self) -> list[Place]:
         """Every entry's key, and every block whose pages have none. `names_at` lists the keys of each."""
-        return [*self.entries, *(block for block in self.index if block.extent), *self.index.resting_blocks()]
+        return [*self.entries, *(block for block in self.index if block.extent), *self.index.blocks_on_disk()]
 
     def names_at(self, place: Place) -> Iterable[bytes]:
         """The keys at a place, including overdue ones; none if something else is there now."""

@@ -328,7 +328,7 @@ class PageIndex:
         """Every block that does not rest."""
         return (block for request in self.requests.values() for block in request.values() if type(block) is Block)
 
-    def note_resting(self, req_id: bytes, page: int, rows: bytes) -> None:
+    def note_on_disk(self, req_id: bytes, page: int, rows: bytes) -> None:
         """Add a resting block, or pages of one, by their rows."""
         request = self.requests.get(req_id)
         if request is None:
@@ -357,7 +357,7 @@ class PageIndex:
         found = self.requests.get(req_id, {}).get(page)
         return found if isinstance(found, bytes) else None
 
-    def resting_blocks(self) -> list[tuple[bytes, int]]:
+    def blocks_on_disk(self) -> list[tuple[bytes, int]]:
         if not self.resting:
             return []
         every = self.requests.items()

@@ -32,7 +32,7 @@ class Queues:
         self.time = 0
 
     def use(self, units: list[str], now: int, queue: int) -> Any:
-        new, due, moved = self.core.use_again(self.places, self.columns, units, now, self.time, now - 2)
+        new, due, moved = self.core.touch_many(self.places, self.columns, units, now, self.time, now - 2)
         self.time = self.core.enter(self.places, self.units, self.free, self.columns, new, queue, now, self.time)
         return new, due, moved
 

@@ -24,7 +24,7 @@ AT_ONCE = 768 * 1024
 MIB = 1024 * 1024
 
 
-class Lent:
+class BorrowedPiece:
     """A piece of borrowed memory, which may move."""
 
     def __init__(self, data: bytes) -> None:
@@ -56,7 +56,7 @@ class Kinds:
         if kind == "bytes":
             return data, data
         if kind == "lent":
-            return Lent(data), data
+            return BorrowedPiece(data), data
         slot = self.slot(data)
         if kind == "slot":
             return slot, b"$%d\r\n%b\r\n" % (len(data), data)
@@ -90,7 +90,7 @@ def test_bytes_are_sent_in_order_in_any_pieces(core: Any, rounds: list[Round]) -
             outbox.sent(len(data))
         if moves:
             for piece in everything:
-                if isinstance(piece, Lent):
+                if isinstance(piece, BorrowedPiece):
                     piece.move()
             outbox.renew()
         assert outbox.nbytes == len(expected) - len(taken)
@@ -108,7 +108,7 @@ def test_bytes_are_sent_in_order_in_any_pieces(core: Any, rounds: list[Round]) -
 @on_each_core
 def test_memory_is_kept_until_its_last_byte_is_sent(core: Any) -> None:
     outbox = core.Outbox()
-    lent = [Lent(bytes(10)) for _ in range(3)]
+    lent = [BorrowedPiece(bytes(10)) for _ in range(3)]
     known = [weakref.ref(piece) for piece in lent]
     outbox.add([*lent])
     del lent
@@ -137,7 +137,7 @@ def test_a_queued_slot_is_not_reused(core: Any) -> None:
 
 @on_each_core
 def test_dropped_output_is_not_kept(core: Any) -> None:
-    outbox, piece = core.Outbox(), Lent(bytes(10))
+    outbox, piece = core.Outbox(), BorrowedPiece(bytes(10))
     known = weakref.ref(piece)
     outbox.add([b"before", piece])
     del piece
@@ -150,7 +150,7 @@ def test_dropped_output_is_not_kept(core: Any) -> None:
 @given(st.lists(st.integers(1, 3 * AT_ONCE), min_size=1, max_size=6), st.integers(0, 2 * AT_ONCE))
 def test_so_much_is_handed_over_at_a_time(core: Any, sizes: list[int], begun: int) -> None:
     outbox = core.Outbox()
-    outbox.add([Lent(bytes(size)) for size in sizes])
+    outbox.add([BorrowedPiece(bytes(size)) for size in sizes])
     outbox.sent(min(begun, outbox.nbytes - 1))
     assert sum(map(len, outbox.next())) == min(AT_ONCE, outbox.nbytes)
 
@@ -158,7 +158,7 @@ def test_so_much_is_handed_over_at_a_time(core: Any, sizes: list[int], begun: in
 @on_each_core
 def test_many_small_pieces_are_sent_together(core: Any) -> None:
     outbox = core.Outbox()
-    outbox.add([*chain.from_iterable((b"$1", Lent(b"x")) for _ in range(1000))])
+    outbox.add([*chain.from_iterable((b"$1", BorrowedPiece(b"x")) for _ in range(1000))])
     assert len(outbox.next()) == 1024
     outbox.sent(3 * 500)
     assert _next(outbox) == b"$1x" * 500
@@ -170,7 +170,7 @@ def test_an_invalid_piece_is_refused_and_earlier_ones_are_sent(core: Any) -> Non
     outbox.add([b"waits"])
     for wrong in (None, "text", 7):
         with pytest.raises(AttributeError):
-            outbox.add([b"a", of.slot(b"value"), b"b" * 1000, Lent(b"c"), b"d", wrong])
+            outbox.add([b"a", of.slot(b"value"), b"b" * 1000, BorrowedPiece(b"c"), b"d", wrong])
     assert _next(outbox) == b"waits"
     assert of.arena.used == 0
     for count in (-1, 6, 2**62):
@@ -295,7 +295,7 @@ def test_a_hundred_thousand_pieces_cost_no_more_each(core: Any) -> None:
 @on_each_core
 def test_a_million_replies_leave_no_memory_behind(core: Any) -> None:
     of, outbox = Kinds(core), core.Outbox()
-    pieces = [b"+OK\r\n", of.slot(b"value"), b":1\r\n", b":2\r\n", Lent(b"lent")] * 20
+    pieces = [b"+OK\r\n", of.slot(b"value"), b":1\r\n", b":2\r\n", BorrowedPiece(b"lent")] * 20
 
     def send(times: int) -> int:
         for _ in range(times):

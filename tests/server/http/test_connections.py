@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from kvpage_server.http import Door, HttpServer
+from kvpage_server.http import ConnectionLimiter, HttpServer
 
 CONNECTIONS = 8  # of which 7 may have a request
 Ask = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -42,7 +42,7 @@ def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
         def refused(refusal: object) -> PlainTextResponse:
             return PlainTextResponse("", 503)
 
-        door = Door(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
+        door = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
         server = HttpServer(app, door, grace=1)
         with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
             serving = asyncio.create_task(server.serve([listening]))

@@ -11,7 +11,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from kvpage_server.http import MOST_KINDS, Door, HttpServer, Seldom
+from kvpage_server.http import MOST_KINDS, ConnectionLimiter, HttpServer, RateLimitedLog
 
 
 async def fail(scope: Scope, receive: Receive, send: Send) -> None:
@@ -19,7 +19,9 @@ async def fail(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def ask(times: int) -> list[int]:
-    door = Door(8, 8, closed=print, refused=lambda refusal: PlainTextResponse("", refusal.status), always=[])
+    door = ConnectionLimiter(
+        8, 8, closed=print, refused=lambda refusal: PlainTextResponse("", refusal.status), always=[]
+    )
     server = HttpServer(fail, door, grace=1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve([listening]))
@@ -41,7 +43,7 @@ def failure(kind: int) -> logging.LogRecord:
 
 
 def test_failures_are_logged_by_kind_with_a_bound() -> None:
-    seldom = Seldom()
+    seldom = RateLimitedLog()
     assert [seldom.filter(failure(kind)) for kind in range(MOST_KINDS)] == [True] * MOST_KINDS
     assert [seldom.filter(failure(MOST_KINDS + kind)) for kind in range(3)] == [True, False, False]
     assert seldom.filter(logging.LogRecord("name", logging.ERROR, "file", 1, "ends", None, None))

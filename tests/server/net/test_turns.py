@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvpage_server.net.run_queue import Line
+from kvpage_server.net.run_queue import RunQueue
 from kvpage_server.resp import Reply
 
 
@@ -33,10 +33,10 @@ def broken_steps() -> Iterator[Reply]:
     ids=["a turn", "the rest of a command"],
 )
 def test_a_failing_session_is_logged_and_delays_no_other(
-    first: Callable[[Line], None], caplog: pytest.LogCaptureFixture
+    first: Callable[[RunQueue], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def turns() -> None:
-        line = Line(asyncio.get_running_loop())
+        line = RunQueue(asyncio.get_running_loop())
         first(line)
         for _ in range(2):  # a session in the queue, and one that joins it later
             taken = asyncio.Event()

@@ -19,7 +19,7 @@ from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.table import find
 from kvpage_server.resp import Reply, ReplyError, Stream
 from kvpage_server.store.eviction.quotas import OverQuota
-from kvpage_server.store.reservation import Account, Promise
+from kvpage_server.store.reservation import Account, Reservation
 
 PAGES = 1100  # three steps or more
 SIZE = 1000
@@ -173,7 +173,7 @@ def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
 
 def test_space_freed_by_a_part_is_not_reserved() -> None:
     account = Account()
-    with Promise([[(account, 5)], [(account, -3)], [(account, 2)]]) as promise:
+    with Reservation([[(account, 5)], [(account, -3)], [(account, 2)]]) as promise:
         assert account.promised == 7
         promise.keep()
         promise.keep()

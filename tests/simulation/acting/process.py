@@ -33,7 +33,7 @@ SOCKET = "socket"
 Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; returns the sent reply
 
 calls.monotonic_ns = real_monotonic_ns  # see `_OneByOne`
-_execute, _caller_of, _came_of = replies.execute, replies.caller_of, replies.came_of
+_execute, _caller_of, _came_of = replies.execute, replies.caller_of, replies.finish_call
 _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 
 
@@ -71,7 +71,7 @@ class Process:
             self.machine.disk.map_size = seed.maxdisk
         app._load_users(self.server)
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
-        replies.execute, replies.came_of = self._execute, self._came_of
+        replies.execute, replies.finish_call = self._execute, self._came_of
         replies.caller_of = _OneByOne  # type: ignore[assignment]
         self._attend()
         gc.freeze()  # a server that starts looks through all that is not

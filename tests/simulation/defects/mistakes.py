@@ -29,9 +29,9 @@ MISTAKES = [
     Mistake(
         "reader-ends-at-full-disk",
         _STORE + "disk.lmdb_file",
-        "told._said_by_lmdb",
-        "little = self._writing and _says(error, errno.EIO)",
-        "little = _says(error, errno.EIO)",
+        "told._lmdb_message",
+        "little = self._writing and _has_errno(error, errno.EIO)",
+        "little = _has_errno(error, errno.EIO)",
         "a read that fails while the disk is full ends the thread that reads",
     ),
     Mistake(
@@ -94,7 +94,7 @@ MISTAKES = [
         "deletion-not-written",
         _STORE + "disk.tier",
         "DiskTier.removed",
-        "        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_gone(self._contents, name))\n",
+        "        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_removed(self._contents, name))\n",
         "",
         "what was deleted is back after a restart",
     ),
@@ -221,7 +221,7 @@ MISTAKES = [
     Mistake(
         "waiting-for-the-disk-for-ever",
         _STORE + "disk.write_behind",
-        "WriteBehind._tell_waiting",
+        "WriteBehind._wake_waiters",
         "            if position <= self.durable or self.failing:\n",
         "            if position <= self.durable:\n",
         "who waits for a commit that fails waits for ever",
@@ -253,7 +253,7 @@ MISTAKES = [
     Mistake(
         "postponed-runs-twice",
         "kvpage_server.net.replies",
-        "Answering._answer",
+        "CommandRunner._answer",
         "        self._postponed, load.postponed = None, 0\n        queued = 0\n",
         "        load.postponed = 0\n        queued = 0\n",
         "a command that has waited for the disk is run again",
@@ -365,7 +365,7 @@ MISTAKES = [
     Mistake(
         "written-while-room-is-made",
         _STORE + "disk.write_behind",
-        "WriteBehind._room_is_made",
+        "WriteBehind._space_freed",
         "            if name in self._next.removed:\n",
         "            if name in self._next.changes:\n",
         "what is written again while its removal makes room on a full disk is forgotten",
@@ -397,7 +397,7 @@ MISTAKES = [
     Mistake(
         "woken-in-any-order",
         _STORE + "disk.write_behind",
-        "WriteBehind._tell_waiting",
+        "WriteBehind._wake_waiters",
         "for position, then in waiting:",
         "for position, then in set(waiting):",
         "clients that wait for the disk go on in the order of addresses",
@@ -462,7 +462,7 @@ MISTAKES = [
     Mistake(
         "own-changes-come-back",
         _COMMANDS + "notifying.tracking",
-        "Tracking._to_be_told",
+        "Tracking._recipients_of",
         " and not (mode.no_loop and client is by):",
         ":",
         "NOLOOP is forgotten where it is about what was read",
@@ -470,7 +470,7 @@ MISTAKES = [
     Mistake(
         "asked-for-ever",
         _COMMANDS + "dispatch.run",
-        "run_as_asked",
+        "run_with_client_flags",
         "    end_caching(client, spec)\n    return reply\n",
         '    if "readonly" not in spec.flags:\n        end_caching(client, spec)\n    return reply\n',
         "what CLIENT CACHING says lasts for every read until something else is said",
@@ -510,7 +510,7 @@ MISTAKES = [
     Mistake(
         "nothing-to-do-is-not-promised",
         _COMMANDS + "dispatch.disk",
-        "_owe_what_is_there",
+        "_require_durable_state",
         'if behind.mode == "always" and behind.durable < behind.position:',
         'if behind.mode == "always" and behind.durable < behind.position < 0:',
         "under `always`, a deletion of what was just deleted is answered before that is on disk",
@@ -543,8 +543,8 @@ MISTAKES = [
         "full-memory-takes-more",
         _COMMANDS + "dispatch.disk",
         "have_room",
-        "    except OutOfMemory:\n        if client.server.tiered is not None:\n            wait_for_room(client.server.tiered)\n",
-        "    except OutOfMemory:\n        if client.server.tiered is None:\n            return\n        wait_for_room(client.server.tiered)\n",
+        "    except OutOfMemory:\n        if client.server.tiered is not None:\n            wait_for_memory(client.server.tiered)\n",
+        "    except OutOfMemory:\n        if client.server.tiered is None:\n            return\n        wait_for_memory(client.server.tiered)\n",
         "under noeviction, a full store takes what it has to refuse",
     ),
     Mistake(

@@ -124,7 +124,7 @@ def _mistaken_chains(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
 def _resting(keyspace: Keyspace) -> Iterator[tuple[bytes, bytes]]:
     """The request and the rows of every block that rests."""
     index = keyspace.index
-    for name in index.resting_blocks():
+    for name in index.blocks_on_disk():
         rows = index.rows(*name)
         assert rows is not None
         yield name[0], rows

@@ -118,7 +118,7 @@ def publish(client: Client, args: list[Argument]) -> Reply:
     count = channels.publish(channel, message)
 
     def steps() -> Steps[Reply]:
-        yield from channels.all_told()
+        yield from channels.all_sent()
         return count
 
     return stepwise(steps(), small=not channels.busy)

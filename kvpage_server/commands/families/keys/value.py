@@ -18,7 +18,7 @@ from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Text, is_page
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.quota_limit import Coming
+from kvpage_server.store.quota_limit import PendingWrite
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: what Keyspace.set_page takes
 
@@ -79,11 +79,11 @@ def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | No
         keyspace.admit(_coming(key, value, page) for key, value, page in values)
 
 
-def _coming(key: bytes, value: Argument, page: PageParts | None) -> Coming:
+def _coming(key: bytes, value: Argument, page: PageParts | None) -> PendingWrite:
     size = len(value) if isinstance(value, bytes) else value.size
     if page is not None:
-        return Coming(key, size, (page[0].req_id, page[0].page))
-    return Coming(key, text_size(key, size))
+        return PendingWrite(key, size, (page[0].req_id, page[0].page))
+    return PendingWrite(key, text_size(key, size))
 
 
 def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:

@@ -86,10 +86,10 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
         return None
     if not is_page(entry):
         raise ReplyError(WRONG_TYPE)
-    return spell_page(entry)
+    return encode_page_body(entry)
 
 
-def spell_page(page: Page) -> tuple[Piece, ...]:
+def encode_page_body(page: Page) -> tuple[Piece, ...]:
     """Return a page's body as a bulk string: one borrowed piece if it has a slot of its own."""
     if isinstance(page, Slot):
         return (page,)
@@ -280,7 +280,7 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         yield from ahead.next()
         found = client.keyspace.read_pages(names, first, stop)
         pages_missed(client, names, found.missing)
-        yield ahead.loan_of(found.entries) or _spelt(client, found, ahead)
+        yield ahead.borrowed_read_of(found.entries) or _spelt(client, found, ahead)
 
 
 def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[Cold]:
@@ -297,10 +297,10 @@ def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tupl
         if not is_page(entry):
             pieces.append(absent)
         elif is_cold(entry):
-            loan = ahead.loan_of([entry]) if ahead is not None else None
-            pieces += loan or (spell_page(entry) if has_bytes(entry) else (absent,))
+            loan = ahead.borrowed_read_of([entry]) if ahead is not None else None
+            pieces += loan or (encode_page_body(entry) if has_bytes(entry) else (absent,))
         else:
-            pieces += spell_page(entry)
+            pieces += encode_page_body(entry)
     return (*pieces,)
 
 

@@ -176,7 +176,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
     path = server.config.file
     if path is None:
         raise ReplyError("ERR The server is running without a config file")
-    users = [] if server.config.aclfile else _users_beside(server)
+    users = [] if server.config.aclfile else _other_users(server)
 
     def write(text: bytes) -> None:
         with replacing(path, keep_group=True) as file:
@@ -193,7 +193,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=False)
 
 
-def _users_beside(server: Server) -> list[bytes]:
+def _other_users(server: Server) -> list[bytes]:
     """The lines of the users, without the default user if `requirepass` describes it completely."""
     usual = Users()
     usual.require_password(server.config.requirepass)

@@ -61,7 +61,7 @@ async def behind(
         def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
             return make_room(error, size)
 
-        def is_gone(self, name: bytes) -> bool:
+        def is_removed(self, name: bytes) -> bool:
             return True
 
     writer = WriteBehind(disk, Values(), mode, limit)
@@ -145,7 +145,7 @@ async def test_the_queue_is_full_beyond_its_limit_until_a_commit(tmp_path: Path)
         writer.note(b"kx", bytes(150_000), 150_000)
         assert writer.full
         there_is_room = asyncio.Event()
-        writer.when_there_is_room(there_is_room.set)
+        writer.when_not_full(there_is_room.set)
         await asyncio.wait_for(there_is_room.wait(), PATIENCE)
         assert not writer.full
 
