@@ -269,7 +269,7 @@ def _stand_before(upstream: Upstream, server: Server) -> None:
     from kvpage_server.gateway.rows import Rows
     from kvpage_server.gateway.upstream import keep_memory
 
-    server.instead = Rows(upstream)
+    server.command_override = Rows(upstream)
     keep_memory()
 
 

@@ -113,7 +113,7 @@ class Totals:
 class Server:
     """The state that all clients share. `stop` asks the process to end."""
 
-    instead: Instead | None = None  # where keys lie behind this server, not in it
+    command_override: Instead | None = None  # where keys lie behind this server, not in it
     port = 0  # the port that is really listened on
     tls: ssl.SSLContext | None = None  # used by the next encrypted connection
     slow_from = NEVER  # nanoseconds: calls that take longer are noted
@@ -183,14 +183,14 @@ class Server:
     def begin_pause(self, pause: Pause) -> None:
         self.pause = pause
         for client in self.clients.values():
-            client.settle()
+            client.update_fast_path()
 
     def end_pause(self) -> None:
         if self.pause is None:
             return
         self.pause = None
         for client in list(self.clients.values()):
-            client.settle()
+            client.update_fast_path()
             client.connection.resume()
 
 
@@ -248,7 +248,7 @@ class Client:
     id: int = 0
     descriptor: int = -1  # of its socket
     user: User | None = field(default=None, init=False)  # None until it has authenticated
-    free: bool = field(default=False, init=False)  # its commands run without further questions; `settle` decides
+    fast_path_ok: bool = field(default=False, init=False)  # set by `update_fast_path`
     kept: int = field(default=0, init=False)  # bytes that the server keeps until the client ends
     waited_to_authenticate: bool = field(default=False, init=False)  # it has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
@@ -259,7 +259,7 @@ class Client:
     connected: float = field(default_factory=time.monotonic, init=False)
     active: float = field(default_factory=time.monotonic, init=False)  # when something came from it
     finished: int = field(default_factory=time.monotonic_ns, init=False)  # when it was last answered, or read a reply
-    owes: int = field(default=0, init=False)  # position in the changes that must be on disk before it gets a reply
+    durable_before_reply: int = field(default=0, init=False)  # position of changes to be on disk before its reply
     silence: int = field(default=0, init=False)  # replies to swallow; negative: all of them
     unanswered: bool = field(default=False, init=False)  # the reply to the current command will not be sent
     spared: bool = field(default=False, init=False)  # CLIENT NO-EVICT
@@ -285,7 +285,7 @@ class Client:
     def close(self) -> None:
         """Close the connection when all replies are sent."""
         self.closing = True
-        self.free = False
+        self.fast_path_ok = False
         self.connection.close()
 
     def __str__(self) -> str:
@@ -382,16 +382,16 @@ class Client:
         """Set the connection's user; None means that it has to authenticate."""
         self.user = user
         self.connection.trust(user is not None)
-        self.settle()
+        self.update_fast_path()
 
     def end_transaction(self) -> None:
         self.transaction = None
         self.server.events.unwatch(self)
-        self.settle()
+        self.update_fast_path()
 
-    def settle(self) -> None:
+    def update_fast_path(self) -> None:
         """Decide whether its commands run without further checks. Call it when one of these conditions changes."""
-        self.free = (
+        self.fast_path_ok = (
             self.user is not None
             and self.user.unrestricted
             and self.transaction is None
@@ -400,7 +400,7 @@ class Client:
             and self.touches
             and self.tracking is None
             and self.server.pause is None
-            and self.server.instead is None
+            and self.server.command_override is None
             and not self.silence
             and not self.closing
             and not self.gone

@@ -22,7 +22,7 @@ from kvpage_server.commands.table import TABLE, Spec, nothing
 from kvpage_server.core import Argument, Command, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
 from kvpage_server.gateway.upstream import MOST, NO_PAGE, Plans, Standing, Upstream, Value, waited_for
-from kvpage_server.gateway.words import passed, set_page, spell, told
+from kvpage_server.gateway.words import bulk_reply, passed, reply_of, set_page
 from kvpage_server.page import MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
 from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait
 from kvpage_server.store.eviction.leases import LONGEST_LEASE
@@ -165,7 +165,7 @@ class PagesBehind:
 
     def kvpageget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [found] = yield from self.upstream.do(self.upstream.plans.pages([_key(args)]))
-        yield spell(found)
+        yield bulk_reply(found)
 
     def kvpagemget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         keys = yield from _keys("KVPAGEMGET", args)
@@ -184,7 +184,7 @@ class PagesBehind:
         """A cluster has no leases and pins."""
         found = yield from self.upstream.do(self.upstream.plans.standing(_key(args)))
         if not isinstance(found, Standing):
-            yield spell(found)
+            yield bulk_reply(found)
             return
         left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "tier": "cluster"}
         yield told_of(found.header) | left
@@ -232,12 +232,12 @@ class PagesBehind:
 
     def kvblockget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [found] = yield from self.upstream.do(self.upstream.plans.blocks(block_names(args)))
-        yield spell(found)
+        yield bulk_reply(found)
 
     def kvblockmget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         check_batch("KVBLOCKMGET", args, 2, "block")
         names = yield from each(args[1:], block_names, 2)
-        yield from self.upstream.fetch(client, names, self.upstream.plans.blocks, spell)
+        yield from self.upstream.fetch(client, names, self.upstream.plans.blocks, bulk_reply)
 
     def kvblockexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [opening] = yield from self.upstream.do(self.upstream.plans.ask([get_opening(block_names(args)[0])]))
@@ -265,7 +265,7 @@ def _keys(command: str, args: Sequence[Argument]) -> Steps[list[PageKey]]:
 
 def _encode_page(body: Value | None) -> Reply:
     """Return one of several pages; a value that is no page counts as absent."""
-    return spell(None if body is NO_PAGE else body)
+    return bulk_reply(None if body is NO_PAGE else body)
 
 
 def _page_ids(args: Sequence[Argument]) -> list[int]:
@@ -312,11 +312,11 @@ class StringsBehind:
 
     def get(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [value] = yield from self.upstream.do(self._plans.of_keys([_named_strings(plain(args[0]))]))
-        yield spell(value)
+        yield bulk_reply(value)
 
     def mget(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
         keys = yield from each(args, lambda some: [*map(_named_strings, plain_all(some))])
-        yield from self.upstream.fetch(client, keys, self._plans.of_keys, spell)
+        yield from self.upstream.fetch(client, keys, self._plans.of_keys, bulk_reply)
 
     def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
         """The number of keys that exist, or were deleted."""
@@ -352,14 +352,14 @@ class StringsBehind:
             block = [words[0], block_key((page.req_id, page.page))]
             asked = [passed(some, writes=False) for some in (words, block)]
             alone, in_block = yield from self.upstream.do(self._plans.ask(asked))
-            yield told(in_block if alone in (-2, b"none") else alone)
+            yield reply_of(in_block if alone in (-2, b"none") else alone)
         elif page and (yield from self.upstream.do(self._plans.in_block(page))):
             raise ReplyError(
                 f"ERR '{spec.name}' of a page that lies in a block can't be done before a cluster: a block lives as one"
             )
         else:
             [answer] = yield from self.upstream.do(self._plans.ask([passed(words, writes=spec.writes)]))
-            yield told(answer)
+            yield reply_of(answer)
 
 
 def _named_strings(key: bytes) -> PageKey | bytes:

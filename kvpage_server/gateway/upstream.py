@@ -274,7 +274,7 @@ class Upstream:
         client: Client,
         items: Sequence[T],
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
-        spell: Callable[[Value | None], Reply],
+        encode: Callable[[Value | None], Reply],
     ) -> Iterator[Reply]:
         """Steps that make an array of the values of all items. The next values are fetched while these are sent, as
         long as clients do not hold much. Values count against the client until they are handed over.
@@ -304,7 +304,7 @@ class Upstream:
                 for i, value in enumerate(found):
                     found[i] = None
                     here.set(here.nbytes - _size(value))
-                    yield spell(value)
+                    yield encode(value)
         finally:
             coming.end()
             here.set(0)

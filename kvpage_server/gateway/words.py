@@ -29,7 +29,7 @@ class Borrowed:
         return len(self.view)
 
 
-def spell(value: Value | None) -> Reply:
+def bulk_reply(value: Value | None) -> Reply:
     """A value as a bulk string."""
     if value is None:
         return None
@@ -38,10 +38,10 @@ def spell(value: Value | None) -> Reply:
     return b"$%d\r\n" % sum(map(len, value)), *map(Borrowed, value), b"\r\n"
 
 
-def told(answer: Answer | Failed) -> Reply:
+def reply_of(answer: Answer | Failed) -> Reply:
     """A node's answer as a reply; null for a read that no node answered."""
     if isinstance(answer, memoryview):
-        return spell((answer,))
+        return bulk_reply((answer,))
     if isinstance(answer, bytes):
         return simple(answer.decode("utf-8", "replace"))
     return None if isinstance(answer, Failed) else answer

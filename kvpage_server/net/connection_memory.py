@@ -46,7 +46,8 @@ def hashed(server: Server) -> frozenset[bytes]:
     if not server.config.page_checksums:
         return frozenset()
     found = {word: spec for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes)}
-    return frozenset(word for word, spec in found.items() if not server.instead or server.instead.row(spec).hashed)
+    override = server.command_override
+    return frozenset(word for word, spec in found.items() if not override or override.row(spec).hashed)
 
 
 def keep(client: Client) -> None:
@@ -112,7 +113,7 @@ def overflown(client: Client) -> None:
 # -- Memory of a connection: incoming and queued commands, unread replies, and names that the server keep --------------
 
 
-class Load:
+class ConnectionMemory:
     """Memory of one connection. Output that is being sent counts against the connection, and evicts nothing."""
 
     __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "kept", "postponed")

@@ -14,7 +14,7 @@ from kvpage_server.commands.dispatch.disk import Paused, Postponed, is_unqueued
 from kvpage_server.commands.dispatch.run import caller_of, finish_call
 from kvpage_server.core import Callee, Command, Parser
 from kvpage_server.core.pieces import Piece, lent
-from kvpage_server.net.connection_memory import Load
+from kvpage_server.net.connection_memory import ConnectionMemory
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp import QUEUED, Raw, Reply, Stream, Wait, encode
 
@@ -95,7 +95,7 @@ class Replies:
     def _hush(self, silent: int) -> None:
         if silent > 0:
             self._client.silence -= 1
-            self._client.settle()
+            self._client.update_fast_path()
 
     def _begin(self, reply: Stream, silent: bool) -> None:
         if reply.length is not None and not silent:
@@ -233,7 +233,9 @@ def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
 class CommandRunner:
     """The command runner of one client. `send` sends the replies so far; it is called when they are much."""
 
-    def __init__(self, client: Client, parser: Parser, replies: Replies, load: Load, send: Callable[[], None]) -> None:
+    def __init__(
+        self, client: Client, parser: Parser, replies: Replies, load: ConnectionMemory, send: Callable[[], None]
+    ) -> None:
         self._client = client
         self._server = client.server
         self._parser = parser
@@ -250,13 +252,13 @@ class CommandRunner:
         """Whether a command waits until it can run."""
         return self._postponed is not None
 
-    def some(self, left: int, deadline: int) -> int | None:
+    def run_pending(self, left: int, deadline: int) -> int | None:
         """Answer up to `left` commands, until a moment: how many more there is time for, None if no command is left.
 
         Raises Paused, Postponed, ProtocolError, MemoryError.
         """
         client, server, load = self._client, self._server, self._load
-        if client.free and self._postponed is None and not server.monitors:
+        if client.fast_path_ok and self._postponed is None and not server.monitors:
             first = None
             if not load.is_nothing:
                 first = self._parser.next()

@@ -14,7 +14,7 @@ from kvpage_server.commands.steps import freed
 from kvpage_server.core import Parser, ProtocolError, Scratch
 from kvpage_server.core.protocol import MUCH, RECEIVE_TURN
 from kvpage_server.net import connection_memory
-from kvpage_server.net.connection_memory import Load
+from kvpage_server.net.connection_memory import ConnectionMemory
 from kvpage_server.net.replies import CommandRunner, Replies
 from kvpage_server.net.run_queue import TURN, RunQueue
 from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEvent, after
@@ -63,7 +63,7 @@ class Session:
             connection=self,
         )
         self._replies = Replies(self.client, self._background_reply_added)
-        self._load = Load(self.client, self._parser)
+        self._load = ConnectionMemory(self.client, self._parser)
         self._answering = CommandRunner(self.client, self._parser, self._replies, self._load, self._flush)
         default = server.users.default
         self.client.become(default if default.no_password and default.enabled else None)
@@ -139,7 +139,7 @@ class Session:
         if not self._move(SessionEvent.LOST):
             return
         self._ending = self.client.gone = True
-        self.client.free = False
+        self.client.fast_path_ok = False
         self.client.transaction = None
         self._line.finish(self._replies.drop())
         self._line.finish(freed(self._parser.give_up()))
@@ -233,7 +233,7 @@ class Session:
                 if replies.under_way:
                     left = left - 1 if self._continue(deadline) else 0
                     continue
-                more = self._answering.some(left, deadline)
+                more = self._answering.run_pending(left, deadline)
                 if more is None:
                     break
                 left = more
@@ -333,10 +333,10 @@ class Session:
         if self._awaited or not self._move(SessionEvent.ALL_CAME):
             return
         tiered = self._server.tiered
-        if tiered is not None and tiered.behind.durable < self.client.owes and tiered.behind.failing:
+        if tiered is not None and tiered.behind.durable < self.client.durable_before_reply and tiered.behind.failing:
             error = b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()
             self._replies.pieces = [] if self._replies.broken else [error]
-            self.client.owes = 0
+            self.client.durable_before_reply = 0
             self._ending = True
         self._flush()
         if self._state is not READING:
@@ -375,7 +375,7 @@ class Session:
             self._events.tracking.tell()
         if self._promised is not None and self._events.acting is self.client:
             self._note_durability(self._promised.position)
-        if self.client.owes and self._is_held_back():
+        if self.client.durable_before_reply and self._is_held_back():
             return
         replies = self._replies
         if pieces := replies.pieces:
@@ -385,15 +385,15 @@ class Session:
     def _note_durability(self, position: int) -> None:
         """Note the changes that must be on disk before the client gets its reply."""
         if position != self._before:
-            self.client.owes = position
+            self.client.durable_before_reply = position
 
     def _is_held_back(self) -> bool:
         """Whether replies have to wait until changes are on disk."""
-        tiered, owes = self._server.tiered, self.client.owes
+        tiered, durable_before_reply = self._server.tiered, self.client.durable_before_reply
         assert tiered is not None
-        if tiered.behind.durable >= owes:
-            self.client.owes = 0
+        if tiered.behind.durable >= durable_before_reply:
+            self.client.durable_before_reply = 0
             return False
         if self._state is not WAITING:
-            self._wait(Wait(partial(tiered.behind.when_durable, owes)))
+            self._wait(Wait(partial(tiered.behind.when_durable, durable_before_reply)))
         return True

@@ -34,7 +34,7 @@ class TierBelow(Protocol):
     def holds(self, unit: Unit) -> bool:
         """Whether somebody is about to use a unit."""
 
-    def leave(self, unit: Unit) -> bool:
+    def demote(self, unit: Unit) -> bool:
         """Drop a unit, or evict it if it is in memory only. False if it has to stay."""
 
     def evict(self, unit: Unit) -> bool:
@@ -94,7 +94,7 @@ class MemoryLimit:
         """
         evictor, tier = self._contents.evictor, self.tier
         if tier is not None and tier.drops_any():
-            yield evictor.units.victims(), tier.leave
+            yield evictor.units.victims(), tier.demote
         elif evictor.policy not in (NO_EVICTION, VOLATILE_TTL):
             yield evictor.units.victims(), self._evict
         if evictor.policy == VOLATILE_TTL:

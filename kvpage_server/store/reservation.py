@@ -41,9 +41,9 @@ class Reservation:
 
     def __exit__(self, *_: object) -> None:
         while self._parts:
-            self.keep()
+            self.commit()
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """The next part is about to be stored, in the same step."""
         for account, size in self._parts.popleft() if self._parts else ():
             account.promised -= size

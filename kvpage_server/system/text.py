@@ -35,7 +35,7 @@ class Durations:
         self.nanoseconds += nanoseconds
         self.histogram[nanoseconds.bit_length()] += 1
 
-    def told(self) -> str:
+    def as_text(self) -> str:
         """The field of INFO."""
         return f"calls={sum(self.histogram)},usec={self.nanoseconds // 1000},within={within(self.histogram)}"
 

@@ -40,9 +40,9 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
     """The reply to a command of very many words. Raises ReplyError, Paused."""
     if queues(client, spec):
         raise too_much_queued()
-    if not client.free:
-        if client.server.instead is not None:
-            spec = client.server.instead(client, spec, words)
+    if not client.fast_path_ok:
+        if client.server.command_override is not None:
+            spec = client.server.command_override(client, spec, words)
         admit(client, spec)
     if spec.parts is None:
         raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
@@ -96,7 +96,7 @@ def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
 
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
     try:
-        if not client.free:
+        if not client.fast_path_ok:
             for part in _divided(spec, parts, words):
                 check_rights(client, spec, part)
                 yield ()
@@ -198,9 +198,9 @@ def execute(client: Client, words: Command) -> Reply:
         client.last_command = spec.name
         server = client.server
         stores = spec.stores
-        if not client.free:
-            if server.instead is not None:
-                spec = server.instead(client, spec, words)
+        if not client.fast_path_ok:
+            if server.command_override is not None:
+                spec = server.command_override(client, spec, words)
             if are_many_rights(client, words):
                 return after_rights(client, spec, words)
             check_rights(client, spec, words)
@@ -215,4 +215,4 @@ def execute(client: Client, words: Command) -> Reply:
     except ReplyError as error:
         reply = rejected(client, spec, words, error)
         return reply if len(words) <= AT_ONCE else freed_after(reply, words)
-    return run(client, spec, words) if client.free else run_with_client_flags(client, spec, words)
+    return run(client, spec, words) if client.fast_path_ok else run_with_client_flags(client, spec, words)

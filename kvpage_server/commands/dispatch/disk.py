@@ -81,7 +81,7 @@ def _require_durable_state(client: Client, tiered: DiskTier) -> None:
     """
     behind = tiered.behind
     if behind.mode == "always" and behind.durable < behind.position:
-        client.owes = behind.position
+        client.durable_before_reply = behind.position
 
 
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:

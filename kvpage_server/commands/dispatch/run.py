@@ -100,7 +100,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             server.events.tracking.note(client, spec, words[spec.words :])
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     except Exception as error:  # noqa: BLE001 - it becomes an error reply
-        return told(client, spec, words, error)
+        return error_reply(client, spec, words, error)
     finally:
         client.finished = ended = monotonic_ns()
         took = ended - started
@@ -110,7 +110,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             note_slow(client, spec, words, took)
 
 
-def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
+def error_reply(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
     """Return the error reply for an exception, without the traceback, which holds the words. Raises Postponed."""
     if not isinstance(error, (*_REFUSALS, Postponed, MemoryError)):
         log.error("%r failed; the connection goes on", words[0], exc_info=error)
@@ -238,7 +238,7 @@ def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error:
     """The reply to a command that was called and handed back. Raises Postponed."""
     if error is None:
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
-    return told(client, spec, words, error)
+    return error_reply(client, spec, words, error)
 
 
 @cache

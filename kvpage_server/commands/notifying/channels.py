@@ -63,7 +63,7 @@ class Recipient(Protocol):
     def push(self, message: Reply) -> None:
         """Send a message."""
 
-    def settle(self) -> None:
+    def update_fast_path(self) -> None:
         """Note a change of subscriptions, watched keys or tracking."""
 
     @property
@@ -99,14 +99,14 @@ class Channels:
             client.keep(len(channel) + _CHANNEL)
         client.channels[channel] = None
         self.by_name.setdefault(channel, {})[client] = None
-        client.settle()
+        client.update_fast_path()
 
     def unsubscribe(self, client: Recipient, channel: bytes) -> None:
         if channel in client.channels:
             del client.channels[channel]
             client.keep(-len(channel) - _CHANNEL)
         self._leave(channel, client)
-        client.settle()
+        client.update_fast_path()
 
     def _leave(self, channel: bytes, client: Recipient) -> None:
         listeners = self.by_name.get(channel, {})
@@ -124,14 +124,14 @@ class Channels:
             client.keep(_size_of(pattern))
         client.patterns[pattern] = None
         found[1][client] = None
-        client.settle()
+        client.update_fast_path()
 
     def punsubscribe(self, client: Recipient, pattern: bytes) -> None:
         if pattern in client.patterns:
             del client.patterns[pattern]
             client.keep(-_size_of(pattern))
         self._leave_pattern(pattern, client)
-        client.settle()
+        client.update_fast_path()
 
     def _leave_pattern(self, pattern: bytes, client: Recipient) -> None:
         found = self.by_pattern.get(pattern)
@@ -145,7 +145,7 @@ class Channels:
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
         client.keep(-sum(map(len, channels)) - _CHANNEL * len(channels) - sum(map(_size_of, patterns)))
-        client.settle()
+        client.update_fast_path()
 
         def steps() -> Steps:
             for number, channel in enumerate(channels, start=1):

@@ -255,7 +255,7 @@ class Tracking:
         if client.tracking is not None:
             mode.asked = client.tracking.asked
         client.tracking = mode
-        client.settle()
+        client.update_fast_path()
         self.clients.setdefault(client, _Reader(client))
 
     def end(self, client: Recipient) -> None:
@@ -263,7 +263,7 @@ class Tracking:
         mode, client.tracking = client.tracking, None
         if mode is None:
             return
-        client.settle()
+        client.update_fast_path()
         for name in mode.prefixes:
             prefix = self._prefixes.get(name)
             assert prefix is not None

@@ -14,7 +14,7 @@ from kvpage_server.core.native.memory cimport Memory
 from kvpage_server.core.native.page_keys cimport Name, PageKeys, put_number
 from kvpage_server.core.native.sockets cimport iovec, msghdr, recvmsg
 
-from kvpage_server.core import answers
+from kvpage_server.core import pieces
 from kvpage_server.core.pieces import ErrorAnswer, WrongAnswer, wrong_answer
 from kvpage_server.core.python import bodies as twin
 from kvpage_server.page import FIELD_AT, HEADER_SIZE
@@ -50,8 +50,8 @@ REASONS = (None, "absent", "size", "header", "checksum")
 
 cdef Py_ssize_t SCRATCH_BYTES = twin.SCRATCH_BYTES, LONG_BYTES = twin.LONG_BYTES
 cdef Py_ssize_t LARGEST_STEP_BYTES = twin.LARGEST_STEP_BYTES, ITEMS_AHEAD = twin.ITEMS_AHEAD
-cdef Py_ssize_t MAX_LINE = answers.MAX_LINE, MAX_FRAME = answers.MAX_FRAME
-cdef uint64_t MAX_BULK = answers.MAX_BULK
+cdef Py_ssize_t MAX_LINE = pieces.MAX_LINE, MAX_FRAME = pieces.MAX_FRAME
+cdef uint64_t MAX_BULK = pieces.MAX_BULK
 cdef int AT_MAGIC = FIELD_AT["magic"], AT_VERSION = FIELD_AT["version"], AT_KV_TYPE = FIELD_AT["kv_type"]
 cdef int AT_FLAGS = FIELD_AT["flags"], AT_LAYER = FIELD_AT["layer"], AT_HEAD = FIELD_AT["head"]
 cdef int AT_PAGE = FIELD_AT["page"], AT_BODY_SIZE = FIELD_AT["body_size"], AT_RESERVED = FIELD_AT["reserved"]

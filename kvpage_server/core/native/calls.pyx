@@ -141,7 +141,7 @@ cdef class Caller:
                     self.note_slow(client, row.what, words, took)
                 if ended > deadline:
                     left = 0
-                if error is not None or PyList_GET_SIZE(pushed) or not client.free:
+                if error is not None or PyList_GET_SIZE(pushed) or not client.fast_path_ok:
                     return left, words, row, reply, error
                 if not self.spells(reply, pieces):
                     return left, words, row, reply, None

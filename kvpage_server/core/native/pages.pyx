@@ -19,7 +19,7 @@ import secrets
 import struct
 
 from kvpage_server import page as contract
-from kvpage_server.core import arguments, rows
+from kvpage_server.core import arguments, pieces
 from kvpage_server.core.python.pages import Put
 
 cdef extern from *:
@@ -59,7 +59,7 @@ cdef enum:
 
 cdef int64_t MAX_LAYER = contract.MAX_LAYER, MAX_HEAD = contract.MAX_HEAD, MAX_PAGE = contract.MAX_PAGE
 cdef int64_t MAX_KV_TYPE = contract.MAX_KV_TYPE, MAX_U32 = contract.MAX_U32, MAX_TTL = contract.MAX_TTL
-cdef uint32_t TYPES = rows.TYPES, GROUPS = rows.GROUPS, ROW_HEADS = rows.ROW_HEADS
+cdef uint32_t TYPES = pieces.TYPES, GROUPS = pieces.GROUPS, ROW_HEADS = pieces.ROW_HEADS
 cdef uint8_t[256] ITEMSIZE  # by dtype; 0 where there is none
 cdef uint8_t[256] IN_REQ_ID  # whether a byte may be in one
 

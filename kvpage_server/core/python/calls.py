@@ -37,7 +37,7 @@ class Callee(NamedTuple):
 class CalledFor(Protocol):
     """The client that is called for."""
 
-    free: bool  # nothing about it has to be decided
+    fast_path_ok: bool  # nothing about it has to be decided
     protocol: int
     last_command: str
     finished: int  # monotonic nanoseconds of its last call's end
@@ -127,7 +127,7 @@ class Caller:
                 self._note_slow(client, row.what, words, took)
             if ended > deadline:
                 left = 0
-            if error is not None or pushed or not client.free or not _is_plain(reply):
+            if error is not None or pushed or not client.fast_path_ok or not _is_plain(reply):
                 return Returned(left, words, row, reply, error)
             spelt = _spelt(reply, client.protocol)
             pieces += spelt

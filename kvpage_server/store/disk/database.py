@@ -27,10 +27,10 @@ from kvpage_server.store.disk.lmdb_file import (
     Witness,
     claim,
     create,
+    lmdb_errors,
     lock,
     look_through,
     open_map,
-    told,
 )
 from kvpage_server.store.records import (
     INLINE,
@@ -138,10 +138,10 @@ class Disk:
         self._reserve = directory / f"{FILE}.reserve"
         self._lately: tuple[int, dict[bytes, Body]] = 0, {}
         self._locks = ExitStack()
-        with told(self.path, writing=True):
+        with lmdb_errors(self.path, writing=True):
             self._locks.enter_context(lock(directory / _LOCK))
         try:
-            with told(self.path, writing=True):
+            with lmdb_errors(self.path, writing=True):
                 self._open(maxdisk, flushes=flushes)
         except BaseException:
             self._locks.close()
@@ -208,7 +208,7 @@ class Disk:
 
     def flush(self) -> None:
         """Have everything that was committed on the disk. Raises DiskFull, DiskError."""
-        with told(self.path, writing=True):
+        with lmdb_errors(self.path, writing=True):
             self._env.sync(True)
 
     @property
@@ -235,7 +235,7 @@ class Disk:
         at once, they go in several commits. LMDB can use the pages that a commit freed only after the next commit, so
         an empty change follows. Raises DiskFull or DiskError; some values may be deleted then.
         """
-        with told(self.path, writing=True):
+        with lmdb_errors(self.path, writing=True):
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
             self._commit_in_parts(list(changes))
@@ -289,7 +289,7 @@ class Disk:
         If `maxdisk` is reached, the pages that the last commit freed, or single free pages, may suffice.
         """
         changes = list(changes)
-        with told(self.path, writing=True):
+        with lmdb_errors(self.path, writing=True):
             try:
                 self._commit(changes)
             except lmdb.MapFullError:
@@ -412,7 +412,7 @@ class Disk:
 
     def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
         """The sheets in the order of their database keys, see `sheet.unpack`. One transaction."""
-        with told(self.path), self._env.begin() as txn:
+        with lmdb_errors(self.path), self._env.begin() as txn:
             cursor = txn.cursor(self._records)
             if not cursor.set_range(records.PREFIX):
                 return
@@ -440,7 +440,7 @@ class Disk:
                 yield key, damage
 
     def _all(self, start: bytes, most: int) -> Iterator[tuple[bytes, bytes]]:
-        with told(self.path), self._env.begin() as txn:
+        with lmdb_errors(self.path), self._env.begin() as txn:
             cursor = txn.cursor(self._records)
             if cursor.set_range(start) if start else cursor.first():
                 yield from (found for _, found in zip(range(most), cursor, strict=False))
@@ -450,7 +450,7 @@ class Disk:
 
         The GIL is released while bodies are copied or come from the disk.
         """
-        with told(self.path), self._env.begin(buffers=True) as txn:
+        with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
             bodies = self._bodies(txn, len(wanted))
             return [bodies.read(name, into) for name, into in wanted]
 
@@ -459,7 +459,7 @@ class Disk:
 
         StoredBodies were read and checked with the GIL released, so they are in the system's cache. Raises DiskError.
         """
-        with told(self.path):
+        with lmdb_errors(self.path):
             txn = self._env.begin(buffers=True)
             bodies = self._bodies(txn, len(wanted))
             return txn, [bodies.find(name, size) for name, size in wanted]
@@ -474,5 +474,5 @@ class Disk:
 
     def check(self, name: bytes) -> int:
         """The size of a value that was read and found intact; 0 if there is none. Raises Damaged, DiskError."""
-        with told(self.path), self._env.begin(buffers=True) as txn:
+        with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
             return self._bodies(txn, _MANY).check(name)

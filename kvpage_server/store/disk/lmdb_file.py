@@ -197,7 +197,7 @@ def _has_errno(error: Exception, number: int) -> bool:
     return os.strerror(number) in str(error)
 
 
-class told:
+class lmdb_errors:
     """Raise what LMDB and the system say as DiskError; as DiskFull if a write had no room.
 
     Not a generator: since Python 3.12 the frames of one refer to the exception that has passed through it, and the

@@ -287,7 +287,7 @@ class DiskTier:
     def hurry(self) -> None:
         self.behind.hurry()
 
-    def leave(self, unit: Unit) -> bool:
+    def demote(self, unit: Unit) -> bool:
         """Drop a unit, or evict it if it is not on disk. False if it has to stay.
 
         Dropping a short string gains nothing. Strings are evicted when they take too much memory together.

@@ -19,7 +19,7 @@ class AsItIs(bytes):
 
 @dataclass
 class Client:
-    free: bool = True
+    fast_path_ok: bool = True
     protocol: int = 2
     last_command: str = ""
     finished: int = 0
@@ -61,7 +61,7 @@ class Table:
         return self.replies.get(args[0], args[0])
 
     def give_up(self, client: Client, args: list[bytes]) -> bytes:
-        client.free = False
+        client.fast_path_ok = False
         return b"free"
 
     def push(self, client: Client, args: list[bytes]) -> bytes:

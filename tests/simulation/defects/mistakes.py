@@ -14,8 +14,8 @@ MISTAKES = [
         "reply-before-commit",
         "kvpage_server.net.session",
         "Session._is_held_back",
-        "if tiered.behind.durable >= owes:",
-        "if tiered.behind.durable >= owes or tiered.behind.busy:",
+        "if tiered.behind.durable >= durable_before_reply:",
+        "if tiered.behind.durable >= durable_before_reply or tiered.behind.busy:",
         "under `always`, what is being written counts as written",
     ),
     Mistake(
@@ -29,7 +29,7 @@ MISTAKES = [
     Mistake(
         "reader-ends-at-full-disk",
         _STORE + "disk.lmdb_file",
-        "told._lmdb_message",
+        "lmdb_errors._lmdb_message",
         "little = self._writing and _has_errno(error, errno.EIO)",
         "little = _has_errno(error, errno.EIO)",
         "a read that fails while the disk is full ends the thread that reads",
@@ -77,7 +77,7 @@ MISTAKES = [
     Mistake(
         "noeviction-evicts",
         _STORE + "disk.tier",
-        "DiskTier.leave",
+        "DiskTier.demote",
         "return not self._keeps_texts and self.evict(unit)",
         "return self.evict(unit)",
         "a policy that forbids it evicts",
@@ -181,7 +181,7 @@ MISTAKES = [
     Mistake(
         "receiving-never-settled",
         "kvpage_server.net.connection_memory",
-        "Load.settle",
+        "ConnectionMemory.settle",
         "            self._keyspace.memory.receiving += receiving - self._receiving\n",
         "            self._keyspace.memory.receiving += max(receiving - self._receiving, 0)\n",
         "memory that was received is never counted as the store's",
@@ -206,8 +206,8 @@ MISTAKES = [
         "resume-forgotten",
         _COMMANDS + "context",
         "Server.end_pause",
-        "            client.settle()\n            client.connection.resume()\n",
-        "            client.settle()\n",
+        "            client.update_fast_path()\n            client.connection.resume()\n",
+        "            client.update_fast_path()\n",
         "nobody goes on when a pause ends early",
     ),
     Mistake(

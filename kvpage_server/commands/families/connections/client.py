@@ -294,7 +294,7 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
 def client_no_touch(client: Client, args: list[Argument]) -> Reply:
     """A backup can use it, so that its reads do not count as uses for eviction."""
     client.touches = not _on_or_off(args)
-    client.settle()
+    client.update_fast_path()
     return OK
 
 
@@ -316,5 +316,5 @@ def client_reply(client: Client, args: list[Argument]) -> Reply:
         client.silence = -1
     elif client.silence >= 0:
         client.silence = 2  # this one and the next
-    client.settle()
+    client.update_fast_path()
     return OK

@@ -30,7 +30,7 @@ def multi(client: Client, args: list[Argument]) -> Reply:
     if client.transaction is not None:
         raise ReplyError("ERR MULTI calls can not be nested")
     client.transaction = Transaction()
-    client.settle()
+    client.update_fast_path()
     return OK
 
 

@@ -179,7 +179,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
             while batches:
                 # Some may have been stored whole meanwhile, and may have left memory.
                 yield from fetched(client, partial(_extents_of, batches[0].blocks()))
-                promise.keep()
+                promise.commit()
                 client.keyspace.set_pages(batches.popleft())
                 yield ()
         yield OK

@@ -124,7 +124,7 @@ def _settle(client: Client, changed: Collection[bytes]) -> Steps[None]:
         if other.user is None or other.user.name not in changed:
             continue
         other.user = users.get(other.user.name)
-        other.settle()
+        other.update_fast_path()
         if other is not client and (other.user is None or other.listens):
             left.append(other)
     for start in range(0, len(left), _FEW):

@@ -146,5 +146,5 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
 def monitor(client: Client, args: list[Argument]) -> Reply:
     """OK, then a line for each command, until RESET. Passwords and administration are not shown."""
     client.server.monitors[client] = None
-    client.settle()
+    client.update_fast_path()
     return OK

@@ -163,8 +163,8 @@ def _disk(tiered: DiskTier) -> Fields:
         "disk_quarantined": tiered.disk.quarantined,
         "scrubbed_bytes": tiered.scrubber.checked,
         "scrub_rounds": tiered.scrubber.rounds,
-        "disk_commit_times": behind.times.told(),
-        "disk_fetch_times": tiered.fetching.times.told(),
+        "disk_commit_times": behind.times.as_text(),
+        "disk_fetch_times": tiered.fetching.times.as_text(),
     }
 
 
