@@ -249,13 +249,25 @@ class DiskLimit:
             return
         if growth > most or self._policy == NO_EVICTION:
             raise DiskUsedUp(maxdisk, growth) if lacking > 0 else TooMuchAtOnce(maxdisk, with_it)
-        if not self._free(max(lacking, beside), stay, alone=False):
+        need = max(lacking, beside)
+        freed = self._free(need, stay)
+        if freed < need and self._exceeds_reserve(growth + later, at_once + beside_later):
+            freed += self._free(need - freed, stay, last=True)
+        if freed < need:
             nothing_goes = self._policy == VOLATILE_TTL and not self._contents.expirer.keys
             if lacking > 0 and (nothing_goes or usage.expected + later + growth > maxdisk * _SHARE_FOR_NOW):
                 raise DiskUsedUp(maxdisk, growth)
             with_it = usage.replaced + beside_later + at_once
             if usage.expected + with_it > maxdisk * _SHARE_AT_ONCE:
                 raise TooMuchAtOnce(maxdisk, with_it)
+
+    def _exceeds_reserve(self, growth: int, at_once: int) -> bool:
+        """Whether these bytes do not fit, although values may take a part of LMDB's space for a while."""
+        usage, maxdisk = self._stored.usage, self._stored.maxdisk
+        return (
+            usage.expected + growth > maxdisk * _SHARE_FOR_NOW
+            or usage.expected + usage.replaced + at_once > maxdisk * _SHARE_AT_ONCE
+        )
 
     @property
     def _policy(self) -> str:
@@ -279,19 +291,23 @@ class DiskLimit:
     def give_up(self, error: DiskFull, size: int) -> Iterator[None]:
         """Steps that evict as many bytes, since the disk is full."""
         if self._policy != NO_EVICTION:
-            for freed in self._freed((), alone=not isinstance(error, MaxDisk)):
+            for freed in self._freed((), alone=not isinstance(error, MaxDisk), last=True):
                 if freed >= size:
                     return
                 yield
 
-    def _free(self, size: int, stay: Collection[bytes], *, alone: bool) -> bool:
-        """Evict until there are `size` bytes more. Returns whether there are."""
-        return any(freed >= size for freed in self._freed(stay, alone=alone))
+    def _free(self, size: int, stay: Collection[bytes], *, last: bool = False) -> int:
+        """Evict until `size` bytes are free, `last` with the units that are evicted last. Returns the freed bytes."""
+        freed = 0
+        for freed in self._freed(stay, alone=False, last=last):
+            if freed >= size:
+                break
+        return freed
 
-    def _freed(self, stay: Collection[bytes], *, alone: bool) -> Iterator[int]:
+    def _freed(self, stay: Collection[bytes], *, alone: bool, last: bool) -> Iterator[int]:
         """Evict one unit after the other. Gives the bytes that they took so far."""
         stored, usage, freed = self._stored, self._stored.usage, 0
-        for unit in self._going(alone=alone):
+        for unit in self._going(alone=alone, last=last):
             name, names = name_of_unit(unit), [one for one in names_in(unit) if stored.has(one)]
             if name in stay or not names:
                 continue
@@ -301,11 +317,14 @@ class DiskLimit:
             self._contents.evict(unit, room="disk")
             yield freed
 
-    def _going(self, *, alone: bool) -> Iterator[Unit]:
-        """The units on disk in the order in which they go. With `alone`, only units that are not in memory."""
+    def _going(self, *, alone: bool, last: bool) -> Iterator[Unit]:
+        """Yield the units on disk in the order of eviction.
+
+        With `alone` only units that are not in memory; with `last` also blocks that others extend, and short strings.
+        """
         now, leases = monotonic_ms(), self._contents.leases
         leases.settle(now)
-        units = self._soonest(alone=alone) if self._policy == VOLATILE_TTL else self._oldest(alone=alone)
+        units = self._soonest(alone=alone) if self._policy == VOLATILE_TTL else self._oldest(alone=alone, last=last)
         for unit in units:
             if unit not in self._holds and not leases.spares(unit, now):
                 yield unit
@@ -319,13 +338,14 @@ class DiskLimit:
             if passed == _MOST_PASSED:
                 return
 
-    def _oldest(self, *, alone: bool) -> Iterator[Unit]:
+    def _oldest(self, *, alone: bool, last: bool) -> Iterator[Unit]:
         yield from self._oldest_on_disk_only()
         if not alone:
-            yield from self._also_in_memory(self._spares_texts)
-        yield from self._deferred()
-        if not alone:
-            yield from self._also_in_memory(spares_texts=False)
+            yield from self._also_in_memory(last=False)
+        if last:
+            yield from self._deferred()
+        if last and not alone:
+            yield from self._also_in_memory(last=True)
 
     def _oldest_on_disk_only(self) -> Iterator[Unit]:
         """The units on disk only. A unit that others extend is deferred."""
@@ -349,11 +369,15 @@ class DiskLimit:
                 usage.use(name)
                 passed += 1
 
-    def _also_in_memory(self, spares_texts: bool) -> Iterator[Unit]:
-        """Units that memory has, too, in the order of the policy."""
-        get, passed = self._contents.catalogue.entries.get, 0
+    def _also_in_memory(self, *, last: bool) -> Iterator[Unit]:
+        """Units that memory has, too, in the order of the policy. `last`: with the units that are evicted last."""
+        get, passed, spares_texts = self._contents.catalogue.entries.get, 0, self._spares_texts
         for unit in self._contents.evictor.units.victims():
-            if not (self._waits(unit) or (spares_texts and type(unit) is bytes and type(get(unit)) is Text)):
+            is_last = not last and (
+                self._is_extended(name_of_unit(unit))
+                or (spares_texts and type(unit) is bytes and type(get(unit)) is Text)
+            )
+            if not is_last and not self._waits(unit):
                 yield unit
             passed += is_there(self._contents, unit)
             if passed == _MOST_PASSED:

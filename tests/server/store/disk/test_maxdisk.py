@@ -153,6 +153,23 @@ def test_a_pinned_end_keeps_its_beginning(full: redis.Redis) -> None:
     assert all(left(full, first))
 
 
+@pytest.mark.parametrize("maxmemory", ["64mb", "5mb"])
+def test_a_beginning_is_evicted_after_lmdbs_reserve_is_used(tmp_path: Path, maxmemory: str) -> None:
+    """All ends are pinned. The reserve has space for some more blocks, which break no prompt."""
+    with tiered(tmp_path, *SMALL, "--maxmemory", maxmemory, "--appendfsync", "always") as (_, client):
+        first = prompt(client, "first", 44)
+        client.execute_command("KVPAGEPIN", first[-1])
+        for i in range(7):
+            set_block(client, f"pinned.{i}", 0, SHAPE)
+            client.execute_command("KVPAGEPIN", f"pinned.{i}")
+            if i == 5:
+                assert all(left(client, first))
+        for i in range(20):
+            set_block(client, f"later.{i}", 0, SHAPE)
+        assert left(client, first)[-1]
+        assert all(left(client, [f"pinned.{i}" for i in range(7)]))
+
+
 def test_digests_stay_as_long_as_their_blocks(full: redis.Redis) -> None:
     """Short strings are the oldest keys, and gain nothing."""
     full.mset({f"seal:{i}": "0123456789abcdef" for i in range(500)})
