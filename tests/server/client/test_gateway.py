@@ -19,12 +19,12 @@ from page_batches import SHAPE, batch, block_body, same
 from servers import RunningServer, free_port, start_redis, start_server
 from test_page_client import (  # noqa: F401 - these tests of one server apply to a gateway
     test_a_block_in_several_pieces_arrives_as_one,
+    test_a_missing_page_is_a_miss_and_the_others_arrive,
     test_a_page_of_another_length_is_a_miss,
-    test_blocks_come_back_whole_or_not_at_all,
-    test_deleted_pages_are_gone,
+    test_blocks_are_read_as_a_whole_or_not_at_all,
+    test_deleted_pages_are_absent,
     test_nothing_asked_is_nothing_answered,
-    test_pages_come_back_as_they_were_written_into_the_caller_s_memory,
-    test_what_is_missing_is_a_miss_and_what_is_there_still_arrives,
+    test_pages_are_read_into_the_callers_memory,
 )
 from waiting import until
 

@@ -16,15 +16,15 @@ from servers import RunningServer, start_redis, start_server
 from test_page_client import (  # noqa: F401 - these tests of one server apply to several
     test_a_block_and_its_pages_are_the_same_data,
     test_a_block_in_several_pieces_arrives_as_one,
+    test_a_missing_page_is_a_miss_and_the_others_arrive,
     test_a_page_of_another_length_is_a_miss,
     test_any_array_can_be_sent_and_one_of_its_kind_received,
-    test_blocks_come_back_whole_or_not_at_all,
-    test_deleted_pages_are_gone,
-    test_neither_the_missing_end_of_a_long_answer_nor_a_short_one_after_it_is_waited_for,
+    test_blocks_are_read_as_a_whole_or_not_at_all,
+    test_deleted_pages_are_absent,
     test_nothing_asked_is_nothing_answered,
-    test_pages_come_back_as_they_were_written_into_the_caller_s_memory,
+    test_pages_are_read_into_the_callers_memory,
     test_pages_of_any_size_alone_and_together,
-    test_what_is_missing_is_a_miss_and_what_is_there_still_arrives,
+    test_truncated_and_short_replies_are_not_waited_for,
 )
 from waiting import until
 

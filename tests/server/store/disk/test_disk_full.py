@@ -23,7 +23,7 @@ from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tie
 from waiting import until
 
 from kvpage_server.store.disk.database import FILE
-from kvpage_server.store.disk.lmdb_file import DiskFull, told
+from kvpage_server.store.disk.lmdb_file import DiskFull, lmdb_errors
 
 SIZE = 100_000
 
@@ -351,7 +351,7 @@ def test_arguments_of_a_failed_write_are_freed_at_once(tmp_path: Path) -> None:
         """Something that memory has."""
 
     def write(value: Value) -> None:
-        with pytest.raises(DiskFull), told(tmp_path, writing=True):
+        with pytest.raises(DiskFull), lmdb_errors(tmp_path, writing=True):
             fail(value)
 
     def fail(value: Value) -> None:
