@@ -53,14 +53,14 @@ def shares(found: list[Sample]) -> dict[str, float]:
 
 
 def keep(path: str, micros: float, parts: dict[str, float]) -> None:
-    """Write what a path's page costs, beside what is known of others."""
+    """Store the cost of a path's page, next to those of others."""
     known = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     known[path] = {"micros": round(micros, 2), **{part: round(share, 1) for part, share in parts.items()}}
     KEPT.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")
 
 
 def table() -> str:
-    """Of all paths that were profiled."""
+    """Return the table of all profiled paths."""
     known = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     head = ["path", "µs of CPU a page", *PARTS]
     rows = [[path, f"{of['micros']:.1f}", *(f"{of[part]:.0f} %" for part in PARTS)] for path, of in known.items()]

@@ -1,7 +1,7 @@
-"""What the disk of the tiered store gives: reads of what is on disk alone, an end and a start with very many pages.
+"""Speed of the tiered store's disk: reads of values on disk only, a stop and a start with very many pages.
 
-Servers have one core, the client the other. Ratios are medians of the ratios of each round. What the disk costs where
-memory is enough, `python -m benchmarks pages --only default_store` says.
+Servers have one core, the client the other. Ratios are medians of the ratios of each round. `python -m benchmarks pages
+--only default_store` measures the disk's cost if memory suffices.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from benchmarks.servers import Server, pin_client, start_kvpage
 from kvpage_server.bench import GB, LLAMA3_16
 from kvpage_server.client import PageClient
 
-ALMOST_NOTHING = "1mb"  # of memory: what is read is on disk alone
+ALMOST_NOTHING = "1mb"  # of memory: so that values are read from disk
 INTRO = "on disk alone / in memory; ratios are medians of the ratios of each round"
 MEMORY, DISK = "memory", "disk"
 TARGETS = {"read": {MEMORY: Target(speed=0.5)}}
 
 
 def _from_disk(plan: Plan) -> Iterator[Finding]:
-    """GB/s beside a store in memory."""
+    """Measure GB/s relative to a store in memory."""
     trials = Trials(DISK)
     works = (pages(256, 64 * KIB, "an engine's order"), blocks(8, LLAMA3_16))
     for _ in range(plan.sets):
@@ -70,7 +70,7 @@ def _read_and_fetched(server: Server) -> np.ndarray[Any, Any]:
 
 
 def _end(size: int) -> Finding:
-    """What SIGTERM takes, when everything has yet to be written, beside a file of as many bytes."""
+    """Measure SIGTERM with all values unwritten, compared with a file of the same size."""
     with start_kvpage("--store", "tiered", "--appendfsync", "no") as server:
         with PageClient(server.url, deadline=60) as client:
             count = size // LLAMA3_16.nbytes
@@ -105,7 +105,7 @@ def _sequential(path: Path, size: int) -> float:
 
 
 def _restarts(pages: int) -> Iterator[Finding]:
-    """What a start takes that finds very many pages, which were stored one by one."""
+    """Measure a start with very many pages, which were stored one by one."""
     with TemporaryDirectory() as place:
         options = ("--store", "tiered", "--dir", place)
         with start_kvpage(*options) as server:
@@ -124,7 +124,7 @@ def _restarts(pages: int) -> Iterator[Finding]:
 
 
 def _use_index(server: Server, pages: int) -> None:
-    """Ask for what the index alone knows: how many pages there are, and whether a block of each request is complete."""
+    """Query the index alone: the number of pages, and whether a block of each request is complete."""
     assert server.admin.dbsize() == pages
     for request in range(pages // PAGES_A_REQUEST):
         block = request * PAGES_A_REQUEST // PAGES_A_BLOCK + 1  # in the one before it, another request's pages end

@@ -1,8 +1,8 @@
 """An event loop that measures its turns, and the real server on it.
 
-`python -m benchmarks.turns --dir DIR OPTIONS` is `kvpage-server --dir DIR OPTIONS`, on that loop in place of uvloop: a
-turn is what is called between two looks at the sockets, and what it costs is counted in processor time of the loop's
-thread, so that what else runs on the machine counts little. `Turns` asks it how long the longest one was.
+`python -m benchmarks.turns --dir DIR OPTIONS` is `kvpage-server --dir DIR OPTIONS` on that loop instead of uvloop: a
+turn is the time between two polls of the sockets, measured in processor time of the loop's thread, so that other load
+counts little. `Turns` asks it how long the longest one was.
 """
 
 from __future__ import annotations

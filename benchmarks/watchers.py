@@ -1,7 +1,7 @@
 """Who watches a server: Prometheus, which asks for its figures every second, and browsers that have its page open.
 
-``python -m benchmarks.watchers PORT DASHBOARDS`` says "watching" when each of them was told something, and watches
-until its input ends; then it says how many scrapes and events there were.
+``python -m benchmarks.watchers PORT DASHBOARDS`` prints "watching" when each dashboard has received an event, and
+watches until its input ends; then it prints the number of scrapes and events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVERY_SECONDS = 1.0
 
 @contextmanager
 def watching(port: int, dashboards: int = DASHBOARDS) -> Iterator[None]:
-    """Meanwhile they watch what answers HTTP on that port, from a process of their own."""
+    """Watch the HTTP port from a process of its own while the block runs."""
     command = [sys.executable, "-m", "benchmarks.watchers", str(port), str(dashboards)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None

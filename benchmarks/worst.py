@@ -1,8 +1,7 @@
-"""Every command of the table with its worst arguments, and what has to be there for them to be that.
+"""Every command of the table with its worst arguments, and the keys that make them worst.
 
 Very many keys: absent, present, in blocks, on disk alone; very many words; values as large as may be; thousands of
-connections, users, patterns and channels. What is entered into the table needs its worst case here: a test says
-so.
+connections, users, patterns and channels. A new command of the table needs its worst case here: a test checks this.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LAYERS, _HEADS = 125, 8  # of a block: a thousand pages
 _PAGES = _LAYERS * _HEADS
 _LONG = b"[a-z]" * (LONGEST // 5 - 3)  # the part of a pattern that takes longest to be made ready
 
-# What these do does not depend on their arguments, nor on what is there.
+# The cost of these does not depend on their arguments or on existing keys.
 _PLAIN = """acl|cat acl|genpass acl|whoami client|caching client|getname client|getredir client|id client|info
     client|no-evict client|no-touch client|reply client|setinfo client|setname client|trackinginfo client|unblock
     cluster|info cluster|keyslot cluster|myid cluster|nodes cluster|shards cluster|slots
@@ -36,8 +35,8 @@ Words = list[bytes]
 class Scene(NamedTuple):
     """A command of `words`, asked when what `before` stores is there; `cold`: on disk alone.
 
-    `crowd` are so many other connections, each of which has said `they_say`. `rest` are the seconds that what follows
-    the reply is watched for. `after` undoes what FLUSHALL does not.
+    `crowd` are so many other connections, each of which has said `they_say`. `rest` are the seconds in which work after
+    the reply is measured. `after` undoes what FLUSHALL does not.
     """
 
     name: str
@@ -63,7 +62,7 @@ def row_of(words: Words) -> str:
 
 
 def spell(words: Sequence[bytes]) -> bytes:
-    """A command as it goes over the wire."""
+    """Encode a command in RESP."""
     parts = chain.from_iterable((b"$%d\r\n" % len(word), word, b"\r\n") for word in words)
     return b"*%d\r\n" % len(words) + b"".join(parts)
 
@@ -90,7 +89,7 @@ def scenes(many: int) -> Iterator[Scene]:
 
 
 def scene_name(scene: Scene) -> str:
-    """What a line of the table begins with."""
+    """Return the first words of a table row."""
     return f"{scene.command.replace('|', ' ').upper()} {scene.name}"
 
 
@@ -413,7 +412,7 @@ def _listeners(many: int) -> Iterator[Scene]:
     yield Scene("who listens to many", [b"RESET"], there)
 
 
-# -- what is left --------------------------------------------------------------------------------------------------
+# -- remains -----------------------------------------------------------------------------------------------------------
 
 
 def _rest(many: int) -> Iterator[Scene]:

@@ -1,4 +1,4 @@
-"""A batch engine on MLX that remembers its agents through the page server. The only package that imports MLX.
+"""A batch engine on MLX that stores its agents' contexts on a page server. The only package that imports MLX.
 
 Contains: the modules for programs (`batch_engine`, `agent_engine`, `pool`, `spec`) and the start of an engine.
 Excludes: parts of these; each has a package, whose docstring names its contents.

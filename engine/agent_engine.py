@@ -1,12 +1,12 @@
-"""Answers the prompts of agents. Their contexts are loaded from a store and saved to it.
+"""The agent engine: answers prompts of agents, whose contexts are loaded from a store and saved to it.
 
 >>> engine = AgentEngine(BlockPoolBatchEngine(model, tokenizer, spec, pool), store)
 >>> engine.submit("alice", tokens, max_tokens=100, on_token=print, on_done=print, on_error=print)
 >>> while engine.step(timeout=1.0):
 ...     pass
 
-A prompt is submitted; its context is loaded while the batch runs others; it joins the batch; its answer is handed out,
-and its context is saved.
+The context of a submitted prompt is loaded while the batch runs other prompts. Then the prompt joins the batch. Its
+answer is passed to a callback, and its context is saved.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from kvpage_server.tracing import TraceSpan, span
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens and time that the store saved an answer."""
+    """Reused tokens of an answer, and its times."""
 
-    tier: Tier = "none"  # where its context was found
+    tier: Tier = "none"  # the tier that had its context
     tokens: int = 0  # of the prompt that were not computed
-    restore_seconds: float = 0.0  # from asking the store to having its blocks
+    restore_seconds: float = 0.0  # in loads from the store
     waited_seconds: float = 0.0  # for another prompt that computed the same prefix
     time_to_first_token: float = 0.0  # seconds since submit
-    why: str | None = None  # reason, when the store found less than it might have
+    why: str | None = None  # reason for which the store found less than the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class JobProgress:
 
     uid: int
     agent_id: str
-    kept: bool  # its context will be
-    label: str  # how to show it to people if it is not
+    kept: bool  # whether its context will be saved for the agent
+    label: str  # text that shows it to people if it is not kept
     stage: Stage
     prompt: int  # tokens
-    reused: int  # of them, found so far
-    tier: Tier  # where
+    reused: int  # tokens of the prompt found so far
+    tier: Tier  # the tier that had them
     said: int  # tokens of the answer
     seconds: float  # since submit
 
@@ -81,7 +81,7 @@ class JobProgress:
 class Stage(Enum):
     """The states of a prompt::
 
-    SUBMITTED  waits for room to load what the store has of it      -> LOADING, READY
+    SUBMITTED  waits until its load may begin                       -> LOADING, READY
     LOADING    its context is being loaded                          -> WAITING, READY, SUBMITTED
     WAITING    another prompt holds the claim on its prefix         -> READY, SUBMITTED
     READY      can join the batch                                   -> RUNNING, SUBMITTED
@@ -97,28 +97,28 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A prompt on its way to an answer."""
+    """A prompt from its submission to its answer."""
 
     uid: int
     agent_id: str
     tokens: tuple[int, ...]
     options: dict[str, Any]  # of the batch's submit
     keep: bool
-    label: str  # how to show the context to people if it is not kept
+    label: str  # text that shows the context to people if it is not kept
     on_token: TokenReceiver | None
     on_done: Callable[[Answer], None]
     on_error: Callable[[Exception], None]
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.SUBMITTED
-    error: Exception | None = None  # why it will not be answered
+    error: Exception | None = None  # the error that ends it before it is loaded
     loading: Loading | None = None
     loaded: Loaded | None = None  # its blocks are held under the agent's id until it runs
     restore_seconds: float = 0.0
     claim: Claim | None = None
-    reach: int = 0  # tokens known when the claim was made
+    reach: int = 0  # tokens of the prompt that were loaded when the claim was made
     waiting_since: float = 0.0  # time.perf_counter()
     waited: float = 0.0  # seconds
-    not_before: int = 0  # the pool was too full: load again when so many answers have ended
+    not_before: int = 0  # after a load that found the pool full: the value of `_ended` at which to load again
     said: int = 0  # tokens of the answer
     joined: float = 0.0  # the batch; time.perf_counter()
     running: int | None = None  # its uid in the batch
@@ -168,29 +168,29 @@ class Job:
 
 log = logging.getLogger(__name__)
 
-MAX_PROMPTS_AHEAD = 8  # prompts loaded before there is room for them
-LOOK_AGAIN_SECONDS = 0.02  # while blocks may become free, or a wait may end
-PATIENCE_FACTOR = 2.0  # wait for another prompt up to so many times the time that computing takes
-MEASURED_TOKENS = 64  # shorter prompts do not measure the speed of prefill
+MAX_PROMPTS_AHEAD = 8  # prompts that are loading, or loaded and not in the batch yet
+LOOK_AGAIN_SECONDS = 0.02  # longest wait in a step while blocks may become free, or a claim may end
+PATIENCE_FACTOR = 2.0  # longest wait for another prompt's prefix, as a multiple of the time to compute it
+MEASURED_TOKENS = 64  # fewer computed tokens do not measure the speed of prefill
 
 
 class AgentEngine:
-    """Answers prompts of many agents at once. One thread owns it; only `wake` may be called from others.
+    """Scheduler that answers prompts of many agents in one batch. One thread owns it; others may call only `wake`.
 
     `step` calls the callbacks of a prompt: `on_token` for every token, then `on_done` or `on_error` once. A callback
     that raises ends its own answer only.
     """
 
     def __init__(self, batch: BlockPoolBatchEngine, store: AgentCacheStore | None = None) -> None:
-        """Takes over `batch`. When the batch lacks blocks, contexts are evicted from `store`."""
+        """Take over `batch`. When the batch lacks blocks, the engine evicts contexts from `store`."""
         self._batch = batch
         self._batch.wait_for_blocks = True
         self._store = store
         self._uids = count()
-        self._jobs: dict[int, Job] = {}  # the pending ones by uid, in order
-        self._running: dict[int, Job] = {}  # by the batch's uid
-        self._speed = 0.0  # prefill tokens a second, lately; 0 if unknown
-        self._ended = 0  # answers that have freed their blocks
+        self._jobs: dict[int, Job] = {}  # pending jobs by uid, in the order of submission
+        self._running: dict[int, Job] = {}  # jobs in the batch, by the batch's uid
+        self._speed = 0.0  # prefill tokens a second of the last measured prompt; 0 if unknown
+        self._ended = 0  # number of answers that have ended and freed their blocks
         self._woken = threading.Event()
         self._closed = False
 
@@ -215,11 +215,11 @@ class AgentEngine:
         on_done: Callable[[Answer], None],
         on_error: Callable[[Exception], None],
     ) -> int:
-        """Queue a prompt, all of it as token ids; returns its uid at once.
+        """Queue a prompt, given as the token ids of its whole context, and return its uid without waiting.
 
         Tokens found in the agent's last context, or in any other context of its tenant, are loaded and not computed.
         With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
-        only, and its context is shared without a name. Then `label` is how `kvpage ls` shows it.
+        only, and its context is shared without a name. Then `label` is the text that `kvpage ls` shows for it.
 
         The other arguments, and the errors given to `on_error`, are those of the batch's `submit`. A prompt waits while
         the pool is full: PoolExhaustedError means that the whole pool is too small.
@@ -245,7 +245,7 @@ class AgentEngine:
         return job.uid
 
     def cancel(self, uid: int) -> None:
-        """Drop a prompt and free its blocks. None of its callbacks is called any more.
+        """Drop a prompt and free its blocks. Its callbacks are not called any more.
 
         Raises KeyError for a uid that is not pending.
         """
@@ -263,8 +263,8 @@ class AgentEngine:
     def step(self, timeout: float = 0.0) -> bool:
         """Run one round: loaded prompts join the batch; every prompt advances by a chunk and every answer by a token.
 
-        Waits up to `timeout` seconds when there is nothing to run, but not after the last answer. True while anything
-        is pending.
+        Wait up to `timeout` seconds when there is nothing to run, but not after the last answer. Return True while
+        prompts are pending.
         """
         had_any = bool(self._jobs)
         self._begin()
@@ -282,25 +282,25 @@ class AgentEngine:
         return bool(self._jobs)
 
     def model_changed(self) -> None:
-        """Tell the batch that the model was changed while answers run."""
+        """Report to the batch that the model was changed while answers run, so that their contexts are not kept."""
         self._batch.model_changed()
 
     def progress(self) -> list[JobProgress]:
-        """How far each prompt is that was submitted and has not been answered."""
+        """Return the progress of each pending prompt."""
         return [job.progress() for job in self._jobs.values()]
 
     def wake(self) -> None:
-        """End the wait of this `step`, or of the next. May be called from any thread."""
+        """End the wait of the current `step`, or of the next one. May be called from any thread."""
         self._woken.set()
 
     def drain(self) -> None:
-        """Take no more prompts, and answer the pending ones."""
+        """Reject new prompts, and answer the pending ones."""
         self._closed = True
         while self.step(timeout=1.0):
             pass
 
     def shutdown(self) -> None:
-        """Take no more prompts, and end the pending ones with an error. May be called again."""
+        """Reject new prompts, and end the pending ones with an error. May be called again."""
         self._closed = True
         for job in list(self._jobs.values()):
             self.cancel(job.uid)
@@ -308,11 +308,12 @@ class AgentEngine:
         self._batch.shutdown()
 
     def _at(self, stage: Stage) -> Iterator[Job]:
-        """Jobs at this stage, in order, without those cancelled meanwhile."""
+        """Iterate over the jobs at this stage in the order of submission, without jobs that a callback cancels
+        meanwhile."""
         return (job for job in list(self._jobs.values()) if job.stage is stage and job.uid in self._jobs)
 
     def _begin(self) -> None:
-        """Begin to load submitted prompts, a few ahead of what can run."""
+        """Begin to load submitted prompts, while fewer than MAX_PROMPTS_AHEAD are loading or ready."""
         ahead = sum(job.stage in (Stage.LOADING, Stage.READY) for job in self._jobs.values())
         for job in self._at(Stage.SUBMITTED):
             if job.error:
@@ -333,6 +334,7 @@ class AgentEngine:
                 ahead += 1
 
     def _take_up(self) -> None:
+        """Take the results of loads that are done, and claim the missing blocks."""
         for job in self._at(Stage.LOADING):
             if not (job.loading and job.loading.done()):
                 continue
@@ -351,8 +353,8 @@ class AgentEngine:
     def _claim(self, job: Job, reach: int) -> None:
         """Claim the first block that is missing, so that only one prompt computes it.
 
-        Load a waiting prompt again, and claim the missing blocks if the load found more than before. A page server that
-        has just failed to answer is not asked for the claim: that would take as long again.
+        After a second load that found more than the first, claim the next missing block. If the page server did not
+        answer the load, the claim does not wait for its answer, because that would take as long again.
         """
         if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
             self._release(job)
@@ -364,7 +366,8 @@ class AgentEngine:
         job.stage = Stage.WAITING if job.waits else Stage.READY
 
     def _wait_no_longer(self) -> None:
-        """Move on the prompts whose wait is over, or has lasted longer than computing would."""
+        """Continue with prompts whose wait for a claim is over, or has lasted PATIENCE_FACTOR times as long as
+        computing."""
         for job in self._at(Stage.WAITING):
             waited = time.perf_counter() - job.waiting_since
             if job.waits and self._speed and waited > PATIENCE_FACTOR * (len(job.tokens) - job.reach) / self._speed:
@@ -417,7 +420,7 @@ class AgentEngine:
                 return
 
     def _renamed(self, job: Job) -> TokenReceiver:
-        """Pass tokens on under the job's uid in place of the batch's."""
+        """Return a receiver that passes tokens on under the job's uid in place of the batch's."""
         on_token = job.on_token
         assert on_token
 
@@ -428,7 +431,7 @@ class AgentEngine:
         return receive
 
     def _publisher(self, job: Job, store: AgentCacheStore) -> PromptReceiver:
-        """Publish the blocks of a prompt before its answer is complete."""
+        """Return a receiver that publishes the blocks of a prompt before its answer is complete."""
 
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
@@ -511,7 +514,7 @@ _Told = TypeVar("_Told")
 
 
 def _tell(receiver: Callable[[_Told], None], told: _Told) -> None:
-    """Call a final callback; its exceptions are logged."""
+    """Call a final callback, and log its exception."""
     try:
         receiver(told)
     except Exception:

@@ -42,14 +42,14 @@ from engine.spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
 
-THOUGHT_TOKENS = 16  # at the end of a prompt, in which a template opens a thought
+THOUGHT_TOKENS = 16  # last tokens of a prompt, in which a template may open a thought
 CHANGED = "the model is not the one that was probed"
 
 
 class BlockPoolBatchEngine:
-    """Runs prompts of many agents in one batch. One thread owns it, the model and all arrays.
+    """Scheduler that runs prompts of many agents in one batch. One thread owns it, the model and all arrays.
 
-    `submit` reserves in `pool` every block that the answer may need, and unused blocks are freed at its end. So
+    `submit` reserves in `pool` every block that the answer may need; unused blocks are freed when the answer ends. So
     an admitted prompt always completes, and its context can always be kept.
 
     Prompts join and leave between steps. A step adds a token to every answer and at most `prefill_chunk` tokens to
@@ -61,7 +61,8 @@ class BlockPoolBatchEngine:
     the contexts before it could be resumed.
 
     A model that mlx-lm does not batch, or batches wrongly, runs its prompts one by one. So does a model with an unknown
-    kind of cache, or one that has changed since it was probed; their contexts are not kept, and `not_kept` says why.
+    kind of cache. Its contexts are not kept, nor are contexts of a model that has changed since it was probed;
+    `not_kept` says why.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class BlockPoolBatchEngine:
         self._token_text = TokenText(self._tokenizer)
         self._runner = ModelRunner(model, spec, self._tokenizer.eos_token_ids, config.prefill_chunk)
         self._uids = count()
-        self._waiting: deque[Request] = deque()  # for blocks
-        self._running: dict[int, Request] = {}  # by the runner's uid
-        self._completed: deque[CompletedGeneration] = deque()  # not yet handed out by `step`
+        self._waiting: deque[Request] = deque()  # prompts that wait for blocks, in the order of submission
+        self._running: dict[int, Request] = {}  # admitted prompts by the runner's uid
+        self._completed: deque[CompletedGeneration] = deque()  # not yielded by `step` yet
         self._closed = False
 
     @property
@@ -105,7 +106,8 @@ class BlockPoolBatchEngine:
         return self._block_manager.needed(self._waiting[0])
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of `text`, as mlx-lm's own generate makes them. Raises UnknownTokenError for no text."""
+        """Return the token ids of `text`, encoded as by mlx_lm.generate. Raises UnknownTokenError if it is not a
+        text."""
         return encode(self._tokenizer, text)
 
     def submit(
@@ -122,18 +124,20 @@ class BlockPoolBatchEngine:
         logprobs: int = 0,
         on_prompt: PromptReceiver | None = None,
     ) -> int:
-        """Queue `prompt`, all of it as text or token ids, and return its uid.
+        """Queue `prompt`, the whole context as text or token ids, and return its uid.
 
-        Tokens at the start of the prompt that `cache` holds are not computed again, but for the prompt's last one.
-        Where layers carry a state, reuse ends where one was kept. `cache` stays the caller's and may be freed at once.
-        The answer ends at the model's end of text, at `max_tokens`, at the end of the model's context, or before the
-        first of the `stop` strings. `sampler` picks each token; the default is the likeliest. The answer's text is that
-        of mlx_lm.generate, without a first space; with `continues` it is the exact continuation of the prompt's text.
+        Tokens at the start of the prompt that `cache` holds are not computed again, except the prompt's last one. Where
+        layers carry a state, reuse ends where one was kept. The caller still owns `cache`, and may free it when this
+        returns. The answer ends at the model's end of text, at `max_tokens`, at the end of the model's context, or
+        before the first of the `stop` strings. `sampler` picks each token; the default is the likeliest. The answer's
+        text is that of mlx_lm.generate, without a first space; with `continues` it is the exact continuation of the
+        prompt's text.
 
         `on_token` is called with each token. With `logprobs`, a token has its log-probability and those of that many
         likeliest tokens. `on_prompt` is called once with the full blocks of the prompt, as soon as they are computed;
-        to keep them, share them in the pool. Both may submit and cancel. An exception from a callback or the sampler,
-        or a sampled value that is no token, ends this answer alone, with the reason "error" and no context.
+        to keep them, share them in the pool. Both callbacks may call `submit` and `cancel`. An exception from a
+        callback or the sampler, or a sampled value that is no token, ends this answer alone, with the reason "error"
+        and no context.
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for a freed cache, max_tokens below 1, an empty
@@ -191,7 +195,7 @@ class BlockPoolBatchEngine:
     def check(
         self, agent_id: str, tokens: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), logprobs: int = 0
     ) -> None:
-        """Raise what `submit` would without a cache and with an empty pool."""
+        """Raise the errors that `submit` would raise without a cache and with an empty pool."""
         check_agent_id(agent_id)
         check_prompt(tokens, self.spec.vocab_size, self.spec.context)
         check_answer(max_tokens, stop, logprobs, self.spec.vocab_size)
@@ -218,7 +222,8 @@ class BlockPoolBatchEngine:
         """Report that the model was changed while answers run. Their contexts are not kept, and all weights are hashed
         again.
 
-        Not needed for a change that is still there when a prompt starts, is published or completes: that is noticed.
+        Not needed for a change that is still present when a prompt starts, is published or completes, because it is
+        detected then.
         """
         self._watch.forget()
         for request in self._running.values():
@@ -227,8 +232,8 @@ class BlockPoolBatchEngine:
     def step(self) -> Iterator[CompletedGeneration]:
         """Run the batch and yield each generation as it completes, until none is left.
 
-        Prompts submitted meanwhile join the batch. When all that is left waits for blocks, this ends; call `step` again
-        once blocks are free.
+        Prompts submitted meanwhile join the batch. The iterator also ends when all pending prompts wait for blocks;
+        call `step` again when blocks are free.
         """
         while True:
             while self._completed:
@@ -251,12 +256,12 @@ class BlockPoolBatchEngine:
         return [done for done in ends if done]
 
     def drain(self) -> Iterator[CompletedGeneration]:
-        """Take no more prompts, and finish the pending ones as `step` does."""
+        """Reject new prompts, and finish the pending ones as `step` does."""
         self._closed = True
         return self.step()
 
     def shutdown(self) -> None:
-        """Take no more prompts, and drop the pending ones. Completed answers can still be had from `step`.
+        """Reject new prompts, and drop the pending ones. `step` still yields completed answers.
 
         May be called again.
         """
@@ -300,7 +305,7 @@ class BlockPoolBatchEngine:
         return [self._failed(self._running.pop(uid), error) for uid in list(self._running)]
 
     def _keeps(self, request: Request) -> bool:
-        """Whether its context may be kept: the model is still the one that was probed."""
+        """Return whether its context may be kept: the model is still the probed one. If not, set `not_kept`."""
         if not request.not_kept and not self._watch.same():
             request.not_kept = CHANGED
         return not request.not_kept
@@ -320,7 +325,7 @@ class BlockPoolBatchEngine:
             if computed or len(tokens) in request.checkpoints:
                 self._keep_state(request, cache, tokens)
             if computed and self._has_more(request):
-                # Without memory now, they are made at the end of the answer, or `not_kept` says why not.
+                # If memory is short, the blocks are made at the end of the answer, or `not_kept` says why not.
                 with suppress(RuntimeError, MemoryError):
                     self._block_manager.make_full(request, cache, len(tokens))
         if not computed or not request.on_prompt:
@@ -330,26 +335,27 @@ class BlockPoolBatchEngine:
         return None
 
     def _thought(self, tokens: Sequence[int]) -> int | None:
-        """The position before the mark that opens a thought at the end of a prompt. Without the thought, the prompt of
-        the next turn departs there. None if there is no mark."""
+        """Return the position of the mark that opens a thought at the end of a prompt; None if there is no mark. The
+        prompt of the next turn lacks the thought, so it departs there."""
         if not self._tokenizer.has_thinking:
             return None
         found: int = self._tokenizer.rfind_think_start(tokens, start=len(tokens) - THOUGHT_TOKENS)
         return found if found > 0 else None
 
     def _keep_state(self, request: Request, cache: Cache, tokens: Sequence[int]) -> None:
-        """Keep the present state, after `tokens`. Without memory for it, there is one place less to resume from."""
+        """Keep the current state, after `tokens`. If memory is short, the context cannot be resumed there."""
         if self.spec.has_state:
             with suppress(ValueError, RuntimeError, MemoryError):
                 request.states[len(tokens)] = kvcache.capture(self.spec, cache)
 
     def _has_more(self, request: Request) -> bool:
-        """Whether `on_prompt` is to get full blocks that are not made yet."""
+        """Return whether `on_prompt` needs full blocks that are not made yet."""
         full = (len(request.prompt) - 1) // self.spec.block_tokens
         return request.on_prompt is not None and full > len(request.shared) and self._keeps(request)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
-        """Add one token (mlx-lm's GenerationBatch.Response) to its request; the completion if it was the last."""
+        """Add one token (mlx-lm's GenerationBatch.Response) to its request. Return the completion if it was the
+        last."""
         request = self._running.get(response.uid)
         if not request:
             return None

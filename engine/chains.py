@@ -20,7 +20,7 @@ _UNNAMED = re.compile(r"anon-([0-9a-f]{16})-[0-9a-f]{32}(@.*)?\Z")
 
 
 def chain_hash(fingerprint: int, parent: str, tokens: Sequence[int]) -> str:
-    """The name of a block: 32 hex digits that stand for its tokens and everything before them.
+    """Return the name of a block: 32 hex digits that stand for its tokens and all tokens before them.
 
     BLAKE2b with 16 bytes over the fingerprint (u64), the parent's 16 bytes (none for the first block) and the token ids
     (u32 each), all little-endian. Equal names mean equal keys and values, independent of the engine.
@@ -32,10 +32,10 @@ def chain_hash(fingerprint: int, parent: str, tokens: Sequence[int]) -> str:
 
 
 def root_of(agent_id: str) -> str:
-    """Where the chain of an agent's blocks begins: agents of different tenants share nothing, whatever they compute.
+    """Return the hash at which the chain of an agent's blocks begins. Agents of different tenants share no blocks.
 
-    ``alice@acme`` is an agent of the tenant ``acme``, whose root is BLAKE2b with 16 bytes over its name; ``alice`` is
-    nobody's, and begins at ROOT.
+    ``alice@acme`` is an agent of the tenant ``acme``, whose root is BLAKE2b with 16 bytes over its name; ``alice`` has
+    no tenant, and begins at ROOT.
     """
     _, at, tenant = agent_id.rpartition("@")
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest() if at else ROOT
@@ -43,16 +43,17 @@ def root_of(agent_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Where an agent's chain of blocks begins, and how many of its blocks other clients of the tenant can name."""
+    """The root of an agent's chain of blocks, and the number of its blocks that other clients of the tenant can
+    name."""
 
     root: str = ROOT
-    client: str = ""  # whose blocks the private ones are; empty if all are shared
+    client: str = ""  # the only client that can name the private blocks; empty if all are shared
     shared: int = 0  # blocks before the first private one
 
     def parent(self, index: int, before: str | None) -> str:
-        """The parent's hash in the name of block `index`: the chain hash of the block `before` it, or the root. For the
-        first private block it is BLAKE2b with 16 bytes over that and the client, so that only this client can name this
-        block and the blocks after it."""
+        """Return the parent's hash in the name of block `index`: the chain hash of the block `before` it, or the root.
+        For the first private block it is BLAKE2b with 16 bytes over that and the client, so that only this client can
+        name this block and the blocks after it."""
         parent = self.root if before is None else before
         if not self.client or index != self.shared:
             return parent
@@ -74,7 +75,7 @@ class Sharing:
     mark: tuple[int, ...] = ()  # the tokens after it
 
     def chain(self, agent_id: str, tokens: Sequence[int], block_tokens: int) -> Chain:
-        """The chain of an agent's context of these tokens. That of a longer context has the same names for them."""
+        """Return the chain of an agent's context of these tokens. A longer context has the same names for them."""
         root = root_of(agent_id)
         if self.share == "all":
             return Chain(root)
@@ -83,8 +84,8 @@ class Sharing:
         return Chain(root, client, self._shared(tokens, block_tokens))
 
     def _shared(self, tokens: Sequence[int], block_tokens: int) -> int:
-        """How many first blocks end before the system message does. A prompt that does not begin with one, as a text
-        that is to be continued, shares none."""
+        """Return the number of first blocks that end before the system message does. A prompt without a system message,
+        such as a text to be continued, shares none."""
         if self.share == "none" or tuple(tokens[: len(self.head)]) != self.head:
             return 0
         text, mark = (np.asarray(ids, "<u4").tobytes() for ids in (tokens, self.mark))
@@ -98,18 +99,18 @@ SHARE_ALL = Sharing()
 
 
 def is_unnamed(agent_id: str) -> bool:
-    """Whether the id stands for one prompt without a name."""
+    """Return whether the id stands for one prompt without a name."""
     return bool(_UNNAMED.match(agent_id))
 
 
 def unnamed_agent(token: str) -> str:
-    """A new id for the agent of a prompt without a name, from a client with this bearer token, or none."""
+    """Return a new id for a prompt without a name, from a client with this bearer token, which may be empty."""
     client = hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
     return f"anon-{client}-{uuid.uuid4().hex}"
 
 
 def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int, chain: Chain = SHARED) -> list[str]:
-    """The chain hashes of the full blocks of `tokens`, first to last; a partial last block has none."""
+    """Return the chain hashes of the full blocks of `tokens`, first to last; a partial last block has none."""
     names: list[str] = []
     for i in range(len(tokens) // block_tokens):
         parent = chain.parent(i, names[-1] if names else None)
@@ -118,7 +119,7 @@ def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int, cha
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens from the first on are the same in both."""
+    """Return the number of first tokens that are the same in both."""
     if (shortest := min(len(a), len(b))) and tuple(a[:shortest]) == tuple(b[:shortest]):
         return shortest
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

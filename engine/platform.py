@@ -20,9 +20,6 @@ from tempfile import TemporaryDirectory
 from kvpage_server.system import malloc
 
 # -- freed memory ------------------------------------------------------------------------------------------------------
-#
-# Makes glibc keep freed memory.
-#
 # New memory from the system costs a page fault for every 4 KiB, on a virtual machine up to a second for a gigabyte.
 # That is more than receiving or copying a context takes. MLX's CPU backend keeps 32 MiB of freed memory; glibc returns
 # the rest to the system, and requests it again for the next context. So glibc is configured to keep it. A process then
@@ -41,17 +38,14 @@ def keep_freed() -> bool:
 
 
 # -- open files --------------------------------------------------------------------------------------------------------
-#
-# Keeps the limit of open files.
-#
-# Importing mlx_lm sets it to 2048, and the hard limit to 4096, which only root could raise again. A server with many
-# clients needs more.
+# An import of mlx_lm sets the limit of open files to 2048, and the hard limit to 4096, which only root could raise
+# again. A server with many clients needs more, so the limits are kept.
 
 OTHERS = 256  # files and sockets in addition to those of clients
 
 
 def room_for(connections: int) -> int:
-    """Raise the limit for so many connections; returns how many it allows."""
+    """Raise the limit of open files for so many connections, and return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHERS
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -71,12 +65,9 @@ def import_mlx_lm() -> None:
 
 
 # -- openblas ----------------------------------------------------------------------------------------------------------
-#
-# OpenBLAS under MLX on a Linux CPU.
-#
-# MLX's CPU wheel links the reference BLAS, which is single-threaded and 20 to 30 times slower. Its symbols
-# (``cblas_sgemm`` and friends) are looked up in the process's global scope first, so an OpenBLAS that was loaded
-# there before MLX takes their place: what ``LD_PRELOAD`` does, without a second process.
+# On Linux, MLX's CPU wheel links the reference BLAS, which is single-threaded and 20 to 30 times slower. Its symbols
+# (``cblas_sgemm`` and friends) are looked up in the process's global scope first, so an OpenBLAS that was loaded there
+# before MLX takes their place, as with ``LD_PRELOAD``, but without a second process.
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +78,7 @@ ADVICE = (
 
 
 def prefer_openblas() -> bool:
-    """Load OpenBLAS for MLX to use; True when it did.
+    """Load OpenBLAS for MLX. Return True if it is loaded.
 
     Return False, without a change, on another system than Linux, without MLX's CPU wheel, if MLX is already imported,
     without OpenBLAS on this machine, or with ``KVPAGE_BLAS=stock`` in the environment. Raises ValueError for any other
@@ -124,7 +115,8 @@ def _limit_threads(library: ctypes.CDLL) -> None:
 
 
 def _libraries() -> Iterator[Path]:
-    """OpenBLAS wherever it may be, multi-threaded builds first: PyPI's, Debian's, Fedora's, the linker's."""
+    """Yield the paths of OpenBLAS builds, multi-threaded ones first: of PyPI, Debian, Fedora, and the linker's
+    default."""
     if wheel := _directory("ngsolve_openblas"):
         yield from wheel.glob("libopenblas*.so*")
     yield from Path("/usr/lib").glob("*-linux-gnu/openblas-pthread/libopenblas.so.0")
@@ -132,10 +124,10 @@ def _libraries() -> Iterator[Path]:
 
 
 def _load(library: Path, bundled: Path) -> ctypes.CDLL:
-    """Put `library` into the global scope. Raises OSError.
+    """Load `library` into the global scope. Raises OSError.
 
-    PyPI's needs a libgfortran.so.5, which few machines have. MLX's wheel has one under another name. With links to both
-    in one directory, the library finds it.
+    PyPI's library needs libgfortran.so.5, which few machines have. MLX's wheel has it under another name, in `bundled`.
+    Links to both in one directory let the loader find it.
     """
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -150,7 +142,8 @@ def _load(library: Path, bundled: Path) -> ctypes.CDLL:
 
 
 def _directory(package: str, relative: str = ".") -> Path | None:
-    """The directory at `relative` to an installed package, found without importing it; None when there is none."""
+    """Return the directory at `relative` to an installed package, found without importing it; None when there is
+    none."""
     spec = find_spec(package)
     places = [Path(place, relative) for place in (spec.submodule_search_locations or [])] if spec else []
     return next((place.resolve() for place in places if place.is_dir()), None)

@@ -1,4 +1,4 @@
-"""The budget of blocks and bytes in memory, and who holds them."""
+"""The budget of blocks and bytes in memory, and the holders of blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Block:
 
 
 class BlockPool:
-    """Hands out ids of blocks, within limits of blocks and bytes. Thread-safe.
+    """Allocator of block ids, within limits of blocks and bytes. Thread-safe.
 
     An id stands for one :class:`engine.memory.blocks.KVBlock`. Each holder has one reference on the id and frees it
     once. Agents with a common prefix share ids. An id is free again when its last reference is freed.
@@ -57,9 +57,9 @@ class BlockPool:
         _check_limits(total_blocks, total_bytes)
         self.total_blocks = total_blocks
         self.total_bytes = total_bytes
-        self._blocks: dict[int, _Block] = {}  # held blocks
-        self._bytes = 0  # their sum
-        self._returned: list[int] = []  # freed ids; with the held ones, all ids handed out so far
+        self._blocks: dict[int, _Block] = {}  # held blocks by id
+        self._bytes = 0  # sum of their sizes, actual or reserved
+        self._returned: list[int] = []  # freed ids; with the held ids, they are all ids from 0 on, without a gap
         self._lock = threading.Lock()
 
     @property
@@ -68,7 +68,7 @@ class BlockPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that they take, or that are reserved for them."""
+        """Bytes that the held blocks take, or that are reserved for them."""
         return self._bytes
 
     @property
@@ -82,7 +82,8 @@ class BlockPool:
         return max(0, self.total_bytes - self._bytes)
 
     def allocate(self, count: int, agent_id: str = "", nbytes: int = 0) -> list[int]:
-        """`count` ids, each with one reference of `agent_id`'s, for `nbytes` in all; all of them or none.
+        """Allocate `count` ids, each with one reference of `agent_id`, and reserve `nbytes` in all; all of them or
+        none.
 
         Raises PoolExhaustedError when fewer blocks or bytes are free.
         """
@@ -157,7 +158,7 @@ class BlockPool:
             self.total_blocks, self.total_bytes = blocks, nbytes
 
     def references(self, older_than: float = 0.0) -> list[Reference]:
-        """All references older than so many seconds, the oldest first."""
+        """Return all references older than `older_than` seconds, the oldest first."""
         before = time.monotonic() - older_than
         with self._lock:
             held = [reference for block in self._blocks.values() for reference in block.references]

@@ -30,7 +30,7 @@ from engine.model.identity import Identity, UnknownIdentityError
 from engine.model.trial import Trial
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
-PROBED = [1, 0] * 6  # every vocabulary has them, and arrays that grow with the first tokens have grown
+PROBED = [1, 0] * 6  # in every vocabulary; enough to complete arrays that grow only with the first tokens
 LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
 
 
@@ -54,13 +54,13 @@ class ModelCacheSpec:
 
     model_id: str
     block_tokens: int
-    layers: tuple[Layer, ...]  # the caches; where a layer of the model keeps several, one after the other
-    nesting: tuple[Nesting, ...]  # of the model's layers: which of these caches they keep
+    layers: tuple[Layer, ...]  # the caches in the order of the model's layers, of which each may keep several
+    nesting: tuple[Nesting, ...]  # of each layer of the model: the caches that it keeps
     vocab_size: int
-    context: int | None  # tokens the model was made for; None when it does not say
+    context: int | None  # most tokens of the model; None if its configuration does not say
     fingerprint: int  # 64 bits; caches with equal fingerprints can be exchanged
     batches: bool  # whether mlx-lm's batches give the same results as the model alone
-    resumes: bool = False  # whether a question after a context may be computed in one pass
+    resumes: bool = False  # whether the tokens after a context may be computed in one pass
     refusal: str | None = None  # why contexts of this model cannot be kept; then it has no layers
     identity: str | None = None  # the digest of the model's computation; None if unknown
     quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
@@ -77,11 +77,12 @@ class ModelCacheSpec:
         cache: Sequence[Any] | None = None,
         quantised_from: int = 0,
     ) -> ModelCacheSpec:
-        """Run some tokens through `model` to describe its cache, and more to see whether batches are right.
+        """Run some tokens through `model` to describe its cache, and more to check whether batches give the same
+        results.
 
-        `cache` is an empty one that is not of the model's own kind, such as a quantised one. A cache that is not
-        understood raises UnsupportedCacheError, or, if it is the model's own, is the spec's `refusal`. `quantised_from`
-        tokens of a prompt are computed before its cache is quantised.
+        `cache` is an empty cache of another kind than the model's own, such as a quantised one. Raises
+        UnsupportedCacheError if its kind is unknown. If the kind of the model's own cache is unknown, the spec has a
+        `refusal`. `quantised_from` tokens of a prompt are computed before its cache is quantised.
         """
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -121,7 +122,7 @@ class ModelCacheSpec:
 
     @property
     def tag(self) -> ModelTag:
-        """Heads and head_dim are those of a block's first page; 0 if there is none."""
+        """The tag for people. Its heads and head_dim are those of a block's first page, 0 without pages."""
         first = next(chain.from_iterable(layer.matrices(1) for layer in self.layers), None)
         heads, head_dim = (first.heads, first.plane.head_dim) if first else (0, 0)
         return ModelTag(self.model_id, len(self.nesting), heads, head_dim, self.block_tokens)
@@ -137,7 +138,7 @@ class ModelCacheSpec:
         return _nbytes(self.token_shapes(1))
 
     def state_nbytes(self, end: int) -> int:
-        """Bytes of the state after `end` tokens."""
+        """Return the bytes of the state after `end` tokens."""
         return _nbytes(self.state_shapes(end))
 
     def token_shapes(self, tokens: int) -> Shapes:
@@ -149,11 +150,11 @@ class ModelCacheSpec:
         return tuple(layer.matrices(end) if isinstance(layer, StateLayer) else () for layer in self.layers)
 
     def chain(self, agent_id: str, tokens: Sequence[int]) -> Chain:
-        """How the blocks of an agent's context of these tokens are named."""
+        """Return the chain that names the blocks of an agent's context of these tokens."""
         return self.sharing.chain(agent_id, tokens, self.block_tokens)
 
     def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many of `max_tokens` tokens an answer may have within the model's context."""
+        """Return the most tokens of an answer: `max_tokens`, or fewer if the model's context ends before."""
         return min(max_tokens, self.context - prompt_tokens) if self.context else max_tokens
 
     def blocks_for(self, tokens: int) -> int:
@@ -178,7 +179,7 @@ def _describe_all(cache: Sequence[Any]) -> tuple[tuple[Layer, ...], tuple[Nestin
 
 
 def _context(model: nn.Module) -> int | None:
-    """The context length in the configuration; for models of several kinds, in that of the language model."""
+    """Return the context length in the configuration; of a multimodal model, in that of its language model."""
     for args in _configuration(model).values():
         language = args.get("text_config") or args
         length: int | None = (language if isinstance(language, dict) else vars(language)).get("max_position_embeddings")
@@ -194,11 +195,11 @@ def _nbytes(shapes: Shapes) -> int:
 def fingerprint(
     identity: str | None, tokenizer: Any, layers: Sequence[Layer], block_tokens: int, quantised_from: int
 ) -> int:
-    """64 bits of everything that makes two caches interchangeable.
+    """Return a 64-bit hash of everything that makes two caches interchangeable.
 
-    Hash the model's computation (so a fine-tune, an adapter or another scale of it differs, and a copy in another
-    directory does not), the vocabulary, the geometry and dtypes of the cache, the block size and the layout's version.
-    Not the model's name.
+    It covers the model's computation (so a fine-tune, an adapter or another scale of it differs, and a copy in another
+    directory does not), the vocabulary, the geometry and dtypes of the cache, the block size, the start of quantisation
+    and the layout's version, but not the model's name.
     """
     told = {
         "layout": LAYOUT_VERSION,

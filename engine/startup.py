@@ -1,4 +1,4 @@
-"""Puts an engine together from command line options: model, memory and tiers."""
+"""Construction of an engine from command line options: model, memory and tiers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvpage_server.system.durable import private_directory
 
 log = logging.getLogger(__name__)
 
-CANNOT_OPEN = (UnknownModelError, UnsupportedCacheError, ValueError, OSError)  # what Engine.open raises
+CANNOT_OPEN = (UnknownModelError, UnsupportedCacheError, ValueError, OSError)  # exceptions of Engine.open
 KV_GROUP_SIZE = 64  # values that share a scale in quantised caches
 
 
@@ -49,7 +49,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model and its memory. One thread owns it; `close` writes the contexts that are not stored yet."""
+    """A model, its contexts and their tiers. One thread owns it; `close` writes the contexts that are not stored
+    yet."""
 
     model_id: str
     model: nn.Module
@@ -63,7 +64,7 @@ class Engine:
 
     @classmethod
     def open(cls, options: Options, tell: Callable[[str], object] = lambda _: None) -> Self:
-        """Load the model and connect the tiers. `tell` is called before each long step.
+        """Load the model and connect the tiers. `tell` is called with a description before each long step.
 
         Raises UnknownModelError, UnsupportedCacheError, ValueError for an invalid URL, and OSError for an unusable
         directory. A page server that does not answer is no error.
@@ -96,16 +97,16 @@ class Engine:
     def close(self) -> int:
         """Drop unanswered prompts, write contexts that are not stored yet, and close the tiers.
 
-        Returns the number of contexts that could not be saved.
+        Return the number of contexts that could not be saved.
         """
         self.agents.shutdown()
         return self.store.close()
 
 
 def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
-    """The rule for sharing. For "system", the tokens around a system message are found with the chat template.
+    """Return the rule for sharing. For "system", derive the tokens around a system message from the chat template.
 
-    Raises ValueError if the template has no place of its own for a system message.
+    Raises ValueError if the template does not put a system message before the user's.
     """
     if share != "system":
         return Sharing(share)
@@ -129,8 +130,8 @@ def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
 def _probe(
     model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None, quantised_from: int = 0
 ) -> ModelCacheSpec:
-    """Probe with keys and values in `kv_bits` where layers keep a row a token, from a prompt's token `quantised_from`
-    on. Other layers are reported.
+    """Probe the model. With `kv_bits`, keys and values of layers with a row a token are quantised, from token
+    `quantised_from` of a prompt on, and a warning names the other layers.
 
     Raises UnsupportedCacheError if the model cannot use such a cache.
     """
@@ -150,15 +151,15 @@ def _probe(
 
 
 def model_name(model: str) -> str:
-    """The name for clients: the directory's name, or the model's id."""
+    """Return the name for clients: the directory's name, or the model's id."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 
 
 def _directory(model: str) -> Path:
-    """The directory of a model. Nothing is downloaded."""
+    """Return the directory of a model, without a download. Raises UnknownModelError."""
     if not Path(model).is_dir():
-        with suppress(Exception):  # whatever the hub's client raises, there is no such model here
+        with suppress(Exception):  # any error of the hub's client means that the model is not here
             return Path(hf_repo_to_path(model))
         raise UnknownModelError(
             f"{model} is neither a directory nor the id of a model in this machine's Hugging Face cache; "
@@ -168,7 +169,7 @@ def _directory(model: str) -> Path:
 
 
 def _make_cold(directory: Path) -> None:
-    """Raises OSError."""
+    """Create the directory of the cold tier, for this user only. Raises OSError."""
     try:
         private_directory(directory)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Readers and writers of files that may come from strangers: with limits, a piece at a time.
+"""Reader and writer of safetensors files, which may be from untrusted sources: with limits, a tensor at a time.
 
 Contains: readers and writers of bytes. Excludes: MLX, models, agents, or another part of the engine.
 """
@@ -21,19 +21,16 @@ from numpy.typing import NDArray
 from kvpage_server import bounded
 
 # -- tensor file -------------------------------------------------------------------------------------------------------
-#
-# Safetensors files, a tensor at a time, with a digest over all they hold.
-#
-# The format is the length of a header (u64, little-endian), the header (JSON: of every tensor its dtype, shape and
-# where its bytes begin and end; of the file its metadata) and the tensors' bytes,
-# https://github.com/huggingface/safetensors. Anything that reads safetensors reads these. The library's own reader
-# and writer for numpy know no bfloat16 and want all tensors in memory at once; here one is. The digest, in the
-# metadata, is the XXH3-64 of everything after the length, with zeros in the digest's own place.
+# A file has the length of a header (u64, little-endian), the header (JSON: dtype, shape and the range of bytes of every
+# tensor, and the metadata of the file) and the tensors' bytes, https://github.com/huggingface/safetensors. Any reader
+# of safetensors reads these files. The library's own reader and writer for numpy lack bfloat16 and need all tensors in
+# memory; this module needs one. The digest, in the metadata, is the XXH3-64 of everything after the length, with zeros
+# in place of the digest.
 
 ITEMSIZES = {"BOOL": 1, "I8": 1, "U8": 1, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4}
 ITEMSIZES |= {"F64": 8, "I64": 8, "U64": 8}  # bytes
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 16 << 20  # the format allows more, and a context of a million tokens has half of it
+_MAX_HEADER_BYTES = 16 << 20  # the format allows more; a context of a million tokens needs half of this
 _MAX_TENSORS = 16_384
 _MAX_DIMENSIONS = 8
 _NO_DIGEST = "0" * 16
@@ -41,7 +38,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class DamagedFileError(ValueError):
-    """Error: the file is incomplete, malformed, or damaged; the message says which."""
+    """The file is incomplete, malformed or damaged; the message says which."""
 
 
 class Tensor(NamedTuple):
@@ -57,7 +54,8 @@ class Tensor(NamedTuple):
 def write(
     file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], bodies: Iterable[NDArray[Any]]
 ) -> int:
-    """Write an empty, seekable `file`; `bodies` are the values of `tensors`, contiguous, in the same order. Its size.
+    """Write tensors to an empty, seekable `file`, and return its size in bytes. `bodies` are the values of `tensors`,
+    contiguous, in the same order.
 
     Raises ValueError for a body of another size than its tensor.
     """
@@ -82,9 +80,9 @@ def write(
 
 
 class TensorReader:
-    """An open safetensors file whose header was checked.
+    """Reader of an open safetensors file. Checks the header first.
 
-    Raises DamagedFileError.
+    The constructor and the methods raise DamagedFileError.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -110,9 +108,9 @@ class TensorReader:
             raise DamagedFileError(f"the tensors have {ends[-1]} bytes, {self._left} are there")
 
     def bodies(self) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of each tensor, in the order of `tensors`.
+        """Yield the bytes of each tensor, in the order of `tensors`.
 
-        Raises DamagedFileError after the last one if the digest is wrong, so nothing may be used before the end.
+        Raises DamagedFileError after the last tensor if the digest is wrong, so the caller may use none before the end.
         """
         written = str(self.metadata.get("digest"))
         digest = xxhash.xxh3_64(self._header.replace(written.encode(), _NO_DIGEST.encode(), 1))
@@ -132,7 +130,8 @@ class TensorReader:
 
 
 def _described(header: bytes) -> tuple[dict[str, str], list[tuple[tuple[int, ...], str, Tensor]]]:
-    """The file's metadata; and its tensors, by where they lie. Raises various exceptions for malformed data."""
+    """Return the file's metadata, and its tensors in the order of their offsets. Raises various exceptions for
+    malformed data."""
     bounded.check(header, containers=3 * _MAX_TENSORS, strings=6 * _MAX_TENSORS, values=12 * _MAX_TENSORS)
     described = json.loads(header)
     metadata = described.pop("__metadata__", {})

@@ -2,7 +2,7 @@
 
 Start a store (`make run`), an engine (`make serve`) and another (`kvpage-engine serve --port 8001 --store
 redis://127.0.0.1:9221`), then: python examples/four_agents.py. The agents speak in turn, each time at the other engine.
-The rules that they have in common are computed once, by whoever speaks first.
+The first agent computes their common rules, once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A conversation with an engine that remembers, by OpenAI's own client (pip install openai).
 
 Start a store (`make run`) and an engine (`make serve`), then: python examples/openai_client.py. Run it again, restart
-the engine, run it again: what was computed once is not computed again.
+the engine, run it again: computed tokens are not computed again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which of the tw
 
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
-    """Ask, stream, and tell what was reused."""
+    """Ask, stream, and print the reused tokens."""
     messages = []
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id

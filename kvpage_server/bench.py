@@ -373,12 +373,6 @@ def start_raw(*, unix: bool = False) -> Iterator[Callable[[int], RawClient]]:
                 process.stdin.close()
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
-    with suppress(BrokenPipeError):  # and may have ended itself
-        _main(sys.argv[1])
-
-
 # -- Results as a table, as JSON, and as a picture ---------------------------------------------------------------------
 
 
@@ -588,3 +582,9 @@ def _rows(targets: list[Target], case: Case, room: int, seconds: float) -> Itera
     for op, name_of_op in enumerate(("write", "read")):
         figures = {server: of_both[op] for server, of_both in found.items()}
         yield Row(name, name_of_op, figures, ceilings[op].gb_per_s)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    with suppress(BrokenPipeError):  # and may have ended itself
+        _main(sys.argv[1])

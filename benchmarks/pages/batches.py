@@ -24,7 +24,7 @@ MIXED = 256
 
 
 def works(plan: Plan) -> Iterator[tuple[str, Callable[[], Work], dict[str, dict[str, Target]]]]:
-    """Order of keys, what is moved, and its targets."""
+    """Yield the order of keys, the work, and its targets."""
     if plan.quick:
         for size, order in ((1, OTHERS[0]), (16, OTHERS[1]), (64, ENGINES)):
             yield order, partial(pages, SIZES[size], size * KIB, order), _targets(size)
@@ -40,7 +40,7 @@ def _targets(size: int) -> dict[str, dict[str, Target]]:
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """redis-server is asked as well where keys come in an engine's order."""
+    """redis-server is measured as well with keys in an engine's order."""
     trials = Trials(OURS)
     for _ in range(plan.sets):
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Blocks of 2 and of 5.6 MiB beside a value of Valkey's each, and beside the pages that they consist of."""
+"""Blocks of 2 and of 5.6 MiB compared with a value of Valkey's each, and with their single pages."""
 
 from __future__ import annotations
 

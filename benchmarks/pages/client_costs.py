@@ -1,4 +1,4 @@
-"""Two clients of one server in turn: GB/s, the client's own CPU time, and who waits for whom."""
+"""Two clients of one server in turn: GB/s, the client's own CPU time, and the share of waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.findings import Finding
 from benchmarks.servers import Server
 from kvpage_server.bench import GB, Work
 
-Way = tuple[Callable[[int], Any], Callable[[int, Any], bool]]  # what moves a generation, and whether it is right
+Way = tuple[Callable[[int], Any], Callable[[int, Any], bool]]  # moves a generation, and checks it
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ def compared(
     rounds: int,
     at_least: float | None = None,
 ) -> Iterator[Finding]:
-    """One client's way beside another's. `at_least` so many times its GB/s. Raises AssertionError for wrong bytes."""
+    """Compare one client's method with another's. `at_least` is the target of the ratio of GB/s. Raises AssertionError
+    for wrong bytes.
+    """
     passes = [tuple(_pass(way, work, server) for way in ways) for _ in range(rounds + 1)][1:]
     ours, _ = zip(*passes, strict=True)
     client = median(one.gb_per_s * one.cpu_s_per_gb for one in ours)

@@ -1,4 +1,4 @@
-"""What an engine pays: the page clients beside redis-py, and beside a bare loop of `recv_into`."""
+"""An engine's costs: the page clients compared with redis-py, and with a bare loop of `recv_into`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.servers import start_kvpage
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
-    """Of one server."""
+    """Measure one server."""
     rounds = plan.sets * plan.rounds
     print("page clients ...", flush=True)
     with start_kvpage() as server:

@@ -31,8 +31,9 @@ KINDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table. Unless --quick is given, write `results/pages-KIND.json` and `.md`, and what is made of them: the
-    documents' tables, and README's picture."""
+    """Print a table. Unless --quick is given, write `results/pages-KIND.json` and `.md`, and update the documents'
+    tables, and README's picture.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks pages",
         formatter_class=argparse.RawDescriptionHelpFormatter,

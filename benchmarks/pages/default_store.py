@@ -1,4 +1,4 @@
-"""The default store, memory and disk with `everysec`, beside one in memory alone, where memory is enough for both."""
+"""The default store, memory and disk with `everysec`, compared with one in memory, if memory suffices for both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {4: 900, 16: 256, 64: 256, 256: 256}  # KiB, and how many at once
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """What was written is on disk before anything is read: reads are measured, and not the writes before them."""
+    """All writes are on disk before the first read, so that reads are measured without them."""
     trials = Trials(TIERED)
     for _ in range(plan.sets):
         with ExitStack() as stack:

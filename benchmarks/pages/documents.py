@@ -18,7 +18,7 @@ _TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.D
 
 
 def rewrite() -> None:
-    """Put what was found in the place of what was found before. Raises KeyError when that is not all."""
+    """Replace the former measurements. Raises KeyError if some are missing."""
     known = found()
     for document in DOCUMENTS:
         document.write_text(with_tables(document.read_text(encoding="utf-8"), known), encoding="utf-8")

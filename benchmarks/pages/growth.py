@@ -1,4 +1,4 @@
-"""What a store that holds very many pages costs: memory beside the pages themselves, and speed."""
+"""The cost of very many pages in a store: memory in addition to bodies, and speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPE = BlockShape(32, 8, _ROWS, (Plane(0, DType.UINT8, _COLUMNS), Plane(1, DTy
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
-    """Bytes a page, for single pages and in blocks; GB/s beside a store that holds few."""
+    """Yield bytes per page, for single pages and in blocks; GB/s relative to a store with few pages."""
     count = 100_000 if plan.quick else 1_000_000
     print(f"{count:,} pages ...", flush=True)
     with start_kvpage() as large:

@@ -2,7 +2,7 @@
 
 An error that the user can fix is a `Failure`; `engine.cli` prints its message in one line.
 
-Contains: commands, and the shared parts of their command lines. Excludes: functions that a program could use.
+Contains: commands, and the shared parts of their command lines. Excludes: functions for programs.
 """
 
 from __future__ import annotations

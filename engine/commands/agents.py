@@ -43,7 +43,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the engine, and print the agents that it answers with."""
+    """Send the request of an action to the engine, and print the agents in the reply."""
     named = quote(args.name, safe="") if "name" in args else ""
     body = {"to": args.new, "replace": args.replace} if "new" in args else None
     answer = _ask(args, args.path.format(name=named), body)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace, path: str, body: Any) -> Any:
-    """The engine's answer. Raises Failure with its error message."""
+    """Send a request, and return the decoded reply. Raises Failure with the engine's error message."""
     headers = {"Authorization": f"Bearer {args.token}"} if args.token else {}
     data = None if body is None else json.dumps(body).encode()
     try:

@@ -1,6 +1,6 @@
-"""`kvpage-engine bench` and `kvpage-engine doctor`: how fast this machine computes, and how fast its store is.
+"""`kvpage-engine bench` and `kvpage-engine doctor`: measurements of the model, the link and the store.
 
-Both delete their data from the store.
+Both commands delete their contexts from the store.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ def add_to(commands: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Seconds to fetch a context of n tokens: `fixed` + n * `each`."""
+    """Time to fetch a context of n tokens: `fixed` + n * `each` seconds."""
 
     fixed: float
     each: float
 
     def pays_from(self, prefill: float) -> int | None:
-        """From how many tokens on fetching is faster than computing `prefill` tokens a second; None when never."""
+        """Return the least tokens for which fetching is faster than computing `prefill` tokens a second; None if
+        never."""
         saved = 1 / prefill - self.each
         return max(1, round(self.fixed / saved + 0.5)) if saved > 0 else None
 
@@ -121,7 +122,8 @@ def _verdict(fetching: Fetching, prefill: float) -> str:
 
 
 def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:
-    """Measured with contexts of two lengths. Raises Failure when they cannot be fetched."""
+    """Measure the fetching of contexts of two lengths, with the median of three loads. Raises Failure if one is not
+    found."""
     found = []
     for prompt in (short, long):
         with _scratch(engine) as agent:
@@ -145,13 +147,13 @@ def _load(engine: Engine, agent: str, prompt: list[int]) -> float:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Answer a first prompt, which is always slower."""
+    """Answer a first prompt, which is slower than the following ones, so that it is not measured."""
     with _scratch(engine) as agent:
         ask(engine, agent, _prompt(engine, 64), max_tokens=2)
 
 
 def _decode(engine: Engine, agent: str, prompt: list[int]) -> float:
-    """Tokens a second after the first."""
+    """Return the tokens a second after the first token; 0 for an answer of fewer than two tokens."""
     came: list[float] = []
     ask(engine, agent, prompt, max_tokens=DECODED_TOKENS, on_token=lambda token: came.append(time.perf_counter()))
     return (len(came) - 1) / (came[-1] - came[0]) if len(came) > 1 else 0.0
@@ -163,7 +165,7 @@ def _first(engine: Engine, agent: str, prompt: list[int]) -> Answer:
 
 @contextmanager
 def _scratch(engine: Engine) -> Iterator[str]:
-    """The name of an agent, deleted at the end."""
+    """Yield the name of a new agent, and delete the agent at the end."""
     agent = f"measured-{secrets.token_hex(8)}"
     try:
         yield agent
@@ -172,7 +174,7 @@ def _scratch(engine: Engine) -> Iterator[str]:
 
 
 def _prompt(engine: Engine, tokens: int) -> list[int]:
-    """Random tokens, which no cache can have."""
+    """Return random tokens, which are in no cache. Raises Failure if they do not fit in the model's context."""
     context = engine.spec.context
     if context and tokens + DECODED_TOKENS >= context:
         raise Failure(f"--tokens {tokens} leaves no room in a context of {context}")
@@ -180,7 +182,7 @@ def _prompt(engine: Engine, tokens: int) -> list[int]:
 
 
 def _about(pages: PageTier, url: str) -> str:
-    """Name and version of the server, or which there are. Raises Failure when none answers."""
+    """Return the version and address of the server, or the addresses of several. Raises Failure if none answers."""
     where = shown(url)
     if names_several(url):
         servers = pages.servers()
@@ -197,7 +199,7 @@ def _about(pages: PageTier, url: str) -> str:
 
 
 def _ping(pages: PageTier) -> float:
-    """Seconds until a question is answered."""
+    """Return the median time of a small request, in seconds."""
     times = []
     for _ in range(PINGS):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Options that the commands which run an engine share."""
+"""Options shared by the commands that run an engine."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def import_engine() -> None:
 
 
 def store_url(text: str) -> str:
-    """The URL of a page server, or of several; a password that it lacks is taken from the environment."""
+    """Parse the URL of one page server or of several. A missing password is taken from the environment."""
     if not text.startswith(STORES):
         wanted = f"{', '.join(STORES[:-1])} or {STORES[-1]}"
         raise argparse.ArgumentTypeError(f"a store's URL begins with {wanted}, got {shown(text)!r}")
     try:
         url = with_credentials(text)
-        PageClient(url).close()  # it looks at the URL, and connects when it is asked for something
+        PageClient(url).close()  # raises for an invalid URL; connects only at the first request
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return url
@@ -149,7 +149,7 @@ def port(text: str) -> int:
 
 
 def utf8(text: str) -> str:
-    """A text of the command line, which Python decodes as ASCII in such a locale."""
+    """Decode an argument of the command line as UTF-8, because Python decodes it as ASCII in an ASCII locale."""
     try:
         return text.encode("utf-8", "surrogateescape").decode()
     except UnicodeDecodeError as error:

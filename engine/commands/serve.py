@@ -59,7 +59,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
     """Serve until a signal arrives, then end the process."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _stop_at_once)  # until there are contexts to write
+            signal.signal(number, _stop_at_once)  # there is no context to save yet
     log_to_standard_error("%(asctime)s %(name)s: %(message)s")
     with _listen(args.host, args.port) as listener:
         import_engine()
@@ -91,7 +91,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
 
 
 def origin(text: str) -> str:
-    """The origin of a site, as browsers name it."""
+    """Parse the origin of a site as browsers send it: scheme, host and port."""
     given = text.lower()
     parts = urlsplit(given)
     if not parts.hostname or given not in (f"http://{parts.netloc}", f"https://{parts.netloc}"):

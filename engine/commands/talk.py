@@ -1,4 +1,4 @@
-"""`kvpage-engine generate` and `kvpage-engine chat`: ask an engine in this process."""
+"""`kvpage-engine generate` and `kvpage-engine chat`: prompts to an engine in this process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from engine.scheduling.request import Token, TokenReceiver
     from engine.startup import Engine
 
-if TYPE_CHECKING:
-    from engine.agent_engine import Answer
-    from engine.startup import Engine
-
 # -- Asking an engine in this process, one prompt at a time ------------------------------------------------------------
 
 
@@ -39,7 +35,7 @@ def ask(
     continues: bool = False,
     on_token: TokenReceiver | None = None,
 ) -> Answer:
-    """The answer to one prompt. Raises Failure with the engine's error."""
+    """Run the engine until one prompt is answered, and return the answer. Raises Failure with the engine's error."""
     answers: list[Answer] = []
     errors: list[Exception] = []
     engine.agents.submit(
@@ -115,7 +111,7 @@ def add_to(commands: Any) -> None:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Print the answer on stdout, and the reuse on stderr. Returns 1 if its context could not be saved."""
+    """Print the answer on stdout, and the reuse on stderr. Return 1 if its context could not be saved."""
     prompt = _read(sys.stdin.read) if args.prompt == "-" else args.prompt
     if not prompt:
         raise Failure("the prompt is empty")
@@ -131,7 +127,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Answer lines of stdin until it ends. Returns 1 if the context could not be saved."""
+    """Answer lines of stdin until it ends. Return 1 if the context could not be saved."""
     from engine.generation.text import rendering, template_writes_space
 
     messages = _transcript(args)
@@ -175,7 +171,7 @@ def _read(read: Callable[[], str]) -> str:
 
 
 def _line() -> str:
-    """The next line that is not blank; "" at the end of the input."""
+    """Return the next line that is not blank; "" at the end of the input."""
     try:
         while True:
             line = _read(lambda: input("> " if sys.stdin.isatty() else ""))

@@ -1,6 +1,8 @@
-"""Runs a module that ends with its input: ``python tethered.py MODULE ARGUMENTS``. It never outlives its starter.
+"""Wrapper that runs a Python module, and ends the process when its standard input ends, so that it never outlives its
+parent: ``python exit_with_parent.py MODULE ARGUMENTS``.
 
-Run by its path, not as a part of `engine`, so that a server does not load what MLX needs.
+The parent runs this file by its path, because an import from `engine` would load OpenBLAS and tune malloc for MLX,
+which a page server does not need.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from kvpage_server.system.terminal import table_of
 
-# -- Asks a serving engine one question, and measures the answer -------------------------------------------------------
+# -- A question to a serving engine, and the measurements of its answer ------------------------------------------------
 
 MAX_TOKENS = 24
 ANSWER_SECONDS = 300.0  # without a byte
@@ -42,13 +42,13 @@ class Turn:
     text: str
     prompt_tokens: int
     tokens_reused: int  # of the prompt
-    tier: str  # where they were found
-    first_token: float  # seconds from the question to the first of the answer, as the client sees it
-    why: str | None = None  # reason, when less was found
+    tier: str  # the tier that had them
+    first_token: float  # seconds from the request to the first token of the answer, measured by the client
+    why: str | None = None  # why fewer tokens were reused; None if the store had all
 
 
 def ask_api(url: str, model: str, messages: Messages) -> Turn:
-    """The likeliest next message, streamed. Raises OSError when the engine does not answer."""
+    """Request the likeliest next message as a stream, and measure it. Raises OSError if the engine does not answer."""
     body = {
         "model": model,
         "messages": messages,
@@ -75,7 +75,7 @@ def ask_api(url: str, model: str, messages: Messages) -> Turn:
 
 
 def save(url: str) -> None:
-    """Wait until the context is saved. Raises OSError."""
+    """Wait until the engine has no dirty context. Raises OSError if it does not answer or needs over ANSWER_SECONDS."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
         with urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as reply:
@@ -89,10 +89,10 @@ def save(url: str) -> None:
 
 START_SECONDS = 30.0  # for the store
 STOP_SECONDS = 10.0
-# OpenBLAS's threads wait for one another: on a busy machine, several would measure the other load.
+# OpenBLAS's threads wait for one another, so the times of several threads would depend on other load of the machine.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-MODEL = "smollm2"  # its name for clients
-TETHERED = str(Path(__file__).with_name("tethered.py"))
+MODEL = "smollm2"  # the model's name for clients
+EXIT_WITH_PARENT = str(Path(__file__).with_name("exit_with_parent.py"))
 
 
 class ProcessError(RuntimeError):
@@ -112,7 +112,7 @@ class Process:
         return self.popen.poll() is not None
 
     def failure(self) -> ProcessError:
-        """The error to raise when it fails."""
+        """Return the error for this process, with the last line of its stderr."""
         self.log.seek(0)
         lines = self.log.read().strip().splitlines() or ["it said nothing"]
         return ProcessError(f"{self.name}: {lines[-1]}")
@@ -122,8 +122,8 @@ class Process:
 def _running(name: str, *command: str) -> Iterator[Process]:
     """Run Python with these arguments, and stop it at the end of the block.
 
-    The process has its own session, so that Ctrl-C reaches only this one, which then stops it. If this process is
-    killed, the other's stdin ends, and it exits by itself.
+    The child has its own session, so Ctrl-C reaches only the parent, which then stops the child. If the parent is
+    killed, the child's stdin ends, and the child exits (see `exit_with_parent`).
     """
     with (
         TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
@@ -151,7 +151,7 @@ class Store:
     """A page server in a process of its own."""
 
     url: str
-    page: str  # for a browser
+    page: str  # URL of its web page
 
 
 @contextmanager
@@ -163,7 +163,9 @@ def running_store() -> Iterator[Store]:
     token = secrets.token_urlsafe(24)
     with (
         TemporaryDirectory() as directory,
-        _running("the store", "-P", TETHERED, "kvpage_server.app", _with(token, directory), *options) as process,
+        _running(
+            "the store", "-P", EXIT_WITH_PARENT, "kvpage_server.app", _with(token, directory), *options
+        ) as process,
     ):
         deadline = time.monotonic() + START_SECONDS
         while not listens(port):
@@ -174,14 +176,15 @@ def running_store() -> Iterator[Store]:
 
 
 def _with(token: str, directory: str) -> str:
-    """A configuration file in a private directory: every user of the machine can read a process's arguments."""
+    """Write the token to a file in a private directory, because every user of the machine can read a process's
+    arguments."""
     file = Path(directory, "store.conf")
     file.write_text(f"web-token {token}\ndir {directory}\n", encoding="utf-8")
     return str(file)
 
 
 def listens(port: int) -> bool:
-    """Whether somebody takes connections on `port`."""
+    """Return whether a process accepts connections on `port` of this machine."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
@@ -192,7 +195,7 @@ class EngineProcess:
     """An engine in a process of its own."""
 
     process: Process
-    model: str  # as it is served
+    model: str  # its name in requests
 
     @property
     def pid(self) -> int:
@@ -200,7 +203,7 @@ class EngineProcess:
 
     @cached_property
     def url(self) -> str:
-        """Its URL; waits until it serves. Raises ProcessError if it could not load the model, or has ended."""
+        """Its URL. Waits until the engine serves; raises ProcessError if the engine ends before that."""
         stdout = self.process.popen.stdout
         assert stdout
         _, served, url = stdout.readline().partition(" is served on ")
@@ -209,7 +212,7 @@ class EngineProcess:
         return url.strip()
 
     def answer(self, messages: Messages) -> Turn:
-        """Its answer to a conversation. Raises ProcessError."""
+        """Send a conversation, and return the answer. Raises ProcessError."""
         url = self.url
         with self._failing():
             return ask_api(url, self.model, messages)
@@ -233,7 +236,7 @@ class EngineProcess:
 def running_engine(name: str, model: str, store: str | None = None) -> Iterator[EngineProcess]:
     """Run an engine that keeps its contexts in `store`, or only in its memory."""
     options = ["--model", model, "--port", "0", "--name", MODEL, *(["--store", store] if store else [])]
-    with _running(name, "-P", TETHERED, "engine.cli", "serve", *options) as process:
+    with _running(name, "-P", EXIT_WITH_PARENT, "engine.cli", "serve", *options) as process:
         yield EngineProcess(process, MODEL)
 
 
@@ -242,17 +245,17 @@ QUESTIONS = (
     "What are the words that every keeper says?",
     "What is the name of the supply boat?",
 )
-ENGINES = ("A", "B", "A, restarted")  # who answers them
-REUSED = 0.95  # of every prompt but the first, at least
-SOONER = 10.0  # times, at least
+ENGINES = ("A", "B", "A, restarted")  # the engine that answers each question
+REUSED = 0.95  # least share of each later prompt that is reused
+SOONER = 10.0  # least ratio of the first turn's time to first token to the last turn's
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Measurements."""
+    """Measurements of both conversations."""
 
-    moved: tuple[Turn, ...]  # from engine to engine
-    uninterrupted: tuple[Turn, ...]  # at one
+    moved: tuple[Turn, ...]  # turns of the conversation that moves between engines
+    uninterrupted: tuple[Turn, ...]  # turns of the same conversation at one engine
 
     @property
     def reused(self) -> float:
@@ -261,7 +264,7 @@ class Outcome:
 
     @property
     def sooner(self) -> float:
-        """Return the ratio of the times to the first token of the first and the last turn, whose prompt is longer."""
+        """The ratio of the first turn's time to first token to the last turn's, whose prompt is longer."""
         return self.moved[0].first_token / self.moved[-1].first_token
 
     @property
@@ -270,7 +273,7 @@ class Outcome:
         return [turn.text for turn in self.moved] == [turn.text for turn in self.uninterrupted]
 
     def promises(self) -> dict[str, bool]:
-        """Each result as a sentence, and whether it keeps the promise."""
+        """Return each result as a sentence, with whether it reaches the promised value."""
         reasons = ", ".join(turn.why for turn in self.moved[1:] if turn.why)
         said = f"; the store: {reasons}" if reasons and self.reused < REUSED else ""
         return {
@@ -284,12 +287,12 @@ class Outcome:
 
 
 def share_reused(turn: Turn) -> float:
-    """The share of the prompt that was not computed."""
+    """Return the share of the prompt that was not computed."""
     return turn.tokens_reused / turn.prompt_tokens
 
 
 def run(model: str, console: Console) -> Outcome:
-    """Run both conversations, and report to `console`. Raises ProcessError."""
+    """Run both conversations, and print the progress on `console`. Raises ProcessError."""
     handbook = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")
     opening = [{"role": "system", "content": f"Answer from this handbook.\n\n{handbook}"}]
     with ExitStack() as stack:
@@ -319,7 +322,7 @@ def say(console: Console, who: str, what: str) -> None:
 
 
 def ask(engine: EngineProcess, messages: list[dict[str, str]], question: str, console: Console) -> Turn:
-    """Ask, show and return the answer; both are added to `messages`."""
+    """Ask a question, print and return the answer, and append both to `messages`."""
     messages.append({"role": "user", "content": question})
     with console.status(question):
         turn = engine.answer(messages)

@@ -1,4 +1,4 @@
-"""Blocks: the keys and values of a run of tokens, as they live in memory."""
+"""Blocks: the keys and values of a run of tokens, in memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
 
 
 def is_agent_id(name: str) -> bool:
-    """Whether it can name pages and files: see `RULE`."""
+    """Return whether `name` may be part of keys and file names: see `RULE`."""
     return bool(_AGENT_ID.match(name))
 
 
-Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
+Arrays = tuple[tuple[mx.array, ...], ...]  # [layer][plane] is [heads, rows, head_dim]; () for a layer without arrays
 
 
 class BlockError(ValueError):
@@ -36,7 +36,7 @@ class IncompatibleBlocksError(BlockError):
 
 
 def check_agent_id(agent_id: str) -> str:
-    """`agent_id` when it can name pages and files: 1 to 128 of ``A-Z a-z 0-9 . _ @ + = -``, no dot first."""
+    """Return `agent_id` if it satisfies `RULE`. Raises BlockError otherwise."""
     if not isinstance(agent_id, str) or not is_agent_id(agent_id):
         raise BlockError(f"{RULE}, got {agent_id!r:.200}")
     return agent_id
@@ -44,12 +44,12 @@ def check_agent_id(agent_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """`tokens` consecutive tokens in every layer. Never changed once made, so that holders can share it.
+    """The caches of `tokens` consecutive tokens in every layer. A block never changes, so that holders can share it.
 
     ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i keeps a row a token: keys
     (after rotary embedding), then values. It is empty for a layer that carries a state instead. ``state`` has the
     states after the block's last token; None if they were not taken there. ``inner[n]`` has the states after n of its
-    tokens, fewer than all: a prompt ends within a block.
+    tokens, fewer than all, because a prompt may end within a block.
     """
 
     block_id: int  # in the BlockPool
@@ -69,13 +69,13 @@ class KVBlock:
         return sum(array.nbytes for layer in (*self.layers, *chain(*self.states.values())) for array in layer)
 
     def with_state(self, after: int, state: Arrays) -> KVBlock:
-        """This block, with the state after `after` of its tokens."""
+        """Return a copy of this block with the state after `after` of its tokens."""
         if after == self.tokens:
             return replace(self, state=state)
         return replace(self, inner={**self.inner, after: state})
 
     def validate(self, spec: ModelCacheSpec, end: int) -> None:
-        """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` asks for.
+        """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` requires.
 
         `end` is the position after the block's last token.
         """
@@ -98,9 +98,10 @@ def _check(arrays: Arrays, shapes: Shapes, spec: ModelCacheSpec, what: str) -> N
 
 
 def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
-    """The arrays of `shapes` that `memory` holds, as bytes in canonical order. Evaluated; nothing is copied.
+    """Return the arrays of `shapes`, evaluated, as views of `memory`, which holds their bytes in canonical order.
 
-    Raises BlockError when `memory` has not the length that they have.
+    Only arrays at an address that is not aligned for their dtype are copied. Raises BlockError for a `memory` of
+    another length.
     """
     needed = sum(kept.nbytes for layer in shapes for kept in layer)
     if memory.size != needed:
@@ -113,7 +114,7 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
         stop = start + heads[-1] * rows * dim * dtype.itemsize
         part = memory[start:stop]
         if start % dtype.itemsize:
-            part = part + 0  # a copy, which begins where values of this dtype may
+            part = part + 0  # a copy, which is aligned for this dtype
         values = part.view(MLX_DTYPES[dtype]).reshape(heads[-1], rows, dim)
         arrays += mx.split(values, heads[:-1], axis=0)
         start = stop
@@ -123,7 +124,7 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
 
 
 def block_names(tokens: Sequence[int], spec: ModelCacheSpec, agent_id: str = "") -> tuple[str, ...]:
-    """The chain hashes of all blocks of an agent's `tokens`, including a partial last one."""
+    """Return the chain hashes of all blocks of an agent's `tokens`, including a partial last one."""
     chain = spec.chain(agent_id, tokens)
     names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, chain)
     if tail := tokens[len(names) * spec.block_tokens :]:
@@ -133,7 +134,7 @@ def block_names(tokens: Sequence[int], spec: ModelCacheSpec, agent_id: str = "")
 
 
 def states_of(blocks: Sequence[KVBlock]) -> dict[int, Arrays]:
-    """The states of consecutive blocks, the first of which begins a context, by position, in order."""
+    """Return the states of consecutive blocks from the beginning of a context, by position, in order."""
     starts = accumulate((block.tokens for block in blocks), initial=0)
     return {
         start + after: state
@@ -181,14 +182,14 @@ class AgentBlocks:
     def stored_states(self) -> list[int]:
         """The positions of the states that tiers below memory store.
 
-        A state within a block that is one token after another state is left out. It would spare one token, and
-        takes as many bytes as the other.
+        A state within a block that is one token after another state is left out. It would save the computation of one
+        token, and take as many bytes as the other.
         """
         taken, ends = self.states, {*self.ends}
         return [position for position in taken if position in ends or position - 1 not in taken]
 
     def reusable(self, spec: ModelCacheSpec, limit: int) -> int:
-        """How many of its first tokens, at most `limit`, a cache can be reconstructed with.
+        """Return the number of its first tokens, at most `limit`, with which a cache can be reconstructed.
 
         Any number where all layers keep a row a token; otherwise only up to a position whose state was taken.
         """
@@ -197,7 +198,8 @@ class AgentBlocks:
         return max((position for position in self.states if position <= limit), default=0)
 
     def reusable_for(self, spec: ModelCacheSpec, prompt: Sequence[int]) -> int:
-        """How many tokens of `prompt` need not be computed with these blocks; at least one is left."""
+        """Return the number of tokens of `prompt` that need not be computed with these blocks. At least one is left to
+        compute."""
         return self.reusable(spec, min(common_prefix(self.tokens, prompt), len(prompt) - 1))
 
     def validate(self, spec: ModelCacheSpec) -> None:

@@ -32,7 +32,7 @@ class _Node:
     block: KVBlock
     used: float = 0.0  # time.monotonic()
     stored: bool = False  # it was given to a tier below memory
-    label: str = ""  # how to show it to people, if it has no name and is not stored
+    label: str = ""  # text that shows it to people, if it has no name and is not stored
 
     @property
     def key(self) -> bytes:
@@ -40,13 +40,14 @@ class _Node:
         return bytes.fromhex(self.name)
 
     def usable(self, common: int, has_state: bool) -> int:
-        """How many of its first `common` tokens a prompt can reuse: up to a state, where layers carry one."""
+        """Return how many of its first `common` tokens a prompt can reuse: up to a state, where layers carry one."""
         if not has_state:
             return common
         return max((after for after in self.block.states if after <= common), default=0)
 
     def covers(self, other: _Node) -> bool:
-        """Whether it is as good as `other` for every prompt: it begins with the same tokens and has the same states."""
+        """Return whether it is as good as `other` for every prompt: it begins with the same tokens and has the same
+        states."""
         same = self.tokens[: len(other.tokens)] == other.tokens
         return same and self.block.states.keys() >= other.block.states.keys()
 
@@ -55,9 +56,9 @@ class ContextTree:
     """Contexts of one model in memory, at most `max_bytes` in their blocks.
 
     Each block has a reference in the pool, under HOLDER, so that a context outlives its agent. The eviction policy is
-    that of the page server, `allkeys-prefix`: the least valuable leaf is evicted first. A prompt is one use of every
-    block that it finds. A block that it adds was not used again yet. A partial block that a longer one contains is
-    dropped.
+    that of the page server, `allkeys-prefix`: the least valuable leaf is evicted first. A prompt counts as one use of
+    every block that it finds. A block that it adds counts as not reused yet. A partial block that a longer one contains
+    is dropped.
 
     Not thread-safe: its owner has a lock.
     """
@@ -68,18 +69,18 @@ class ContextTree:
         self._spec = spec
         self._pool = pool
         self._max_bytes = max_bytes
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _Node] = {}  # by chain hash
         self._children: dict[str, list[_Node]] = {}  # by the parent's name or the root, in the order of their tokens
-        self._order = Prefix()
-        # The last agent, its tokens and their names: a context is adopted, marked and labelled in a row.
+        self._order = Prefix()  # the eviction policy, with the same keys as the nodes
+        # The last result of `names`, with its arguments, because a context is adopted, marked and labelled in a row.
         self._named: tuple[str, Sequence[int], tuple[str, ...]] = "", (), ()
 
     def __len__(self) -> int:
-        """The number of blocks."""
+        """Return the number of blocks."""
         return len(self._nodes)
 
     def names(self, agent_id: str, tokens: Sequence[int]) -> tuple[str, ...]:
-        """The chain hashes of the blocks of the agent's `tokens`, including a partial last one."""
+        """Return the chain hashes of the blocks of the agent's `tokens`, including a partial last one."""
         agent, named, names = self._named
         if agent != agent_id or named is not tokens:
             names = block_names(tokens, self._spec, agent_id)
@@ -87,10 +88,10 @@ class ContextTree:
         return names
 
     def find(self, agent_id: str, tokens: Sequence[int]) -> AgentBlocks | None:
-        """The blocks with the longest beginning of `tokens` that can be reused. None if there is none.
+        """Return the blocks with the longest beginning of `tokens` that can be reused. None if there is none.
 
-        The last block may go on differently than `tokens`: `AgentBlocks.reusable_for` says how many tokens are of use.
-        The blocks are shared with the caller, under `agent_id`.
+        The last block may continue differently from `tokens`: `AgentBlocks.reusable_for` returns the number of usable
+        tokens. The blocks are shared with the caller, under `agent_id`.
         """
         path = self._path(self._spec.chain(agent_id, tokens), tuple(tokens))
         if not path:
@@ -104,7 +105,7 @@ class ContextTree:
         return AgentBlocks(agent_id, held, blocks, self._spec.fingerprint)
 
     def adopt(self, context: AgentBlocks) -> AgentBlocks:
-        """Add a context. Returns it with known blocks in place of its own.
+        """Add a context. Return it with known blocks in place of its own.
 
         The returned blocks are shared with the caller, under the agent's name. The caller still holds its own blocks.
         Raises ValueError if blocks of `context` were freed.
@@ -122,14 +123,15 @@ class ContextTree:
         return replace(context, blocks=tuple(blocks))
 
     def unstored(self, context: AgentBlocks) -> int:
-        """How many tokens of a context are in blocks that no tier below was given. It may have left the tree."""
+        """Return how many tokens of a context are in blocks that no tier below was given, or that have left the
+        tree."""
         names = self.names(context.agent_id, context.tokens)
         nodes = (self._nodes.get(name) for name in names)
         pairs = zip(nodes, context.blocks, strict=True)
         return sum(block.tokens for node, block in pairs if not (node and node.stored))
 
     def stored_reach(self, agent_id: str, tokens: Sequence[int]) -> int:
-        """How many of the first `tokens` are in blocks that a tier below was given."""
+        """Return how many of the first `tokens` are in blocks that a tier below was given."""
         chain, path = self._spec.chain(agent_id, tokens), list[_Node]()
         while (node := self._child(self._parent(chain, path), self._rest(tokens, path))) and node.stored:
             path.append(node)
@@ -146,23 +148,23 @@ class ContextTree:
                 node.stored = True
 
     def label(self, context: AgentBlocks, label: str) -> None:
-        """Note how to show a context to people if it is stored later."""
+        """Set the text that shows a context to people, for the case that it is stored later."""
         if node := self._nodes.get(self.names(context.agent_id, context.tokens)[-1]):
             node.label = label
 
     def label_of(self, context: AgentBlocks) -> str:
-        """How to show a context of the tree to people; empty if that is not known."""
+        """Return the text that shows a context of the tree to people; empty if there is none."""
         node = self._nodes.get(self.names(context.agent_id, context.tokens)[-1])
         return node.label if node else ""
 
     @property
     def idle(self) -> float | None:
-        """Seconds since the last use of the block that is to go next; None when empty."""
+        """Seconds since the last use of the block that is evicted next; None when empty."""
         victim = self._victim
         return None if victim is None else time.monotonic() - victim.used
 
     def evict(self) -> bool:
-        """Drop the leaf that is worth least; whether there was one."""
+        """Evict the least valuable leaf. Return whether there was one."""
         victim = self._victim
         if victim is None:
             return False
@@ -190,7 +192,7 @@ class ContextTree:
     # -- searching -------------------------------------------------------------------------------------------------
 
     def _path(self, chain: Chain, prompt: tuple[int, ...]) -> list[_Node]:
-        """The nodes from the root on with the longest usable beginning of `prompt`, without its last token."""
+        """Return the nodes from the root on with the longest usable beginning of `prompt`, without its last token."""
         size, limit = self._spec.block_tokens, len(prompt) - 1
         path: list[_Node] = []
         while len(path) * size < limit:
@@ -199,7 +201,8 @@ class ContextTree:
             if node is None:
                 break
             path.append(node)
-        # Full blocks match so far. The next block may match in part. If no state was kept there, one before it is used.
+        # Full blocks match so far. The next block may match in part. If no state was kept there, an earlier state is
+        # used.
         for depth in range(len(path), -1, -1):
             parent = self._parent(chain, path[:depth])
             if found := self._nearest(parent, prompt[depth * size : limit][:size]):
@@ -209,21 +212,22 @@ class ContextTree:
         return []
 
     def _parent(self, chain: Chain, path: Sequence[_Node]) -> str:
-        """The parent of the node that follows a path."""
+        """Return the parent of the node that follows a path."""
         return chain.parent(len(path), path[-1].name if path else None)
 
     def _rest(self, tokens: Sequence[int], path: Sequence[_Node]) -> tuple[int, ...]:
-        """The tokens of the block that follows a path."""
+        """Return the tokens of the block that follows a path."""
         start = len(path) * self._spec.block_tokens
         return tuple(tokens[start : start + self._spec.block_tokens])
 
     def _child(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
-        """The child with exactly these tokens."""
+        """Return the child with exactly these tokens."""
         at, siblings = self._place(parent, tokens)
         return siblings[at] if at < len(siblings) and siblings[at].tokens == tokens else None
 
     def _nearest(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
-        """The child of which most of `tokens` can be reused, rather one that is stored; None if nothing can."""
+        """Return the child of which most of `tokens` can be reused, preferably a stored one; None if none can be
+        reused."""
         best, nearest = 0, None
         for side in self._sides(parent, tokens):
             for node in side:
@@ -236,7 +240,7 @@ class ContextTree:
         return nearest
 
     def _sides(self, parent: str, tokens: tuple[int, ...]) -> tuple[list[_Node], list[_Node]]:
-        """The children after and before `tokens` in order, those with most tokens in common first."""
+        """Return the children after and before `tokens` in order, those with most tokens in common first."""
         at, siblings = self._place(parent, tokens)
         return siblings[at : at + MOST_NEIGHBOURS], siblings[max(0, at - MOST_NEIGHBOURS) : at][::-1]
 
@@ -247,16 +251,17 @@ class ContextTree:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def _known(self, node: _Node) -> _Node:
-        """The node of this name in the tree, if it has the same states."""
+        """Return the node of this name in the tree if it covers `node`, otherwise `node`."""
         known = self._nodes.get(node.name)
         return known if known and known.covers(node) else node
 
     def _put(self, node: _Node) -> _Node:
-        """Add a node, in place of one with this name, unless only that one can be continued from its end. Returns the
+        """Add a node, in place of one with this name, unless only that one can be continued from its end. Return the
         node in the tree, which is a longer one if that covers it."""
         known = self._nodes.get(node.name)
         if known and (known.covers(node) or (known.block.state is not None and node.block.state is None)):
             return known
+        # A longer sibling may cover this node, and this node may cover shorter siblings.
         longer, shorter = self._sides(node.parent, node.tokens)
         if known:
             node.used, node.stored = known.used, known.stored and known.block.states == node.block.states
@@ -276,7 +281,8 @@ class ContextTree:
         return node
 
     def _drop(self, node: _Node) -> None:
-        """Remove a node, of which the eviction policy does not know any more."""
+        """Remove a node from the tree. The caller removes its key from the eviction policy, or adds a node with this
+        key."""
         del self._nodes[node.name]
         at, siblings = self._place(node.parent, node.tokens)
         del siblings[at]
@@ -286,8 +292,8 @@ class ContextTree:
         self._pool.free([node.block.block_id], HOLDER)
 
     def _add(self, path: Sequence[_Node]) -> None:
-        """Add a context's blocks. Only new ones count as used, and as used again if they replace a shorter one: then
-        somebody goes on with this context."""
+        """Add a context's blocks. Only new ones count as used, and as used again if they replace a shorter one: then a
+        client continues this context."""
         size = len(self._nodes)
         put = list(map(self._put, path))
         new = [node for node in put if node.key not in self._order]
@@ -305,7 +311,7 @@ class ContextTree:
 
     @property
     def _victim(self) -> _Node | None:
-        """The node that is to go next."""
+        """The node that is evicted next; None when empty."""
         victim = next(self._order.victims(), None)
         if victim is None:
             return None

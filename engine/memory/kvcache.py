@@ -1,4 +1,4 @@
-"""Blocks to mlx-lm caches and back, bit for bit."""
+"""Conversion of blocks to mlx-lm's caches and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Cache = list[Any]  # a cache of mlx-lm's for each layer
 
 
 def empty(spec: ModelCacheSpec) -> Cache:
-    """Caches, one a layer, without a token."""
+    """Return empty caches, one for each layer."""
     return assemble(spec.nesting, (layer.empty() for layer in spec.layers))
 
 
 def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
-    """`cache`, as the model makes it, with those layers quantised that are so in `spec`."""
+    """Return `cache`, which the model has made, with the layers quantised that are quantised in `spec`."""
     return assemble(
         spec.nesting,
         (
@@ -34,7 +34,7 @@ def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
 
 
 def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:
-    """Caches, one a layer, with the first `tokens` tokens of `blocks`.
+    """Return caches, one for each layer, with the first `tokens` tokens of `blocks`.
 
     Lazy: each block is copied once, in the model's first step. Raises BlockError if the blocks hold fewer tokens or,
     where layers carry a state, if none was taken at `tokens`.
@@ -61,7 +61,7 @@ def _state_at(blocks: Sequence[KVBlock], tokens: int) -> Arrays:
 
 
 def capture(spec: ModelCacheSpec, cache: Sequence[Any]) -> Arrays:
-    """Copies, evaluated, of the states in `cache`, which holds one sequence, after its last token."""
+    """Return evaluated copies of the states in `cache`, which holds one sequence, after its last token."""
     state = tuple(
         layer.capture(held) if isinstance(layer, StateLayer) else ()
         for layer, held in zip(spec.layers, parts(cache), strict=True)
@@ -80,12 +80,12 @@ def extract(
     *,
     full: bool = False,
 ) -> tuple[KVBlock, ...]:
-    """Blocks with copies of the tokens from `start` to `tokens`, evaluated. The last one may be short.
+    """Return blocks with evaluated copies of the tokens from `start` to `tokens`. The last block may be partial.
 
     `cache` holds one sequence of `tokens` tokens, ``[1, heads, >= tokens, dim]`` per plane; further rows are ignored.
-    `block_ids`, one for each block, name them in the pool. Where layers carry a state, blocks get those of `states`, by
-    position, that were captured in them, and the last block the present one. With `full`, only full blocks are made,
-    and the present state is left out.
+    `block_ids`, one for each block, name them in the pool. Where layers carry a state, each block gets the `states`, by
+    position, that were captured in it, and the last block the current state. With `full`, only full blocks are made,
+    and the current state is left out.
 
     Raises BlockError for a wrong number of ids, for a layer that is missing, of another kind or geometry, or of another
     number of tokens, and for a `start` within a block; CacheStateError for a cache that was trimmed too far.
@@ -109,7 +109,7 @@ def extract(
 
 
 def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> list[Arrays]:
-    """Lazy copies of the rows between each two neighbours of `edges`."""
+    """Return lazy copies of the rows between each two neighbours of `edges`."""
     held = [
         layer.arrays(part) if isinstance(layer, TokenLayer) else ()
         for layer, part in zip(spec.layers, parts(cache), strict=True)
@@ -119,7 +119,7 @@ def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> lis
 
 
 def _check(spec: ModelCacheSpec, cache: Sequence[Any], tokens: int) -> None:
-    """Raise BlockError unless all layers are there, of their kind, and hold `tokens` tokens."""
+    """Raise BlockError unless all layers are present, of their kind, and hold `tokens` tokens."""
     held = parts(cache)
     if len(held) != len(spec.layers):
         raise BlockError(f"a cache of {spec.model_id!r} has {len(spec.layers)} layers, got {len(held)}")

@@ -146,7 +146,7 @@ CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset)
 COMPILED = type(nn.silu)  # the type of a function compiled by mx.compile
 FOREIGN = (types.BuiltinFunctionType, type(mx.exp))  # functions in other languages than Python
 
-# the objects that an object refers to now, and those that it referred to before
+# the objects that an object refers to now, and the objects that it referred to before
 Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]
 
 

@@ -58,7 +58,7 @@ class Variable:
 
 
 def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> dict[str, Variable]:
-    """Return all variables of a graph by name, including those that `assign` declares.
+    """Return all variables of a graph by name, including variables that `assign` declares.
 
     Raises DeclarationError, UnknownNameError, DTypeError or DimError with the declaration's place, and DeviceError for
     f64 on a GPU.

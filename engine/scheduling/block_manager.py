@@ -13,17 +13,17 @@ from engine.spec import ModelCacheSpec
 
 
 class BlockManager:
-    """Reserves the blocks that an answer may need, makes them from its cache, and frees the rest."""
+    """Manager of requests' blocks: reserves them for an answer, fills them from its cache, frees unused ones."""
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, state_budget: int) -> None:
-        """`state_budget`: bytes of a prompt's states, without its last one and the answer's."""
+        """Set the budget: `state_budget` bytes of a prompt's states, without its last state and the answer's."""
         self.spec = spec
         self.pool = pool
         self._state_budget = state_budget
 
     def checkpoints(self, start: int, tokens: int, thought: int | None) -> list[int]:
-        """The positions in a prompt, from `start`, at which to keep the state: ends of blocks, and the position before
-        the `thought` that the prompt opens, if it opens one."""
+        """Return the positions in a prompt, from `start`, at which to keep the state: ends of blocks, and the position
+        before the `thought` that the prompt opens, if it opens one."""
         if not self.spec.has_state:
             return []
         ends = self._checkpoints(start, tokens)
@@ -31,15 +31,16 @@ class BlockManager:
         return sorted([*ends, thought]) if thought is not None and opened else ends
 
     def _checkpoints(self, start: int, tokens: int) -> list[int]:
-        """Ends of blocks within the budget, evenly in the prompt."""
+        """Return ends of blocks, spread evenly over the prompt, as many as the budget allows."""
         size = self.spec.block_tokens
         ends = range((start // size + 1) * size, tokens, size)
         count = min(len(ends), self._budgeted(tokens))
         return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
 
     def spare_states(self, checkpoints: int, shared: Sequence[KVBlock], carried: int, tokens: int) -> int:
-        """How many more states a prompt of `tokens` tokens may keep: of those `carried` in the caller's cache behind
-        the `shared` blocks, and the one at the prompt's end. Those in shared blocks count."""
+        """Return how many states a prompt of `tokens` tokens may keep in addition to its checkpoints: of those
+        `carried` in the caller's cache after the `shared` blocks, and the state at the prompt's end. States in shared
+        blocks count."""
         if not self.spec.has_state:
             return 0
         left = self._budgeted(tokens) - checkpoints - sum(len(block.states) for block in shared)
@@ -82,7 +83,7 @@ class BlockManager:
         request.shared, request.reserved = (*request.shared, *made), others
 
     def make_context(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
-        """The context after an answer: its shared blocks, and new ones in the blocks reserved at submit."""
+        """Return the context after an answer: its shared blocks, and new blocks under the ids reserved at submit."""
         kept = len(request.shared)
         needed = self.spec.blocks_for(len(tokens)) - kept
         ids, surplus = request.reserved[:needed], request.reserved[needed:]
@@ -96,13 +97,13 @@ class BlockManager:
         self.pool.free(request.held, request.agent_id)
 
     def _budgeted(self, tokens: int) -> int:
-        """How many states of a prompt of so many tokens are within the budget."""
+        """Return the number of states of a prompt of `tokens` tokens that fit in the budget."""
         return self._state_budget // self.spec.state_nbytes(tokens)
 
     def _needed(self, capacity: int, shared: int, states: int) -> tuple[int, int]:
-        """`states` are those within the budget."""
+        """Return the blocks and bytes of a context of `capacity` tokens after `shared` blocks, with `states` states."""
         if self.spec.refusal:
             return 0, 0
         rows = capacity - shared * self.spec.block_tokens
-        nbytes = (states + 2) * self.spec.state_nbytes(capacity)  # and the last of the prompt, and the answer's
+        nbytes = (states + 2) * self.spec.state_nbytes(capacity)  # with the prompt's last state and the answer's
         return self.spec.blocks_for(capacity) - shared, rows * self.spec.token_nbytes + nbytes

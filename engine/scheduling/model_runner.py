@@ -1,4 +1,4 @@
-"""Runs the model, in mlx-lm's batches where they are right."""
+"""The model runner: runs a model in mlx-lm's batches, or prompt by prompt where batches give other results."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from engine.scheduling.request import Request
 from engine.spec import ModelCacheSpec
 from kvpage_server.tracing import is_seen, span
 
-# -- Notices when a model is no longer the one that was probed ---------------------------------------------------------
+# -- Detection of a model that has changed since it was probed ---------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """Compares the model's objects one by one, and hashes it again only when one has changed."""
+    """Detector of a changed model. It compares the model's objects, and hashes the model only if one has changed."""
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec) -> None:
         self._model = model
         self._spec = spec
-        self._identity: Identity | None = None  # as seen last; None if unknown
+        self._identity: Identity | None = None  # of the last hash; None if unknown
         self._same = not spec.refusal
         if not spec.refusal:
             self._look()
 
     def same(self) -> bool:
-        """Whether the model computes the same as the probed one; False if unknown."""
+        """Return whether the model computes the same as the probed one; False if unknown."""
         if not self._spec.refusal and not (self._identity and self._identity.holds()):
             self._look()
         return self._same
 
     def forget(self) -> None:
-        """Hash all of the model again at the next question."""
+        """Make the next call of `same` hash the whole model again."""
         self._identity = None
 
     def _look(self) -> None:
@@ -58,7 +58,7 @@ class ModelWatch:
 
 
 class ModelRunner:
-    """Runs requests, under uids of its own, step by step. After a failed step call `restart`."""
+    """Executor of requests, step by step, under its own uids. After a failed step, call `restart`."""
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec, stop_tokens: Any, prefill_chunk: int) -> None:
         self._model = model
@@ -68,7 +68,7 @@ class ModelRunner:
         self._generator = self._new_generator()
 
     def insert(self, request: Request) -> int:
-        """Add a request, in segments that end at its checkpoints; returns its uid."""
+        """Add a request, in segments that end at its checkpoints, and return its uid."""
         ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
         (uid,) = self._generator.insert_segments(
             [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
@@ -80,21 +80,22 @@ class ModelRunner:
         return int(uid)
 
     def takes_one_pass(self, reused: int, tokens: int) -> bool:
-        """Whether a prompt of so many tokens, of which some are reused, may be computed in one pass."""
+        """Return whether a prompt of so many tokens, of which some are reused, may be computed in one pass."""
         return self._spec.resumes and reused > 0 and tokens - reused <= SHORT_TOKENS
 
     def step(self) -> tuple[list[Any], list[Any]]:
-        """Advance every prompt by a chunk and every answer by a token; mlx-lm's responses for both."""
+        """Advance every prompt by a chunk and every answer by a token. Return mlx-lm's responses for both."""
         prompts, tokens = self._generator.next()
         return prompts, tokens
 
     def extract(self, uid: int) -> tuple[Cache, list[int]]:
-        """The cache of a request, and the tokens that it holds. Raises KeyError for one that is complete."""
+        """Return the cache of a request, and the tokens that the cache holds. Raises KeyError if the request is
+        complete."""
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return cache, tokens
 
     def held(self, uid: int) -> tuple[Cache, list[int]] | None:
-        """The same as `extract`; None for a request that was complete with its first token."""
+        """Return the same as `extract`, or None for a request that was complete with its first token."""
         found: tuple[Cache, list[int]] | None = self._generator.extract_cache([uid]).get(uid)
         return found
 
@@ -112,7 +113,7 @@ class ModelRunner:
         self._generator.close()
 
     def cache(self, blocks: AgentBlocks | None, tokens: int) -> Cache:
-        """A cache with the first `tokens` tokens of `blocks`, or an empty one."""
+        """Return a cache with the first `tokens` tokens of `blocks`, or an empty cache."""
         if blocks and tokens:
             with span("kvpage.assemble") as seen:
                 if is_seen(seen):

@@ -20,7 +20,7 @@ from engine.spec import ModelCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How prompts are run."""
+    """Settings of the batch engine."""
 
     prefill_chunk: int = 512  # tokens of a prompt in one step
     state_budget: int = 64 << 20  # bytes of a prompt's states, without its last one and the answer's
@@ -43,7 +43,7 @@ class Token:
     token: int
     text: str  # text completed by it; "" within a character or a possible stop string
     ends_text: bool  # the model's end of text, which is not part of the answer
-    logprob: float | None = None  # natural logarithm; None unless asked for
+    logprob: float | None = None  # natural logarithm; None unless requested
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and their logprobs, the likeliest first
 
 
@@ -53,7 +53,7 @@ PromptReceiver = Callable[[AgentBlocks], None]
 
 @dataclass(frozen=True, slots=True)
 class CompletedGeneration:
-    """A finished answer, and the context to go on from."""
+    """A finished answer, and its context."""
 
     uid: int
     agent_id: str
@@ -87,13 +87,13 @@ class Request:
     submitted: float  # time.perf_counter(), as the following
     on_token: TokenReceiver | None
     on_prompt: PromptReceiver | None  # None once it was called
-    logprobs: int  # number of likeliest tokens asked for
+    logprobs: int  # number of likeliest tokens to report
     reserved: list[int] = field(default_factory=list)  # ids of the blocks to be made
-    promised: int = 0  # bytes, for all of them
+    promised: int = 0  # bytes reserved for all of them
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)  # the answer
     first_token: float = 0.0
-    states: dict[int, Arrays] = field(default_factory=dict)  # by position: of the caller's cache, and those passed
+    states: dict[int, Arrays] = field(default_factory=dict)  # by position: from the caller's cache, and captured since
     not_kept: str | None = None  # why its context will not be kept
 
     @property
@@ -107,7 +107,7 @@ class Request:
         return [*(block.block_id for block in self.shared), *self.reserved]
 
     def kept_states(self) -> dict[int, Arrays]:
-        """The states to keep: those at checkpoints, the last one within the prompt, and the youngest others."""
+        """Return the states to keep: those at checkpoints, the last one within the prompt, and the youngest others."""
         others = sorted(self.states.keys() - {*self.checkpoints}, reverse=True)
         last = [position for position in others if position < len(self.prompt)][:1]
         spare = [position for position in others if position not in last][: self.spare_states]
@@ -115,12 +115,12 @@ class Request:
         return {position: state for position, state in self.states.items() if position in kept}
 
     def full_blocks(self, spec: ModelCacheSpec) -> AgentBlocks:
-        """The full blocks of its prompt made so far."""
+        """Return the full blocks of its prompt made so far."""
         tokens = tuple(self.prompt[: len(self.shared) * spec.block_tokens])
         return AgentBlocks(self.agent_id, tokens, self.shared, spec.fingerprint)
 
     def add(self, token: int, *, ends: bool) -> None:
-        """Add a token; one that `ends` the text is not part of it."""
+        """Add a token to the answer, unless it `ends` the text."""
         self.first_token = self.first_token or time.perf_counter()
         if not ends:
             self.tokens.append(token)

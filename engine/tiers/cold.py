@@ -17,9 +17,9 @@ with their description in the metadata, all of it text:
     kv_bits and kv_group_size ("" unless quantised); as JSON model_tag (n_layers, n_kv_heads, head_dim, block_tokens),
     layers (the kind of each), tokens (their ids) and states (the positions at which one was taken)
 
-A file appears whole or not at all: it is written under another name, flushed, renamed, and the directory flushed. It is
-used if agent, model, geometry and all shapes are right, which is checked before a tensor is read, and if the digest of
-the whole file is right.
+A file is replaced atomically: it is written under another name, synchronised and renamed, and the directory is
+synchronised. It is used if agent, model, geometry and all shapes are right, which is checked before a tensor is read,
+and if the digest of the whole file is right.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ VERSION = "1"
 DIRECTORY = Path("~/.agent_memory/caches")
 SUFFIX = ".safetensors"
 NAMES = ("k_layer_{}", "v_layer_{}", "k_layer_{}_scales", "k_layer_{}_biases", "v_layer_{}_scales", "v_layer_{}_biases")
-MAX_TOKENS = 2_000_000  # of a context; a header has no room for more
-_STRIP_COLUMNS = 16  # columns that are transposed at once: their cache lines stay in the CPU's cache
+MAX_TOKENS = 2_000_000  # of a context; the largest header allows no more
+_STRIP_COLUMNS = 16  # columns that are transposed together: their cache lines stay in the CPU's cache
 
 
 class _Place(NamedTuple):
@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Keys and values that are not packed have the tokens last."""
+        """Whether the tensor has the tokens last: keys and values that are not packed."""
         return self.state_at is None and self.kept.plane.kv_type <= KVType.V and self.kept.plane.dtype != DType.UINT32
 
     @property
@@ -92,7 +92,7 @@ class _GivenUpError(Exception):
 
 
 class SafetensorsCacheAdapter:
-    """Saves contexts to safetensors files and loads them. Any threads may load at once, and one save.
+    """Store of contexts in safetensors files. Several threads may load at the same time, and one may save.
 
     An unusable file is a miss, and a failed write leaves the previous file. The reason is counted: ``absent`` there is
     no file, or it does not start with the prompt; ``version``, ``agent``, ``fingerprint`` it has another format, agent
@@ -101,7 +101,7 @@ class SafetensorsCacheAdapter:
     """
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, directory: Path = DIRECTORY) -> None:
-        """Makes the directory, and removes files that a crash left half written. Raises OSError."""
+        """Create the directory, and remove files that a crash left half written. Raises OSError."""
         self.misses: Counter[str] = Counter()  # loads that found nothing, by reason
         self.unsaved: Counter[str] = Counter()  # saves that failed, by reason
         self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
@@ -113,19 +113,19 @@ class SafetensorsCacheAdapter:
         remove_unfinished(self._directory)
 
     def agents(self) -> list[str]:
-        """The agents that have a file, for any model."""
+        """Return the agents that have a file, for any model."""
         names = (path.name.removesuffix(SUFFIX) for path in self._directory.glob(f"[!.]*{SUFFIX}"))
-        return sorted(filter(is_agent_id, names))  # other files may lie there, too
+        return sorted(filter(is_agent_id, names))  # the directory may have other files
 
     def has(self, agent_id: str) -> bool:
-        """Whether the agent has a file, for any model."""
+        """Return whether the agent has a file, for any model."""
         return self._path(agent_id).exists()
 
     def save(self, context: AgentBlocks) -> int | None:
-        """Write a context in place of the agent's last one; the file's size, or None if it failed.
+        """Write a context in place of the agent's last one. Return the file's size, or None if the write failed.
 
-        An empty context, of an answer that was not kept, changes nothing: 0.
-        Raises IncompatibleBlocksError for blocks of another model.
+        Return 0, without a change, for an empty context, of an answer that was not kept. Raises IncompatibleBlocksError
+        for blocks of another model.
         """
         context.validate(self._spec)
         if not context.blocks:
@@ -171,7 +171,7 @@ class SafetensorsCacheAdapter:
             return None, reason
 
     def reach(self, agent_id: str, tokens: Sequence[int] | None = None) -> int:
-        """How many of `tokens` the agent's file has, by its header alone. Counts no miss."""
+        """Return how many of `tokens` the agent's file has, according to its header. Counts no miss."""
         try:
             with _open(self._path(agent_id)) as file:
                 return _reach(self._spec, *_check(self._spec, agent_id, TensorReader(file)), tokens)
@@ -179,11 +179,11 @@ class SafetensorsCacheAdapter:
             return 0
 
     def delete(self, agent_id: str) -> bool:
-        """Remove the agent's context; whether there was one. Raises OSError when it cannot be removed."""
+        """Delete the agent's file. Return whether there was one. Raises OSError if it cannot be deleted."""
         return remove(self._path(agent_id))
 
     def _path(self, agent_id: str) -> Path:
-        """Raises BlockError for a bad agent id."""
+        """Return the path of the agent's file. Raises BlockError for an invalid agent id."""
         return self._directory / f"{check_agent_id(agent_id)}{SUFFIX}"
 
     def _load(
@@ -230,7 +230,7 @@ def _metadata(spec: ModelCacheSpec, context: AgentBlocks, states: Sequence[int])
 
 
 def _places(spec: ModelCacheSpec, tokens: int, states: Sequence[int]) -> list[_Place]:
-    """The tensors of a context of so many tokens, in the file's order."""
+    """Return the tensors of a context of `tokens` tokens, in the file's order."""
     shapes = [(spec.token_shapes(tokens), None), *((spec.state_shapes(end), end) for end in states)]
     return [
         _Place(i, number, kept, end)
@@ -241,7 +241,8 @@ def _places(spec: ModelCacheSpec, tokens: int, states: Sequence[int]) -> list[_P
 
 
 def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[tuple[int, ...], list[int]]:
-    """The stored tokens and where states were taken. Raises Miss unless the file is `agent_id`'s and the model's."""
+    """Return the stored tokens and the positions of states. Raises Miss unless the file is `agent_id`'s and the
+    model's."""
     expected = {"version": VERSION, "agent_id": agent_id, "fingerprint": f"{spec.fingerprint:016x}"}
     for name, value in expected.items():
         if reader.metadata.get(name) != value:
@@ -263,7 +264,7 @@ def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[t
 
 
 def _numbers(text: str) -> list[int]:
-    """A JSON list of integers. Raises ValueError or RecursionError for anything else."""
+    """Parse a JSON list of integers. Raises ValueError or RecursionError for anything else."""
     bounded.check(text.encode(errors="replace"), containers=1, strings=0, values=MAX_TOKENS)
     numbers = json.loads(text)
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
@@ -272,7 +273,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open to read, without waiting if it is a pipe."""
+    """Open a file to read, without blocking if it is a pipe."""
     return cast(BinaryIO, open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)))
 
 
@@ -285,7 +286,7 @@ def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], w
 
 
 def _body(place: _Place, context: AgentBlocks, states: Mapping[int, Arrays]) -> Bits:
-    """The array of this tensor, as the file has it."""
+    """Return the values of a tensor in the file's layout."""
     if place.state_at is not None:
         return _bits(states[place.state_at][place.layer][place.number])
     parts = [_bits(block.layers[place.layer][place.number]) for block in context.blocks]
@@ -306,9 +307,9 @@ def _blocks(
     states: Sequence[int],
     reach: int,
 ) -> tuple[KVBlock, ...]:
-    """Blocks of the first `reach` tokens."""
+    """Return blocks of the first `reach` tokens."""
     edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
-    layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # a block, a layer, a plane
+    layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # [block][layer][plane]
     taken: dict[int, list[list[mx.array]]] = {position: [[] for _ in spec.layers] for position in states}
     for place, body in zip(
         _places(spec, len(stored), states), bodies, strict=True
@@ -346,12 +347,12 @@ def _frozen(layers: Sequence[Sequence[mx.array]]) -> Arrays:
 
 
 def _bits(array: mx.array) -> Bits:
-    """An evaluated, contiguous array's values as unsigned integers, in its own memory."""
+    """Return a view of an evaluated, contiguous array's values as unsigned integers."""
     return np.frombuffer(memoryview(cast(Any, array)).cast("B"), f"u{array.itemsize}").reshape(array.shape)
 
 
 def _transpose(matrices: Bits, into: Bits | None = None) -> Bits:
-    """``[heads, a, b]`` as ``[heads, b, a]``."""
+    """Return ``[heads, a, b]`` as ``[heads, b, a]``, in `into` if given."""
     heads, height, width = matrices.shape
     result = np.empty((heads, width, height), matrices.dtype) if into is None else into
     for start in range(0, height, _STRIP_COLUMNS):

@@ -39,27 +39,28 @@ class Publication:
         return sum(block.nbytes for block in self.context.blocks)
 
     def end(self) -> None:
-        """Call `over`, without the lock."""
+        """Call `over`, if it was not called before. The lock must not be held."""
         over, self.over = self.over, None
         if over:
             over()
 
     def covers(self, other: Publication) -> bool:
-        """Whether every prompt that can reuse `other` can reuse as much of this context."""
+        """Return whether every prompt that can reuse `other` can reuse as much of this context."""
         ours, theirs = self.context, other.context
         same = self.owner == other.owner and ours.tokens[: len(theirs)] == theirs.tokens
         return same and set(theirs.stored_states) <= set(ours.stored_states)
 
 
 class Flusher:
-    """One thread that writes dirty contexts, one at a time.
+    """The thread that writes dirty contexts, one at a time.
 
-    The order: contexts that leave memory; then, to the page server, the one dirty for longest; then, to its file, one
-    unused for IDLE_SECONDS, so that a busy agent's file is not written every turn. There is no queue of copies: the
-    agent's entry in the hot tier is written, so a newer context replaces an older one that waits.
+    The order: publications; contexts that leave memory; then, to the page server, the context that has been dirty for
+    longest; then, to its file, a context that was not used for IDLE_SECONDS, so that a busy agent's file is not written
+    every turn. There is no queue of copies: the agent's entry in the hot tier is written, so a newer context replaces
+    an older one that waits.
 
-    While the page server fails, contexts go to their files at once, and stay dirty for the server. Contexts without a
-    name wait for it in memory that nobody else needs.
+    While the page server fails, contexts are written to their files without this delay, and stay dirty for the server.
+    Contexts without a name wait for the server, in memory that is freed if other contexts need it.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Flusher:
         tally: Tally,
         max_prompt_bytes: int,
     ) -> None:
-        """`changed` is the lock of `hot`. It is notified when a context becomes dirty, and when one has been written.
-        At most `max_prompt_bytes` of prompts wait to be published."""
+        """Start the thread, if there is a tier to write to. `changed` is the lock of `hot`. It is notified when a
+        context becomes dirty, and when a context has been written. At most `max_prompt_bytes` of prompts wait to be
+        published."""
         self.lost = 0  # contexts without a name that were dropped while the page server failed
         self._hot = hot
         self._changed = changed
@@ -80,7 +82,7 @@ class Flusher:
         self._tally = tally
         self._max_prompt_bytes = max_prompt_bytes
         self._save: dict[Below, Save] = {}
-        self._prompts: deque[Publication] = deque()
+        self._prompts: deque[Publication] = deque()  # waiting for the page server, the oldest first
         self._pages = pages
         self._failures: dict[Below, Callable[[], str | None]] = {}  # the reason for which a tier's last save failed
         self._reported: set[Below] = set()  # tiers whose failure is logged
@@ -90,8 +92,8 @@ class Flusher:
         if cold:
             self._failures["cold"] = lambda: cold.save_failure
             self._save["cold"] = cold.save
-        self._failed: dict[Below, float] = {}  # when a failed tier is tried again
-        self._writing = threading.Lock()
+        self._failed: dict[Below, float] = {}  # by tier: the time.monotonic() of the next try
+        self._writing = threading.Lock()  # held during a write
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvpage-flush", daemon=True)
         if self._save:
@@ -114,15 +116,15 @@ class Flusher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the write under way, and begin no other within this context."""
+        """Wait for the write in progress, and begin no other within this context."""
         with self._writing:
             yield
 
     def publish(self, publication: Publication) -> None:
-        """Write the blocks of a prompt before anything else. Takes over the caller's references.
+        """Queue the blocks of a prompt, which are written before anything else. Takes over the caller's references.
 
         Skipped if too much waits already. While the server fails, the beginning of a named agent's context is skipped,
-        since the agent's own context is written later, and older contexts make room for a newer one.
+        because the agent's own context is written later, and older contexts are dropped in favour of a newer one.
         """
         failing = False
         with self._changed:
@@ -141,7 +143,7 @@ class Flusher:
             publication.end()
 
     def abandon_prompt(self) -> bool:
-        """Drop the context without a name that has waited longest for a server that fails. Returns whether there was
+        """Drop the context without a name that has waited longest for a server that fails. Return whether there was
         one. Called with the lock held."""
         if not self._prompts or "page" not in self._failed:
             return False
@@ -150,7 +152,7 @@ class Flusher:
         return True
 
     def end_prompts(self) -> int:
-        """Drop all contexts without a name that wait. Returns their number."""
+        """Drop all contexts without a name that wait. Return their number."""
         with self._changed:
             count = len(self._prompts)
             while self._prompts:
@@ -161,7 +163,7 @@ class Flusher:
         self._pool.free(publication.context.block_ids, publication.context.agent_id)
 
     def _wait_for_server(self, publication: Publication) -> bool:
-        """Put a context behind the others that wait for a server that fails. Returns whether it waits now.
+        """Append a context to the queue while the server fails. Return whether it waits now.
 
         Called with the lock held. A context that another one covers does not wait separately.
         """
@@ -229,9 +231,9 @@ class Flusher:
         return bool(self._prompts) and self._failed.get("page", 0.0) <= time.monotonic()
 
     def _publish(self, *, at_once: bool = False) -> bool:
-        """Write the blocks of the prompt that has waited longest. Returns whether to go on with the next one.
+        """Write the blocks of the prompt that has waited longest. Return whether to continue with the next one.
 
-        `at_once`: also if the server has just failed.
+        With `at_once`, also write if the server failed less than RETRY_SECONDS ago.
         """
         assert self._pages or not self._prompts
         with self._writing:
@@ -271,7 +273,7 @@ class Flusher:
         return written
 
     def _due(self) -> tuple[str, Below] | None:
-        """The agent whose context is to be written now, and the tier."""
+        """Return the agent and the tier of the next write; None if none is due."""
         now = time.monotonic()
         due = [(entry, tier) for entry, tier in self._owed() if self._when(entry, tier) <= now]
         if not due:
@@ -280,7 +282,7 @@ class Flusher:
         return entry.context.agent_id, tier
 
     def _pause(self) -> float | None:
-        """Seconds until the next write; None while nothing waits."""
+        """Return the seconds until the next write; None while nothing waits."""
         times = [self._when(entry, tier) for entry, tier in self._owed()]
         times += [self._failed.get("page", 0.0)] if self._prompts else []
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -289,11 +291,12 @@ class Flusher:
         return ((entry, tier) for entry in self._hot for tier in entry.owed)
 
     def _when(self, entry: CacheEntry, tier: Below) -> float:
+        """Return the time.monotonic() from which an entry may be written to a tier."""
         at_once = tier == "page" or entry.leaving or "page" in self._failed
         return max(0.0 if at_once else entry.used + IDLE_SECONDS, self._failed.get(tier, 0.0))
 
     def _write(self, agent_id: str, tier: Below) -> bool:
-        """Write the agent's context to a tier, if that is still due; False when it failed."""
+        """Write the agent's context to a tier, if the tier still lacks it. Return False if the write failed."""
         with self._writing:
             with self._changed:
                 entry = self._hot.look(agent_id)
@@ -310,7 +313,7 @@ class Flusher:
         return nbytes is not None
 
     def _try(self, tier: Below, save: Save, context: AgentBlocks) -> int | None:
-        """The number of bytes written; None when it failed. Frees the context."""
+        """Save a context, and free its blocks. Return the number of bytes written, or None if the save failed."""
         start = time.perf_counter()
         nbytes = None
         try:

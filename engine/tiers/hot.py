@@ -1,4 +1,5 @@
-"""The hot tier: contexts that are live in memory. The least recently used leave first, once they are written."""
+"""The hot tier: agents' contexts in memory. The least recently used is evicted first, and dropped once it is
+written."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class HotTier:
     Pinned contexts count, and are not evicted.
 
     A dirty context that is evicted stays, marked as leaving and no longer counted, until it is written. At most
-    `max_leaving` bytes may be leaving. Beyond that nothing dirty is evicted, and the tier exceeds its limits until
-    something is written. Only a context that no tier can take is dropped unwritten, and counted in `lost`.
+    `max_leaving` bytes may be leaving. Beyond that nothing dirty is evicted, and the tier exceeds its limits until a
+    context is written. Only a context that no tier can take is dropped unwritten, and counted in `lost`.
 
     Not thread-safe: its owner has a lock.
     """
@@ -56,7 +57,7 @@ class HotTier:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[CacheEntry]:
-        """The least recently used first."""
+        """Iterate over the entries, the least recently used first. The tier may be changed meanwhile."""
         return iter(list(self._entries.values()))
 
     @property
@@ -71,11 +72,11 @@ class HotTier:
         return time.monotonic() - oldest.used if oldest else None
 
     def look(self, agent_id: str) -> CacheEntry | None:
-        """The agent's entry. Does not count as a use."""
+        """Return the agent's entry, without a use of it."""
         return self._entries.get(agent_id)
 
     def use(self, agent_id: str) -> CacheEntry | None:
-        """The agent's entry, made the most recently used. An entry that was leaving stays."""
+        """Return the agent's entry, and make it the most recently used. An entry that was leaving stays."""
         entry = self._entries.get(agent_id)
         if entry:
             self._entries.move_to_end(agent_id)
@@ -99,7 +100,7 @@ class HotTier:
         self._entries[context.agent_id] = entry
 
     def drop(self, agent_id: str) -> bool:
-        """Drop the agent's context, written or not; whether there was one."""
+        """Drop the agent's context, written or not. Return whether there was one."""
         entry = self._entries.pop(agent_id, None)
         if entry:
             self.pool.free(entry.context.block_ids, agent_id)
@@ -111,7 +112,7 @@ class HotTier:
             pass
 
     def evict(self, stuck: Collection[Below]) -> bool:
-        """Evict the least recently used context that may go; whether there was one."""
+        """Evict the least recently used context that may be evicted. Return whether there was one."""
         for entry in self:
             if not entry.pinned and not entry.leaving and self._let_go(entry, stuck):
                 self.evictions += 1
@@ -119,7 +120,7 @@ class HotTier:
         return False
 
     def abandon(self, stuck: Collection[Below]) -> bool:
-        """Drop one leaving context that no tier can take now; whether there was one."""
+        """Drop one leaving context that no tier can take now. Return whether there was one."""
         stranded = next((entry for entry in self if entry.leaving and entry.owed <= set(stuck)), None)
         if stranded is None:
             return False
@@ -129,7 +130,8 @@ class HotTier:
         return self.drop(stranded.context.agent_id)
 
     def coming(self, stuck: Collection[Below]) -> dict[int, int]:
-        """Bytes of the blocks that will be free once leaving contexts are written, unless others hold them."""
+        """Return the bytes, by block id, that will be free once leaving contexts are written, unless others hold the
+        blocks."""
         return _sizes([entry for entry in self if entry.leaving and not entry.owed <= set(stuck)])
 
     def drop_clean(self) -> None:
@@ -149,6 +151,7 @@ class HotTier:
             self.drop(entry.context.agent_id)
 
     def _let_go(self, entry: CacheEntry, stuck: Collection[Below]) -> bool:
+        """Drop a clean entry, or mark a dirty one as leaving. Return False if too many bytes are leaving already."""
         if not entry.owed:
             return self.drop(entry.context.agent_id)
         while leaving := [other for other in self if other.leaving]:
@@ -165,6 +168,7 @@ class HotTier:
 
 
 def _sizes(entries: Collection[CacheEntry]) -> dict[int, int]:
+    """Return the bytes of the entries' blocks by id, so that a shared block counts once."""
     sizes: dict[int, int] = {}
     for entry in entries:
         sizes |= entry.sizes

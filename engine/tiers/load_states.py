@@ -18,7 +18,7 @@ Its agent's file::
     READING | -      | -          | DONE
     DONE    | -      | -          | -
 
-How long the load still waits for the page server::
+The wait of the load for the page server::
 
     patience | HEDGE_TIMER | DEADLINE
     ---------+-------------+---------
@@ -34,7 +34,7 @@ from typing import TypeVar
 
 
 class LoadState(Enum):
-    """Where a load is."""
+    """State of a load."""
 
     WAITING = auto()  # for the page server or the file
     SETTLED = auto()  # the available blocks can be taken
@@ -52,7 +52,7 @@ class FileState(Enum):
 
 
 class Patience(Enum):
-    """How long the load has taken."""
+    """State of the wait for the page server."""
 
     FRESH = auto()
     LATE = auto()  # the file is read in addition to the page server

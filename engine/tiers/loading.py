@@ -26,21 +26,21 @@ HEDGE_AFTER_SECONDS = 0.5
 class Loaded:
     """Result of a load."""
 
-    blocks: AgentBlocks | None  # the receiver's to free, under its agent's name; None on a miss
+    blocks: AgentBlocks | None  # freed by the receiver, under its agent's name; None on a miss
     tier: Tier
     reach: int  # tokens of the prompt that needn't be computed
-    why: str | None  # the reason of a miss, or why there is not more
+    why: str | None  # the reason of a miss, or of a result shorter than the prompt
     seconds: float
     own: bool  # whether it is of the agent's own context
 
     @property
     def nbytes(self) -> int:
-        """Return the size of its blocks."""
+        """The bytes of its blocks."""
         return sum(block.nbytes for block in self.blocks.blocks) if self.blocks else 0
 
     @property
     def unanswered(self) -> bool:
-        """Whether the page server failed to answer, or was not asked because it had failed before."""
+        """Whether the page server failed to answer, or got no request because it had failed before."""
         return self.why == "open" or self.why in FAILING
 
 
@@ -65,7 +65,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class LoadSources:
-    """Where contexts are loaded from."""
+    """Sources of contexts below memory, and shared parts of loads."""
 
     spec: ModelCacheSpec
     pool: BlockPool
@@ -73,28 +73,28 @@ class LoadSources:
     cold: SafetensorsCacheAdapter | None
     readers: Executor  # threads that read files
     tally: Tally
-    make_room: Callable[[int], object]  # for a context of so many tokens
+    make_room: Callable[[int], object]  # evicts from memory for a context of so many tokens
 
 
 @dataclass(slots=True)
 class _File:
-    """The agent's file, as far as it is known."""
+    """State of the agent's file in a load."""
 
     state: FileState
-    tokens: int = 0  # of use, according to its header
+    tokens: int = 0  # usable tokens, according to its header
     found: AgentBlocks | None = None
-    why: str | None = None  # reason why it was of no use
+    why: str | None = None  # reason for which it is unusable
     hedged: bool = False  # it was read while the page server could still answer
 
 
 class Loading:
-    """A load under way. It holds blocks until `result` or `cancel` is called.
+    """A load in progress. It holds blocks until `result` or `cancel` is called.
 
     The page server is queried for blocks that memory lacks. Meanwhile the header of the agent's file is read. The file
     itself is read if it has more than the server, or if the server has not delivered after HEDGE_AFTER_SECONDS; then
-    the first of the two is taken and the other cancelled. If memory has most of the prompt, the load ends at that
-    point. After its time limit a load takes the received blocks, and the engine computes the rest. Its states are in
-    `load_states`.
+    the first of the two is taken and the other cancelled. If memory has at least half of the prompt, and the file has
+    no more, the load ends at that point. After its time limit a load takes the received blocks, and the engine computes
+    the rest. Its states are in `load_states`.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Loading:
         came: Callable[[Loaded, Sequence[int] | None], None],
         within: float,
     ) -> None:
-        """`came` is called with the result and the tokens, before the caller gets the result. `within` is the time
-        limit in seconds; if it is 0, only `memory` is used.
+        """Begin the load. `came` is called with the result and the tokens, before the caller gets the result. `within`
+        is the time limit in seconds; if it is 0, only `memory` is used.
         """
         self._ways = ways
         self._agent_id = wanted.agent_id
@@ -115,14 +115,14 @@ class Loading:
         self._came = came
         self._named = wanted.named
         self._started = time.perf_counter()
-        self._settled: Future[float] = Future()  # the seconds that it took
+        self._settled: Future[float] = Future()  # seconds from its begin to SETTLED
         self._loaded: Loaded | None = None
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # of all fields below
         self._state = LoadState.WAITING
         self._patience = Patience.FRESH
         self._file = _File(FileState.LOOKING if ways.cold and wanted.named and within > 0 else FileState.DONE)
         self._fetch: Fetch | None = None
-        # The fetch has the same limit, and ends by itself. A file is not waited for.
+        # The fetch has the same limit, and ends by itself. After the deadline, the load does not wait for the file.
         self._timers = [
             threading.Timer(seconds, self._grow_impatient, [event])
             for seconds, event in ((HEDGE_AFTER_SECONDS, LoadEvent.HEDGE_TIMER), (within, LoadEvent.DEADLINE))
@@ -134,15 +134,15 @@ class Loading:
         self._go_on()
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether `result` returns without waiting."""
         return self._settled.done()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when done, on any thread; at once if it is done already."""
+        """Call `callback` when the load is done, on any thread; immediately if it is done already."""
         self._settled.add_done_callback(lambda _: callback())
 
     def result(self, timeout: float | None = None) -> Loaded:
-        """Wait for the result, and return it. Makes arrays, so only the thread that owns MLX may call it.
+        """Wait for the result, and return it. Creates arrays, so only the thread that owns MLX may call it.
 
         Raises TimeoutError after `timeout` seconds, and CancelledError after `cancel`.
         """
@@ -164,7 +164,7 @@ class Loading:
         return self._loaded
 
     def cancel(self) -> None:
-        """Give up, and free all blocks. Does nothing after `result`."""
+        """Cancel the load, and free all blocks. Does nothing after `result`."""
         with self._lock:
             before, self._state = self._state, moved(self._state, LoadEvent.CANCEL)
             if self._state is before:
@@ -205,7 +205,7 @@ class Loading:
             timer.cancel()
 
     def _look(self) -> None:
-        """On a reader's thread: read the file's header."""
+        """Read the file's header, on a reader's thread."""
         assert self._ways.cold
         reach = self._ways.cold.reach(self._agent_id, self._tokens)
         with self._lock:
@@ -214,7 +214,7 @@ class Loading:
         self._go_on()
 
     def _read(self) -> None:
-        """On a reader's thread: load the file."""
+        """Load the file, on a reader's thread."""
         assert self._ways.cold
         if self._file.tokens:
             self._ways.tally.count("disk_loads")
@@ -231,7 +231,8 @@ class Loading:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Called when something has changed. Settles, begins to read the file, or goes on waiting."""
+        """Settle the load, begin to read the file, or continue to wait. Called after each change of a source or of the
+        patience."""
         with self._lock:
             if self._state is not LoadState.WAITING or not self._has_enough():
                 return
@@ -240,9 +241,10 @@ class Loading:
         self._settled.set_result(time.perf_counter() - self._started)
 
     def _has_enough(self) -> bool:
-        """Whether to settle now; begins to read the file when that is worth it."""
+        """Return whether to settle now. Begin to read the file when it has more than the other sources."""
         file, late = self._file, self._patience is Patience.LATE
         fetched = self._fetch is None or self._fetch.done()
+        # The server is late, and memory has at least half of the prompt: the rest is computed instead.
         in_vain = late and self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
         best = max(self._memory.reach, self._fetch.reach if self._fetch and fetched else 0)
         if file.found or (self._patience is Patience.OVERDUE and fetched):
@@ -286,9 +288,9 @@ class Loading:
 def beginning(
     spec: ModelCacheSpec, context: AgentBlocks, tokens: Sequence[int] | None
 ) -> tuple[AgentBlocks | None, int]:
-    """The blocks of `context` that a prompt can use, and how many of its tokens need not be computed.
+    """Return the blocks of `context` that a prompt can use, and the number of its tokens that need not be computed.
 
-    At least one token of the prompt is left to compute. Without `tokens`: all of the context.
+    At least one token of the prompt is left to compute. Without `tokens`, return all of the context.
     """
     if tokens is None:
         return context, len(context)

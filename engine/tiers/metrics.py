@@ -1,4 +1,4 @@
-"""The counters of the store."""
+"""The counters of the store, and the statistics that an engine publishes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.tiers.server.manifest import WRITER
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer
 
-Tier = Literal["hot", "prefix", "page", "cold", "none"]  # where a context came from
+Tier = Literal["hot", "prefix", "page", "cold", "none"]  # the tier that a context was loaded from
 
 
 @dataclass(slots=True)
@@ -36,14 +36,14 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class PageServer:
-    """The state of the page server, and the rates from which load-or-recompute is decided."""
+    """State of the page server, and the rates for the choice between fetching and computing."""
 
     misses: Mapping[str, int]  # by reason; loads that found only a part count, too
     unsaved: Mapping[str, int]  # writes that failed, by reason
     unasked: Mapping[str, int]  # other requests that failed, by reason
     fetched: int  # loads for which fetching was estimated to be faster
     recomputed: int  # loads for which computing was
-    link_rate: float | None  # bytes a second; None if not measured lately
+    link_rate: float | None  # bytes a second; None without a recent measurement
     latency: float | None  # seconds
     prefill_rate: float | None  # tokens a second
     breaker: str  # "closed", "open" or "half-open"
@@ -79,30 +79,30 @@ class StoreMetrics:
     cold: Traffic
     misses: Mapping[str, int]  # loads that found nothing, by reason
     disk_loads: int  # cold files read, used or not
-    evictions: int  # contexts that left memory
+    evictions: int  # contexts evicted from memory
     dirty_flushes: int  # contexts written to all their tiers
     lost: int  # contexts dropped because no tier could take them
     unsaved: Mapping[str, int]  # writes that failed, by tier; they are tried again
     hedges: int  # cold loads that started because a fetch was slow
-    hedges_won: int  # of these, how often the file was there first
+    hedges_won: int  # of these, loads whose result was the file
     published: int  # prompts whose blocks were written before their answer was complete
     unnamed_written: int  # contexts without a name that were given to the page server
-    unnamed_left: int  # contexts without a name that are not worth it
+    unnamed_left: int  # contexts without a name that were not written
     hot_agents: int
     hot_bytes: int
     dirty_agents: int
     dirty_bytes: int
     prefix_blocks: int
     prefix_bytes: int
-    prefix_hits: int  # prompts whose prefix memory had, used or not
+    prefix_hits: int  # prompts whose prefix was in memory, used or not
     server: PageServer | None  # None without one
-    cold_misses: Mapping[str, int]  # files that were of no use, by reason
+    cold_misses: Mapping[str, int]  # loads of files that found nothing, by reason
     cold_unsaved: Mapping[str, int]  # files that could not be written, by reason
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts events. Thread-safe."""
+    """Counters of events. Thread-safe."""
 
     traffic: dict[str, Traffic] = field(
         default_factory=lambda: {t: Traffic() for t in ("hot", "prefix", "page", "cold")}
@@ -110,7 +110,7 @@ class Tally:
     misses: Counter[str] = field(default_factory=Counter)
     unsaved: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)  # of prompts, by where they were found
+    tokens: Counter[str] = field(default_factory=Counter)  # of prompts, by the tier that had them; "none": computed
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, event: str) -> None:
@@ -181,13 +181,12 @@ class Tally:
 
 # -- statistics channel ------------------------------------------------------------------------------------------------
 #
-# Statistics of this engine for the viewers of its page server: its name, and the tokens that each tier has spared it.
-#
-# The engine publishes a JSON object every few seconds, which is not stored. The channel is that of the user as which
-# the engine has logged in, so that this user can read it; without a user, it is the channel of all engines. Each
-# message is also the heartbeat by which an idle engine notices that the server is away, or that it is back.
+# Statistics of this engine for the viewers of its page server: its name, and the tokens that each tier has supplied.
+# The engine publishes a JSON object every few seconds, which is not stored. The channel is that of the engine's ACL
+# user, so that this user can read it; without a user, it is the channel of all engines. Each message is also the
+# heartbeat by which an idle engine notices an outage of the server, and its end.
 
-CHANNEL = "kvpage:engines"  # a user's own is followed by ":" and the user's name
+CHANNEL = "kvpage:engines"  # the channel of a user has ":" and the user's name appended
 EVERY_SECONDS = 5.0
 MOST_LETTERS = 100  # of the model's name
 
@@ -239,4 +238,4 @@ async def _publish(connection: ServerConnection, channel: str, message: str) -> 
         try:
             raise outage
         finally:
-            del outage  # it has this frame
+            del outage  # its traceback has this frame: break the cycle

@@ -6,17 +6,17 @@ The keys::
     kv:{chain hash}:{layer}:{head}:1:{kv_type}   those of the state after it, where layers carry one
     seal:{chain hash}, state:{chain hash}        the digest of either, written after it: it is complete
     manifest:{agent}:{fingerprint}               tokens and names, of one model, written last of all
-    refs:{chain hash}                            how many manifests name it
-    label:{chain hash}                           how to show a block of a context without a name to people
-    tails:{chain hash}                           the blocks with which contexts without a name go on after it
-    claim:{chain hash}                           who computes it at the moment
+    refs:{chain hash}                            the number of manifests that name it
+    label:{chain hash}                           the text that shows a block of a context without a name to people
+    tails:{chain hash}                           the blocks with which contexts without a name continue after it
+    claim:{chain hash}                           the engine that computes it at the moment
 
 A chain hash names a block by its content and position. So agents with the same beginning share blocks, and a fork is
 just a manifest. Agents of different tenants have different names for everything.
 
 The server's checksum protects a page from its arrival on. The digest protects a whole block under its name, from the
 tensors of the engine that computed it to those of the engine that uses it. So pages that were changed, swapped or taken
-from elsewhere are found, wherever it happened. What does not match is a miss, with its reason.
+from elsewhere are detected, wherever the fault occurred. A mismatch is a miss, with its reason.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from kvpage_server.tracing import current, span
 
 T = TypeVar("T")
 Doing = Coroutine[Any, Any, T]
-RESTORE_SECONDS = 10.0
+RESTORE_SECONDS = 10.0  # default time limit of a load
 
 
 class References(Protocol):
-    """How manifests are written, and how unused blocks are found: on one server, or on several."""
+    """Operations on manifests that keep the references of blocks consistent, on one server or on several."""
 
     def save(
         self, to: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write, /
@@ -62,14 +62,14 @@ class References(Protocol):
         """Write blocks, then the agent's manifest of them."""
 
     def copy(self, on: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /) -> Doing[bool]:
-        """Give an agent the context of another. Returns whether there was one."""
+        """Give an agent the context of another. Return whether there was one."""
 
     def delete(self, on: ServerConnection, agent_id: str, /) -> Doing[bool]:
-        """Delete an agent's contexts, of any model. Returns whether there were any."""
+        """Delete an agent's contexts, of any model. Return whether there were any."""
 
 
 class PageTier:
-    """Saves contexts to a page server and loads them. Thread-safe. Its methods do not raise errors of the server.
+    """Store of contexts on a page server. Thread-safe. Its methods do not raise errors of the server.
 
     With a server that is slow, full, faulty or unavailable, a load finds less or nothing, and a save leaves the old
     state. The reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they
@@ -77,7 +77,7 @@ class PageTier:
     ``pool`` no blocks are free; ``recompute`` computing is faster than fetching; ``slow`` no reply in time; ``late``
     not everything within the limit of a load; ``down`` no connection; ``gone`` one of several servers does not answer;
     ``full`` the server has no memory left; ``garbled`` the reply is unreadable; ``refused`` the reply is an error;
-    ``open`` the server has failed so often that it was not asked.
+    ``open`` the circuit breaker is open, so no request was sent.
 
     With several servers, every name begins with a tag in braces, the same for four blocks of a prompt in a row. If one
     of the servers is unavailable, a save stores the blocks before the first one that belongs to it, for other prompts
@@ -94,10 +94,10 @@ class PageTier:
         restore_within: float | None = None,
         connections: int = 2,
     ) -> None:
-        """`url` is as for PageClient. `deadline` is in seconds, for a question or for a chunk of blocks (8 MiB, or one
-        block). `restore_within` limits a whole load, in seconds; by default 10, or twice the deadline if that is
-        longer. The deadline is shortened to half of it if it is longer. A load uses up to `connections` connections at
-        once.
+        """Create the tier for the server at `url`, which is as for PageClient. `deadline` is in seconds, for a request
+        or for a chunk of blocks (8 MiB, or one block). `restore_within` limits a whole load, in seconds; by default 10,
+        or twice the deadline if that is longer. The deadline is shortened to half of it if it is longer. A load uses up
+        to `connections` connections in parallel.
 
         Raises ValueError for an invalid URL, and for a time that is not more than 0.
         """
@@ -106,8 +106,8 @@ class PageTier:
             raise ValueError(f"a time must be more than 0 seconds, got {min(deadline, within)}")
         self.misses: Counter[str] = Counter()  # misses of loads, by reason
         self.unsaved: Counter[str] = Counter()  # failed writes, by reason
-        self.unasked: Counter[str] = Counter()  # failures of all other questions, by reason
-        self.loads: Counter[bool] = Counter()  # loads by whether it was decided to fetch
+        self.unasked: Counter[str] = Counter()  # failures of all other requests, by reason
+        self.loads: Counter[bool] = Counter()  # loads by the decision: True to fetch, False to compute
         self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
         self._spec = spec
         self._within = within
@@ -115,7 +115,7 @@ class PageTier:
         self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)
-        self._token = uuid.uuid4().hex  # marks our claims
+        self._token = uuid.uuid4().hex  # the value of this engine's claims
 
     @property
     def breaker(self) -> CircuitBreaker:
@@ -133,7 +133,7 @@ class PageTier:
         return self._connection.reachability.outage
 
     def do_in_background(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
-        """Start something in the background. It ends with the connections."""
+        """Run `work` in the background, until it ends or the tier is closed."""
         self._connection.begin(work(self._connection), lambda _: None)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class PageTier:
         beyond: int = 0,
         named: bool = True,
     ) -> Fetch:
-        """Begin to load; see `load`.
+        """Begin a load; see `load`.
 
         `held` are the first full blocks of `tokens`, if they are in memory: they are shared instead of fetched. Nothing
         is fetched unless it has more than the first `beyond` tokens. `within` is the time limit in seconds, by default
@@ -170,18 +170,18 @@ class PageTier:
     def load(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, held: Sequence[KVBlock] = ()
     ) -> AgentBlocks | None:
-        """The longest stored context that begins like `tokens`, or, without `tokens`, the agent's own context. It
-        consists of the blocks received within `restore_within` seconds.
+        """Return the longest stored context that begins like `tokens`, or, without `tokens`, the agent's own context.
+        It consists of the blocks received within `restore_within` seconds.
 
-        Its last block may go on differently than `tokens`; the engine's submit compares them. Its blocks are allocated
-        in the pool, and the caller frees them. None if nothing is usable.
+        Its last block may continue differently from `tokens`; the engine's submit compares them. Its blocks are
+        allocated in the pool, and the caller frees them. None if nothing is usable.
         """
         return self.fetch(agent_id, tokens, held=held).result()
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def save(self, context: AgentBlocks) -> Saved | None:
-        """Store a context: the missing blocks, then the agent's manifest. None if it failed.
+        """Store a context: the missing blocks, then the agent's manifest. Return None if it failed.
 
         An empty context changes nothing. Raises IncompatibleBlocksError for blocks of another model.
         """
@@ -198,9 +198,9 @@ class PageTier:
     def publish(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
         """Store a context without a name, for all prompts with this beginning. The agent's manifest stays.
 
-        A last block of a few tokens is left out (see `least_tail`). `label` is how `kvpage ls` shows the context. It is
-        None for a named agent's context: then only the full blocks are stored, and no record names them, since `delete`
-        could not remove their tokens from it.
+        A last block of a few tokens is left out (see `least_tail`). `label` is the text that `kvpage ls` shows for the
+        context. It is None for a named agent's context: then only the full blocks are stored, and no record names them,
+        since `delete` could not remove their tokens from it.
         """
         context.validate(self._spec)
         size = self._spec.block_tokens
@@ -235,6 +235,7 @@ class PageTier:
         return block_writer.parts_of(context, manifest.places(spec, together), manifest.inner_places(spec, together))
 
     async def _write(self, parts: block_writer.Parts) -> Saved:
+        """Write the parts that the server lacks. Raises an outage if all are missing and no server takes any."""
         missing = await block_writer.missing(self._connection, self._layout, list(parts))
         written = await block_writer.write(self._connection, self._layout, parts, missing)
         present = sum(not place.of_state for place in parts) - sum(not place.of_state for place in missing)
@@ -261,8 +262,8 @@ class PageTier:
     # -- agents ----------------------------------------------------------------------------------------------------
 
     def fork(self, agent_id: str, new_id: str) -> bool | None:
-        """Give `new_id` the context of `agent_id` in place of its own. Returns whether there was one, None without an
-        answer.
+        """Give `new_id` the context of `agent_id` in place of its own. Return whether there was one; None if the server
+        does not answer.
 
         Raises BlockError for agents of different tenants.
         """
@@ -271,31 +272,32 @@ class PageTier:
         return self._ask(self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint))
 
     def delete(self, agent_id: str) -> bool | None:
-        """Delete an agent's contexts, of any model, except blocks that others use. Returns whether there were any, None
-        without an answer: then they may still be there. This scans all keys of the server."""
+        """Delete an agent's contexts, of any model, except blocks that others use. Return whether there were any; None
+        if the server does not answer: then they may still be there. This scans all keys of the server."""
         return self._ask(self._references.delete(self._connection, check_agent_id(agent_id)))
 
     def agents(self) -> list[str]:
-        """The agents that have a context for this model."""
+        """Return the agents that have a context for this model."""
         return self._ask(reference_counts.agents(self._connection, self._spec.fingerprint)) or []
 
     def servers(self) -> list[str]:
-        """The several servers that are known at the moment."""
+        """Return the addresses of the servers that are known at the moment, if there are several."""
         return [str(node) for node in self._ask(self._connection.server.nodes()) or [] if node is not None]
 
     def has(self, agent_id: str) -> bool | None:
-        """Whether the agent has a context for this model; None without an answer. Does not count as a use, as no method
-        about agents does."""
+        """Return whether the agent has a context for this model; None if the server does not answer. Like all methods
+        about agents, this does not count as a use of keys."""
         found = self._ask(self._connection.look([Question(["EXISTS", self._key(agent_id)], up_to(1))]))
         return None if found is None else found == [1]
 
     def tokens_of(self, agent_id: str) -> int | None:
-        """The number of tokens in the agent's manifest; None without a context for this model."""
+        """Return the number of tokens in the agent's manifest; None without a context for this model."""
         manifest = self._ask(self._manifest(agent_id))
         return len(manifest.tokens) if manifest else None
 
     def is_whole(self, agent_id: str) -> bool | None:
-        """Whether the agent has a context for this model of which no block is missing; None without an answer."""
+        """Return whether the agent has a context for this model without a missing block; None if the server does not
+        answer."""
         return self._ask(self._is_whole(agent_id))
 
     async def _manifest(self, agent_id: str) -> ContextManifest | None:
@@ -315,11 +317,11 @@ class PageTier:
     def _key(self, agent_id: str) -> str:
         return manifest_key(check_agent_id(agent_id), self._spec.fingerprint)
 
-    # -- who computes what -----------------------------------------------------------------------------------------
+    # -- claims on blocks ------------------------------------------------------------------------------------------
 
     def sealed(self, names: Sequence[str], before: Sequence[str] = ()) -> int:
-        """How many of these blocks are stored, up to the first that is not. `before` are the prompt's blocks before
-        them."""
+        """Return the number of these blocks that are stored, up to the first that is not. `before` are the prompt's
+        blocks before them."""
         chain, size, together = [*before, *names], self._spec.block_tokens, self._layout.together
         tags = [tag_of(chain, len(before) + i, together) for i in range(len(names))]
         places = [BlockPlace(name, size, 0, tag=tag) for name, tag in zip(names, tags, strict=True)]
@@ -327,25 +329,25 @@ class PageTier:
         return 0 if missing is None else len(list(takewhile(lambda place: place not in missing, places)))
 
     def claim(self, name: str, seconds: float) -> bool:
-        """Claim that a block is computed here, for some seconds. False if somebody else has claimed it.
+        """Claim the computation of a block for some seconds. Return False if another engine has claimed it.
 
-        True if the server did not answer: then there is nobody to wait for.
+        Return True if the server did not answer, because then no engine can be waited for.
         """
         return self._ask(self._claim(_claim_key(name), _milliseconds(seconds))) is not False
 
     def renew(self, name: str, seconds: float) -> bool:
-        """Prolong our claim. Returns whether there still was one."""
+        """Prolong this engine's claim. Return whether it still had one."""
         return self._ask(self._change_claim(_claim_key(name), _milliseconds(seconds))) or False
 
     def release(self, name: str) -> bool:
-        """End our claim. Returns whether there still was one."""
+        """End this engine's claim. Return whether it still had one."""
         return self._ask(self._change_claim(_claim_key(name), 0)) or False
 
     async def _claim(self, key: str, milliseconds: int) -> bool:
         return await self._connection.ask_one(ok_or_not, "SET", key, self._token, "NX", "PX", milliseconds)
 
     async def _change_claim(self, key: str, milliseconds: int) -> bool:
-        """Set the time left of our claim, 0 to end it. Returns whether it was ours."""
+        """Set the time left of a claim, 0 to end it, if the claim is this engine's. Return whether it is."""
         ours = False
 
         def change(holder: bytes | None) -> list[Question]:
@@ -357,7 +359,7 @@ class PageTier:
         return ours
 
     def _ask(self, work: Doing[T]) -> T | None:
-        """The answer; None if there was none, and the reason is counted."""
+        """Return the result of `work`. Without an answer, count the reason and return None."""
         return self._attempt(work, self.unasked)
 
     def _attempt(self, work: Doing[T], failures: Counter[str]) -> T | None:

@@ -1,9 +1,9 @@
-"""Claims: a prefix that several prompts need at once is computed by one of them, while the others wait.
+"""Claims: a prefix that several prompts need at the same time is computed by one of them, while the others wait.
 
 A claim is on the first missing block of a prompt, by its chain hash. The agents of one engine queue for it. The first
 in each engine's queue asks the page server for a lease, which only one engine gets. Its holder renews it; if the holder
 dies, the lease expires and another engine takes it. A prompt waits until the block is published, and for at most
-PATIENCE_SECONDS. If the server does not answer, each engine computes on its own.
+PATIENCE_SECONDS. If the server does not answer, each engine computes the block.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.tiers.pages import PageTier
 
 State = Literal["mine", "wait", "proceed"]
 
-PATIENCE_SECONDS = 30.0  # longest wait for a prefix that another computes
-LEASE_SECONDS = 3.0  # after which a lease expires that was not renewed
+PATIENCE_SECONDS = 30.0  # longest wait for a prefix that another prompt computes
+LEASE_SECONDS = 3.0  # a lease that is not renewed expires after this time
 RENEWAL_SECONDS = LEASE_SECONDS / 3
-POLL_SECONDS = 0.05  # between two questions to the server
-ANSWER_SECONDS = 0.5  # for the server's first answer; then the claim is given
+POLL_SECONDS = 0.05  # between two requests to the server
+ANSWER_SECONDS = 0.5  # longest wait for the server's first reply; then the first prompt gets the claim
 
 
 class Claim:
@@ -41,7 +41,7 @@ class Claim:
         self._callbacks: list[Callable[[], object]] = []
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call it when the wait is over, on any thread; at once if it is over already."""
+        """Call `callback` when the wait is over, on any thread; immediately if it is over already."""
         with self._claims.lock:
             if self.state == "wait":
                 self._callbacks.append(callback)
@@ -49,7 +49,8 @@ class Claim:
         callback()
 
     def published(self) -> None:
-        """Tell the agents of this engine that the block is there. Other engines wait until `release`."""
+        """Let the other prompts of this engine proceed, because the block is in memory. Other engines wait until
+        `release`."""
         self._claims.published(self)
 
     def release(self) -> None:
@@ -57,7 +58,7 @@ class Claim:
         self._claims.release(self)
 
     def settle(self, state: State) -> list[Callable[[], object]]:
-        """End the wait, with the lock held; returns the callbacks, to be called without it."""
+        """End the wait, with the lock held. Return the callbacks, which are to be called without the lock."""
         self.state = state
         told, self._callbacks = self._callbacks, []
         return told
@@ -75,15 +76,15 @@ class _Queue:
     """The claims on one block, first in, first out. The first gets it when the server grants the lease."""
 
     def __init__(self, name: str, before: Sequence[str]) -> None:
-        """The block's name, and those of the prompt's blocks before it."""
+        """Set the chain hashes of the block, and of the prompt's blocks before it."""
         self.name, self.before = name, before
         self.claims: list[Claim] = []
         self.lease = Lease.UNKNOWN
-        self.asking = False  # the server is being asked
-        self.due = 0.0  # when to ask or to renew
+        self.asking = False  # a request about the block is in progress
+        self.due = 0.0  # time.monotonic() from which to request or to renew the lease
 
     def dismiss(self, claims: Iterable[Claim]) -> list[Callable[[], object]]:
-        """Remove claims; return the callbacks of the waiting ones."""
+        """Remove claims, and return the callbacks of waiting ones."""
         told = []
         for claim in claims:
             self.claims.remove(claim)
@@ -96,7 +97,7 @@ class _Queue:
         return [claim for claim in self.claims if claim.state == "wait"]
 
     def give(self) -> list[Callable[[], object]]:
-        """Give the first its claim; returns its callbacks."""
+        """Give the first prompt its claim, and return its callbacks."""
         return self.claims[0].settle("mine") if self.claims and self.claims[0].state == "wait" else []
 
 
@@ -104,11 +105,11 @@ class Claims:
     """The claims of an engine's agents. Thread-safe; no method but `close` waits for the server."""
 
     def __init__(self, spec: ModelCacheSpec, pages: PageTier | None) -> None:
-        """Without `pages` there are no other engines."""
-        self.lock = threading.Condition()
+        """Start the thread that requests leases. Without `pages` there are no other engines."""
+        self.lock = threading.Condition()  # of the queues and claims; notified when one changes
         self._spec = spec
         self._pages = pages
-        self._queues: dict[str, _Queue] = {}
+        self._queues: dict[str, _Queue] = {}  # by the block's chain hash
         self._closed = False
         self._server = ThreadPoolExecutor(1, "kvpage-claim")
         self._clock = threading.Thread(target=self._watch, name="kvpage-claims", daemon=True)
@@ -118,7 +119,7 @@ class Claims:
         """Claim the first full block of a prompt beyond its `known` first tokens.
 
         If all full blocks are known, nothing is claimed, and the state is ``proceed``. Without `answers` from the page
-        server, the first agent in this engine's queue gets the claim at once.
+        server, the first agent in this engine's queue gets the claim immediately.
         """
         size = self._spec.block_tokens
         end = (known // size + 1) * size
@@ -162,7 +163,7 @@ class Claims:
         self._server.shutdown()
 
     def _watch(self) -> None:
-        """On a thread of its own: ask, renew and give back when that is due."""
+        """Request, renew and release leases when that is due, on a thread of its own."""
         while True:
             told: list[Callable[[], object]] = []
             with self.lock:
@@ -175,6 +176,7 @@ class Claims:
             _tell(told)
 
     def _look_after(self, queue: _Queue, now: float) -> list[Callable[[], object]]:
+        """Start the request that is due for a queue, with the lock held. Return the callbacks of claims that end."""
         told = queue.dismiss([claim for claim in queue.waiting if now - claim.since > PATIENCE_SECONDS])
         if self._pages and not queue.asking:
             if queue.lease is Lease.OURS and not queue.claims:
@@ -190,7 +192,7 @@ class Claims:
         return told
 
     def _ask(self, question: Callable[[PageTier, _Queue], list[Callable[[], object]]], queue: _Queue) -> None:
-        """Ask the server on the other thread."""
+        """Send a request about a queue's lease, on the executor's thread."""
         pages = self._pages
         assert pages
 
@@ -211,7 +213,7 @@ class Claims:
 
     def _apply(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
         granted = pages.claim(queue.name, LEASE_SECONDS)
-        # Asked last: another may have published just before the lease was granted.
+        # Looked up after the claim, because another engine may have published just before the lease was granted.
         published = pages.sealed([queue.name], queue.before) > 0
         with self.lock:
             queue.lease = Lease.OURS if granted else Lease.ELSEWHERE

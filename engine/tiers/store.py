@@ -1,14 +1,10 @@
 """The contexts of agents: in memory, on the page server, and in files.
 
->>> store = AgentCacheStore(spec, pool, pages=PageTier(url, spec, pool), cold=SafetensorsCacheAdapter(spec, pool))
->>> loading = store.begin_load("alice", prompt)  # the prompts of others go on meanwhile
->>> known = loading.result()
->>> batch.submit("alice", prompt, known.blocks)
->>> if known.blocks:
-...     pool.free(known.blocks.block_ids, "alice")
->>> for done in batch.step():
-...     store.save(done.blocks)  # which takes references of its own, and writes behind
-...     pool.free(done.blocks.block_ids, done.agent_id)
+>>> store = AgentCacheStore(spec, pool, pages=PageTier(url, spec, pool), cold=SafetensorsCacheAdapter(spec, pool)) >>>
+loading = store.begin_load("alice", prompt)  # other prompts run meanwhile >>> known = loading.result() >>>
+batch.submit("alice", prompt, known.blocks) >>> if known.blocks: ...     pool.free(known.blocks.block_ids, "alice") >>>
+for done in batch.step(): ...     store.save(done.blocks)  # which takes references of its own, and writes behind ...
+pool.free(done.blocks.block_ids, done.agent_id)
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ class CacheConfig:
                 raise ValueError(f"a limit is at least 0, got {limit}")
 
     def sizes(self, spec: ModelCacheSpec, pool: BlockPool) -> tuple[int, int, int]:
-        """`hot_bytes`, `queue_bytes` and `prefix_bytes`, with the defaults of this pool."""
+        """Return `hot_bytes`, `queue_bytes` and `prefix_bytes`, with the defaults of this pool."""
         block_nbytes = spec.block_tokens * spec.token_nbytes + spec.state_nbytes(spec.block_tokens)
         capacity = min(pool.total_bytes, pool.total_blocks * block_nbytes)
         return (
@@ -82,7 +78,7 @@ class CacheConfig:
 
 log = logging.getLogger(__name__)
 
-READER_THREADS = 2  # files that are read at once
+READER_THREADS = 2  # files that are read concurrently
 WORTH_SECONDS = 0.1  # a context that takes longer to compute is written even if it was used once
 
 
@@ -99,23 +95,23 @@ class AgentInfo:
 
 
 class StoreUnavailableError(RuntimeError):
-    """The page server does not answer, so its part of a question about an agent is not known, or not done."""
+    """The page server does not answer, so its part of an operation on an agent is unknown or not done."""
 
     def __init__(self) -> None:
         super().__init__("the page server does not answer")
 
 
 class _Unchanged:
-    """Shared by the loads of an agent that began since its context was last saved, forked over or deleted."""
+    """Mark of the loads of an agent that began since its context was last saved, forked over or deleted."""
 
 
 class AgentCacheStore:
-    """Saves contexts, and loads them from the first tier that has them. Thread-safe.
+    """Store of agents' contexts in memory, on a page server and in files. Thread-safe.
 
     A load takes the longest prefix of the prompt in memory, from the agent's last context or from any other context of
-    its tenant (see `ContextTree`). Then the page server is asked for the rest, and the agent's file is read if it has
-    more. Loaded blocks are kept in memory, unless the agent was saved, forked over or deleted meanwhile. When a lower
-    tier fails, less is found, and the reason is counted.
+    its tenant (see `ContextTree`). Then the rest is requested from the page server, and the agent's file is read if it
+    has more. Loaded blocks are kept in memory, unless the agent was saved, forked over or deleted meanwhile. When a
+    lower tier fails, less is found, and the reason is counted.
 
     A saved context is dirty until it is written, behind the answers. Memory is shared by reference: blocks that agents
     have in common are in memory once, and every reference in the pool has the name of its agent.
@@ -130,7 +126,7 @@ class AgentCacheStore:
         cold: SafetensorsCacheAdapter | None = None,
         config: CacheConfig | None = None,
     ) -> None:
-        """Owns `pages` and `cold` from now on."""
+        """Take over `pages` and `cold`."""
         config = config or CacheConfig()
         hot_bytes, queue_bytes, tree_bytes = config.sizes(spec, pool)
         self.spec = spec
@@ -147,14 +143,14 @@ class AgentCacheStore:
         self.claims = Claims(spec, pages)
         readers = ThreadPoolExecutor(READER_THREADS, "kvpage-read")
         self._ways = LoadSources(spec, pool, pages, cold, readers, self._tally, self._evict_for)
-        self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
+        self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
         self._unchanged: weakref.WeakValueDictionary[str, _Unchanged] = weakref.WeakValueDictionary()  # under the lock
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
         """Load the longest stored prefix of `tokens`, or the agent's own context without `tokens`, and wait for it.
 
-        The caller frees its blocks, under the agent's name. None when nothing usable is stored.
-        Raises BlockError for a bad agent id, UnknownTokenError for bad tokens.
+        The caller frees its blocks, under the agent's name. Return None if no tier has a usable context. Raises
+        BlockError for an invalid agent id, UnknownTokenError for invalid tokens.
         """
         loaded = self.begin_load(agent_id, tokens).result()
         return loaded if loaded.blocks else None
@@ -167,7 +163,8 @@ class AgentCacheStore:
         within: float | None = None,
         named: bool = True,
     ) -> Loading:
-        """Begin the same load and return at once. It takes `within` seconds at most (default: `restore_within`).
+        """Begin the same load, and return without waiting. It takes `within` seconds at most (default:
+        `restore_within`).
 
         If the agent is not `named`, its id stands for one prompt: it has no context of its own.
         """
@@ -188,7 +185,7 @@ class AgentCacheStore:
         return loading
 
     def save(self, context: AgentBlocks) -> None:
-        """Keep a context as its agent's last one, with references of its own. It is written behind.
+        """Keep a context as its agent's last one, and queue it for write-behind. Takes references of its own.
 
         An empty context, of an answer that was not kept, changes nothing.
         Raises IncompatibleBlocksError for blocks of another model, ValueError for blocks that were freed.
@@ -203,8 +200,8 @@ class AgentCacheStore:
 
     def publish(self, context: AgentBlocks, claim: Claim | None = None, *, label: str | None = "") -> None:
         """Share a context that has no name, or the beginning of one whose answer is not complete. Release `claim` when
-        it is written. `label` is how it is shown to people; None for a named agent's context, of which only the full
-        blocks are written: the rest is saved with its name.
+        it is written. `label` is the text that shows it to people; None for a named agent's context, of which only the
+        full blocks are written: the rest is saved with its name.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
         that are not stored yet takes WORTH_SECONDS, or another prompt has reused it.
@@ -231,7 +228,7 @@ class AgentCacheStore:
             claim.release()
 
     def answered(self, tier: Tier, reused: int, computed: int) -> None:
-        """Report an answer: how many tokens of its prompt were found in `tier`, and how many were computed."""
+        """Count an answer: `reused` tokens of its prompt were found in `tier`, and `computed` ones were computed."""
         self._tally.answered(tier, reused, computed)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
@@ -246,10 +243,10 @@ class AgentCacheStore:
             self._pages.do_in_background(lambda connection: publish_statistics(connection, told))
 
     def delete(self, agent_id: str) -> bool:
-        """Delete an agent from every tier; whether any had it. Blocks that others share stay.
+        """Delete an agent from every tier. Return whether any tier had it. Blocks that others share stay.
 
-        Waits for the write under way. Raises OSError when its file cannot be removed, and StoreUnavailableError when
-        the page server does not answer: then it is deleted elsewhere, and may be there when the server is back.
+        Waits for the write in progress. Raises OSError if its file cannot be deleted, and StoreUnavailableError if the
+        page server does not answer: then the agent is deleted from the other tiers, and may still be on the server.
         """
         check_agent_id(agent_id)
         on_server: bool | None = False
@@ -258,7 +255,7 @@ class AgentCacheStore:
             try:
                 on_server = self._pages.delete(agent_id) if self._pages else False
                 on_file = bool(self._cold and self._cold.delete(agent_id))
-            finally:  # memory last, otherwise a load could restore data that the steps below delete
+            finally:  # memory last, because a load could restore the context from a tier that still has it
                 with self._changed:
                     entry = self._hot.look(agent_id)
                     self._forget(agent_id)
@@ -269,7 +266,7 @@ class AgentCacheStore:
         return bool(entry) or on_server or on_file
 
     def fork(self, agent_id: str, new_id: str) -> bool:
-        """Give `new_id` the context of `agent_id` in place of its own; whether there was one.
+        """Give `new_id` the context of `agent_id` in place of its own. Return whether there was one.
 
         Blocks are shared, not copied. Raises BlockError for an agent of another tenant, and StoreUnavailableError if
         only the page server could have a context, and does not answer.
@@ -305,24 +302,26 @@ class AgentCacheStore:
         return True
 
     def pin(self, agent_id: str) -> bool:
-        """Keep the agent's context in memory until `unpin`; whether it was there."""
+        """Keep the agent's context in memory until `unpin`. Return whether it was in memory."""
         return self._pin(agent_id, True)
 
     def unpin(self, agent_id: str) -> bool:
-        """Let it be evicted again; whether it was there."""
+        """Allow the agent's context to be evicted again. Return whether it was in memory."""
         return self._pin(agent_id, False)
 
     def evict_lru(self, n: int = 1) -> int:
-        """Evict the `n` least recently used agents from memory; how many. A dirty one stays until it is written."""
+        """Evict the `n` least recently used agents from memory, and return their number. A dirty one stays until it is
+        written."""
         with self._changed:
             evicted = sum(self._hot.evict(self._flusher.stuck) for _ in range(n))
             self._changed.notify_all()
         return evicted
 
     def make_room(self, blocks: int, nbytes: int = 0) -> bool:
-        """Evict from memory until the pool has so many blocks and bytes free; whether it has them now.
+        """Evict from memory until the pool has so many blocks and bytes free. Return whether it has them now.
 
-        Dirty contexts are freed once they are written: call again. Contexts that no tier can take go last and are lost.
+        Dirty contexts are freed once they are written: call this again then. Contexts that no tier can take are dropped
+        last, and are lost.
         """
         with self._changed:
             while not self._has_space(blocks, nbytes):
@@ -357,9 +356,9 @@ class AgentCacheStore:
 
     def evict_all_to_disk(self) -> int:
         """Write all dirty contexts, to files too, and drop them unless they are pinned. Drop contexts without a name.
-        Returns the number of agents' contexts.
+        Return the number of agents' contexts.
 
-        Returns the freed memory to the system.
+        Return the freed memory to the system.
         """
         self._flusher.flush()
         with self._changed:
@@ -371,7 +370,7 @@ class AgentCacheStore:
         return evicted
 
     def agents(self) -> list[AgentInfo]:
-        """All agents, in any tier. Asks the server for every block of each, and the files."""
+        """Return all agents, in any tier. Slow, because it looks up every block of each agent on the page server."""
         on_server = set(self._pages.agents()) if self._pages else set()
         on_file = set(self._cold.agents()) if self._cold else set()
         with self._changed:
@@ -382,7 +381,7 @@ class AgentCacheStore:
         ]
 
     def agent(self, agent_id: str) -> AgentInfo | None:
-        """One agent; None if no tier has it.
+        """Return one agent; None if no tier has it.
 
         Raises StoreUnavailableError if neither memory nor a file has it, and the page server does not answer.
         """
@@ -418,7 +417,7 @@ class AgentCacheStore:
     def close(self) -> int:
         """Cancel loads, write all contexts that no tier has, free memory and close the tiers.
 
-        Returns the number of contexts that no tier could take, and logs it. Without a tier below memory it is 0.
+        Return the number of contexts that no tier could take, and logs it. Without a tier below memory it is 0.
         """
         for loading in list(self._loadings):
             loading.cancel()
@@ -449,7 +448,7 @@ class AgentCacheStore:
                 entry.kept = False
 
     def _is_lost(self, agent_id: str, *, on_file: bool) -> bool:
-        """Whether no file has an agent's context, and the page server lacks a part of it."""
+        """Return whether no file has an agent's context, and the page server lacks a part of it."""
         return self._pages is not None and not on_file and self._pages.is_whole(agent_id) is False
 
     def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
@@ -470,6 +469,7 @@ class AgentCacheStore:
         )
 
     def _in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
+        """Return the longest beginning of `tokens` in memory, or, without `tokens`, the agent's own whole context."""
         entry = self._hot.use(agent_id)
         memory = Found()
         if entry and (entry.whole or tokens is not None):
@@ -489,7 +489,7 @@ class AgentCacheStore:
         return Found(shared, "prefix", reach) if better else memory
 
     def _is_worth(self, context: AgentBlocks) -> bool:
-        """Whether a context without a name is written to the page server."""
+        """Return whether a context without a name is written to the page server."""
         if self._keep != "worth":
             return self._keep == "all"
         rate = self._pages.rates.prefill_rate if self._pages else None
@@ -510,15 +510,15 @@ class AgentCacheStore:
         return Publication(context, label, (chain.root, chain.client), over)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
-        """Whether a full block of the prompt is not in the first `reach` tokens; its last token never has to be."""
+        """Return whether a full block of the prompt, without its last token, is not in the first `reach` tokens."""
         size = self.spec.block_tokens
         return reach // size < (len(tokens) - 1) // size
 
     def _came(self, unchanged: _Unchanged | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
         """Keep a context from a lower tier in memory: in the tree for all agents, and the agent's own as its context.
 
-        If the agent has changed since the load began, the loaded context is older, or was deleted, and is not kept. An
-        agent without a name has no `unchanged`, and no context of its own.
+        If the agent has changed since the load began, the loaded context is older, or was deleted, and is not kept. For
+        an agent without a name, `unchanged` is None, and the agent gets no context of its own.
         """
         blocks = loaded.blocks
         self._tally.loaded(loaded.tier, loaded.nbytes, loaded.seconds, loaded.why)
@@ -548,7 +548,7 @@ class AgentCacheStore:
         self._changed.notify_all()
 
     def _forget(self, agent_id: str) -> None:
-        """Drop an agent's context from memory, as it is another one now, or none."""
+        """Drop an agent's context from memory, because it was replaced or deleted."""
         self._unchanged.pop(agent_id, None)
         self._hot.drop(agent_id)
 
@@ -561,7 +561,8 @@ class AgentCacheStore:
         return entry is not None
 
     def _evict(self, stuck: Collection[Below]) -> bool:
-        """Evict an agent's context or a leaf of the tree, whichever was not used for longer; whether there was one."""
+        """Evict an agent's context or a leaf of the tree, whichever was not used for longer. Return whether there was
+        one."""
         agents, tree = self._hot.idle, self._tree.idle
         if tree is None or (agents is not None and agents > tree):
             return self._hot.evict(stuck) or self._tree.evict()

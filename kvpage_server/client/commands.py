@@ -147,7 +147,7 @@ class BlobCommands:
         return Request(request.pieces, request.receiver, blocks)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
-        """Delete a request, or some of its blocks; return the number of deleted pages."""
+        """Delete a request, or several of its blocks; return the number of deleted pages."""
         raise self._unsupported("delete a request")
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
@@ -155,7 +155,7 @@ class BlobCommands:
         raise self._unsupported("count the complete blocks of a prefix")
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
-        """Protect a request, or some of its blocks, from eviction for a while; return the number of blocks."""
+        """Protect a request, or several of its blocks, from eviction for a while; return the number of blocks."""
         raise self._unsupported("lease blocks")
 
     def _unsupported(self, what: str) -> Unsupported:
@@ -234,7 +234,7 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
-        """Delete a request, or some of its blocks; return the number of deleted pages."""
+        """Delete a request, or several of its blocks; return the number of deleted pages."""
         return Request(_one_piece(command(b"KVPAGEDEL", req_id, *pages)), Values, _integer)
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
@@ -243,7 +243,7 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(text), Values, lambda values: up_to(len(names))(values[0]))
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
-        """Protect a request, or some of its blocks, from eviction for a while; return the number of blocks."""
+        """Protect a request, or several of its blocks, from eviction for a while; return the number of blocks."""
         return Request(_one_piece(command(b"KVPAGELEASE", req_id, lease_ms, *pages)), Values, _integer)
 
 

@@ -103,7 +103,7 @@ class Overlap:
         task.add_done_callback(partial(self._sent, theirs, some))
 
     def _sent(self, theirs: _OfClient, some: Sequence[_Block], task: asyncio.Task[None]) -> None:
-        """Notify the waiters of these blocks, and write those that arrived meanwhile."""
+        """Notify the waiters of these blocks, and write blocks that arrived meanwhile."""
         theirs.under_way -= 1
         if task.cancelled():
             return

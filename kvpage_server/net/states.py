@@ -4,13 +4,13 @@
              LEFT_OVER -> IN_LINE; UNREAD -> CROWDED; HELD_BACK -> PAUSED
     IN_LINE  has more to do, and waits for its turn
              TURN -> READING
-    CROWDED  the peer reads too little of what it was sent
+    CROWDED  the peer reads too slowly
              DRAINED -> READING
     PAUSED   a command waits for the end of CLIENT PAUSE
              PAUSE_OVER -> IN_LINE
-    WAITING  for the disk, or for whatever else a command or reply has to wait for
+    WAITING  a command or reply waits, for example for the disk
              ALL_CAME -> READING
-    GONE     the connection is over, and nothing leads on from here
+    GONE     the connection has ended; final
 
 MUST_WAIT leads to WAITING from every state but GONE, and LOST leads to GONE from every state. TURN, DRAINED and
 PAUSE_OVER may occur in any state; they change nothing in a state without a row for them. A session that is WAITING or

@@ -133,7 +133,7 @@ class Observer:
     """
 
     def __init__(self, store: redis.asyncio.Redis, user: str, engines: Engines) -> None:
-        """Users with access to every key see all `engines`, other users those that use the same account."""
+        """Users with access to every key see all `engines`, other users only engines of the same account."""
         self.store = store
         self._user = user
         self._engines = engines

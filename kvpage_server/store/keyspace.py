@@ -1,25 +1,25 @@
 """The keyspace: pages and plain strings under one set of keys, as the commands use it.
 
-It is put together of parts:
+Its parts:
 
-    contents        every key and its value; the only place where a value is put or removed
+    contents        every key and its value; it notifies the other parts of changes
       catalogue     keys and their entries, blocks by request and page, the order of scans
-      evictor       which unit goes next: the policy, and one for each quota
-      expirer       when a key is due
-      leases        what eviction spares
+      evictor       the order of eviction: the policy, and one policy per quota
+      expirer       due keys
+      leases        units that are protected from eviction
       ghosts        records of removed pages, with reasons
       lost          records of removed strings, with reasons
-    memory          what happens when memory is full
-    quotas          what happens when a quota is used up
-    protection      what may be leased and pinned
-    reader          finding and reading, and what counts as a use, a hit or a miss
-    listing         which keys and requests there are
-    tier            the disk below memory, if there is one: told what is stored, used and removed, asked to fetch
+    memory          the memory limit
+    quotas          the limits of quotas
+    protection      the limits of leases and pins
+    reader          lookups; counts uses, hits and misses
+    listing         lists of keys and requests
+    tier            the disk below memory, if there is one
 
 A TTL ends in `Contents.expire`, which `sweep` calls, and every lookup that finds an overdue key before.
 
 **Many pages per call.** The core stores and finds all pages of a batch that need no decision in one call, and the
-policy gets their blocks in another. If there is something to decide (somebody listens, a string has the key, the block
+policy gets their blocks in another. If there is something to decide (a listener exists, a string has the key, the block
 was stored whole), plain Python does it, a page at a time.
 """
 

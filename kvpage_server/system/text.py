@@ -68,7 +68,7 @@ def as_size(nbytes: int) -> str:
 
 def printable(text: str) -> str:
     """Return the text with escapes for characters that cannot be printed: control characters, ends of lines, invisible
-    characters, those that reverse the direction of writing, and bytes that are not UTF-8.
+    characters, characters that reverse the direction of writing, and bytes that are not UTF-8.
     """
     return text if text.isprintable() else "".join(map(_shown, text))
 

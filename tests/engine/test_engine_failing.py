@@ -139,7 +139,7 @@ def _only_for(one: object, fail: Callable[..., None], otherwise: Callable[..., N
 
 
 def test_a_model_error_ends_the_step_and_later_answers_are_right(bench: EngineBench) -> None:
-    """As if the device had no memory left: the state of the batch is unknown."""
+    """The case of a device without memory: the state of the batch is unknown."""
     right = said(bench, TOKENS[:300])
     uids = {bench.batch.submit(name, TOKENS[:300], max_tokens=12) for name in ("alice", "bob")}
     bench.batch.step_once()

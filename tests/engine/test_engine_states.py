@@ -1,4 +1,4 @@
-"""Every state of what loads a context, and every event in it: the tables in the docstrings, and nothing else."""
+"""Every state of a load, and every event in it: the transitions match the tables in the docstrings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Table = dict[tuple[str, str], str]
 
 
 def table(module: ModuleType, first: str) -> Table:
-    """Of the module's docstring, the table that begins with `first`: what follows, by state and event."""
+    """Return the table of the module's docstring that begins with `first`: the next states, by state and event."""
     lines = inspect.cleandoc(module.__doc__ or "").splitlines()
     begin = next(i for i, line in enumerate(lines) if line.split("|")[0].strip() == first and "|" in line)
     events = [cell.strip() for cell in lines[begin].split("|")[1:]]
@@ -41,7 +41,7 @@ def table(module: ModuleType, first: str) -> Table:
 
 
 def cases() -> Iterator[tuple[Enum, Enum, str, Callable[[Any, Any], Any]]]:
-    """A state, an event, what the table says of it, and what moves it."""
+    """Yield a state, an event, the documented transition, and the function that computes it."""
     names = {event: name for name, event in FETCH_EVENTS.items()}
     for state, event in product(FetchState, FetchEvent):
         yield state, event, table(fetch, "state")[state.name, names[event]], fetch.moved

@@ -264,7 +264,7 @@ class BadPageTest(unittest.TestCase):
             with self.subTest(offset=offset):
                 self.assert_refused(self.patched(offset, code, value), f"^{message}$")
 
-    def test_encoding_refuses_what_decoding_refuses(self) -> None:
+    def test_encoding_and_decoding_refuse_the_same(self) -> None:
         good = {"dtype": DType.FLOAT16, "page_size": 8, "head_dim": 128, "ttl": 0, "created_ms": 0}
         cases = {
             "dtype": (0, 16),

@@ -3,10 +3,10 @@
 Run as ``python -m engine_process MODEL STORE_URL [COLD_DIRECTORY]``; MODEL is a directory, ``tiny`` or ``adapted``; a
 load takes RESTORE_WITHIN seconds at most, from the environment. Input lines:
 
-    {"id": 1, "agent": "alice", "tokens": [...], "max_tokens": 8}   to be answered; each token is told, too; an agent
+    {"id": 1, "agent": "alice", "tokens": [...], "max_tokens": 8}   a prompt; each token is printed, too; an agent
                                                                     "anon-..." has no name
-    {"flush": true}                                                 all that is dirty is written
-    {"adapter": 1}                                                  what runs is answered, then the model is another
+    {"flush": true}                                                 all dirty contexts are written
+    {"adapter": 1}                                                  running prompts are answered, then the model changes
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Programs that begin where others have imported everything, which takes longer than most tests.
+"""Programs that start from a process with all imports, which take longer than most tests.
 
 Each is a fork of a process that has done nothing else. Run as ``python forked.py MODULE...``, that process imports the
 modules, and reads requests in JSON from a socket, its standard input:
 
     {"module": "...", "arguments": [...]}   with three descriptors, its standard streams: the module's `main` begins;
-                                            its process id is told
-    {"poll": 123}                           its exit code is told, or null while it runs
+                                            its process id is the reply
+    {"poll": 123}                           the reply is its exit code, or null while it runs
 
-When the socket is closed, so does it end, with all that it began.
+It ends when the socket is closed, with all processes that it started.
 """
 
 from __future__ import annotations

@@ -165,13 +165,6 @@ def _send(reply: dict[str, str]) -> None:
     sys.stdout.buffer.flush()
 
 
-if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:
-        os._exit(0)  # the engine has ended; an ordinary exit would try to write again
-
-
 # -- Renders chat templates in another process, see `process` ----------------------------------------------------------
 
 COMMAND = [sys.executable, "-P", __file__]
@@ -234,3 +227,10 @@ def _begin() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **SETTINGS}, bufsize=-1
     )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:
+        os._exit(0)  # the engine has ended; an ordinary exit would try to write again

@@ -1,4 +1,4 @@
-"""Writes blocks that are not on the page server yet, and a seal after each."""
+"""Writer of the blocks that the page server lacks, and of a seal after each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Saved:
     """The result of a save."""
 
     blocks_written: int
-    blocks_present: int  # stored before, by anybody
+    blocks_present: int  # stored before, by any engine
     nbytes: int  # of blocks and states written
     whole: bool = True  # False if some could not be written, because one of several servers is unavailable
     places: tuple[BlockPlace, ...] = field(default=(), compare=False, repr=False)  # of the blocks and states written
@@ -34,7 +34,8 @@ Write = Callable[[], Awaitable[Saved]]  # writes the missing blocks of a context
 
 
 def parts_of(context: AgentBlocks, places: Iterable[BlockPlace], inner: Iterable[BlockPlace]) -> Parts:
-    """A context's blocks, the states at their ends, and those at `inner` places, as views of the arrays' memory."""
+    """Return a context's blocks, the states at their ends, and those at `inner` places, as views of the arrays'
+    memory."""
     parts: dict[BlockPlace, Sequence[Buffer]] = {}
     for place, block in zip(places, context.blocks, strict=False):
         parts[place] = _pieces(block.layers)
@@ -51,7 +52,8 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
 async def missing(
     connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace], *, look: bool = False
 ) -> list[BlockPlace]:
-    """The blocks that are not complete or not sealed. With `look`, this counts as no use of them."""
+    """Return the places that are not complete or not sealed. With `look`, this does not count as a use of their
+    keys."""
     asked = [_questions(place, connection, layout) for place in places]
     ask = connection.look if look else connection.ask
     found = iter(await ask(chain.from_iterable(asked), gone=0))
@@ -66,9 +68,9 @@ def _questions(place: BlockPlace, connection: ServerConnection, layout: BlockLay
 async def write(
     connection: ServerConnection, layout: BlockLayout, parts: Parts, places: Sequence[BlockPlace]
 ) -> list[BlockPlace]:
-    """Write some of the parts, chunk by chunk, and seal each chunk. Returns the places that were written.
+    """Write some of the parts, chunk by chunk, and seal each chunk. Return the places that were written.
 
-    If one of several servers is unavailable, return the places before the first one that belongs to it.
+    If one of several servers is unavailable, these are the places before the first one that belongs to it.
     """
     written: list[BlockPlace] = []
     for chunk in layout.chunks(places):
@@ -85,9 +87,10 @@ async def write(
 
 
 async def link(connection: ServerConnection, layout: BlockLayout, places: Iterable[BlockPlace]) -> None:
-    """Tell the server that each block extends the one before it, so that it evicts a context from the end.
+    """Declare to the server that each block extends the one before it, so that it evicts a context from the end.
 
-    The names of blocks do not say so, and a context that is saved may never be loaded.
+    The server cannot derive this from the blocks' names. Loads declare it, too, but a saved context may never be
+    loaded.
     """
     blocks = [place for place in places if not place.of_state and layout.nbytes(place)]
     if len(blocks) > 1:
@@ -98,7 +101,7 @@ async def link(connection: ServerConnection, layout: BlockLayout, places: Iterab
 async def _write_chunk(
     connection: ServerConnection, layout: BlockLayout, parts: Parts, chunk: Sequence[BlockPlace]
 ) -> Sequence[BlockPlace]:
-    """Returns the blocks that were written and sealed."""
+    """Write and seal a chunk. Return the blocks that were written and sealed."""
     if layout.nbytes(chunk[0]):
         names, bodies = [place.block for place in chunk], [parts[place] for place in chunk]
         try:

@@ -33,7 +33,7 @@ from kvpage_server.client.cluster.nodes import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
 from kvpage_server.client.questions import Question, Word, ok, scanned, text, texts
 
-# -- The circuit breaker: a server that fails repeatedly is not asked for a while, so that nobody waits f --------------
+# -- The circuit breaker: after repeated failures, no request is sent for a while, so that no caller waits -------------
 
 FAILURES = 3  # in a row, before it opens
 SHORTEST, LONGEST = 0.5, 30.0  # seconds for which it stays open; doubled by each failed probe
@@ -48,21 +48,21 @@ class State(StrEnum):
 
 
 class CircuitBreaker:
-    """Says whether to ask a server, from the results so far. Thread-safe.
+    """Circuit breaker: permits or rejects requests to a server, according to the results so far. Thread-safe.
 
-    A caller that was permitted reports `succeeded` or `failed`. If a probe reports nothing within a pause, because it
-    was cancelled, another one is made.
+    A caller that was permitted calls `succeeded` or `failed`. If a probe calls neither within a pause, because it was
+    cancelled, another request is the probe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds."""
+        """Create a closed breaker. `clock` returns seconds."""
         self.opened = 0  # how often it has opened
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0  # in a row
-        self._pause = SHORTEST
-        self._until: float | None = None  # when the next probe may be made; None if it is closed
-        self._probing = False
+        self._pause = SHORTEST  # seconds from a failure to the next probe
+        self._until: float | None = None  # time of `clock` from which a probe is permitted; None if it is closed
+        self._probing = False  # a probe is in progress
 
     @property
     def state(self) -> State:
@@ -71,7 +71,8 @@ class CircuitBreaker:
         return State.HALF_OPEN if self._probing or self._clock() >= self._until else State.OPEN
 
     def allows(self) -> bool:
-        """Whether the server may be asked. If it is open, the first question after the pause is the probe."""
+        """Return whether a request may be sent. If the breaker is open, the first request after the pause is the
+        probe."""
         with self._lock:
             if self._until is None:
                 return True
@@ -82,13 +83,13 @@ class CircuitBreaker:
             return True
 
     def retry(self) -> None:
-        """Let the next question pass as the probe, without the rest of the pause."""
+        """Permit the next request as the probe, without the rest of the pause."""
         with self._lock:
             if self._until is not None:
                 self._until = self._clock()
 
     def succeeded(self) -> None:
-        """The server answered as it should."""
+        """Note that the server has answered correctly, and close the breaker."""
         with self._lock:
             self._failures = 0
             self._pause = SHORTEST
@@ -96,13 +97,14 @@ class CircuitBreaker:
             self._probing = False
 
     def failed(self) -> None:
-        """The server did not answer, or not in time."""
+        """Note that the server has not answered in time or not correctly. Open the breaker after FAILURES of these in a
+        row."""
         with self._lock:
             self._failures += 1
             if self._probing:
                 self._pause = min(2 * self._pause, LONGEST)
             elif self._until is not None or self._failures < FAILURES:
-                return  # it was under way when the breaker opened, or there were too few failures
+                return  # the request was sent before the breaker opened, or too few have failed
             else:
                 self.opened += 1
             self._probing = False
@@ -113,16 +115,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OUTAGES = (PageClientError, OSError, TimeoutError)  # exceptions of a server that fails or is absent
-FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which the server is not asked for a while
-LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # codes of errors with which the server answers everything
-_limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the current attempt
-SCAN_COUNT = 5000  # keys a call
-AT_ONCE = 16  # attempts at once, each with up to `connections` connections
+FAILING = frozenset({"slow", "down", "garbled"})  # reasons that the breaker counts as failures
+LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # error codes of every reply until a login succeeds
+_limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # the deadline of the current attempt
+SCAN_COUNT = 5000  # keys that one call examines
+AT_ONCE = 16  # concurrent attempts, each with up to `connections` connections
 
 
 def reason(error: BaseException) -> str:
-    """The name under which an outage is counted: ``slow`` no answer in time; ``down`` no connection; ``garbled`` an
-    answer that does not fit the question; ``full`` no memory left; ``refused`` another error as answer."""
+    """Return the name under which an outage is counted: ``slow`` no reply in time; ``down`` no connection; ``garbled``
+    a reply that does not fit the command; ``full`` the server has no memory left; ``refused`` another error reply."""
     if isinstance(error, TimeoutError | DeadlineExceeded):
         return "slow"
     if isinstance(error, WrongReply):
@@ -134,7 +136,7 @@ def reason(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A time during which no answer arrives from the page server."""
+    """Period in which the page server does not answer."""
 
     reason: str  # of the failure that began it
     begun: float  # time.monotonic()
@@ -145,7 +147,8 @@ class Outage:
 
 
 class Reachability:
-    """Logs each outage once, and its end once. An outage begins with the failure at which the breaker opens.
+    """Log of outages, with one line for the begin and one for the end of each. An outage begins with the failure at
+    which the breaker opens.
 
     `failed` and `answered` are called on the connection's thread. `outage` may be read on any thread.
     """
@@ -166,7 +169,7 @@ class Reachability:
             log.warning("%s to the page server at %s (%s): %s", event, self._address, reason, text)
 
     def answered(self) -> None:
-        """The server has answered, be it with an error."""
+        """Note that the server has answered, even with an error."""
         if self.outage:
             event = "connected again" if self._connected else "connected"
             log.warning("%s to the page server at %s after %.0f s", event, self._address, self.outage.seconds)
@@ -174,10 +177,12 @@ class Reachability:
 
 
 class ServerConnection:
-    """The server is asked through `server`, which may be used only on this connection's own thread."""
+    """Connection to a page server, with a thread and an event loop of its own. `server`, the client, may be used only
+    on this thread."""
 
     def __init__(self, url: str, deadline: float, connections: int) -> None:
-        """`deadline` is in seconds, for a question or a chunk of blocks. A load uses up to `connections` connections.
+        """Start the thread. `deadline` is in seconds, for a request or a chunk of blocks. A load uses up to
+        `connections` connections.
 
         Raises ValueError for an invalid URL.
         """
@@ -188,12 +193,12 @@ class ServerConnection:
         if self.several:
             more["node_deadline"] = min(SILENCE, deadline / 4)
         self.server = AsyncPageClient(url, deadline=self.answer_within, verify=False, **more)  # seals verify
-        self._failing = frozenset() if self.several else FAILING  # each of several is left alone by itself
+        self._failing = frozenset() if self.several else FAILING  # with several, the client skips failing ones
         self.connections = connections
         self.breaker = CircuitBreaker()
         self.reachability = Reachability(shown(url))
         self.rates = Rates()
-        self._may_look = True
+        self._may_look = True  # no refusal of CLIENT NO-TOUCH so far
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._loop = uvloop.new_event_loop()
         self._beside = ThreadPoolExecutor(1, "kvpage-beside")
@@ -202,19 +207,21 @@ class ServerConnection:
 
     @property
     def answer_within(self) -> float:
-        """Seconds for an answer. With several servers there is time left to do without one of them."""
+        """Seconds for a reply. With several servers it is half the deadline, so that time is left to continue without
+        one."""
         return self.deadline / 2 if self.several else self.deadline
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end, and return the result. Raises RuntimeError on the connection's own thread."""
+        """Run `work` on the connection's thread, and return its result. Raises RuntimeError when called on this
+        thread."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("the page tier's own thread cannot wait for it: do this on another one")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def begin(self, work: Coroutine[Any, Any, None], over: Callable[[asyncio.Task[None]], None]) -> Callable[[], None]:
-        """Start. Returns a function that cancels it. `over` is called on the connection's thread when it has ended in
-        any way."""
+        """Start `work` on the connection's thread, and return a function that cancels it. `over` is called on this
+        thread when `work` has ended in any way."""
         task: asyncio.Task[None] | None = None
 
         def start() -> None:
@@ -236,12 +243,12 @@ class ServerConnection:
     async def attempt(
         self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
     ) -> T | None:
-        """Do something when it is its turn, unless the breaker is open. After an outage returns None, and `missed` is
-        called with the reason.
+        """Run `work`, at most AT_ONCE at the same time, unless the breaker is open. After an outage, call `missed` with
+        the reason and return None.
 
-        The server has the deadline to answer. It starts when it is asked, and again with each `progressed`. Everything
-        together, including the wait for a turn, may take `within` seconds. If it takes longer, that is no failure of
-        the server: the reason is ``late``.
+        The deadline starts when `work` starts, and again at each call of `progressed`. The time in all, including the
+        wait for a turn, is limited to `within` seconds. If this limit is exceeded, that is no failure of the server:
+        the reason is ``late``.
         """
         try:
             async with asyncio.timeout(within) as whole, self._turns:
@@ -272,23 +279,25 @@ class ServerConnection:
         return done
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Run it on a thread of its own, while this one sends and receives."""
+        """Run `work` on another thread, while the connection's thread sends and receives."""
         return await self._loop.run_in_executor(self._beside, work)
 
     def progressed(self) -> None:
-        """A part of the current attempt is done: restart its deadline."""
+        """Restart the deadline of the current attempt, because a part of it is done."""
         limit = _limit.get()
         if not limit.expired():
             limit.reschedule(self._loop.time() + self.deadline)
 
     async def ask(self, questions: Iterable[Question], *, gone: Any = RAISES, of: Hashable = None) -> list[Any]:
-        """Ask several questions at once. Raises the first refusal. The client documents `gone` and `of`."""
+        """Send several commands together, and return their parsed replies. Raises the first error reply. The client
+        documents `gone` and `of`."""
         answers = await self.server.ask(list(questions), gone=gone, of=of, deadline=self.answer_within)
         self.progressed()
         return answers
 
     async def look(self, questions: Iterable[Question], *, gone: Any = RAISES) -> list[Any]:
-        """Ask without counting as a use of the keys, where a single server permits CLIENT NO-TOUCH to the user."""
+        """Send commands that do not count as uses of their keys, if a single server permits CLIENT NO-TOUCH to the
+        user."""
         questions = list(questions)
         if not self.several and self._may_look:
             on, off = (Question(["CLIENT", "NO-TOUCH", word], ok) for word in ("ON", "OFF"))
@@ -299,13 +308,13 @@ class ServerConnection:
         return await self.ask(questions, gone=gone)
 
     async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
-        """Ask one question. `read` parses the answer."""
+        """Send one command, and return its reply, which `read` parses."""
         (answer,) = await self.ask([Question(words, read)])
         return cast(T, answer)
 
     async def read(self, keys: Sequence[str], missed: Callable[[str], object] = lambda _: None) -> list[bytes | None]:
-        """Read strings; None for those that do not exist. `missed` is called with ``gone`` if one of several servers
-        does not answer.
+        """Read strings; None for missing keys. `missed` is called with ``gone`` if one of several servers does not
+        answer.
         """
         if not self.several:
             return await self.ask_one(texts(len(keys)), "MGET", *keys)
@@ -322,7 +331,7 @@ class ServerConnection:
             await self.ask_one(ok, "MSET", *chain.from_iterable(values.items()))
 
     async def check(self) -> None:
-        """Raises an outage if none of several servers answers."""
+        """Raise an outage if no server answers."""
         nodes = await self.server.nodes(deadline=self.answer_within)
         for left in range(len(nodes) - 1, -1, -1):
             try:
@@ -333,7 +342,7 @@ class ServerConnection:
                     raise
 
     async def scan(self, pattern: str, *, all_of_them: bool = False) -> set[str]:
-        """The keys that match. Of several servers, silent ones are left out, unless `all_of_them` is set."""
+        """Return the keys that match. Servers that fail are left out, unless `all_of_them` is set."""
         found, failure, nodes = set[str](), None, await self.server.nodes(deadline=self.answer_within)
         for node in nodes:
             try:
@@ -346,7 +355,7 @@ class ServerConnection:
             try:
                 raise failure
             finally:
-                del failure  # it has this frame
+                del failure  # its traceback has this frame: break the cycle
         return found
 
     async def _scan(self, pattern: str, node: Hashable) -> set[str]:
@@ -361,7 +370,8 @@ class ServerConnection:
     async def transaction(
         self, keys: Sequence[Word], question: Question, change: Callable[[Any], Sequence[Question]]
     ) -> list[Any]:
-        """Ask, and run what `change` makes of the answer, unless one of the `keys` has changed. Returns the answers."""
+        """Send `question`, and the commands that `change` makes of its reply, in a transaction. If one of the `keys`
+        has changed meanwhile, do it again. Return the replies to the commands."""
         answers = await self.server.transaction(keys, question, change, deadline=self.answer_within)
         self.progressed()
         return answers

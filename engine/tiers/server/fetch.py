@@ -38,7 +38,7 @@ from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, integer
 from kvpage_server.tracing import span
 
-# -- Receives planned blocks into the memory in which they are used, and checks each one -------------------------------
+# -- Receiving planned blocks into the memory in which they are used, with a check of each -----------------------------
 
 Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memory for each
 
@@ -47,28 +47,28 @@ class Receiver:
     """The received part of a plan. It ends at the first block that is missing or does not match its seal."""
 
     def __init__(self, lookup: Lookup, plan: Plan, digests: Mapping[str, str]) -> None:
-        """`digests` are by seal."""
+        """Start with nothing received. `digests` are by seal."""
         self.plan = plan
         self.arrays: dict[BlockPlace, Arrays] = {}  # received blocks that match their seals
-        self.state = next(iter(lookup.in_memory.states), None)  # the state from which the model goes on, so far
+        self.state = next(iter(lookup.in_memory.states), None)  # the state in memory to continue from
         self._lookup = lookup
         self._report = lookup.report
         self._connection = lookup.remote.connection
         self._layout = lookup.remote.layout
         self._digests = digests
-        self._broken = False  # a block is missing, so later ones are of no use
+        self._broken = False  # a block is missing, so later ones are unusable
         self._outage: Exception | None = None  # the error that stopped it
         self._begun = time.perf_counter()
 
     @property
     def reach(self) -> int:
-        """Return the number of tokens of the prompt that the received blocks cover."""
+        """Tokens of the prompt that the received blocks cover."""
         kept = self.kept()
         end = self.state or kept[-1] if kept else None
         return max(0, min(self.plan.reach, end.end, self._lookup.limit)) if end else 0
 
     def kept(self) -> list[BlockPlace]:
-        """The usable blocks, held or received. Where layers carry a state, up to the furthest state."""
+        """Return the usable blocks, held or received. Where layers carry a state, they end at the furthest state."""
         had = self._had()
         if not self._lookup.remote.spec.has_state:
             return had
@@ -86,17 +86,17 @@ class Receiver:
                 try:
                     raise self._outage
                 finally:
-                    self._outage = None  # it has this frame
+                    self._outage = None  # its traceback has this frame: break the cycle
             await self._take_state()
         finally:
             self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)
 
     def _had(self) -> list[BlockPlace]:
-        """The planned blocks, held or received, up to the first that is missing."""
+        """Return the planned blocks, held or received, up to the first that is missing."""
         return list(takewhile(lambda place: place in self._lookup.held or place in self.arrays, self.plan.blocks))
 
     def _with_memory(self, blocks: Sequence[BlockPlace]) -> Iterator[Chunk]:
-        """Chunks of blocks with memory for them. The memory for the next chunk is prepared in advance."""
+        """Yield chunks of blocks with memory for them. The memory for the next chunk is prepared in advance."""
         upcoming = None
         for chunk in self._layout.chunks(blocks):
             ready, upcoming = upcoming, (chunk, self._memory(chunk))
@@ -106,14 +106,15 @@ class Receiver:
             yield upcoming
 
     def _memory(self, places: Sequence[BlockPlace]) -> list[mx.array]:
-        """Memory for each place, which MLX has begun to fill: eight bytes at a time, which is faster."""
+        """Return memory for each place, which MLX fills with zeros in the background: eight bytes at a time, which is
+        faster."""
         sizes = [self._layout.nbytes(place) for place in places]
         memory = [mx.zeros((-(-nbytes // 8),), mx.uint64).view(mx.uint8)[:nbytes] for nbytes in sizes]
         mx.async_eval(memory)  # type: ignore[no-untyped-call]
         return memory
 
     async def _take_all(self, chunks: Iterator[Chunk]) -> None:
-        """Receive chunks until there are no more, or something is missing."""
+        """Receive chunks until none is left, or a block is missing. Several of these tasks share `chunks`."""
         while not self._broken and (chunk := next(chunks, None)):
             try:
                 await self._take(*chunk)
@@ -126,7 +127,7 @@ class Receiver:
                 self._broken = True
 
     def _reconsider(self) -> None:
-        """Stop, if computing the rest is faster than receiving it at the rate so far."""
+        """Raise Miss if computing the rest is faster than receiving it at the rate so far."""
         if self._lookup.whole_context or self._report.nbytes < LEAST_BYTES:
             return
         rest = [place for place in self._lookup.wanted(self.plan) if place not in self.arrays]
@@ -146,7 +147,7 @@ class Receiver:
         if nbytes:
             names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
             missed = await self._connection.server.fetch_blocks_into(names, self._layout.block(places[0]), bodies)
-            self._connection.progressed()  # the following time does not count as the server's
+            self._connection.progressed()  # restart the deadline before the blocks are verified
         shapes = self._layout.shapes(places[0])
         whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
         with span("kvpage.verify") as seen:
@@ -164,7 +165,7 @@ class Receiver:
             self._report.nbytes += nbytes
 
     async def _take_state(self) -> None:
-        """Receive the furthest state that is available in a received block."""
+        """Receive the furthest state that is available within the received blocks."""
         had = self._had()
         for place in self.plan.states:
             if not had or place.end > had[-1].end:
@@ -182,7 +183,7 @@ class Receiver:
 def _made(
     bodies: Sequence[tuple[BlockPlace, mx.array]], digests: Mapping[str, str], shapes: Shapes
 ) -> dict[BlockPlace, Arrays]:
-    """The arrays of all blocks that match their seals, in the memory in which they arrived."""
+    """Return the arrays of all blocks that match their seals, in the memory in which they arrived."""
     return {
         place: in_memory(body, shapes)
         for place, body in bodies
@@ -231,10 +232,10 @@ def moved(state: FetchState, event: FetchEvent) -> FetchState:
 
 
 class Fetch:
-    """A load under way. It holds blocks until `result` or `cancel` is called."""
+    """A fetch in progress. It holds blocks until `result` or `cancel` is called."""
 
     def __init__(self, remote: Remote, request: FetchRequest, over: Callable[[Fetch], None]) -> None:
-        """Starts at once, and takes `request.within` seconds at most. `over` is called when it has ended, before all
+        """Start the fetch, which takes `request.within` seconds at most. `over` is called when it has ended, before all
         other callbacks, on the connection's thread.
 
         Raises ValueError if `request.held` are not blocks of the pool, or more than its tokens fill.
@@ -249,17 +250,17 @@ class Fetch:
         self._pool.share((block.block_id for block in request.held), request.agent_id)
         self._lock = threading.Lock()  # of the state
         self._over = threading.Event()
-        self._ended: list[Callable[[Fetch], None]] = [over]
+        self._ended: list[Callable[[Fetch], None]] = [over]  # callbacks, `over` first
         self._context: AgentBlocks | None = None
         self._failure: BaseException | None = None
         self._started = time.perf_counter()
         self._cancel = remote.connection.begin(self._run(), self._end)
 
-    # -- interface for the waiting caller ------------------------------------------------------------------------------
+    # -- interface for the waiting caller --------------------------------------------------------------------------
 
     @property
     def why(self) -> str | None:
-        """Why it found less than it might have; None if nothing was missing."""
+        """The reason for which it found less; None if nothing was missing."""
         return self.report.reasons[0] if self.report.reasons else None
 
     @property
@@ -277,11 +278,11 @@ class Fetch:
         return self.report.reach
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether `result` returns without waiting."""
         return self._over.is_set()
 
     def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
-        """Call `callback` with this when it is done, on the connection's thread; at once if it is done already."""
+        """Call `callback` with this when it is done, on the connection's thread; immediately if it is done already."""
         with self._lock:
             if not self._over.is_set():
                 self._ended.append(callback)
@@ -291,7 +292,7 @@ class Fetch:
     def result(self) -> AgentBlocks | None:
         """Wait, and return the context, whose blocks the caller frees; None if nothing was found, or after `cancel`.
 
-        Returns the same context each time.
+        Return the same context each time.
         """
         self._over.wait()
         if self._failure:
@@ -313,7 +314,7 @@ class Fetch:
                 self._cancel()
 
     def _move(self, event: FetchEvent) -> bool:
-        """Called with the lock held. Returns whether the state has changed."""
+        """Change the state, with the lock held. Return whether it has changed."""
         before, self.state = self.state, moved(self.state, event)
         return self.state is not before
 
@@ -363,10 +364,11 @@ class Fetch:
             finally:
                 seen.set(tokens=self._received.reach, bytes=self.nbytes, reason=self.why)
 
-    # -- taking it up ----------------------------------------------------------------------------------------------
+    # -- assembling the context ------------------------------------------------------------------------------------
 
     def _assemble(self) -> AgentBlocks | None:
-        """Make blocks of the received arrays, and free the rest."""
+        """Return the context of the received arrays and held blocks, and free the unused blocks. None if there is no
+        block."""
         agent_id = self._request.agent_id
         try:
             blocks = self._blocks()

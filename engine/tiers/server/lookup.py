@@ -47,7 +47,7 @@ class FetchRequest:
 class FetchReport:
     """Result of a fetch."""
 
-    reasons: list[str] = field(default_factory=list)  # why it found less than it might have
+    reasons: list[str] = field(default_factory=list)  # reasons for which it found less, the first one first
     decision: Decision | None = None  # None if there was nothing to decide
     nbytes: int = 0  # received
     seconds: float = 0.0  # all of it
@@ -64,7 +64,8 @@ class Lookup:
     """The lookup for one request."""
 
     def __init__(self, remote: Remote, request: FetchRequest, report: FetchReport) -> None:
-        """Raises ValueError if more blocks are held than the prompt fills, and UnknownTokenError."""
+        """Plan with the blocks in memory. Raises ValueError if more blocks are held than the prompt fills, and
+        UnknownTokenError."""
         prompt = () if request.tokens is None else tuple(token_ids(request.tokens))
         if len(request.held) > (full := len(prompt) // remote.spec.block_tokens):
             raise ValueError(f"held blocks are the first of {full} full ones, got {len(request.held)}")
@@ -86,7 +87,7 @@ class Lookup:
 
     @cached_property
     def digests_in_memory(self) -> dict[str, str]:
-        """Return digests for the blocks in memory, which a plan requires."""
+        """Empty digests by seal of the blocks in memory, because a plan has only blocks with a digest."""
         blocks = dict.fromkeys((place.seal for place in self.held), "")
         return blocks | {place.state().seal: "" for place, block in self.held.items() if block.state is not None}
 
@@ -97,12 +98,13 @@ class Lookup:
         return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in self.digests_in_memory]
 
     async def ask(self) -> dict[str, str]:
-        """Read the agent's manifest, the records of partial blocks, and all digests that a plan may need. Returns the
+        """Read the agent's manifest, the records of partial blocks, and all digests that a plan may need. Return the
         digests by seal."""
         connection, spec, agent_id = self.remote.connection, self.remote.spec, self._request.agent_id
         seals = [place.seal for place in self._offer.places]
         parents = self._parents()
         keys = [manifest_key(agent_id, spec.fingerprint), older_key(agent_id)] if self._request.named else []
+        # First request: the manifests, the records, and the digests of the prompt's full blocks.
         begun = time.perf_counter()
         found = await connection.read([*keys, *parents, *seals], self.report.missed)
         connection.rates.asked(time.perf_counter() - begun)
@@ -113,6 +115,7 @@ class Lookup:
         wanted = manifest.tokens if manifest and self.whole_context else self._offer.wanted
         chain = spec.chain(manifest.owner if manifest else agent_id, wanted)
         self._offer = Offer(spec, wanted, manifest, chain, self.remote.layout.together, branches)
+        # Second request: the digests of blocks that only the manifest names.
         if more := [place.seal for place in self._offer.places if place.seal not in digests]:
             digests |= dict(zip(more, await connection.read(more, self.report.missed), strict=True))
         there = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
@@ -145,7 +148,7 @@ class Lookup:
                 del digests[place.seal]
 
     def _manifest(self, raw: bytes | None, older: bytes | None) -> ContextManifest | None:
-        """The agent's manifest. One that an earlier version left is not read."""
+        """Return the agent's manifest, or None. A manifest of an earlier version is not read."""
         if raw is None:
             if older is not None:
                 self.report.missed("manifest")
@@ -157,8 +160,8 @@ class Lookup:
             return None
 
     def _parents(self) -> dict[str, Parent]:
-        """The keys of the records that may have more of the prompt than memory has: one for each full block, and those
-        of the prompt's first tokens."""
+        """Return the keys of the records that may have more of the prompt than memory has, with the parents of their
+        blocks: one for each full block, and those of the prompt's first tokens."""
         spec, prompt = self.remote.spec, self._offer.wanted
         names = tuple(place.name for place in self._offer.full)
         parents = [Parent(names[:count], self._chain, self.remote.layout.together) for count in range(len(names) + 1)]
@@ -173,7 +176,8 @@ class Lookup:
     def _branches(
         self, records: Mapping[str, bytes | None], parents: Mapping[str, Parent]
     ) -> tuple[list[StoredBranch], dict[str, str]]:
-        """The partial blocks that begin like the prompt there, and the digests of them and their states by seal."""
+        """Return the blocks of the records that begin like the prompt there, and the digests of them and their states
+        by seal."""
         spec, branches, digests = self.remote.spec, list[StoredBranch](), dict[str, str]()
         for key, raw in records.items():
             if raw is None:
@@ -197,7 +201,8 @@ class Lookup:
         return branches, digests
 
     async def _lease_all(self, places: Sequence[BlockPlace]) -> list[BlockPlace]:
-        """Lease blocks and states, up to the first that is missing. Return those that are lost with it."""
+        """Lease blocks and states, of each kind up to the first that is missing. Return the places that are not
+        leased."""
         connection, layout = self.remote.connection, self.remote.layout
         stored = [place for place in places if layout.nbytes(place)]
         kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]

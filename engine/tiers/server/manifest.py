@@ -1,4 +1,4 @@
-"""How a context is stored on the page server: the places of its blocks, and the manifest that lists them."""
+"""The format of a context on the page server: the places of its blocks, and the manifest that lists them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpage_server.client import BlockName
 from kvpage_server.page import BlockShape, DType, Plane, tag_of, unix_ms
 
 FORMAT = 4  # of manifests
-OLDER = 3  # one for each agent, without a digest
+OLDER = 3  # of earlier versions: one manifest for each agent, without a digest
 DIGESTS = 3  # the format of blocks' digests
 CHUNK_BYTES = 8 << 20  # of blocks in one request; at least one block
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
@@ -70,11 +70,11 @@ class BlockPlace:
         return self.tagged.encode(), int(self.of_state)
 
     def state(self) -> BlockPlace:
-        """The place of the state after these tokens."""
+        """Return the place of the state after these tokens."""
         return replace(self, of_state=True)
 
     def digest(self, bodies: Iterable[Buffer]) -> str:
-        """The digest: XXH3-64, as 16 hex digits, of the seal's key and the arrays' bytes in canonical order."""
+        """Return the digest: XXH3-64, as 16 hex digits, of the seal's key and the arrays' bytes in canonical order."""
         untagged = replace(self, tag="").seal
         digest = xxhash.xxh3_64(f"{DIGESTS}:{untagged}".encode())
         for body in bodies:
@@ -86,21 +86,21 @@ class BlockLayout:
     """The pages at each place, for one model."""
 
     def __init__(self, spec: ModelCacheSpec, together: int = 0) -> None:
-        """`together` blocks of a prompt are kept on the same of several servers; 0 if there is only one server."""
+        """Set `together`: so many blocks of a prompt are kept on the same of several servers; 0 with one server."""
         self.together = together
         self._spec = spec
         self._kinds: dict[tuple[bool, int], _Kind] = {}
 
     def nbytes(self, *places: BlockPlace) -> int:
-        """The bytes of the arrays at these places. 0 for the tokens of a model whose layers all carry states."""
+        """Return the bytes of the arrays at these places: 0 for the tokens of a model whose layers all carry states."""
         return sum(self._kind(place).nbytes for place in places)
 
     def shapes(self, place: BlockPlace) -> Shapes:
-        """The shapes of its arrays."""
+        """Return the shapes of its arrays."""
         return self._kind(place).shapes
 
     def block(self, place: BlockPlace) -> BlockShape:
-        """The shape for the server. There must be some arrays."""
+        """Return the shape for the server. There must be some arrays."""
         block = self._kind(place).block
         assert block is not None
         return block
@@ -138,10 +138,10 @@ class _Kind(NamedTuple):
 
 
 def block_shape(shapes: Shapes) -> BlockShape:
-    """The shape under which the server stores arrays of these shapes, of which there must be some.
+    """Return the shape under which the server stores arrays of these shapes, of which there must be some.
 
-    If all layers keep the same, with equal heads and rows in each plane, they are the block's layers, and each page can
-    be read by itself. Otherwise the block is one page: the arrays' bytes in canonical order.
+    If all layers keep arrays of the same shapes, with equal heads and rows in each plane, they are the block's layers,
+    and each page can be read by itself. Otherwise the block is one page: the arrays' bytes in canonical order.
     """
     layers = [layer for layer in shapes if layer]
     heads, rows = layers[0][0].heads, layers[0][0].rows
@@ -153,7 +153,7 @@ def block_shape(shapes: Shapes) -> BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class ContextManifest:
-    """The parts of an agent's context."""
+    """The list of an agent's tokens and blocks, as the manifest stores it."""
 
     agent_id: str
     owner: str  # the agent in whose chain its blocks are; another one in a fork
@@ -170,25 +170,26 @@ class ContextManifest:
         states: Iterable[int] = (),
         owner: str | None = None,
     ) -> Self:
-        """The manifest for an agent's context of these tokens, with states after some of them. Its blocks are in the
-        chain of `owner`, by default of the agent."""
+        """Return the manifest for an agent's context of these tokens, with states after some of them. Its blocks are in
+        the chain of `owner`, by default of the agent."""
         owner = owner or agent_id
         size, count = spec.block_tokens, len(tokens)
         inner = tuple(position for position in states if position % size and position < count)
         return cls(agent_id, owner, tuple(tokens), block_names(tokens, spec, owner), inner)
 
     def place(self, index: int, spec: ModelCacheSpec, together: int = 0) -> BlockPlace:
-        """The place of block `index`."""
+        """Return the place of block `index`."""
         start = index * spec.block_tokens
         tokens = min(spec.block_tokens, len(self.tokens) - start)
         return BlockPlace(self.names[index], tokens, start + tokens, tag=tag_of(self.names, index, together))
 
     def places(self, spec: ModelCacheSpec, together: int = 0) -> list[BlockPlace]:
-        """The places of all blocks, in order."""
+        """Return the places of all blocks, in order."""
         return [self.place(i, spec, together) for i in range(len(self.names))]
 
     def inner_places(self, spec: ModelCacheSpec, together: int = 0) -> list[BlockPlace]:
-        """The places of the states within blocks, in order. One has the name of the block's tokens before it."""
+        """Return the places of the states within blocks, in order. The name of a state is the chain hash of the block's
+        tokens before it."""
         places, chain = [], spec.chain(self.owner, self.tokens)
         for position in self.inner:
             index, tokens = divmod(position, spec.block_tokens)
@@ -198,8 +199,8 @@ class ContextManifest:
         return places
 
     def dump(self, spec: ModelCacheSpec, together: int, before: bytes | None = None) -> bytes:
-        """The bytes to store in place of the manifest `before`: a digest, and JSON. The tokens are last, so that a
-        reader of the chain need not read them.
+        """Return the bytes to store in place of the manifest `before`: a digest, and JSON. The tokens are last, so that
+        a reader of the chain need not read them.
         """
         now, key = unix_ms(), manifest_key(self.agent_id, spec.fingerprint)
         text = json.dumps({
@@ -221,7 +222,7 @@ class ContextManifest:
 
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
-        """Parse what `dump` made. Raises Miss for anything else: another agent's, another model's, or a damaged one."""
+        """Parse the output of `dump`. Raises Miss for the manifest of another agent or model, and for a damaged one."""
         stored = _opened(raw, manifest_key(agent_id, spec.fingerprint))
         try:
             states = list(token_ids([position for position, _ in stored.get("states", ())]))
@@ -237,18 +238,18 @@ class ContextManifest:
 
 
 def manifest_key(agent_id: str, fingerprint: int) -> str:
-    """The key of an agent's manifest for a model."""
+    """Return the key of an agent's manifest for a model."""
     return f"{older_key(agent_id)}:{fingerprint:016x}"
 
 
 def older_key(agent_id: str) -> str:
-    """The key of an agent's manifest in earlier versions."""
+    """Return the key of an agent's manifest in earlier versions."""
     return f"manifest:{agent_id}"
 
 
 def named_in(raw: bytes | None, key: str, together: int = 0) -> list[tuple[str, str]]:
-    """The tags and names of the blocks, and of the states within them, that a manifest of any model names; none if it
-    makes no sense. `together` blocks of a prompt are kept on the same of several servers."""
+    """Return the tags and names of the blocks, and of the states within them, that a manifest of any model names; none
+    if it is damaged. `together` blocks of a prompt are kept on the same of several servers."""
     if raw is None:
         return []
     try:
@@ -261,12 +262,12 @@ def named_in(raw: bytes | None, key: str, together: int = 0) -> list[tuple[str, 
 
 
 def names_in(raw: bytes | None, key: str) -> set[str]:
-    """The names of the blocks and states that a manifest of any model names."""
+    """Return the names of the blocks and states that a manifest of any model names."""
     return {name for _, name in named_in(raw, key)}
 
 
 def _created(raw: bytes | None, key: str) -> int:
-    """When the agent was first stored, in unix milliseconds; 0 if the manifest does not say."""
+    """Return the time at which the agent was first stored, in unix milliseconds; 0 if the manifest lacks it."""
     try:
         created = _opened(raw, key).get("created", 0) if raw is not None else 0
         return created if type(created) is int else 0
@@ -275,23 +276,23 @@ def _created(raw: bytes | None, key: str) -> int:
 
 
 def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
-    """A manifest changed for another key; None if it makes no sense."""
+    """Return a manifest with its digest for another key; None if it is missing, damaged or empty."""
     return sealed(raw.partition(b" ")[2], new_key) if raw is not None and named_in(raw, key) else None
 
 
 def digest_of(manifest: bytes) -> bytes:
-    """The digest at a manifest's beginning."""
+    """Return the digest at a manifest's beginning."""
     return manifest.partition(b" ")[0]
 
 
 def sealed(text: bytes, key: str) -> bytes:
-    """Put a digest before the text, of the text and its key. So a wrong bit, in the text or in the key that was asked
-    for, gives nobody another agent's context."""
+    """Return the text after a digest of its key and itself. So a wrong bit, in the text or in a requested key, never
+    yields another agent's context."""
     return b"%b %b" % (_digest(text, key), text)
 
 
 def unsealed(raw: bytes, key: str) -> bytes:
-    """The text that `sealed` was called with. Raises Miss."""
+    """Return the text from the output of `sealed`. Raises Miss for a wrong digest."""
     digest, _, text = raw.partition(b" ")
     if digest != _digest(text, key):
         raise Miss("manifest")
@@ -299,7 +300,7 @@ def unsealed(raw: bytes, key: str) -> bytes:
 
 
 def _opened(raw: bytes, key: str) -> Any:
-    """The content of a manifest. Raises Miss."""
+    """Return the content of a manifest. Raises Miss."""
     older = key.count(":") == 1
     text = raw if older else unsealed(raw, key)
     try:

@@ -1,9 +1,9 @@
 """Manifests on one server. Blocks that no manifest names any more are deleted.
 
 ``refs:{name}`` counts the manifests that name a block. It changes in the same transaction as the manifest, so a crash
-cannot separate them. A block whose count is 0 is deleted in a second transaction, which fails if somebody has named the
-block meanwhile. A block that no manifest has ever named, because its engine was killed or its answer is not complete,
-has no count, and is left to eviction.
+cannot separate them. A block whose count is 0 is deleted in a second transaction, unless a manifest has named the block
+meanwhile. A block that no manifest has ever named, because its engine was killed or its answer is not complete, has no
+count, and is left to eviction.
 
 An agent has a manifest for each model, so that models do not replace each other's contexts. Earlier versions had one
 for each agent, ``manifest:{agent}``. It is not read, and it is deleted at the next save.
@@ -43,7 +43,7 @@ async def save(
 
 
 async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
-    """Give an agent the context of another in place of its own. Returns whether there was one."""
+    """Give an agent the context of another in place of its own. Return whether there was one."""
     source, key, older = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint), older_key(new_id)
     found = False
 
@@ -58,7 +58,7 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> bool:
-    """Delete an agent's contexts, of any model. Returns whether there were any."""
+    """Delete an agent's contexts, of any model. Return whether there were any."""
     older, found = older_key(agent_id), False
 
     def change(stored: Stored) -> Stored:
@@ -71,13 +71,14 @@ async def delete(connection: ServerConnection, agent_id: str) -> bool:
 
 
 async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
+    """Return the sorted agents that have a manifest for this model."""
     before, after = manifest_key("*", fingerprint).split("*")
     found = await connection.scan(f"{before}*{after}")
     return sorted(key.removeprefix(before).removesuffix(after) for key in found)
 
 
 async def _change(connection: ServerConnection, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:
-    """Replace manifests, or delete them for None, and delete blocks that nobody names any more.
+    """Replace manifests, or delete them for None, and delete blocks that no manifest names any more.
 
     `change` is called with the values of `keys`, and again if they have changed meanwhile.
     """
@@ -106,7 +107,7 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
 
 
 async def bury(connection: ServerConnection, names: Sequence[str]) -> None:
-    """Delete those of these blocks that no manifest names."""
+    """Delete the blocks among `names` that no manifest names."""
     if not names:
         return
     keys = list(map(count_key, names))
@@ -120,15 +121,15 @@ async def bury(connection: ServerConnection, names: Sequence[str]) -> None:
 
 
 def forget_block(name: str) -> Question:
-    """Delete the keys of a block other than its pages."""
+    """Return the command that deletes the keys of a block other than its pages."""
     return Question(["DEL", f"seal:{name}", f"state:{name}", label_key(name), count_key(name)], integer)
 
 
 def label_key(name: str) -> str:
-    """Where it is said how to show a block of a context without a name to people."""
+    """Return the key of the text that shows a block of a context without a name to people."""
     return f"label:{name}"
 
 
 def count_key(name: str) -> str:
-    """Where it is counted how many manifests name a block."""
+    """Return the key of the number of manifests that name a block."""
     return f"refs:{name}"

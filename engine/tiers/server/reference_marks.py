@@ -28,7 +28,7 @@ from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
 from kvpage_server.page import SEGMENT
 
-_AT_ONCE = 8  # segments whose references are changed at once
+_AT_ONCE = 8  # segments whose references are changed concurrently
 _TRIES = 10  # of a fork, while the context is being saved
 
 Reference = tuple[str, bytes | None, bytes | None]  # a block, how many manifests name it, and this manifest's mark
@@ -55,7 +55,7 @@ async def save(
 
 
 async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
-    """Give an agent the context of another in place of its own. Returns whether there was one."""
+    """Give an agent the context of another in place of its own. Return whether there was one."""
     source, key = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint)
     stored = await connection.ask_one(text, "GET", source)
     for _ in range(_TRIES):
@@ -71,13 +71,14 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> bool:
-    """Delete an agent's contexts, of any model. Returns whether there were any."""
+    """Delete an agent's contexts, of any model. Return whether there were any."""
     keys = await connection.scan(f"{older_key(agent_id)}:*", all_of_them=True)
     return any([await _put(connection, key, None) is not None for key in keys])
 
 
 async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -> bytes | None:
-    """Put a manifest in place of another, and remove the references of that one; returns it."""
+    """Replace the manifest at a key, or delete it for None. Remove the references of the old manifest, and return
+    it."""
     older: bytes | None = None
 
     def change(stored: bytes | None) -> list[Question]:
@@ -88,7 +89,7 @@ async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -
         return [Question(["DEL", key], integer)] if stored is not None else []
 
     await connection.transaction([key], Question(["GET", key], text), change)
-    with suppress(*OUTAGES):  # blocks with too many references are evicted some day
+    with suppress(*OUTAGES):  # blocks with too many references are left to eviction
         await _give_up(connection, key, older, names_in(manifest, key))
     return older
 
@@ -109,7 +110,7 @@ async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None
 
 async def _give_up(connection: ServerConnection, key: str, manifest: bytes | None, kept: Collection[str]) -> None:
     """Remove the references of a manifest, except to blocks that are kept, and delete blocks without references. A
-    block whose count is lost is left to eviction."""
+    block without a count is left to eviction."""
     if manifest is None:
         return
     digest = digest_of(manifest)
@@ -126,6 +127,7 @@ async def _give_up(connection: ServerConnection, key: str, manifest: bytes | Non
 
 
 def _one_less(connection: ServerConnection, block: str, count: bytes | None) -> list[Question]:
+    """Return the commands that decrement a block's count, or delete the block with its last reference."""
     if count is None or not count.isdigit():
         return []
     if int(count) > 1:
@@ -159,7 +161,8 @@ async def _change(
 
 
 def _segments(manifest: bytes, key: str, kept: Collection[str] = ()) -> list[list[str]]:
-    """The blocks and states of a manifest, as in keys, grouped by segment, without those whose names are kept."""
+    """Return the tagged names of a manifest's blocks and states, grouped by segment, without those whose names are
+    kept."""
     named = groupby(named_in(manifest, key, SEGMENT), lambda one: one[0])
     found = ([tag + name for _, name in some if name not in kept] for tag, some in named)
     return [blocks for blocks in found if blocks]

@@ -1,4 +1,4 @@
-"""The restore planner: finds, from metadata only, the longest usable prefix and what to fetch for it.
+"""The restore planner: finds, from metadata only, the longest usable prefix and the blocks to fetch for it.
 
 A plan is a prefix without gaps. Where layers carry a state, it ends where one was taken, and leaves a token of the
 prompt to compute, since a state cannot be cut back.
@@ -18,7 +18,7 @@ from kvpage_server.page import tag_of
 
 # -- Fetch or compute: blocks on the server are fetched if that is faster than computing them again --------------------
 
-DECAY = 0.5  # how much earlier measurements still count at the next one
+DECAY = 0.5  # weight of the earlier measurements at the next one
 VALID_SECONDS = 30.0  # after that, the link may have changed
 LEAST_BYTES = 1 << 20  # smaller transfers do not measure a link's speed
 
@@ -43,7 +43,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether to fetch, and the figures for this. Times are in seconds, None if unknown."""
+    """Choice between fetching and computing, with its figures. Times are in seconds, None if unknown."""
 
     fetch: bool
     tokens: int  # that need not be computed
@@ -51,7 +51,7 @@ class Decision:
     load_seconds: float | None
     compute_seconds: float | None
     link_rate: float | None  # bytes a second
-    latency: float | None  # of a question
+    latency: float | None  # of a request without a body
     prefill_rate: float | None  # tokens a second
 
 
@@ -59,23 +59,24 @@ class Rates:
     """The speed of the link and of the model's prefill. One thread measures the link, another one the prefill."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds."""
+        """Begin without measurements. `clock` returns seconds."""
         self._clock = clock
         self._connection = Rate()
         self._questions = Rate()
         self._prefill = Rate()
-        self._link_seen = 0.0  # when it was last observed
+        self._link_seen = 0.0  # time of `clock` when the link was last measured
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """The model has computed `tokens` tokens of prompts."""
+        """Note that the model has computed `tokens` tokens of prompts in `seconds`."""
         self._prefill.observe(tokens, seconds)
 
     def asked(self, seconds: float) -> None:
-        """The server has answered a question without a body."""
+        """Note that the server has answered a request without a body in `seconds`."""
         self._questions.observe(1, seconds)
 
     def received(self, nbytes: int, seconds: float, wanted: int) -> None:
-        """`nbytes` of `wanted` have arrived. A small transfer measures only the latency of a link."""
+        """Note that `nbytes` of `wanted` have arrived in `seconds`. A small transfer is ignored: it measures only the
+        latency."""
         if wanted >= LEAST_BYTES:
             self._connection.observe(nbytes, seconds)
             self._link_seen = self._clock()
@@ -92,12 +93,12 @@ class Rates:
 
     @property
     def link_rate(self) -> float | None:
-        """Bytes a second; None if not measured lately. Then the next context is fetched, which measures it."""
+        """Bytes a second; None if not measured recently. Then the next context is fetched, which measures it."""
         return self._connection.value if self._clock() - self._link_seen < VALID_SECONDS else None
 
     def decide(self, tokens: int, nbytes: int, link: float | None = None) -> Decision:
-        """Whether to fetch `nbytes` rather than compute `tokens`; at `link` bytes a second, or the rate measured
-        lately. Yes if one of the rates is unknown."""
+        """Decide whether to fetch `nbytes` or to compute `tokens`, at `link` bytes a second, or the rate measured
+        recently. Fetch if one of the rates is unknown."""
         link, latency, prefill = link or self.link_rate, self.latency, self.prefill_rate
         load = compute = None
         if link is not None:
@@ -112,7 +113,7 @@ class Rates:
 class Plan:
     """The blocks and states to fetch."""
 
-    tokens: tuple[int, ...]  # the blocks have its beginning
+    tokens: tuple[int, ...]  # of the context; the blocks hold the first of them
     blocks: tuple[BlockPlace, ...]  # in order, without gaps
     states: tuple[BlockPlace, ...]  # the furthest first; one of them is needed; () if no layer carries a state
     reach: int  # tokens of the prompt that needn't be computed
@@ -121,8 +122,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class StoredBranch:
-    """A block of a stored context that goes on from full blocks of the prompt, and in which the two diverge or the
-    context ends."""
+    """A block of a stored context after full blocks of the prompt, in which context and prompt diverge or one of them
+    ends."""
 
     before: int  # full blocks of the prompt
     tokens: tuple[int, ...]  # of the context, at least up to the end of this block
@@ -132,8 +133,8 @@ class StoredBranch:
 
 
 class Offer:
-    """Blocks that may be of use for a prompt: its full blocks, which any engine may have stored, and branches, of the
-    agent's own context and of others."""
+    """Blocks that a prompt may use: its full blocks, which any engine may have stored, and branches, of the agent's own
+    context and of others."""
 
     def __init__(
         self,
@@ -144,7 +145,8 @@ class Offer:
         together: int = 0,
         branches: Sequence[StoredBranch] = (),
     ) -> None:
-        """`chain` is that of the prompt; `together` is that of the layout. The digests of `branches` are known."""
+        """Collect the places. `chain` is that of the prompt; `together` is that of the layout. The digests of
+        `branches` are known."""
         size = spec.block_tokens
         names = chain_hashes(spec.fingerprint, wanted, size, chain)
         self.spec = spec
@@ -169,15 +171,15 @@ class Offer:
         return [*blocks, *(place.state() for place in blocks), *self._inner] if self.spec.has_state else blocks
 
     def stored(self, digests: Mapping[str, str]) -> list[BlockPlace]:
-        """The full blocks before the first one without a digest. `digests` are by seal."""
+        """Return the full blocks before the first one without a digest. `digests` are by seal."""
         return list(takewhile(lambda place: place.seal in digests, self.full))
 
     def has_gap(self, digests: Mapping[str, str]) -> bool:
-        """Whether a part of the agent's own context is missing."""
+        """Return whether a part of the agent's own context is missing."""
         return len(self.stored(digests)) < self.common // self.spec.block_tokens
 
     def plan(self, digests: Mapping[str, str], limit: int) -> Plan:
-        """The longest prefix of places that have a digest.
+        """Return the longest prefix of places that have a digest.
 
         `limit` is the most tokens of a prefix that ends in a state: all but one of a prompt.
         """
@@ -200,7 +202,8 @@ class Offer:
         common: int,
         inner: Sequence[BlockPlace],
     ) -> Plan:
-        """The plan for these blocks of a context of these `tokens`, of which the prompt has the first `common`."""
+        """Return the plan for these blocks of a context of these `tokens`, of which the prompt has the first
+        `common`."""
         if not self.spec.has_state:
             return Plan(tokens, tuple(blocks), (), min(blocks[-1].end if blocks else 0, common))
         states = {*(block.state() for block in blocks), *inner}

@@ -1,13 +1,14 @@
-"""Records of the blocks with which contexts without a name go on, so that any engine finds prompts that begin alike.
+"""Records of the blocks with which contexts without a name continue, so that any engine finds contexts that begin
+alike.
 
     tails:{chain hash}   the most recent blocks after a full block, or the most recent first blocks with these tokens
 
-The name of a block follows from its tokens and the block before it. A prompt that ends or departs within a block does
-not know the rest of it, so it cannot ask for it by name. A record lists such blocks, full ones and partial ones in
-which contexts end. The key of a record is the chain hash of the block before them. The first block of a context is in
-two records, whose keys are hashes of its first tokens (see `first_parts`): fewer contexts share the longer beginning,
-and the record of the shorter one also has shorter contexts. So a prompt knows its records before it asks for anything,
-and reads them together with the digests of its full blocks.
+The name of a block follows from its tokens and the block before it. A prompt that ends or departs within a block lacks
+the rest of its tokens, so the block's name is unknown. A record lists such blocks, full ones and partial ones in which
+contexts end. The key of a record is the chain hash of the block before them. The first block of a context is in two
+records, whose keys are hashes of its first tokens (see `first_parts`): fewer contexts share the longer beginning, and
+the record of the shorter one also has shorter contexts. So the keys of a prompt's records follow from the prompt alone,
+and the records are read together with the digests of its full blocks.
 
 A record is bounded: MOST_TAILS blocks and MOST_BYTES bytes, the newest first. Partial blocks that leave it are
 deleted, and so are partial blocks that a longer one contains. The record is written after the blocks, so it names
@@ -34,24 +35,25 @@ from kvpage_server.page import tag_of, unix_ms
 FORMAT = 1
 MOST_TAILS = 64  # in a record
 MOST_BYTES = 64 << 10  # of a record
-AT_ONCE = 8  # blocks that are entered at once
+AT_ONCE = 8  # blocks that are entered concurrently
 # Bounds of a record's JSON, which others may have written.
 CONTAINERS, STRINGS, VALUES = 2_000, 4_000, 40_000
 
 
 def least_tail(spec: ModelCacheSpec) -> int:
-    """A partial block of fewer tokens is not stored, and a prompt that lacks fewer tokens does not ask for more."""
+    """Return the least tokens of a partial block that is stored. A prompt that lacks fewer tokens does not fetch
+    more."""
     return max(1, spec.block_tokens // 16)
 
 
 def first_parts(spec: ModelCacheSpec) -> tuple[int, int]:
-    """How many first tokens name the two records of a context of less than a block."""
+    """Return the two numbers of first tokens whose hashes name the records of a context's first block."""
     return least_tail(spec), max(2, spec.block_tokens // 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """Where a block begins."""
+    """The position of a block in a chain: the blocks before it."""
 
     names: tuple[str, ...]  # the chain hashes of the blocks before it
     chain: Chain
@@ -63,7 +65,7 @@ class Parent:
         return self.chain.parent(len(self.names), self.names[-1] if self.names else None)
 
     def records(self, tokens: Sequence[int], spec: ModelCacheSpec) -> list[str]:
-        """The keys of the records that have contexts which go on with these `tokens`."""
+        """Return the keys of the records that have contexts which continue with these `tokens`."""
         if self.names:
             return [f"tails:{self.name}"]
         parts = [part for part in first_parts(spec) if part <= len(tokens)]
@@ -76,10 +78,10 @@ class Tail:
 
     tokens: tuple[int, ...]
     digest: str
-    states: tuple[tuple[int, str], ...]  # how many of its tokens are before each state within it or at its end; digests
+    states: tuple[tuple[int, str], ...]  # for each state: the number of its tokens before it, and its digest
 
     def places(self, parent: Parent, spec: ModelCacheSpec) -> dict[BlockPlace, str]:
-        """Its place and those of its states, with their digests."""
+        """Return its place and those of its states, with their digests."""
         start = len(parent.names) * spec.block_tokens
         name = chain_hash(spec.fingerprint, parent.name, self.tokens)
         tag = tag_of((*parent.names, name), len(parent.names), parent.together)
@@ -90,25 +92,25 @@ class Tail:
         return found
 
     def usable(self, tokens: Sequence[int], spec: ModelCacheSpec) -> int:
-        """How many of `tokens` need not be computed with it."""
+        """Return how many of `tokens` need not be computed with it."""
         common = common_prefix(self.tokens, tokens)
         if not spec.has_state:
             return common
         return max((count for count, _ in self.states if count <= common), default=0)
 
     def begins(self, tokens: Sequence[int]) -> bool:
-        """Whether `tokens` begin with its tokens."""
+        """Return whether `tokens` begin with its tokens."""
         return self.tokens == tuple(tokens[: len(self.tokens)])
 
     def contains(self, other: Tail) -> bool:
-        """Whether it is longer than `other`, begins with its tokens, and has states where that has them."""
+        """Return whether it is longer than `other`, begins with its tokens, and has states where that has them."""
         counts = {count for count, _ in self.states}
         return other.begins(self.tokens) and all(count in counts for count, _ in other.states)
 
 
 def parse(raw: bytes, key: str, spec: ModelCacheSpec) -> list[Tail]:
-    """The tails in a record, the newest first. Raises Miss for a record that is damaged, too long, of another key or of
-    another model."""
+    """Return the tails in a record, the newest first. Raises Miss for a record that is damaged, too long, of another
+    key or of another model."""
     try:
         if len(raw) > 2 * MOST_BYTES:
             raise Miss("tails")
@@ -135,7 +137,7 @@ def parse(raw: bytes, key: str, spec: ModelCacheSpec) -> list[Tail]:
 
 
 def dump(tails: Sequence[Tail], key: str, spec: ModelCacheSpec) -> tuple[bytes, int]:
-    """The bytes to store for a record of the first of these tails, and how many they are."""
+    """Return the bytes of a record with as many of the first `tails` as the limits allow, and their number."""
     head = {"format": FORMAT, "fingerprint": f"{spec.fingerprint:016x}", "by": WRITER, "saved": unix_ms(), "tails": []}
     size, written = len(json.dumps(head)), list[str]()
     for tail in tails[:MOST_TAILS]:
@@ -155,8 +157,8 @@ async def record(
     context: ContextManifest,
     written: Collection[BlockPlace],
 ) -> bool:
-    """Enter the blocks of a context that is stored: those `written` now, and a partial last one. Returns whether that
-    is needed: no stored block contains it."""
+    """Enter the blocks of a context that is stored: those `written` now, and a partial last one. Return whether the
+    partial block is needed, because no block of its record contains it."""
     size, chain = spec.block_tokens, spec.chain(context.agent_id, context.tokens)
     blocks = [place for place in context.places(spec, layout.together) if place.tokens < size or place in written]
     inner = context.inner_places(spec, layout.together)
@@ -189,8 +191,8 @@ async def record(
 
 
 async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, key: str, tail: Tail) -> bool:
-    """Enter a block in a record, in place of the blocks that it contains. Returns whether the record has it now: no
-    other block of the record contains it."""
+    """Enter a block in a record, in place of the blocks that it contains. Return whether the record has it now, because
+    no other block of the record contains it."""
     gone: list[BlockPlace] = []
     entered = False
 
@@ -205,8 +207,8 @@ async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Pa
         entered = not any(other.contains(tail) for other in others)
         record, count = dump([tail, *others] if entered else others, key, spec)
         after = ([tail, *others] if entered else others)[:count]
-        # The last record of a block is its home: a partial block is deleted when it leaves that. The other record is
-        # shared by more contexts, so a block leaves that earlier.
+        # A partial block is deleted when it leaves the last of its records. More contexts share the other record, so a
+        # block leaves that one earlier.
         left = [other for other in {*right, tail} if other not in after]
         left = [other for other in left if parent.records(other.tokens, spec)[-1] == key]
         needed = _places(after, parent, spec)

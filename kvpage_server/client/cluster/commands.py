@@ -63,7 +63,7 @@ from kvpage_server.page import (
 #     8   4   layers
 #     12  4   heads
 #     16  4   page_size
-#     20  36  planes, 6 bytes each: kv_type, dtype, head_dim (4 bytes); zeros for those that it has not
+#     20  36  planes, 6 bytes each: kv_type, dtype, head_dim (4 bytes); zeros for missing planes
 #     56  8   XXH3-64 of the 56 bytes before, of the pages' headers and of the body
 
 OPENING_SIZE = 64

@@ -50,7 +50,7 @@ RAISES: Any = object()  # in place of a value for missing answers: raise their e
 
 
 def present(answers: Sequence[Any], gone: Any) -> list[Any]:
-    """Return replies, with `gone` in place of failures. If `gone` is RAISES, raise the first failure instead."""
+    """Return replies; `gone` replaces failures. If `gone` is RAISES, raise the first failure instead."""
     failed = next((answer.error for answer in answers if isinstance(answer, Failed)), None)
     if failed and gone is RAISES:
         raise failed.again()

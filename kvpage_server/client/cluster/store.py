@@ -49,7 +49,7 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, uni
 # read finds the last written value, or nothing.
 
 _APART = 256  # commands that are sent at once, so that other tasks have their turn
-_SPELLED = 4096  # likewise, of those that are encoded without an object for each
+_SPELLED = 4096  # likewise, for keys that are encoded without an object for each
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -1,7 +1,7 @@
 """One user: whether it can log in, and which commands, keys and channels it may use. The rules are those of Redis 7.
 
 A key pattern gives the right to read, to write, or both. A command that concerns every key, such as FLUSHALL or INFO's
-figures, needs that right for every key. So a user who may use only some keys gets no information about the others.
+figures, needs that right for every key. So a user with access to some keys gets no information about the others.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ BlockName = tuple[bytes, int]  # request and page id
 class Put(NamedTuple):
     """Result of inserting pages: the index where it ended, and the blocks of the pages, once for consecutive pages.
 
-    `made` counts new blocks; those `beside` others have neighbours in their request. The pages take so many bytes more,
-    of memory and of headers and bodies; and so many that expired were replaced.
+    `made` counts new blocks; `beside` counts those in requests that have other blocks. The pages take so many bytes
+    more, of memory and of headers and bodies; and so many that expired were replaced.
     """
 
     stop: int
@@ -306,5 +306,5 @@ def look_up(
 
 
 def filled(found: list[Any], filler: Any) -> tuple[Any, ...]:
-    """What was found, with `filler` in place of each None."""
+    """Return the items, with `filler` in place of each None."""
     return tuple([filler if thing is None else thing for thing in found])

@@ -1,10 +1,9 @@
 """Holds keep values in memory for commands that are about to use them.
 
 A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all values
-that it needs are *held*, including those that were in memory before: they are not dropped until the command has run.
-Loaded values do not count against maxmemory yet, so they have a limit of their own. After a wait the command checks
-again that everything is there. So a hold may end early, if its owner does not go on, because it does not read or is
-paused.
+that it needs are *held*, also values that were in memory before: they are not dropped until the command has run. Loaded
+values do not count against maxmemory yet, so they have a limit of their own. After a wait the command checks again that
+everything is there. So a hold may end early, if its owner does not go on, because it does not read or is paused.
 """
 
 from __future__ import annotations

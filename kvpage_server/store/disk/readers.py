@@ -60,7 +60,7 @@ class DiskReader:
         while (job := self._jobs.get()) is not None:
             ticket, work = job
             told = partial(self._deliver, ticket, work())
-            del job, work  # only `told` refers to the memory now
+            del job, work  # no other variable refers to the memory now
             self._loop.call_soon_threadsafe(told)
             del told
 

@@ -167,15 +167,15 @@ class DiskWriter(Generic[T]):
 #     IDLE         nothing waits           CHANGED, HURRIED -> PLANNED
 #     PLANNED      a timer runs            TIME -> WRITING; HURRIED makes it sooner
 #     WRITING      the thread has a batch  COMMITTED -> NOTING; FAILED -> RETRYING; FULL -> MAKING_ROOM
-#     NOTING       the loop goes through   NOTED -> IDLE; NOTED_SOME, when others have come meanwhile, -> PLANNED
-#                  what was committed
+#     NOTING       the loop goes through   NOTED -> IDLE; NOTED_SOME, with new changes, -> PLANNED
+#                  the committed batch
 #     MAKING_ROOM  the loop evicts, then   COMMITTED -> PLANNED; FAILED -> RETRYING
-#                  the thread removes
-#                  what is gone
+#                  the thread deletes
+#                  removed values
 #     RETRYING     a timer runs after a    TIME -> WRITING; nothing makes it sooner
 #                  failure
 #
-# CHANGED and HURRIED may occur in every state. Where the table does not name them they change nothing.
+# CHANGED and HURRIED may occur in every state. They change nothing in a state without a row for them.
 #
 # Everything runs on the loop, except the writing itself.
 

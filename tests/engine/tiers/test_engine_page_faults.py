@@ -76,7 +76,7 @@ def test_a_chunk_must_arrive_within_the_deadline(proxy: Proxy, tier: PageTier, p
 
 
 def test_several_chunks_may_exceed_the_deadline_together(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
-    """As many as a slow link needs, in both directions."""
+    """A slow link needs many of them, in both directions."""
     assert held(pool, tier.load("alice")) == 700  # is connected
     proxy.hold, tier._connection.deadline = 0.25, 2.0
     begun = time.monotonic()

@@ -351,7 +351,7 @@ def test_a_subscriber_that_left_during_a_message_gets_no_more(server: RunningSer
 
 
 def test_suppressed_replies_include_no_confirmations(server: RunningServer) -> None:
-    """CLIENT REPLY SKIP keeps back a reply; confirmations are pushed, those that take steps too."""
+    """CLIENT REPLY SKIP suppresses a reply; confirmations are pushes, also if they take steps."""
     with Wire(server.port) as wire:
         wire.send(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell([b"PSUBSCRIBE", b"a*", b"b*", b"c*"]))
         assert [parse(wire.reply())[1] for _ in range(3)] == [b"a*", b"b*", b"c*"]

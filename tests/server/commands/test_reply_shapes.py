@@ -1,4 +1,4 @@
-"""What a row of the command table says of its reply is what a client is sent, and what COMMAND DOCS tells."""
+"""Replies to clients, and COMMAND DOCS, match the command table."""
 
 from __future__ import annotations
 

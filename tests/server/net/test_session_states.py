@@ -1,4 +1,4 @@
-"""What moves a session from one state to another: every pair of a state and an event."""
+"""Transitions of a session: every pair of a state and an event."""
 
 from __future__ import annotations
 

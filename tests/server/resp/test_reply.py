@@ -1,4 +1,4 @@
-"""Replies as clients read them: what was encoded comes back from the parsers of redis-py and hiredis."""
+"""Replies as clients read them: the parsers of redis-py and hiredis return the encoded values."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def check(server: RunningServer, client: redis.Redis, path: Path, hostile: Hosti
 
 
 def check_update(server: RunningServer, client: redis.Redis, path: Path) -> None:
-    """The dump of the same server replaces what is bad."""
+    """The dump of the same server replaces damaged files."""
     code, shown, said = kvpage("dump", "--update", str(path), "--url", server.url)
     assert (code, said) == (0, ""), shown
     client.flushall()

@@ -1,4 +1,4 @@
-"""`kvpage dump` and `kvpage restore` against a real server: what comes back is what was there."""
+"""`kvpage dump` and `kvpage restore` against a real server: a restore returns the dumped values."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_user_dumps_only_visible_keys(tmp_path: Path) -> None:
         assert (dumped.amount.pages, dumped.amount.strings) == (HALVES.pages, 1)
 
 
-# -- what is there already -----------------------------------------------------------------------------------------
+# -- existing files ----------------------------------------------------------------------------------------------------
 
 
 def test_existing_keys_stay_unless_replace_is_given(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:

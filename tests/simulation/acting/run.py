@@ -174,7 +174,7 @@ class Run:
             delay += rng.randrange(1, 3 * MS)
 
     def _arrive(self, peer: Peer, piece: bytes, life: int, delay: int) -> None:
-        """Deliver a piece after those that were sent before it."""
+        """Deliver a piece after the pieces that were sent before it."""
         now = self.machine.clock.now
         when = max(now + delay, peer.busy_until)
         peer.busy_until = when

@@ -1,4 +1,4 @@
-"""Connections that the server closes: those that a command closes, and those beyond a limit. No others."""
+"""Connections that the server closes: at a command, and beyond a limit. No others."""
 
 from __future__ import annotations
 

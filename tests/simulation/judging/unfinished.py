@@ -213,6 +213,6 @@ class Unfinished:
 
 
 def _fewer(expected: Any, by: int) -> Any:
-    """Return the permitted counts of a command that came too late for `by` keys."""
+    """Return the permitted counts of a command that was too late for `by` keys."""
     options = [one for one in (expected.options if isinstance(expected, May) else [expected]) if type(one) is int]
     return between(max(min(options) - by, 0), max(options)) if by and options else expected

@@ -269,7 +269,7 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         return OK
 
     def change_rights(self, user: bytes, rules: Words) -> None:
-        """Change the rights of a user, who may be new."""
+        """Change the rights of a user, which is created if necessary."""
         self.users.setdefault(user, Rights([], is_on=False)).change(rules)
 
     def do_client(self, what: bytes, *words: bytes) -> Any:

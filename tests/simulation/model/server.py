@@ -114,7 +114,7 @@ class AboutTheServer:
         return OK
 
     def change_rights(self, user: bytes, rules: Words) -> None:
-        """Change the rights of a user, who may be new."""
+        """Change the rights of a user, which is created if necessary."""
         raise NotImplementedError
 
     def do_acl_deluser(self, user: bytes) -> Any:

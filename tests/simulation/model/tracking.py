@@ -1,4 +1,4 @@
-"""Client-side caching in the model: invalidations that a tracking connection must receive, and those that it may.
+"""Client-side caching in the model: required and permitted invalidations of a tracking connection.
 
 Certain changes of certain reads must be sent; possible changes, or changes of possible reads, may be.
 """

@@ -211,7 +211,7 @@ class Store:
 
     @contextmanager
     def _supposed(self, choice: Iterable[dict[bytes, Cell]]) -> Iterator[tuple[dict[bytes, Cell], set[bytes]]]:
-        """Suppose that state; yield the differences at the end, and those that are no expiry.
+        """Suppose that state; yield the differences at the end, and the differences that are no expiry.
 
         All is as before after it.
         """

@@ -24,7 +24,7 @@ class Clock:
         self.cost: Callable[[], int] = lambda: 0  # of a look at the monotonic clock
 
     def advance(self, to: int) -> None:
-        """Advance the clock; it never goes back."""
+        """Advance the clock; it never runs backwards."""
         self.now = max(self.now, to)
         self.wall = self.now + self.offset
 

@@ -57,7 +57,7 @@ class SimulatedDisk:
         self._pause = pause
         self._rng = rng
         self.commits = 0
-        self.map_size = 0  # limit in bytes for the values of a database, and those that replace them; 0 for none
+        self.map_size = 0  # limit in bytes for the values of a database, and for values that replace them; 0 for none
         self.databases: dict[bytes, Any] = {}  # of the environment that was opened last
         self._live: lmdb.Environment | None = None
 

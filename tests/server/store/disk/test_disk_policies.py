@@ -75,7 +75,7 @@ def _page(seed: int, size: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("maxmemory", ["0", "2mb"])
-def test_volatile_ttl_evicts_only_what_expires_soonest(tmp_path: Path, maxmemory: str) -> None:
+def test_volatile_ttl_evicts_only_the_soonest_expiring(tmp_path: Path, maxmemory: str) -> None:
     options = (*SMALL, "--maxmemory-policy", "volatile-ttl", "--maxmemory", maxmemory)
     with tiered(tmp_path, *options) as (_, client):
         for seed in range(200):

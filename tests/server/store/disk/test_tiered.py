@@ -316,7 +316,7 @@ def test_values_on_disk_leave_memory_without_an_eviction(tmp_path: Path, policy:
         assert client.dbsize() == 300
 
 
-def test_maxdisk_evicts_what_left_memory_first(tmp_path: Path) -> None:
+def test_maxdisk_evicts_first_dropped_values_first(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb", "--maxdisk", "16mb") as (server, client):
         req = "r{}".format  # a request for each block: none extends another
         for seed in range(1500):
