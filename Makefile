@@ -61,15 +61,16 @@ fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by co
 	tests/sanitized.sh tests/fuzz/seeded.py $(FUZZ_SECONDS)
 
 sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of memory
-	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not looked_at_once" tests/server/core/test_core_alike.py tests/server/core/test_core_memory.py tests/server/resp/test_parser.py tests/server/core/test_outbox.py \
+	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not scanned_once" tests/server/core/test_core_alike.py tests/server/core/test_core_memory.py tests/server/resp/test_parser.py tests/server/core/test_outbox.py \
 		tests/server/commands/pages/test_page_properties.py
 
-lint: $(VENV)/dev.stamp  ## ruff, vulture and mypy
+lint: $(VENV)/dev.stamp  ## ruff, vulture, mypy, and unclear phrases in comments
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" check --preview --select PLW1514 --quiet .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/vulture"
 	"$(BIN)/mypy"
+	"$(BIN)/python" tests/plain_words.py
 
 format: $(VENV)/dev.stamp  ## the code as ruff wants it
 	"$(BIN)/ruff" check --fix .

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: all of them, or those that are named."""
+"""`python -m benchmarks`: all benchmarks, or the named ones."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ _WITHIN = 60.0  # seconds, for a replica to take over
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of both conversations."""
+    """Results of both conversations."""
 
     turns: tuple[Turn, ...]  # on the cluster
     uninterrupted: tuple[Turn, ...]
 
     def promises(self) -> dict[str, bool]:
-        """What was promised, and whether it was kept."""
+        """Return the promises, and whether each was kept."""
         same = [turn.text for turn in self.turns] == [turn.text for turn in self.uninterrupted]
         text = f"the text is {'' if same else 'not '}that of the uninterrupted conversation"
         lost = [turn for turn in self.turns[1:] if share_reused(turn) < 0.9]
@@ -116,7 +116,7 @@ def _await_whole(cluster: Cluster) -> None:
 
 
 def table(outcome: Outcome) -> Table:
-    """What each turn took."""
+    """Return the table of turns."""
     shown = Table("turn", "engine", box=None, header_style="bold", pad_edge=False, padding=(0, 1))
     for column in ("prompt", "reused", "", "first token", "why not more", "text"):
         shown.add_column(column, justify="right")

@@ -1,8 +1,8 @@
 """How long others wait while somebody calls a command with its worst arguments: all of them, see `worst`.
 
-Two figures for each. What the server's loop did without a pause, in processor time: it holds on a busy machine too, and
-is what has to stay below 10 ms. And how long a client that PINGs all the while waited, which on a machine that does
-nothing else is what is felt; the kernel, the other threads of the server and what else runs there are in it.
+Two figures for each. The longest turn of the server's loop, in processor time: it is valid on a busy machine too, and
+has to stay below 10 ms. And the longest wait of a client that sends PINGs meanwhile, which includes the kernel, the
+server's other threads and other load.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Figures(NamedTuple):
 
     @property
     def line(self) -> str:
-        """As it is printed."""
+        """Return the printed line."""
         mark = "  <" if self.turn > BUDGET else ""
         return f"{self.turn:8.1f} ms {self.waited:8.1f} ms {self.took:9.1f} ms  {self.name}{mark}"
 
@@ -57,7 +57,7 @@ class Replies:
         self._file = sock.makefile("rb", 1 << 20)
 
     def ask(self, commands: Sequence[Words]) -> None:
-        """Send some commands and read their replies. Raises what the server said when it did not like one."""
+        """Send some commands and read their replies. Raises error replies."""
         for start in range(0, len(commands), _AT_ONCE):
             some = commands[start : start + _AT_ONCE]
             for words in some:
@@ -101,7 +101,7 @@ class Side:
         self._pings = pings
 
     def forget(self) -> None:
-        """What happened so far does not count."""
+        """Reset the longest turn."""
         self.longest()
 
     def longest(self) -> tuple[float, float]:
@@ -110,7 +110,7 @@ class Side:
         return self.turns.longest(), float(self._pings.recv())
 
     def figures(self, scene: Scene) -> Figures:
-        """What a scene costs the others."""
+        """Return a scene's cost for other clients."""
         with ExitStack() as stack:
             sock = stack.enter_context(self.server.connect())
             sock.settimeout(_PATIENCE)
@@ -125,7 +125,7 @@ class Side:
             with suppress(ConnectionError):  # QUIT
                 replies.skip()
             took = 1000 * (time.perf_counter() - began)
-            time.sleep(scene.rest or _SETTLE)  # what is done after the reply
+            time.sleep(scene.rest or _SETTLE)  # work after the reply
             turn, waited = self.longest()
         if scene.after:
             with self.server.connect() as sock:
@@ -138,7 +138,7 @@ class Side:
 def _ping(port: int, orders: Connection) -> None:
     """In a process of its own: at each order the longest wait since the one before, in milliseconds."""
     longest = 0.0
-    while True:  # it may be ended by what is asked
+    while True:  # the scene may close it
         with socket.create_connection(("127.0.0.1", port)) as sock, suppress(ConnectionError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             answer = b"+PONG"
@@ -180,7 +180,7 @@ def _started(*options: str) -> Iterator[Server]:
 
 
 def all_figures(chosen: Iterable[Scene]) -> Iterator[Figures]:
-    """Those of each scene, one after the other."""
+    """Yield the figures of each scene, one after the other."""
     with ExitStack() as stack:
         sides: dict[bool, Side] = {}
         for cold, options in (
@@ -198,7 +198,7 @@ def all_figures(chosen: Iterable[Scene]) -> Iterator[Figures]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print a line a scene, then those that are over the budget."""
+    """Print a line per scene, then the scenes over the budget."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stalls", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the arguments")
     parser.add_argument("--only", metavar="TEXT", default="", help="what has this in its name, such as 'ACL SETUSER'")

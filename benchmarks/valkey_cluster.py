@@ -39,7 +39,7 @@ _PID = "pid"
 
 @dataclass(frozen=True)
 class Node:
-    """One of its servers. What it prints goes to `directory`/log."""
+    """One of its servers. Its output is written to `directory`/log."""
 
     port: int
     bus: int  # the port on which the nodes talk to each other
@@ -48,12 +48,12 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process id."""
         return self.process.pid
 
     @property
     def log(self) -> str:
-        """What it printed."""
+        """Return its output."""
         return (self.directory / "log").read_text(errors="replace", encoding="utf-8")
 
     def client(self, **options: Any) -> Any:
@@ -61,7 +61,7 @@ class Node:
         return _client(self.port, **options)
 
     def ask(self, *words: Any) -> Any:
-        """What it answers, as it comes over the wire."""
+        """Return its reply, as it is on the wire."""
         with self.client(protocol=2) as client:
             client.response_callbacks.clear()
             return client.execute_command(*words)
@@ -72,7 +72,7 @@ class Node:
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
     def slots(self) -> dict[int, str]:
-        """Who serves each slot, as this node has heard: the id of its node."""
+        """Return the node id of each slot's owner, as this node knows it."""
         return {
             slot: master[2].decode()
             for first, last, master, *_ in self.ask("CLUSTER", "SLOTS")
@@ -85,7 +85,7 @@ class Node:
             self.process.send_signal(number)
 
     def cpu_seconds(self) -> float:
-        """What it has used so far, in all its threads, and the kernel for it."""
+        """Return the CPU time of all its threads so far, including the kernel's."""
         info = self.told("INFO", "cpu")
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
@@ -99,17 +99,17 @@ class Cluster:
 
     @property
     def masters(self) -> list[Node]:
-        """Those that began as masters."""
+        """Return the initial masters."""
         return self.nodes[: self.began_as_masters]
 
     @property
     def replicas(self) -> list[Node]:
-        """Those that began as replicas."""
+        """Return the initial replicas."""
         return self.nodes[self.began_as_masters :]
 
     @property
     def addresses(self) -> str:
-        """As they stand in a URL."""
+        """Return the addresses in the form of a URL."""
         return ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     @property
@@ -171,7 +171,7 @@ def _start(directory: Path, port: int, bus: int, options: Iterable[str], *, deta
 
 
 def _end(nodes: Iterable[Node]) -> None:
-    """End them, those that were stopped, too. They keep nothing, so they need not say goodbye."""
+    """Kill the nodes, including stopped ones. They keep nothing, so they need not say goodbye."""
     for node in nodes:
         node.signal(signal.SIGKILL)
         node.process.wait(_WITHIN)
@@ -258,7 +258,7 @@ def stop(directory: Path) -> None:
 
 
 def _program(pid: int) -> str:
-    """What a process runs; empty if there is none."""
+    """Return a process' program; empty if there is none."""
     told = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, encoding="utf-8", check=False)
     return told.stdout.strip()
 

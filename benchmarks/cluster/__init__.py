@@ -1,4 +1,4 @@
-"""`python -m benchmarks cluster`: clients of several servers, and an engine that comes back from several."""
+"""`python -m benchmarks cluster`: clients of several servers, and an engine that restores contexts from several."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_lists_and_counts_are_of_its_own(shared: RunningServer) -> None:
 
 
 def test_events_are_limited_to_its_own_keys(shared: RunningServer) -> None:
-    """This also holds for a user who may subscribe to every channel."""
+    """A right to every channel does not change this."""
     with shared.client(username="admin", password="") as admin:
         admin.config_set("notify-keyspace-events", "KEA")
         with shared.client(username="listener", password="") as listener, listener.pubsub() as events:
