@@ -1,4 +1,4 @@
-"""How fast pages travel on this machine: what `kvpage bench` measures, and the repository's benchmarks with it."""
+"""`kvpage bench`: the cost of pages and blocks on this machine. The benchmarks of the repository use it, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and JSON of others, read with bounds."""
+"""Bounded readers of files and JSON from other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpage`: looks into a running store from a terminal. Knows it by its commands alone, as any other client does."""
+"""`kvpage`: the command line for a running store. It uses the commands that any client can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpage-engine agents`: the agents that a serving engine remembers."""
+"""`kvpage-engine agents`: the agents of a serving engine."""
 
 from __future__ import annotations
 

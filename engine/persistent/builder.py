@@ -1,4 +1,4 @@
-"""The same graphs, built in Python.
+"""The builder of graphs in Python.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The text of a graph, parsed."""
+"""The parser of a graph's text."""
 
 from __future__ import annotations
 

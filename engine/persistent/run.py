@@ -1,4 +1,4 @@
-"""`kvpage-engine run`: steps of a graph, from where its instance was left."""
+"""`kvpage-engine run`: steps of a graph, from the saved state of its instance."""
 
 from __future__ import annotations
 

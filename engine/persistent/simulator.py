@@ -1,4 +1,4 @@
-"""A graph run step by step."""
+"""The simulator, which runs a graph step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Persistent memory while it runs: tables, their entries side by side, and how a change is taken back.
+"""Persistent memory at run time: tables, their entries, and the journal of changes.
 
 Contains: state that survives a step. Excludes: graphs, and a store.
 """

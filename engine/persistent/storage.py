@@ -1,4 +1,4 @@
-"""Persistent memory elsewhere: instances on a page server, and safetensors files.
+"""Storage of persistent memory: instances on a page server, and safetensors files.
 
 Contains: the stored form of an instance. Excludes: graphs, and the execution of a step.
 """

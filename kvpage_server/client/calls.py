@@ -1,4 +1,4 @@
-"""The methods of a client, without I/O: each checks its arguments, says what to ask, and reads the answers.
+"""The methods of a client, without I/O: each checks its arguments, builds its requests, and decodes the replies.
 
 So the two clients, for threads and for an event loop, differ only in how they wait.
 """

@@ -1,4 +1,4 @@
-"""Any command as a question: its words, and a reader for its answer.
+"""Any command as a question: its words, and the decoder of its reply.
 
 A server may answer anything, so every answer is checked. If it does not fit the question, WrongReply is raised, and the
 connection is closed, since the next answer may belong to another question, too.

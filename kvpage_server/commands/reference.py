@@ -1,4 +1,4 @@
-"""docs/commands.md, made from the command table and from examples that the tests run."""
+"""Generator of docs/commands.md, from the command table and from examples that the tests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands enter the table.
+"""The registration of commands in the table.
 
 A family's module declares its commands with the `command` decorator, next to their functions::
 

@@ -1,4 +1,4 @@
-"""A Valkey or Redis Cluster, whose masters are looked into as one."""
+"""`kvpage status` and `kvpage top` of a Valkey or Redis Cluster, or of several servers."""
 
 from __future__ import annotations
 

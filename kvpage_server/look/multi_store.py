@@ -1,4 +1,4 @@
-"""Servers side by side, or the masters of a cluster, looked into as one. Each key belongs to one of them."""
+"""Several servers, or the masters of a cluster, as one store. Each key belongs to one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Valkey or Redis Cluster, asked as if it knew pages.
+"""Page commands for a Valkey or Redis Cluster, which stores blocks and pages as strings.
 
 It knows strings alone: a block is one (client/cluster/commands.py), and so is a page that was written by itself.
 Reasons of misses and leases are unknown, and omitted. The blocks of a request are known when a scan has met them; those

@@ -1,4 +1,4 @@
-"""`kvpage status`: how a store is doing, once or repeatedly."""
+"""`kvpage status`: the state of a store, once or repeatedly."""
 
 from __future__ import annotations
 

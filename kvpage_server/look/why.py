@@ -1,4 +1,4 @@
-"""`kvpage why`: why reading a page, a request or a string, or loading an agent, would miss."""
+"""`kvpage why`, `stat` and `verify`: the reason of a miss, metadata, and checksums of pages, requests and agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process. It runs until the server that started it has ended."""
+"""The HTTP process next to the server. It runs until the server that started it has ended."""
 
 from __future__ import annotations
 

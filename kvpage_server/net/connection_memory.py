@@ -1,4 +1,4 @@
-"""How much a client may send, hold and leave unread, and which clients are ended when it is too much.
+"""Memory limits of connections: request size, unread output, and the order in which clients are closed.
 
 The server stops answering a client once about a megabyte waits for it (see `transport`), so only subscriptions and
 single large replies can exceed this. A client that sends holds memory until its command is complete.

@@ -1,4 +1,4 @@
-"""Questions to a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
+"""Queries of a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
 
 A `Reading` is a generator. It yields lists of commands and is sent their answers: bytes, integers, lists and maps as
 RESP3 has them, or the `ResponseError` of a refused command. It returns its result. Under an event loop, it runs in

@@ -1,4 +1,4 @@
-"""Reads the manifests that the engine stores for its agents (docs/architecture.md, "How a context travels").
+"""Memory by agent, from the manifests that engines store (docs/architecture.md, "How a context travels").
 
 A manifest is a digest and a JSON object. Earlier versions of it have no model and no times, and put all tokens before
 the names of the blocks.

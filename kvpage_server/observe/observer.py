@@ -1,4 +1,4 @@
-"""Asks a store for all viewers together: at most once a second, however many viewers there are."""
+"""The observer: reads a store for all viewers together, at most once a second."""
 
 from __future__ import annotations
 

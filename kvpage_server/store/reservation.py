@@ -1,4 +1,4 @@
-"""The room that a batch was promised which is stored in steps.
+"""Reservations of space for batches that are stored in steps.
 
 A batch is admitted once, before its first step. Space that the next parts will use counts as used for other writers
 between its steps. A part releases its reservation when it uses the space; the rest is released when the batch ends or

@@ -1,4 +1,4 @@
-"""Things sent or read together, as many as are worth one question."""
+"""Batches of items, limited in bytes."""
 
 from __future__ import annotations
 

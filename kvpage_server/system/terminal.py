@@ -1,4 +1,4 @@
-"""How things are shown to people in a terminal."""
+"""Output in a terminal: tables, colours, times and JSON."""
 
 from __future__ import annotations
 

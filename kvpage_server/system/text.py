@@ -1,4 +1,4 @@
-"""The clock for durations, and counts of durations by powers of two of nanoseconds.
+"""Text of durations, counts, sizes, log lines and names that may contain any character.
 
 Nobody can set this clock. Leases, idle times and pauses last as long as they should when the wall clock is set. Times
 to live, time stamps and all that is written to disk use the wall clock, `page.unix_ms`. To count a duration costs no

@@ -1,4 +1,4 @@
-"""The process that answers HTTP. `kvpage-server` starts it; by itself it is of no use."""
+"""Entry point of the HTTP process, which `kvpage-server` starts. It is of no use by itself."""
 
 from kvpage_server.monitor.process import main
 from kvpage_server.web.routes import ROUTES

@@ -1,4 +1,4 @@
-"""The routes of the store's page and its data. Nothing here changes anything."""
+"""The routes of the store's page and its data, which are read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans carried out for threads: all errands of a round are done at once, by one thread."""
+"""Execution of plans on threads: one thread sends and receives all requests of a round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map of a cluster: which nodes serve which slots."""
+"""The map of a cluster: the nodes of each slot."""
 
 from __future__ import annotations
 

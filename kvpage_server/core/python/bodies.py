@@ -1,4 +1,4 @@
-"""Page bodies received into the memory where they belong.
+"""Bodies of pages: digests, keys of sent pages, the output queue, and the receiver of bodies into their places.
 
 Replies are received into scratch memory that stays in the processor's cache, parsed there, and bodies are copied to
 their places. Of a long body the rest is received where it belongs, and no more behind it than the line before the next

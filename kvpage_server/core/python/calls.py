@@ -1,4 +1,4 @@
-"""Commands that have arrived, called one after another as long as nothing about them has to be decided.
+"""The fast path: commands that have arrived are called one after another, as long as none needs a decision.
 
 The table's owner defines the function and the number of words of each command. Before a call of a row that `asks` the
 owner decides whether it is made. A command that is not called is handed back, and so is a reply that is not plain.

@@ -1,4 +1,4 @@
-"""Queues of units in columns, many units at a time: how uses of a whole batch are noted.
+"""Queues of units in columns: inserts and uses of a whole batch at a time.
 
 A unit has a place, and at it a field in each column. A queue is a ring of places, linked in two columns, which begins
 and ends with a place of its own. The owner defines the queues, and the queue of each unit.

@@ -1,4 +1,4 @@
-"""Pieces of memory on their way out, taken from an iterator as they can be sent."""
+"""Output pieces of a client, taken from an iterator when they can be sent."""
 
 from __future__ import annotations
 

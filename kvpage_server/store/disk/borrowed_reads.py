@@ -1,4 +1,4 @@
-"""Loans: values that are sent by one reply, and are not brought into memory for anybody else.
+"""Borrowed reads: values that one reply sends from the map of the file, without loading them into memory.
 
 Small values are copied side by side into memory of their own, in the form in which they are sent. So many of them are
 one piece of the reply. Large ones are sent from where they lie, see `mapped`.

@@ -1,4 +1,4 @@
-"""Pieces whose record was damaged: no one can say whose they are, and they would take space for ever.
+"""Values on disk, in one LMDB file, and the pieces that damaged records have lost.
 
 A damaged record does not contain the positions of its pieces. `about` notes this in the transaction that removes the
 record. When the disk has no room, all records are read once, and the pieces that none of them has are removed.

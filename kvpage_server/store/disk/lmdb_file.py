@@ -1,4 +1,4 @@
-"""LMDB's file: whose it is, whether it is sound, and how it is opened.
+"""LMDB's file: its lock, its checks, and its settings.
 
 LMDB trusts its file: one wrong bit in a branch page can crash the process that maps it. So the structure is checked
 before the file is opened. This is left out if the file was closed in order and not touched since, or if its server was

@@ -1,4 +1,4 @@
-"""Holds keep values in memory for commands that are about to use them.
+"""Holds, which keep values in memory for commands that are about to use them.
 
 A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all values
 that it needs are *held*, also values that were in memory before: they are not dropped until the command has run. Loaded

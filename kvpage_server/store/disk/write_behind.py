@@ -1,4 +1,4 @@
-"""Batches of changes, and the thread that commits one after another."""
+"""Write-behind: the queue of changes, and the thread that commits them in batches."""
 
 from __future__ import annotations
 

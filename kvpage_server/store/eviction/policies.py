@@ -1,4 +1,4 @@
-"""The policies by name."""
+"""Eviction policies: allkeys-lru, allkeys-s3fifo, and the table of all policies."""
 
 from __future__ import annotations
 

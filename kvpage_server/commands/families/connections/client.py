@@ -1,4 +1,4 @@
-"""CLIENT: the connections, one's own and those one may know of."""
+"""CLIENT: the own connection, and other connections that the user may see."""
 
 from __future__ import annotations
 

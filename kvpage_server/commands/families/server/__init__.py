@@ -1,4 +1,4 @@
-"""The families of the server: how it is doing, its parameters, its users, its commands, its disk."""
+"""The families of the server: information, parameters, users, commands, the disk."""
 
 from kvpage_server.commands.families.server import acl, command, config, diagnose, server
 

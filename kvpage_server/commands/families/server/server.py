@@ -1,4 +1,4 @@
-"""The server family: how it is doing, and how it ends."""
+"""The server family: INFO, SHUTDOWN, SAVE, and answers about clusters."""
 
 from __future__ import annotations
 
