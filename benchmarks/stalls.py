@@ -27,7 +27,7 @@ BUDGET = 10.0  # milliseconds
 _SETTLE = 0.15  # seconds without anything to do
 _PATIENCE = 60.0  # seconds for one reply
 _FEW = 100  # connections: thousands that end at once are many events of a turn, whatever the server does
-_AT_ONCE = 256  # commands that are sent before their replies are read
+_COMMANDS_PER_PIPELINE = 256  # commands that are sent before their replies are read
 _OPTIONS = (
     *("--client-query-buffer-limit", "1gb", "--proto-max-bulk-len", "512mb", "--maxmemory-clients", "3gb"),
     *("--maxclients", "12000", "--client-output-buffer-limit", *["normal", "0", "0", "0", "pubsub", "0", "0", "0"]),
@@ -58,8 +58,8 @@ class Replies:
 
     def ask(self, commands: Sequence[Words]) -> None:
         """Send some commands and read their replies. Raises error replies."""
-        for start in range(0, len(commands), _AT_ONCE):
-            some = commands[start : start + _AT_ONCE]
+        for start in range(0, len(commands), _COMMANDS_PER_PIPELINE):
+            some = commands[start : start + _COMMANDS_PER_PIPELINE]
             for words in some:
                 self.send(words)
             for words in some:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.context import MOST_QUEUED
-from kvpage_server.commands.table import AT_ONCE, TABLE
+from kvpage_server.commands.table import TABLE, WORDS_PER_STEP
 from kvpage_server.glob import LONGEST
 
 MANY = 100_000
@@ -302,7 +302,7 @@ def _large(many: int) -> Iterator[Scene]:
 
 
 def _rights(many: int) -> Iterator[Scene]:
-    most = AT_ONCE - 3
+    most = WORDS_PER_STEP - 3
     long = [b"[%c-z]" % (97 + at % 26) + b"%d" % at + _LONG for at in range(most)]
     rules = {
         "short patterns": [b"~tenant-%d:*" % at for at in range(most)],
@@ -357,7 +357,7 @@ def _users(many: int) -> Iterator[Scene]:
 def _crowds(many: int) -> Iterator[Scene]:
     crowd = many // 10
     ids = [b"%d" % at for at in range(1, 1000)]
-    filters = list(chain.from_iterable((b"ID", number) for number in ids[: AT_ONCE // 2 - 2]))
+    filters = list(chain.from_iterable((b"ID", number) for number in ids[: WORDS_PER_STEP // 2 - 2]))
     for words in (
         *([b"CLIENT", b"LIST"], [b"CLIENT", b"LIST", b"TYPE", b"normal"], [b"CLIENT", b"LIST", b"ID", *ids]),
         *(
@@ -386,7 +386,7 @@ def _crowds(many: int) -> Iterator[Scene]:
     yield Scene(
         "prefixes", [b"CLIENT", b"TRACKING", b"ON", b"BCAST", *_prefixes(b"q", 500)], [[b"HELLO", b"3"], said[0]]
     )
-    shown = [b"MSET", *[bytes(range(256)) * 4] * (AT_ONCE - 2)]
+    shown = [b"MSET", *[bytes(range(256)) * 4] * (WORDS_PER_STEP - 2)]
     for words in (shown, [b"GET", shown[1]]):
         yield Scene("shown to those who monitor", words, crowd=10, they_say=[[b"MONITOR"]])
     yield Scene("beside others", [b"MONITOR"], crowd=10, they_say=[[b"MONITOR"]])
@@ -396,7 +396,7 @@ def _listeners(many: int) -> Iterator[Scene]:
     names = [b"channel-%d" % at for at in range(many)]
     for command in (b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBSCRIBE"):
         yield Scene("many", [command, *names])
-    long = [b"%d" % at + _LONG for at in range(AT_ONCE - 2)]
+    long = [b"%d" % at + _LONG for at in range(WORDS_PER_STEP - 2)]
     yield Scene("long patterns", [b"PSUBSCRIBE", *long])
     crowd = many // 10
     yield Scene("many listen", [b"PUBLISH", b"channel", b"m"], crowd=crowd, they_say=[[b"SUBSCRIBE", b"channel"]])
@@ -423,22 +423,26 @@ def _rest(many: int) -> Iterator[Scene]:
     yield Scene("ten KEYS of all there is", [b"EXEC"], scans)
     command = b"COMMAND"
     for words in (
-        *([command, b"INFO", *[b"get"] * many], [command, b"DOCS", *[b"config"] * (AT_ONCE - 2)], [command, b"DOCS"]),
+        *(
+            [command, b"INFO", *[b"get"] * many],
+            [command, b"DOCS", *[b"config"] * (WORDS_PER_STEP - 2)],
+            [command, b"DOCS"],
+        ),
         *([command, b"INFO"], [command, b"LIST"], [command, b"LIST", b"FILTERBY", b"PATTERN", _LONG]),
-        *([command, kind, b"MGET", *[b"k"] * (AT_ONCE - 3)] for kind in (b"GETKEYS", b"GETKEYSANDFLAGS")),
+        *([command, kind, b"MGET", *[b"k"] * (WORDS_PER_STEP - 3)] for kind in (b"GETKEYS", b"GETKEYSANDFLAGS")),
     ):
         yield Scene("all at once", words)
-    patterns = [b"%d" % at + _LONG for at in range(AT_ONCE - 2)]
+    patterns = [b"%d" % at + _LONG for at in range(WORDS_PER_STEP - 2)]
     yield Scene("long patterns", [b"CONFIG", b"GET", *patterns])
     yield Scene("everything", [b"CONFIG", b"GET", b"*"])
-    every = [b"latency-monitor-threshold", b"0"] * ((AT_ONCE - 2) // 2)
+    every = [b"latency-monitor-threshold", b"0"] * ((WORDS_PER_STEP - 2) // 2)
     yield Scene("the same again and again", [b"CONFIG", b"SET", *every])
     logged = [[b"CONFIG", b"SET", b"slowlog-log-slower-than", b"0", b"slowlog-max-len", b"%d" % (many // 10)]]
     logged += [[b"MGET", *[b"k" * 128] * 31]] * (many // 10)
     undone = [[b"CONFIG", b"SET", b"slowlog-log-slower-than", b"10000", b"slowlog-max-len", b"128"]]
     for words in ([b"SLOWLOG", b"GET", b"-1"], [b"SLOWLOG", b"RESET"]):
         yield Scene("a long log", words, logged, after=undone)
-    words = [b"get"] * (AT_ONCE - 2)
+    words = [b"get"] * (WORDS_PER_STEP - 2)
     for sub in (b"RESET", b"HISTOGRAM"):
         yield Scene("many", [b"LATENCY", sub, *words])
     yield Scene("an event", [b"LATENCY", b"HISTORY", b"command"])

@@ -230,7 +230,7 @@ def _measure(
 
 _QUESTION = struct.Struct("<cIIII")  # W or R, generation, the connection's number, items, bytes of each
 _DONE = b"."
-_SENT_AT_ONCE, _RECEIVED_AT_ONCE = 1024 * 1024, 256 * 1024  # bytes: the fastest sizes
+_SEND_BYTES, _RECEIVE_BYTES = 1024 * 1024, 256 * 1024  # bytes: the fastest sizes
 _GATHER = 512
 
 Generation = tuple[int, int, int, int]
@@ -258,7 +258,7 @@ def _raw_rows(items: Array) -> list[memoryview]:
 
 
 def _receive(sock: socket.socket, buffers: list[memoryview]) -> None:
-    _move(buffers, lambda some: sock.recvmsg_into(some)[0], _RECEIVED_AT_ONCE)
+    _move(buffers, lambda some: sock.recvmsg_into(some)[0], _RECEIVE_BYTES)
 
 
 def _receive_bytes(sock: socket.socket, count: int) -> bytes:
@@ -278,7 +278,7 @@ def _serve(sock: socket.socket, kept: dict[Generation, list[memoryview]]) -> Non
                 _receive(sock, kept[key])
                 sock.sendall(_DONE)
             else:
-                _move(kept[key], sock.sendmsg, _SENT_AT_ONCE)
+                _move(kept[key], sock.sendmsg, _SEND_BYTES)
 
 
 def _listen(address: str) -> socket.socket:
@@ -317,7 +317,7 @@ class RawClient:
 
         def part(sock: socket.socket, number: int, items: Array) -> None:
             sock.sendall(_QUESTION.pack(b"W", generation, number, *items.shape))
-            _move(_raw_rows(items), sock.sendmsg, _SENT_AT_ONCE)
+            _move(_raw_rows(items), sock.sendmsg, _SEND_BYTES)
             _receive_bytes(sock, len(_DONE))
 
         self._each(work.batches[generation].written, part)
@@ -453,7 +453,7 @@ def write_plot(rows: list[Row], path: Path) -> None:
 _KIB, _MIB = 1 << 10, 1 << 20
 _GENERATIONS = 8
 _HELD = 256 * _MIB  # bytes that a server is asked to hold at once
-_DELETED_AT_ONCE = 10_000
+_KEYS_PER_DELETE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,8 +537,8 @@ class Target:
             finally:
                 for generation in range(len(work.batches)):
                     keys = work.page_keys(generation)
-                    for start in range(0, len(keys), _DELETED_AT_ONCE):
-                        client.delete(keys[start : start + _DELETED_AT_ONCE])
+                    for start in range(0, len(keys), _KEYS_PER_DELETE):
+                        client.delete(keys[start : start + _KEYS_PER_DELETE])
 
     def close(self) -> None:
         self._admin.close()

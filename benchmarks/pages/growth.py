@@ -13,7 +13,7 @@ from kvpage_server.client import Page, PageClient
 from kvpage_server.page import HEADER_SIZE, BlockShape, DType, PageKey, Plane
 
 _FEW = 10_000
-_AT_ONCE = 2000
+_PAGES_PER_CALL = 2000
 PAGES_A_REQUEST, PAGES_A_BLOCK = 5000, 512
 _ROWS, _COLUMNS = 2, 128  # bytes of the pages that only fill the store
 _BODY = _ROWS * _COLUMNS
@@ -57,8 +57,8 @@ def fill_with_pages(server: Server, count: int) -> int:
     """Store so many pages one by one, 512 a block; how many they are."""
     body = bytes(_BODY)
     with PageClient(server.url, deadline=60) as client:
-        for start in range(0, count, _AT_ONCE):
-            ids = range(start, min(start + _AT_ONCE, count))
+        for start in range(0, count, _PAGES_PER_CALL):
+            ids = range(start, min(start + _PAGES_PER_CALL, count))
             keys = (
                 PageKey(b"request%d" % (i // PAGES_A_REQUEST), i // 16 % 32, i // 2 % 8, i // PAGES_A_BLOCK, i % 2)
                 for i in ids

@@ -26,7 +26,7 @@ from engine.startup import Engine
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0  # for which an idle engine waits before it checks whether to end
-AT_ONCE = 40  # prompts given to the engine: the 32 that its batch runs, and 8 whose contexts it loads ahead
+PROMPTS_IN_ENGINE = 40  # prompts given to the engine: the 32 that its batch runs, and 8 whose contexts it loads ahead
 
 Event = Token | Answer | Exception  # the next token, the complete answer, or an error
 _Result = TypeVar("_Result")
@@ -196,7 +196,7 @@ class EngineThread:
 
     def _give(self) -> None:
         """Give waiting prompts to the engine, one of each tenant in turn."""
-        while self._turns and len(self._given) < AT_ONCE:
+        while self._turns and len(self._given) < PROMPTS_IN_ENGINE:
             tenant, waiting = next(iter(self._turns.items()))
             del self._turns[tenant]
             generation = waiting.popleft()

@@ -124,7 +124,7 @@ class _Drive:
                 self._loop.remove_writer(self._sock)
 
 
-CONNECTING_AT_ONCE = 128  # threads that connect; a call that has to wait for one would waste its deadline
+CONNECT_THREADS = 128  # threads that connect; a call that has to wait for one would waste its deadline
 
 
 class AsyncPageClient:
@@ -143,7 +143,7 @@ class AsyncPageClient:
         self._pool = None if self._several else page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
-        self._openers = ThreadPoolExecutor(CONNECTING_AT_ONCE, "kvpage-connect")
+        self._openers = ThreadPoolExecutor(CONNECT_THREADS, "kvpage-connect")
         self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # connects that run on a thread
         self._closed: asyncio.Future[None] | None = None  # set when the last of these threads has ended
 

@@ -15,7 +15,7 @@ from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
 
 Missed = dict[int, str]  # which of a batch, and why
-_NAMES_AT_ONCE = 4096  # names that are encoded before other tasks have their turn
+_NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their turn
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -24,8 +24,8 @@ _NAMES_AT_ONCE = 4096  # names that are encoded before other tasks have their tu
 def _spelt(opening: bytes, names: PageKeys, spell: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
     """The words of a command that names pages."""
     yield opening
-    for start in range(0, len(names), _NAMES_AT_ONCE):
-        yield spell(names[start : start + _NAMES_AT_ONCE])
+    for start in range(0, len(names), _NAMES_PER_STEP):
+        yield spell(names[start : start + _NAMES_PER_STEP])
 
 
 def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:

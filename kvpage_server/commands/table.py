@@ -184,7 +184,7 @@ _FLAGS = """write readonly denyoom admin pubsub noscript blocking loading stale 
 FLAGS = frozenset(_FLAGS.split())
 
 
-AT_ONCE = 1024  # words of a command that is run at once; see `dispatch.parts`
+WORDS_PER_STEP = 1024  # words of a command that is run at once; see `dispatch.parts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Spec:
     name: str
     arity: int  # words with the name; negative: at least that many
     most: int  # the most words of a subcommand, 0 for no limit
-    parts: Parts | None  # how it is divided if it has more than AT_ONCE words; None if that is refused
+    parts: Parts | None  # how it is divided if it has more than WORDS_PER_STEP words; None if that is refused
     flags: frozenset[str]  # Redis's command flags
     stores: bool  # `denyoom`: it is refused when memory is full
     writes: bool  # `write`

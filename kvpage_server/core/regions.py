@@ -90,9 +90,9 @@ SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30
 HUGE = 2 << 20  # bytes of a huge page
 
 _UNUSED = 4 if sys.platform == "linux" else 5  # madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
-_GIVEN_AT_ONCE = 16 << 20  # bytes: other threads that change mappings wait meanwhile
+_RETURNED_BYTES_PER_CALL = 16 << 20  # bytes: other threads that change mappings wait meanwhile
 _TOO_SMALL = 16 << 20  # bytes that may be spare, but too small for an allocation
-_AT_ONCE = 256  # spans that are handed back before others have their turn
+_SPANS_PER_STEP = 256  # spans that are handed back before others have their turn
 _madvise = ctypes.CDLL(None).madvise  # which lets other threads run meanwhile; `mmap.madvise` does not
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -256,7 +256,7 @@ class Regions:
         wanted = left = max(most, 0) // HUGE * HUGE
         spans = 0
         for region in reversed(self._regions):
-            while left > 0 and spans < _AT_ONCE and (span := region.spare.cut_pages(left)):
+            while left > 0 and spans < _SPANS_PER_STEP and (span := region.spare.cut_pages(left)):
                 stretch = Stretch(region, span[0], span[1] - span[0])
                 self.spare -= stretch.size
                 left -= stretch.size
@@ -295,6 +295,6 @@ def _hand_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch
 
 def _hand_back(stretch: Stretch, returned: deque[Stretch]) -> None:
     """Hand memory back to the system."""
-    for at in range(0, stretch.size, _GIVEN_AT_ONCE):
-        _madvise(stretch.address + at, min(_GIVEN_AT_ONCE, stretch.size - at), _UNUSED)
+    for at in range(0, stretch.size, _RETURNED_BYTES_PER_CALL):
+        _madvise(stretch.address + at, min(_RETURNED_BYTES_PER_CALL, stretch.size - at), _UNUSED)
     returned.append(stretch)

@@ -15,7 +15,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.families.keys.value import checked_page
 from kvpage_server.commands.families.pages.block import read_shape
-from kvpage_server.commands.families.pages.page import AT_ONCE, new_pages, page_name, told_of
+from kvpage_server.commands.families.pages.page import PAGES_PER_STEP, new_pages, page_name, told_of
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
 from kvpage_server.commands.steps import Steps, each
 from kvpage_server.commands.table import TABLE, Spec, nothing
@@ -37,7 +37,7 @@ from kvpage_server.store.eviction.leases import LONGEST_LEASE
 
 OVERLAP = frozenset({"kvblockset"})
 _BLOCKS, _BYTES = 16, 64 * 1024**2  # that are written at once: blocks of one client, and bytes of all clients
-_AT_ONCE = 2  # batches of a client
+_CONCURRENT_BATCHES = 2  # batches of a client
 
 
 _Block = tuple[list[Write], asyncio.Future[None]]  # and when it is done
@@ -81,7 +81,7 @@ class Overlap:
         done = asyncio.get_running_loop().create_future()
         theirs.names.add(name)
         theirs.next.append((block, done))
-        if theirs.under_way < _AT_ONCE:
+        if theirs.under_way < _CONCURRENT_BATCHES:
             self._send(theirs, theirs.take())
         self._bytes += nbytes
         client.keep(nbytes)
@@ -155,7 +155,7 @@ class PagesBehind:
         now, batches, read = unix_ms(), list[NewPages](), 0
         while read < count:
             try:
-                batches.append(new_pages(client, args, 1 + read * PAGE_WORDS, AT_ONCE, now))
+                batches.append(new_pages(client, args, 1 + read * PAGE_WORDS, PAGES_PER_STEP, now))
             except BadPage as error:
                 raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
             read += len(batches[-1])

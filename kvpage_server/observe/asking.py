@@ -18,8 +18,8 @@ T = TypeVar("T")
 Command: TypeAlias = Sequence[bytes | int]  # redis-py does not parse the answers to commands whose name is bytes
 Reading: TypeAlias = Generator[list[Command], list[Any], T]
 
-AT_ONCE = 256  # commands a pipeline: the server runs that many before other clients have their turn
-AT_ONCE_ASYNC = 32  # in an event loop, which other tasks share
+COMMANDS_PER_PIPELINE = 256  # commands a pipeline: the server runs that many before other clients have their turn
+COMMANDS_PER_ASYNC_PIPELINE = 32  # in an event loop, which other tasks share
 
 
 class QueriedStore(Protocol):
@@ -38,7 +38,7 @@ def ask(store: QueriedStore, reading: Reading[T]) -> T:
         commands = next(reading)
         while True:
             answers: list[Any] = []
-            for pipeline in _pipelines(store, commands, AT_ONCE):
+            for pipeline in _pipelines(store, commands, COMMANDS_PER_PIPELINE):
                 answers += pipeline.execute(raise_on_error=False)
             commands = reading.send(answers)
     except StopIteration as end:
@@ -53,7 +53,7 @@ async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
         if ended:
             return result  # type: ignore[no-any-return]
         answers = []
-        for pipeline in _pipelines(store, commands, AT_ONCE_ASYNC):
+        for pipeline in _pipelines(store, commands, COMMANDS_PER_ASYNC_PIPELINE):
             answers += await pipeline.execute(raise_on_error=False)
 
 

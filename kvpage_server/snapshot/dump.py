@@ -43,7 +43,7 @@ from kvpage_server.system.durable import private_directory, remove_unfinished
 
 # -- Comparison of a file's pages with a server by their headers, without their bodies ---------------------------------
 
-_AT_ONCE = 1000  # pages asked about in one go
+_PAGES_PER_QUERY = 1000  # pages asked about in one go
 _SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole seconds
 
 
@@ -58,7 +58,7 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
         chain.from_iterable(entry.ttl_left_ms for entry in pages),
         strict=True,
     )
-    while some := list(islice(expected, _AT_ONCE)):
+    while some := list(islice(expected, _PAGES_PER_QUERY)):
         found = store.headers([bytes(key) for key, _, _ in some])
         if len(found) != len(some):
             return False

@@ -245,8 +245,8 @@ def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
 
 _SHARE = 2  # a block larger than this fraction of the memory limit of all clients is sent page by page
 _AROUND_BYTES = 1 << 10  # bytes of a SET in addition to its value
-_KEYS_AT_ONCE = 1000  # keys written or asked about in one go
-_BLOCKS_AT_ONCE = 100  # blocks asked about in one go
+_KEYS_PER_QUERY = 1000  # keys written or asked about in one go
+_BLOCKS_PER_QUERY = 100  # blocks asked about in one go
 
 Done = Callable[[int], None]  # called with the number of newly processed bytes
 
@@ -302,8 +302,8 @@ class _Restore:
 
     def run(self, done: Done) -> Restored:
         for nbytes, part in ahead(self._plans()):
-            for start in range(0, len(part.blocks), _BLOCKS_AT_ONCE):
-                self._send_blocks(part.blocks[start : start + _BLOCKS_AT_ONCE])
+            for start in range(0, len(part.blocks), _BLOCKS_PER_QUERY):
+                self._send_blocks(part.blocks[start : start + _BLOCKS_PER_QUERY])
             self._send_items(part.items)
             self._flush()
             done(nbytes)
@@ -379,8 +379,8 @@ class _Restore:
         self._set(pages)
 
     def _send_items(self, items: list[Item]) -> None:
-        for start in range(0, len(items), _KEYS_AT_ONCE):
-            some = items[start : start + _KEYS_AT_ONCE]
+        for start in range(0, len(items), _KEYS_PER_QUERY):
+            some = items[start : start + _KEYS_PER_QUERY]
             if not self._replace:
                 there = self._store.are_there([item.key for item in some])
                 self._restored.there += sum(there)
@@ -394,7 +394,7 @@ class _Restore:
 
     def _wrote(self, write: _Write) -> None:
         self._waiting.append(write)
-        if self._writes.nbytes >= BATCH_BYTES or self._writes.count >= _KEYS_AT_ONCE:
+        if self._writes.nbytes >= BATCH_BYTES or self._writes.count >= _KEYS_PER_QUERY:
             self._flush()
 
     def _flush(self) -> None:

@@ -55,8 +55,8 @@ class Amount:
 
 
 _WITHIN = 60.0  # seconds for a batch
-_AT_ONCE = 1000  # keys asked about in one go
-_READ_AT_ONCE = 50  # keys in one MGET: a server runs it in one go
+_KEYS_PER_QUERY = 1000  # keys asked about in one go
+_KEYS_PER_MGET = 50  # keys in one MGET: a server runs it in one go
 _REQUESTS = 100  # requests asked about in one go
 
 KEY_COSTS = 8 << 10  # bytes that take as long as a key does
@@ -210,7 +210,7 @@ class RunningStore:
     def _scan(self, *options: bytes) -> Iterator[list[bytes]]:
         cursor = b"0"
         while True:
-            ((cursor, keys),) = self.ask([command(b"SCAN", cursor, b"COUNT", _AT_ONCE, *options)])
+            ((cursor, keys),) = self.ask([command(b"SCAN", cursor, b"COUNT", _KEYS_PER_QUERY, *options)])
             if keys:
                 yield list(map(bytes, keys))
             if cursor == b"0":
@@ -221,10 +221,10 @@ class RunningStore:
     def values(self, keys: Sequence[bytes]) -> list[Value]:
         """The values of the keys that exist, each with the expiry that it has at the same moment."""
         # a block may have more pages than a client can watch keys; each key's moment may be another
-        return list(chain.from_iterable(map(self._values, _parts_of(keys, _AT_ONCE))))
+        return list(chain.from_iterable(map(self._values, _parts_of(keys, _KEYS_PER_QUERY))))
 
     def _values(self, keys: Sequence[bytes]) -> list[Value]:
-        some = _parts_of(keys, _READ_AT_ONCE)
+        some = _parts_of(keys, _KEYS_PER_MGET)
         asked = [command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys]
         _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
         if unchanged is not None:
@@ -259,7 +259,7 @@ class RunningStore:
 
     def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool]:
         """Return for each group of keys whether one of them exists."""
-        parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _AT_ONCE)]
+        parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _KEYS_PER_QUERY)]
         found = [False] * len(groups)
         for (i, _), count in zip(parts, self.ask([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
             found[i] = found[i] or count > 0
@@ -312,7 +312,7 @@ def _map(reply: Any) -> dict[str, Any]:
 
 
 def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
-    return command(b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _AT_ONCE)
+    return command(b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _KEYS_PER_QUERY)
 
 
 def _index_of(key: bytes) -> bytes | None:

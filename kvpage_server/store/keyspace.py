@@ -464,7 +464,7 @@ def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: i
 # dimension. Whether it is complete is computed once, and again after one of its pages has changed. Costs: O(1) for an
 # extent, else O(pages of the block).
 
-AT_ONCE = 256  # pages that are looked at before others may have their turn
+BLOCK_PAGES_PER_STEP = 256  # pages that are looked at before others may have their turn
 _TRIES = 4  # attempts to read all pages while some are added or removed
 _GEOMETRY = header_fields("dtype", "kv_type", "page_size", "head_dim")
 _Geometry = tuple[int, int, int, int]  # dtype, page_size, head_dim, bytes
@@ -521,7 +521,7 @@ def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
     for left in reversed(range(_TRIES)):
         version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
         keys = block.page_keys() if block.extent is None else iter(())
-        while (some := keyspace.pages_at(islice(keys, AT_ONCE))) and block.version == version:
+        while (some := keyspace.pages_at(islice(keys, BLOCK_PAGES_PER_STEP))) and block.version == version:
             pages += some
             if not block.shape_known:
                 _note_geometries(some, planes)
@@ -539,7 +539,7 @@ def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
 
 def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
     """Some pages at a time."""
-    return (pages[start : start + AT_ONCE] for start in range(0, len(pages), AT_ONCE))
+    return (pages[start : start + BLOCK_PAGES_PER_STEP] for start in range(0, len(pages), BLOCK_PAGES_PER_STEP))
 
 
 def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> None:

@@ -19,7 +19,9 @@ from kvpage_server.store.memory.index import Block
 from kvpage_server.store.reservation import ReservationParts
 from kvpage_server.system.text import monotonic_ms
 
-_AT_ONCE = 20_000  # patterns that names are held against before others have their turn; a value costs as much as some
+_PATTERNS_PER_STEP = (
+    20_000  # patterns that names are held against before others have their turn; a value costs as much as some
+)
 _OF_A_VALUE = 16
 
 Name = bytes | tuple[bytes, int]  # a string's key; a block's request and page id
@@ -137,7 +139,7 @@ class QuotaLimit:
         return self._uncounted is not None
 
     def _count_all(self) -> Iterator[None]:
-        at_once = max(_AT_ONCE // (_OF_A_VALUE + len(self._contents.evictor.every_quota)), 1)
+        at_once = max(_PATTERNS_PER_STEP // (_OF_A_VALUE + len(self._contents.evictor.every_quota)), 1)
         for number, unit in enumerate(self._every_unit(), start=1):
             self._count(unit)
             if not number % at_once:

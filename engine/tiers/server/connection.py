@@ -119,7 +119,7 @@ FAILING = frozenset({"slow", "down", "garbled"})  # reasons that the breaker cou
 LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # error codes of every reply until a login succeeds
 _limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # the deadline of the current attempt
 SCAN_COUNT = 5000  # keys that one call examines
-AT_ONCE = 16  # concurrent attempts, each with up to `connections` connections
+CONCURRENT_ATTEMPTS = 16  # concurrent attempts, each with up to `connections` connections
 
 
 def reason(error: BaseException) -> str:
@@ -199,7 +199,7 @@ class ServerConnection:
         self.reachability = Reachability(shown(url))
         self.rates = Rates()
         self._may_look = True  # no refusal of CLIENT NO-TOUCH so far
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)
         self._loop = uvloop.new_event_loop()
         self._beside = ThreadPoolExecutor(1, "kvpage-beside")
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
@@ -243,7 +243,7 @@ class ServerConnection:
     async def attempt(
         self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
     ) -> T | None:
-        """Run `work`, at most AT_ONCE at the same time, unless the breaker is open. After an outage, call `missed` with
+        """Run `work`, at most CONCURRENT_ATTEMPTS at the same time, unless the breaker is open. After an outage, call `missed` with
         the reason and return None.
 
         The deadline starts when `work` starts, and again at each call of `progressed`. The time in all, including the

@@ -28,7 +28,7 @@ from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
 from kvpage_server.page import SEGMENT
 
-_AT_ONCE = 8  # segments whose references are changed concurrently
+_CONCURRENT_SEGMENTS = 8  # segments whose references are changed concurrently
 _TRIES = 10  # of a fork, while the context is being saved
 
 Reference = tuple[str, bytes | None, bytes | None]  # a block, how many manifests name it, and this manifest's mark
@@ -153,7 +153,7 @@ async def _change(
         )
 
     left = iter(segments)
-    while some := list(islice(left, _AT_ONCE)):
+    while some := list(islice(left, _CONCURRENT_SEGMENTS)):
         outcomes = await asyncio.gather(*map(change_one, some), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):

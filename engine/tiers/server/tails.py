@@ -35,7 +35,7 @@ from kvpage_server.page import tag_of, unix_ms
 FORMAT = 1
 MOST_TAILS = 64  # in a record
 MOST_BYTES = 64 << 10  # of a record
-AT_ONCE = 8  # blocks that are entered concurrently
+CONCURRENT_BLOCKS = 8  # blocks that are entered concurrently
 # Bounds of a record's JSON, which others may have written.
 CONTAINERS, STRINGS, VALUES = 2_000, 4_000, 40_000
 
@@ -182,8 +182,8 @@ async def record(
         return any(entered)
 
     entered: list[bool | BaseException] = []
-    for start in range(0, len(blocks), AT_ONCE):
-        entered += await asyncio.gather(*map(enter, blocks[start : start + AT_ONCE]), return_exceptions=True)
+    for start in range(0, len(blocks), CONCURRENT_BLOCKS):
+        entered += await asyncio.gather(*map(enter, blocks[start : start + CONCURRENT_BLOCKS]), return_exceptions=True)
         for outcome in entered:
             if isinstance(outcome, BaseException):
                 raise outcome

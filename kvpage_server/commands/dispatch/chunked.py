@@ -1,6 +1,6 @@
 """Commands of very many words, which run in parts. Other clients have their turn between the parts.
 
-Up to `AT_ONCE` words, a command runs without a pause, as in Redis, so nobody sees it half done. The table says how a
+Up to `WORDS_PER_STEP` words, a command runs without a pause, as in Redis, so nobody sees it half done. The table says how a
 longer command is divided, see `Parts`. If it can't be divided it is refused, since it would hold up all clients. The
 rights for all parts are checked before the first part, and not again: a command that has begun is done with the rights
 that it began with. When a part fails, the command ends, and the parts before it stay done.
@@ -25,7 +25,7 @@ from kvpage_server.commands.dispatch.disk import (
 )
 from kvpage_server.commands.dispatch.run import run, run_part, run_with_client_flags
 from kvpage_server.commands.steps import Steps, freed
-from kvpage_server.commands.table import AT_ONCE, BY_WORD, Parts, Spec, find
+from kvpage_server.commands.table import BY_WORD, WORDS_PER_STEP, Parts, Spec, find
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, encode
@@ -45,7 +45,7 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
             spec = client.server.command_override(client, spec, words)
         admit(client, spec)
     if spec.parts is None:
-        raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
+        raise ReplyError(f"ERR '{spec.name}' takes at most {WORDS_PER_STEP} words at once, got {len(words)}")
     client.last_command = spec.name
     return Stream(None, _steps(client, spec, spec.parts, words), whole=spec.writes)
 
@@ -193,7 +193,7 @@ def execute(client: Client, words: Command) -> Reply:
         spec = BY_WORD.get(words[0])
         if spec is None or count != spec.arity:
             spec = find(words)
-        if count > AT_ONCE and not (queues(client, spec) and count <= MOST_QUEUED):
+        if count > WORDS_PER_STEP and not (queues(client, spec) and count <= MOST_QUEUED):
             return begin(client, spec, words)
         client.last_command = spec.name
         server = client.server
@@ -214,5 +214,5 @@ def execute(client: Client, words: Command) -> Reply:
             prepare(client, server.tiered, spec, words)
     except ReplyError as error:
         reply = rejected(client, spec, words, error)
-        return reply if len(words) <= AT_ONCE else freed_after(reply, words)
+        return reply if len(words) <= WORDS_PER_STEP else freed_after(reply, words)
     return run(client, spec, words) if client.fast_path_ok else run_with_client_flags(client, spec, words)

@@ -13,7 +13,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import Postponed, check_rights, end_caching, is_at_hand
 from kvpage_server.commands.index_key import TAIL, names_index, refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
-from kvpage_server.commands.table import AT_ONCE, BY_WORD, SUBCOMMANDS, Spec, too_many
+from kvpage_server.commands.table import BY_WORD, SUBCOMMANDS, WORDS_PER_STEP, Spec, too_many
 from kvpage_server.core import Argument, Callee, Caller, Command, Parser
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong
@@ -22,7 +22,7 @@ from kvpage_server.store.eviction.quotas import OverLimit
 
 # -- Commands as MONITOR and SLOWLOG show them -------------------------------------------------------------------------
 
-_MOST_SHOWN = AT_ONCE  # words of a command that MONITOR shows
+_MOST_SHOWN = WORDS_PER_STEP  # words of a command that MONITOR shows
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
 _ALL_SHOWN = 32 * 1024  # bytes of all words together, because every byte is escaped
 
@@ -248,7 +248,7 @@ def _rows() -> dict[Argument, Callee]:
 
 
 def _row(spec: Spec) -> Callee:
-    most = spec.arity if spec.arity > 0 else AT_ONCE
+    most = spec.arity if spec.arity > 0 else WORDS_PER_STEP
     written = spec.keys[0] if spec.writes_keys and not spec.writes_several else 0
     asks = spec.stores or spec.writes_keys
     return Callee(spec, spec.name, spec.handler, abs(spec.arity), most, asks, written, TAIL)

@@ -13,10 +13,10 @@ from kvpage_server.core.native.frames cimport Parser
 from kvpage_server.core.native.slots cimport Slot
 
 from kvpage_server.core.python.calls import FEW as _FEW
-from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 
 cdef Py_ssize_t FEW = _FEW
-cdef Py_ssize_t AT_ONCE = _AT_ONCE
+cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 
 cdef extern from "Python.h":
     PyObject *PyDict_GetItemWithError(object, object) except? NULL
@@ -103,7 +103,7 @@ cdef class Caller:
         if not PyList_GET_SIZE(pieces):
             self.lent = 0
         try:
-            while left > 0 and self.lent < AT_ONCE:
+            while left > 0 and self.lent < SEND_BYTES:
                 if words is None:
                     words = self.parser.take()
                     if words is None:

@@ -19,13 +19,13 @@ from kvpage_server.core.native.slots cimport Part, Slot, frame_size
 from kvpage_server.core.native.sockets cimport MSG_DONTWAIT, iovec, msghdr, sendmsg
 from kvpage_server.core.native.unlocked cimport UNLOCKED_FROM
 
-from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 from kvpage_server.core.python.bodies import SEND_TURN as _SEND_TURN
 
 cdef enum:
     MOST_PIECES = 1024  # in one call: IOV_MAX
 
-cdef Py_ssize_t AT_ONCE = _AT_ONCE
+cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 cdef Py_ssize_t SEND_TURN = _SEND_TURN
 cdef Py_ssize_t SHORT = 512  # bytes of a piece that is joined with others
 cdef Py_ssize_t JOINED = 64 * 1024  # bytes of short pieces together
@@ -158,8 +158,8 @@ cdef class Outbox:
         cdef Py_ssize_t i = 0, here, begun = self.begun
         cdef Waiting *waiting = self.pieces + self.first
         size[0] = 0
-        while i < MOST_PIECES and self.first + i < self.count and size[0] < AT_ONCE:
-            here = min(waiting[i].size - begun, AT_ONCE - size[0])
+        while i < MOST_PIECES and self.first + i < self.count and size[0] < SEND_BYTES:
+            here = min(waiting[i].size - begun, SEND_BYTES - size[0])
             pieces[i].iov_base = waiting[i].at + begun
             pieces[i].iov_len = here
             size[0] += here

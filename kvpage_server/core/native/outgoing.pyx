@@ -9,13 +9,13 @@ from kvpage_server.core.native.memory cimport Memory
 from kvpage_server.core.native.sent_pages cimport Chunk
 from kvpage_server.core.native.sockets cimport MSG_NOSIGNAL, iovec, msghdr, sendmsg
 
-from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 from kvpage_server.core.python.outgoing import RECORD_BYTES as _RECORD_BYTES
 
 cdef enum:
     PIECES = 1024  # IOV_MAX
 
-cdef Py_ssize_t AT_ONCE = _AT_ONCE
+cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 cdef Py_ssize_t RECORD_BYTES = _RECORD_BYTES
 
 
@@ -96,7 +96,7 @@ cdef class Outgoing:
         self.first = self.count = 0
         if self.chunk is not None:
             self.held.append(self.chunk)
-        while self.count + 2 <= PIECES and nbytes < AT_ONCE:
+        while self.count + 2 <= PIECES and nbytes < SEND_BYTES:
             if self.chunk is not None:
                 nbytes += self.take_of_chunk()
                 continue

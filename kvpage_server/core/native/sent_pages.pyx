@@ -19,8 +19,8 @@ from kvpage_server.core.native.page_keys cimport (
     room_for,
 )
 
-from kvpage_server.core.python.bodies import AT_ONCE as _AT_ONCE
-from kvpage_server.core.python.bodies import PAGES_AT_ONCE as _PAGES_AT_ONCE
+from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
+from kvpage_server.core.python.bodies import PAGES_PER_CHUNK as _PAGES_PER_CHUNK
 from kvpage_server.page import FIELD_AT, DType, HEADER_SIZE, MAX_U32, pack_header
 
 if sys.byteorder != "little":
@@ -31,8 +31,8 @@ cdef enum:
     NUMBERS = 128  # bytes that the numbers of a page need at most, and the frame of its body
 assert HEADER == HEADER_SIZE
 
-cdef Py_ssize_t PAGES_AT_ONCE = _PAGES_AT_ONCE
-cdef Py_ssize_t AT_ONCE = _AT_ONCE
+cdef Py_ssize_t PAGES_PER_CHUNK = _PAGES_PER_CHUNK
+cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 cdef Py_ssize_t MAX_BODY = MAX_U32
 
 cdef int DTYPE = FIELD_AT["dtype"], KV_TYPE = FIELD_AT["kv_type"]
@@ -138,7 +138,7 @@ cdef class SentPages:
         cdef Py_ssize_t opened = PyBytes_GET_SIZE(before), closed = PyBytes_GET_SIZE(after)
         cdef char *to
         cdef Py_buffer *body
-        while stop < self.count and stop - start < PAGES_AT_ONCE and nbytes < AT_ONCE:
+        while stop < self.count and stop - start < PAGES_PER_CHUNK and nbytes < SEND_BYTES:
             room += room_for(self.names.names + stop) + opened + closed + HEADER + NUMBERS
             nbytes += self.bodies.buffers[stop].len
             stop += 1

@@ -22,7 +22,7 @@ cdef extern from * nogil:
 
 cdef Py_ssize_t HEADER = HEADER_SIZE
 cdef Py_ssize_t LARGEST = _LARGEST
-cdef int AT_ONCE = 256  # chunks that are returned before others have their turn
+cdef int CHUNKS_PER_STEP = 256  # chunks that are returned before others have their turn
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ cdef class Arena:
         """Return chunks that are empty, some of them: slots of other sizes may be cut from their memory."""
         cdef int i
         cdef Chunk *chunk
-        for i in range(AT_ONCE):
+        for i in range(CHUNKS_PER_STEP):
             chunk = self.empty
             if chunk == NULL:
                 return 0

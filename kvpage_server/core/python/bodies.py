@@ -102,7 +102,7 @@ MISFIT = "the pieces are not the pages of the headers"
 
 # Bytes in one call, which frees no memory of the socket, however much the peer reads meanwhile. Found by trying: less
 # costs more calls, and a megabyte a tenth to a third more time (docs/performance.md).
-AT_ONCE = 768 << 10
+SEND_BYTES = 768 << 10
 SEND_TURN = 4 << 20  # bytes sent in one call: others wait meanwhile
 MOST_PIECES = 1024  # in one call: IOV_MAX
 
@@ -169,11 +169,11 @@ class Outbox:
         buffers = self._buffers[first : first + MOST_PIECES]
         if begun := self._sent - (ends[first] - len(buffers[0])):
             buffers[0] = memoryview(buffers[0])[begun:]
-        if self.nbytes <= AT_ONCE:
+        if self.nbytes <= SEND_BYTES:
             return buffers
-        last = bisect_left(ends, self._sent + AT_ONCE, first, first + len(buffers)) - first
+        last = bisect_left(ends, self._sent + SEND_BYTES, first, first + len(buffers)) - first
         if last < len(buffers):
-            beyond = ends[first + last] - self._sent - AT_ONCE
+            beyond = ends[first + last] - self._sent - SEND_BYTES
             buffers[last:] = [memoryview(buffers[last])[: len(buffers[last]) - beyond]]
         return buffers
 
@@ -242,7 +242,7 @@ def words_of(name: PageKey) -> bytes:
     return spelt(name.req_id, name.layer, name.head, name.page, name.kv_type)
 
 
-PAGES_AT_ONCE = 1024  # pages in a chunk
+PAGES_PER_CHUNK = 1024  # pages in a chunk
 _ITEMSIZES = {int(dtype): dtype.itemsize for dtype in DType}
 
 
@@ -313,11 +313,11 @@ class SentPages:
     def _stop(self, start: int) -> int:
         """Where a chunk from `start` on ends."""
         nbytes = 0
-        for stop in range(start, min(start + PAGES_AT_ONCE, len(self))):
-            if nbytes >= AT_ONCE:
+        for stop in range(start, min(start + PAGES_PER_CHUNK, len(self))):
+            if nbytes >= SEND_BYTES:
                 return stop
             nbytes += len(self.bodies.views()[stop])
-        return min(start + PAGES_AT_ONCE, len(self))
+        return min(start + PAGES_PER_CHUNK, len(self))
 
 
 SCRATCH_BYTES = 256 * 1024

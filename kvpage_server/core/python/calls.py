@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 
 from kvpage_server.core.pieces import Piece, lent
-from kvpage_server.core.python.bodies import AT_ONCE
+from kvpage_server.core.python.bodies import SEND_BYTES
 from kvpage_server.core.python.frames import Argument, Command, Parser
 
 FEW = 4  # pieces that a plain reply has at most
@@ -100,7 +100,7 @@ class Caller:
         client, rows, words = self._client, self._rows, first
         if not pieces:
             self._lent = 0
-        while left > 0 and self._lent < AT_ONCE:
+        while left > 0 and self._lent < SEND_BYTES:
             if words is None:
                 words = self._parser.next()
             if words is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from typing_extensions import Buffer
 
-from kvpage_server.core.python.bodies import AT_ONCE, Chunk, Memory
+from kvpage_server.core.python.bodies import SEND_BYTES, Chunk, Memory
 
 PIECES = 1024  # in one call: IOV_MAX
 RECORD_BYTES = 64 * 1024  # bytes that are joined for TLS
@@ -26,7 +26,7 @@ class Outgoing:
     def send(self, fd: int) -> int:
         """Send the bytes that the kernel takes in one call; return their number, -1 if it takes none now."""
         count, nbytes = 0, -self._sent
-        while count < min(len(self._some), PIECES) and nbytes < AT_ONCE:
+        while count < min(len(self._some), PIECES) and nbytes < SEND_BYTES:
             nbytes += len(self._some[count])
             count += 1
         first, *others = self._some[:count]
@@ -67,6 +67,6 @@ class Outgoing:
             views = Memory(piece.pieces if isinstance(piece, Chunk) else [piece]).views()
             self._some += filter(None, views)
             nbytes += sum(map(len, views))
-            if nbytes >= AT_ONCE or len(self._some) >= PIECES:
+            if nbytes >= SEND_BYTES or len(self._some) >= PIECES:
                 return
         self.done = not self._some

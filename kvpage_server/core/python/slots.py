@@ -29,7 +29,7 @@ from kvpage_server.core.regions import (
 )
 from kvpage_server.page import HEADER_SIZE
 
-_AT_ONCE = 256  # chunks that are returned before others have their turn
+_CHUNKS_PER_STEP = 256  # chunks that are returned before others have their turn
 
 
 class SizeClass:
@@ -232,7 +232,7 @@ class Arena:
     def _let_go(self) -> None:
         """Return chunks that are empty, some of them: slots of other sizes may be cut from their memory."""
         self._take_back()
-        for chunk in [*islice(self._empty, _AT_ONCE)]:
+        for chunk in [*islice(self._empty, _CHUNKS_PER_STEP)]:
             del self._empty[chunk], chunk.size_class.open[chunk]
             chunk.size_class.held -= chunk.stretch.size
             self._in_chunks -= chunk.stretch.size

@@ -79,7 +79,7 @@ class Copies:
 # slow client has not received by then are copied to memory.
 
 LONGEST = 1.0  # seconds after which a loan is called in
-AT_ONCE = 4  # old loans that are called in at once: some milliseconds of copying
+ENDED_PER_STEP = 4  # old loans that are called in at once: some milliseconds of copying
 MOST = 256  # loans at a time, since each takes one of LMDB's places for readers; then the oldest is called in
 
 
@@ -155,7 +155,7 @@ class MappedLoans:
         """End some of the oldest borrowed reads."""
         since = monotonic() - LONGEST
         self._drop_ended()
-        first = [known() for known in islice(self._loans, AT_ONCE)]
+        first = [known() for known in islice(self._loans, ENDED_PER_STEP)]
         self.call_in(sum(loan is not None and loan.since < since for loan in first))
 
     def call_in(self, count: int | None = None) -> None:

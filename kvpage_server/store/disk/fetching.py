@@ -38,7 +38,7 @@ from kvpage_server.system.text import Durations
 
 _COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
-_AT_ONCE = 64  # values that one reader fetches before it looks for other work
+_VALUES_PER_READ = 64  # values that one reader fetches before it looks for other work
 
 Loans: TypeAlias = dict[Cold, BorrowedRead]
 Start = Callable[[Callable[[], None]], None]  # of a wait: it is given what to do after
@@ -172,7 +172,7 @@ class Fetching:
 
     def _fetch_to_stay(self, values: list[Cold], *, touches: bool) -> list[_Job]:
         slots = [self._contents.arena.allocate(value.size) for value in values]
-        parts = [slice(start, start + _AT_ONCE) for start in range(0, len(values), _AT_ONCE)]
+        parts = [slice(start, start + _VALUES_PER_READ) for start in range(0, len(values), _VALUES_PER_READ)]
         return [self._begin_to_stay(values[part], slots[part], touches=touches) for part in parts]
 
     def _begin_to_stay(self, values: list[Cold], slots: list[Slot], *, touches: bool) -> _Job:

@@ -116,7 +116,7 @@ class Chains:
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for replaced pages
 _SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
-_SHARE_AT_ONCE = 0.9  # of maxdisk, for values and the values that they replace
+_SHARE_WITH_REPLACED = 0.9  # of maxdisk, for values and the values that they replace
 _MOST_PASSED = 4096  # units that have to stay, before the search ends
 _SHARE_OF_TEXTS = 0.5  # of the room for values; above it, short strings go like others
 _TEXT_ON_DISK = 2  # times its size in memory, roughly
@@ -140,7 +140,7 @@ class TooMuchAtOnce(OverLimit):
     def __init__(self, maxdisk: int, size: int) -> None:
         super().__init__(
             f"command not allowed when it and what is written with it take {size} bytes beside what they replace: "
-            f"maxdisk allows {int(maxdisk * _SHARE_AT_ONCE)} of {maxdisk} bytes for both. Write less at once."
+            f"maxdisk allows {int(maxdisk * _SHARE_WITH_REPLACED)} of {maxdisk} bytes for both. Write less at once."
         )
 
 
@@ -244,7 +244,7 @@ class DiskLimit:
         later, beside_later = self._under_way.promised, self._under_way_beside.promised
         lacking = min(usage.expected + later + growth - most, 2 * growth)  # if maxdisk was lowered, in small steps
         with_it = usage.replaced + beside_later + at_once
-        beside = min(usage.expected + with_it - int(maxdisk * _SHARE_AT_ONCE), 2 * at_once)
+        beside = min(usage.expected + with_it - int(maxdisk * _SHARE_WITH_REPLACED), 2 * at_once)
         if lacking <= 0 and beside <= 0:
             return
         if growth > most or self._policy == NO_EVICTION:
@@ -258,7 +258,7 @@ class DiskLimit:
             if lacking > 0 and (nothing_goes or usage.expected + later + growth > maxdisk * _SHARE_FOR_NOW):
                 raise DiskUsedUp(maxdisk, growth)
             with_it = usage.replaced + beside_later + at_once
-            if usage.expected + with_it > maxdisk * _SHARE_AT_ONCE:
+            if usage.expected + with_it > maxdisk * _SHARE_WITH_REPLACED:
                 raise TooMuchAtOnce(maxdisk, with_it)
 
     def _exceeds_reserve(self, growth: int, at_once: int) -> bool:
@@ -266,7 +266,7 @@ class DiskLimit:
         usage, maxdisk = self._stored.usage, self._stored.maxdisk
         return (
             usage.expected + growth > maxdisk * _SHARE_FOR_NOW
-            or usage.expected + usage.replaced + at_once > maxdisk * _SHARE_AT_ONCE
+            or usage.expected + usage.replaced + at_once > maxdisk * _SHARE_WITH_REPLACED
         )
 
     @property

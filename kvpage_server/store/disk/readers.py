@@ -90,7 +90,7 @@ class DiskReader:
 
 # -- Reads all that is on disk, at a limited rate, to find damage before somebody asks for the value -------------------
 
-_AT_ONCE = 16  # database records that are looked up in one transaction
+_RECORDS_PER_TRANSACTION = 16  # database records that are looked up in one transaction
 
 log = logging.getLogger("kvpage")
 
@@ -125,7 +125,7 @@ class Scrubber:
     def _round(self) -> None:
         after = b""
         while not self._stopping.is_set():
-            found = list(self._disk.records(after, _AT_ONCE))
+            found = list(self._disk.records(after, _RECORDS_PER_TRANSACTION))
             if not found:
                 return
             after = found[-1][0]

@@ -51,7 +51,7 @@ from kvpage_server.store.records import Damaged, name_of_block, name_of_key
 
 # -- Adapter between the write-behind queue and the store: see `Owner` -------------------------------------------------
 
-_AT_ONCE = 256  # values that are noted before others have their turn
+_VALUES_PER_STEP = 256  # values that are noted before others have their turn
 
 
 class Changes:
@@ -80,7 +80,7 @@ class Changes:
         last: object = None
         unit = b""
         for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
-            if not number % _AT_ONCE:
+            if not number % _VALUES_PER_STEP:
                 yield
             if isinstance(value, Cold | Retime):
                 continue

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Error = DiskError | DiskFull
 Done = Callable[[Error | None], None]
 
-_AT_ONCE = 256  # values that are freed together
+_VALUES_PER_FREE = 256  # values that are freed together
 _SPARE_FOR = 10.0  # seconds for which LMDB's memory is kept for the next commit, since fresh memory has to be zeroed
 
 log = logging.getLogger("kvpage")
@@ -79,7 +79,7 @@ class Batch(Generic[T]):
         """Free the values in steps, on the loop and not in the thread."""
         changes = self.changes
         while changes:
-            for _ in range(min(len(changes), _AT_ONCE)):
+            for _ in range(min(len(changes), _VALUES_PER_FREE)):
                 changes.popitem()
             yield
 

@@ -15,7 +15,7 @@ from kvpage_server.store.eviction.queues import Queues, Unit, successor
 from kvpage_server.store.eviction.quotas import Quota, Quotas, Rule
 from kvpage_server.store.memory.index import Block, PageIndex
 
-_AT_ONCE = 500  # units that are handed over before others have their turn
+_UNITS_PER_STEP = 500  # units that are handed over before others have their turn
 
 
 class Evictor:
@@ -76,7 +76,7 @@ class Evictor:
         """Hand over some units from the old policy to the new one. Returns whether there are more."""
         self._begin_to_hand_over()
         for policy in self._policies():
-            for unit in policy.hand_over(_AT_ONCE):
+            for unit in policy.hand_over(_UNITS_PER_STEP):
                 if isinstance(unit, Block):
                     policy.follows(self._index.around(unit))
             if policy.hands_over:

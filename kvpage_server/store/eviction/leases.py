@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvpage_server.store.eviction.queues import Unit
 
-_AT_ONCE = 1000  # leases that are removed at once
+_LEASES_PER_STEP = 1000  # leases that are removed at once
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect something for longer, pin it
 
 
@@ -152,7 +152,7 @@ class Leases:
 
     def settle(self, now: int) -> None:
         """Remove leases that have ended, a limited number each time."""
-        for _ in range(_AT_ONCE):
+        for _ in range(_LEASES_PER_STEP):
             if not self._due or self._due[0][0] > now:
                 return
             _, ticket, unit, lease = heapq.heappop(self._due)

@@ -9,9 +9,9 @@ import redis
 from servers import start_server
 from wire import Error, Wire, parse
 
-from kvpage_server.commands.table import AT_ONCE
+from kvpage_server.commands.table import WORDS_PER_STEP
 
-COUNT = AT_ONCE + 476  # more than run at once, and the last part is not a full one
+COUNT = WORDS_PER_STEP + 476  # more than run at once, and the last part is not a full one
 KEYS = [b"k%d" % i for i in range(COUNT)]
 VALUES = [b"%d " % i * 1000 for i in range(COUNT)]
 UNREADABLE = Path(__file__).parents[2] / "support" / "unreadable.py"

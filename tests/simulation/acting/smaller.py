@@ -18,23 +18,23 @@ _PAGES = "kvpage_server.commands.families.pages."
 _STORE = "kvpage_server.store."
 _SMALLER: list[tuple[str, str, list[int]]] = [
     (_PAGES + "page", "FROM_DISK", [1, 4]),
-    (_PAGES + "request", "_GO_AT_ONCE", [2]),
+    (_PAGES + "request", "_DELETED_PAGES_PER_STEP", [2]),
     (_PAGES + "request", "_KEYS", [3]),
-    (_PAGES + "request", "HASHED_AT_ONCE", [100]),
+    (_PAGES + "request", "HASHED_BYTES_PER_STEP", [100]),
     ("kvpage_server.commands.dispatch.disk", "_MOST_AHEAD", [500]),
     ("kvpage_server.commands.notifying.channels", "_FEW", [1]),
     (_STORE + "memory_limit", "MOST_LEAVE", [1, 5]),
-    (_STORE + "eviction.leases", "_AT_ONCE", [1]),
-    (_STORE + "eviction.evictor", "_AT_ONCE", [1, 7]),
+    (_STORE + "eviction.leases", "_LEASES_PER_STEP", [1]),
+    (_STORE + "eviction.evictor", "_UNITS_PER_STEP", [1, 7]),
     (_STORE + "eviction.ghosts", "MOST_ROWS", [4]),
-    (_STORE + "disk.file.writer", "_AT_ONCE", [1]),
-    (_STORE + "disk.file.scrub", "_AT_ONCE", [1]),
+    (_STORE + "disk.write_behind", "_VALUES_PER_FREE", [1]),
+    (_STORE + "disk.readers", "_RECORDS_PER_TRANSACTION", [1]),
     (_STORE + "disk.fetching", "_COPIED", [50, 600]),
-    (_STORE + "disk.fetching", "_AT_ONCE", [1, 4]),
-    (_STORE + "disk.mapped", "MOST", [2]),
-    (_STORE + "disk.changes", "_AT_ONCE", [1, 4]),
-    (_STORE + "quota_limit", "_AT_ONCE", [30]),
-    (_STORE + "blocks", "AT_ONCE", [2]),
+    (_STORE + "disk.fetching", "_VALUES_PER_READ", [1, 4]),
+    (_STORE + "disk.borrowed_reads", "MOST", [2]),
+    (_STORE + "disk.tier", "_VALUES_PER_STEP", [1, 4]),
+    (_STORE + "quota_limit", "_PATTERNS_PER_STEP", [30]),
+    (_STORE + "keyspace", "BLOCK_PAGES_PER_STEP", [2]),
     ("kvpage_server.net.session", "MOST_COMMANDS", [1, 4]),
 ]
 
@@ -42,8 +42,8 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
 def make_smaller(seed: int) -> None:
     """Give this process the constants of a seed. Other modules may have taken them over by name."""
     if pages := batches.at_once(seed):
-        vars(import_module(_PAGES + "page")).update(AT_ONCE=pages, _AT_ONCE_EACH=pages)
-        for name in ("turns", "session"):
+        vars(import_module(_PAGES + "page")).update(PAGES_PER_STEP=pages, _DECIDED_PAGES_PER_STEP=pages)
+        for name in ("run_queue", "session"):
             vars(import_module(f"kvpage_server.net.{name}"))["TURN"] = 0
     rng = random.Random(f"smaller {seed}")
     if rng.random() < 0.6:

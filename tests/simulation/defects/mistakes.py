@@ -390,8 +390,8 @@ MISTAKES = [
         "nothing-lies-beside",
         _STORE + "disk.limit",
         "",
-        "_SHARE_AT_ONCE = 0.9 ",
-        "_SHARE_AT_ONCE = 9.0 ",
+        "_SHARE_WITH_REPLACED = 0.9 ",
+        "_SHARE_WITH_REPLACED = 9.0 ",
         "what is replaced is not supposed to take room until the commit that replaces it",
     ),
     Mistake(

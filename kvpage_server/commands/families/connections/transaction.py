@@ -12,7 +12,7 @@ from kvpage_server.commands.families.pages.request import blocks_of
 from kvpage_server.commands.index_key import derived_from
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table import AT_ONCE, Parts, Spec, nothing
+from kvpage_server.commands.table import WORDS_PER_STEP, Parts, Spec, nothing
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece, lent
 from kvpage_server.page import unix_ms
@@ -120,7 +120,7 @@ def watch(client: Client, args: list[Argument]) -> Reply:
         return OK
 
     blocks = sum(map(client.keyspace.index.count, requests))
-    return stepwise(steps(), small=len(keys) <= AT_ONCE and blocks <= STEP)
+    return stepwise(steps(), small=len(keys) <= WORDS_PER_STEP and blocks <= STEP)
 
 
 def _watch(client: Client, keys: Sequence[bytes]) -> Sequence[bytes]:

@@ -39,7 +39,7 @@ from kvpage_server.page import (
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.fetching import Loans
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.keyspace import AT_ONCE, has_block, read_block
+from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_block
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Extent
 
@@ -126,7 +126,7 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
         return True
     if tiered is not None and tiered.any_cold and tiered.needs.cold_of_block(req_id, page):
         return False
-    return block.extent is not None or block.pages <= AT_ONCE
+    return block.extent is not None or block.pages <= BLOCK_PAGES_PER_STEP
 
 
 @_block(

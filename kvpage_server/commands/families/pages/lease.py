@@ -22,7 +22,7 @@ from kvpage_server.commands.families.pages.request import (
 )
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table import AT_ONCE, Parts, nothing, requests
+from kvpage_server.commands.table import WORDS_PER_STEP, Parts, nothing, requests
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32
 from kvpage_server.resp import Reply, ReplyError
@@ -86,7 +86,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
         yield from chained(keyspace, found)
         return len(found)
 
-    return stepwise(steps(), small=len(args) <= AT_ONCE)
+    return stepwise(steps(), small=len(args) <= WORDS_PER_STEP)
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:

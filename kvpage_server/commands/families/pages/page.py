@@ -33,8 +33,10 @@ from kvpage_server.system.text import monotonic_ms
 
 BlockName = tuple[bytes, int]  # request and page id
 
-AT_ONCE = 512 if NAME == "native" else 128  # pages that are read, stored or found before others may have their turn
-_AT_ONCE_EACH = 128  # if each page needs a decision: a listener exists, or a quota counts it
+PAGES_PER_STEP = (
+    512 if NAME == "native" else 128
+)  # pages that are read, stored or found before others may have their turn
+_DECIDED_PAGES_PER_STEP = 128  # if each page needs a decision: a listener exists, or a quota counts it
 FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
 
 
@@ -56,7 +58,7 @@ def page_key(args: Sequence[Argument]) -> bytes:
 
 
 def _at_once(client: Client) -> int:
-    return AT_ONCE if client.keyspace.stores_together else _AT_ONCE_EACH
+    return PAGES_PER_STEP if client.keyspace.stores_together else _DECIDED_PAGES_PER_STEP
 
 
 def page_names(client: Client, args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:

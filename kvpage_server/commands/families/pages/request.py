@@ -18,7 +18,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import fetched
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps
-from kvpage_server.commands.table import AT_ONCE, Parts, blocks_of_request, nothing, requests
+from kvpage_server.commands.table import WORDS_PER_STEP, Parts, blocks_of_request, nothing, requests
 from kvpage_server.core import Argument, PageNames
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
@@ -73,9 +73,9 @@ def reason_of(ghost: Ghost | None, otherwise: str) -> str:
 
 
 _SORTED = 4096  # page ids that are sorted in a step
-_GO_AT_ONCE = 1024  # pages of a block
+_DELETED_PAGES_PER_STEP = 1024  # pages of a block
 _KEYS = 256  # keys of pages that are spelt in a step
-HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
+HASHED_BYTES_PER_STEP = 1024 * 1024  # bytes: some 0.1 ms
 
 
 def request_name(raw: Argument) -> bytes:
@@ -105,7 +105,7 @@ def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
 
 def are_few(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
     """Whether what `req [page ...]` names may be looked at at once."""
-    return len(pages) < AT_ONCE and (len(pages) > 0 or client.keyspace.index.count(plain(req)) <= AT_ONCE)
+    return len(pages) < WORDS_PER_STEP and (len(pages) > 0 or client.keyspace.index.count(plain(req)) <= WORDS_PER_STEP)
 
 
 def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> Steps[list[Block]]:
@@ -172,7 +172,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
         for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
-            if block.extent is not None or block.pages <= _GO_AT_ONCE:
+            if block.extent is not None or block.pages <= _DELETED_PAGES_PER_STEP:
                 removed += keyspace.remove_block(block, "del")
                 yield ()
                 continue
@@ -367,11 +367,11 @@ def _check(page: Page) -> Generator[Reply, None, bool | None]:
 
 def hash_in_steps(body: memoryview) -> Generator[Reply, None, int]:
     """The XXH3-64 of some bytes; between its steps others are served."""
-    if len(body) <= HASHED_AT_ONCE:
+    if len(body) <= HASHED_BYTES_PER_STEP:
         yield ()
         return checksum(body)
     digest = xxhash.xxh3_64()
-    for start in range(0, len(body), HASHED_AT_ONCE):
-        digest.update(body[start : start + HASHED_AT_ONCE])
+    for start in range(0, len(body), HASHED_BYTES_PER_STEP):
+        digest.update(body[start : start + HASHED_BYTES_PER_STEP])
         yield ()
     return digest.intdigest()

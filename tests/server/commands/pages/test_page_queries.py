@@ -15,7 +15,7 @@ from stored_pages import Here, ask, held, set_block, set_page
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.dispatch.run import run
-from kvpage_server.commands.families.pages.page import AT_ONCE
+from kvpage_server.commands.families.pages.page import PAGES_PER_STEP
 from kvpage_server.commands.table import find
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
@@ -303,7 +303,7 @@ def seconds_of_steps(order: str) -> list[float]:
             took += [seconds for seconds, _ in steps]
     for command in (b"KVPAGEMGET", b"KVPAGEMEXISTS"):
         steps = list(steps_of(here, [command, b"%d" % count, *(word for words in spelt for word in words)]))
-        assert len(steps) > count // AT_ONCE
+        assert len(steps) > count // PAGES_PER_STEP
         took += [seconds for seconds, _ in steps]
     if order == "a block":
         took += [seconds for seconds, _ in steps_of(here, [b"KVBLOCKGET", b"r", b"0"])]

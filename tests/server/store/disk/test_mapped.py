@@ -11,7 +11,7 @@ import redis
 from servers import start_server
 from wire import Wire, parse, spell
 
-from kvpage_server.store.disk.borrowed_reads import AT_ONCE, LONGEST, MOST, Mapped, MappedLoans
+from kvpage_server.store.disk.borrowed_reads import ENDED_PER_STEP, LONGEST, MOST, Mapped, MappedLoans
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Write
 from kvpage_server.store.memory.cold import Cold
@@ -92,12 +92,12 @@ def test_old_and_surplus_borrowed_reads_are_ended(tmp_path: Path) -> None:
     for loan in many:
         loans.add(loan)
     assert len(moved) == 1
-    for loan in many[: AT_ONCE + 1]:
+    for loan in many[: ENDED_PER_STEP + 1]:
         loan.since -= 2 * LONGEST
     for _ in range(3):
         loans.call_in_old()
     assert len(moved) == 3
-    for loan in many[: AT_ONCE + 1]:
+    for loan in many[: ENDED_PER_STEP + 1]:
         loans.add(loan)
     assert len(moved) == 3
     loans.add(Mapped(None, {}))  # which ends at once: nobody refers to it

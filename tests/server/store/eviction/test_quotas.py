@@ -115,7 +115,7 @@ class Quotas(RuleBasedStateMachine):
     )
     def start(self, policy: str) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(quota_limit, "_AT_ONCE", 1)
+        self.patch.setattr(quota_limit, "_PATTERNS_PER_STEP", 1)
         self.here = Here(policy=policy)
         self.keys = self.here.keyspace
         self.counts = False  # whether a quota does not know everything yet
@@ -441,7 +441,7 @@ KINDS: dict[str, Callable[[Here, int], bytes]] = {
 
 def being_counted(monkeypatch: pytest.MonkeyPatch, kind: str, limit: int = 10**6) -> tuple[Here, Quota]:
     """Ten values, of which a quota that was just set knows one."""
-    monkeypatch.setattr(quota_limit, "_AT_ONCE", 1)
+    monkeypatch.setattr(quota_limit, "_PATTERNS_PER_STEP", 1)
     here = Here(policy="allkeys-lru")
     for page in range(10):
         assert KINDS[kind](here, page) == b"+OK\r\n"
