@@ -4,7 +4,7 @@ Contains: the modules for programs (`batch_engine`, `agent_engine`, `pool`, `spe
 Excludes: parts of these; each has a package, whose docstring names its contents.
 """
 
-from engine.platform import keep_freed, prefer_openblas
+from .platform import keep_freed, prefer_openblas
 
 keep_freed()
 prefer_openblas()  # before the first import of mlx

@@ -22,16 +22,17 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from engine.batch_engine import BlockPoolBatchEngine
-from engine.generation.tokens import token_ids
-from engine.generation.unbatched import Sampler
-from engine.memory.blocks import AgentBlocks
-from engine.scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
-from engine.tiers.loading import Loaded, Loading
-from engine.tiers.metrics import Tier
-from engine.tiers.prefill_claims import Claim
-from engine.tiers.store import AgentCacheStore
 from kvpage_server.tracing import TraceSpan, span
+
+from .batch_engine import BlockPoolBatchEngine
+from .generation.tokens import token_ids
+from .generation.unbatched import Sampler
+from .memory.blocks import AgentBlocks
+from .scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
+from .tiers.loading import Loaded, Loading
+from .tiers.metrics import Tier
+from .tiers.prefill_claims import Claim
+from .tiers.store import AgentCacheStore
 
 # -- A prompt of an agent, from submission to answer, and the arguments of its callbacks -------------------------------
 

@@ -20,17 +20,17 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engine.generation.sampling import Guarded
-from engine.generation.text import AnswerText, TokenText
-from engine.generation.tokens import check_answer, check_prompt, encode, token_ids
-from engine.generation.unbatched import Sampler
-from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, check_agent_id
-from engine.memory.kvcache import Cache
-from engine.pool import BlockPool, PoolExhaustedError
-from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.model_runner import ModelRunner, ModelWatch
-from engine.scheduling.request import (
+from .generation.sampling import Guarded
+from .generation.text import AnswerText, TokenText
+from .generation.tokens import check_answer, check_prompt, encode, token_ids
+from .generation.unbatched import Sampler
+from .memory import kvcache
+from .memory.blocks import AgentBlocks, check_agent_id
+from .memory.kvcache import Cache
+from .pool import BlockPool, PoolExhaustedError
+from .scheduling.block_manager import BlockManager
+from .scheduling.model_runner import ModelRunner, ModelWatch
+from .scheduling.request import (
     CompletedGeneration,
     EngineClosedError,
     PromptReceiver,
@@ -38,7 +38,7 @@ from engine.scheduling.request import (
     SchedulerConfig,
     TokenReceiver,
 )
-from engine.spec import ModelCacheSpec
+from .spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
 

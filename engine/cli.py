@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     # dependencies may be missing
-    from engine.commands import Failure, agents, demo, measure, models, persistent, serve, talk
+    from .commands import Failure, agents, demo, measure, models, persistent, serve, talk
 
     parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
     parser.add_argument("--version", action="version", version=_version())

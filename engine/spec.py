@@ -14,20 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.caches import (
-    Layer,
-    Matrices,
-    Nesting,
-    StateLayer,
-    TokenLayer,
-    UnsupportedCacheError,
-    describe,
-    nesting,
-    parts,
-)
-from engine.chains import SHARE_ALL, Chain, Sharing
-from engine.model.identity import Identity, UnknownIdentityError
-from engine.model.trial import Trial
+from .caches import Layer, Matrices, Nesting, StateLayer, TokenLayer, UnsupportedCacheError, describe, nesting, parts
+from .chains import SHARE_ALL, Chain, Sharing
+from .model.identity import Identity, UnknownIdentityError
+from .model.trial import Trial
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
 PROBED = [1, 0] * 6  # in every vocabulary; enough to complete arrays that grow only with the first tokens

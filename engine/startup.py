@@ -16,17 +16,18 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
-from engine.agent_engine import AgentEngine
-from engine.batch_engine import BlockPoolBatchEngine
-from engine.caches import UnsupportedCacheError, parts, quantised
-from engine.chains import Share, Sharing, common_prefix
-from engine.model import UnknownModelError, load
-from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
-from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.pages import RESTORE_SECONDS, PageTier
-from engine.tiers.store import AgentCacheStore, CacheConfig, Keep
 from kvpage_server.system.durable import private_directory
+
+from .agent_engine import AgentEngine
+from .batch_engine import BlockPoolBatchEngine
+from .caches import UnsupportedCacheError, parts, quantised
+from .chains import Share, Sharing, common_prefix
+from .model import UnknownModelError, load
+from .pool import BlockPool
+from .spec import ModelCacheSpec
+from .tiers.cold import SafetensorsCacheAdapter
+from .tiers.pages import RESTORE_SECONDS, PageTier
+from .tiers.store import AgentCacheStore, CacheConfig, Keep
 
 log = logging.getLogger(__name__)
 

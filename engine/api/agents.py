@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.api.auth import Tenant
-from engine.api.openai.errors import ApiError
-from engine.api.openai.schema import ForkBody
-from engine.api.service import Service
-from engine.tiers.store import AgentInfo, StoreUnavailableError
+from ..tiers.store import AgentInfo, StoreUnavailableError
+from .auth import Tenant
+from .openai.errors import ApiError
+from .openai.schema import ForkBody
+from .service import Service
 
 _Answer = TypeVar("_Answer")
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from engine.api.openai.errors import ApiError, invalid
-from engine.memory.blocks import BlockError, check_agent_id, is_agent_id
 from kvpage_server.bounded import read_regular
+
+from ..memory.blocks import BlockError, check_agent_id, is_agent_id
+from .openai.errors import ApiError, invalid
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _MOST_BYTES = 16 << 20  # of a file of tokens

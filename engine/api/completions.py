@@ -15,17 +15,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from engine.agent_engine import Answer
-from engine.api.auth import Tenant
-from engine.api.openai.errors import ApiError, invalid
-from engine.api.openai.reading import Reader
-from engine.api.openai.schema import Asked, ChatBody, CompletionBody
-from engine.api.openai.shapes import ChatLikelihoods, ChatShape, Envelope, Shape, TextLikelihoods, TextShape
-from engine.api.service import Service
-from engine.api.worker import Generation, Prompt
-from engine.generation.tokens import PromptError
-from engine.pool import PoolExhaustedError
-from engine.scheduling.request import EngineClosedError, Token
+from ..agent_engine import Answer
+from ..generation.tokens import PromptError
+from ..pool import PoolExhaustedError
+from ..scheduling.request import EngineClosedError, Token
+from .auth import Tenant
+from .openai.errors import ApiError, invalid
+from .openai.reading import Reader
+from .openai.schema import Asked, ChatBody, CompletionBody
+from .openai.shapes import ChatLikelihoods, ChatShape, Envelope, Shape, TextLikelihoods, TextShape
+from .service import Service
+from .worker import Generation, Prompt
 
 # -- Sends an answer to a client: whole, or streamed as server-sent events ---------------------------------------------
 

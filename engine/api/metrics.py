@@ -6,21 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.agent_engine import Answer
-from engine.api.auth import WATCHER, Tenant, tenant_of
-from engine.startup import Engine
-from engine.tiers.metrics import PageServer
+from ..agent_engine import Answer
+from ..startup import Engine
+from ..tiers.metrics import PageServer
+from .auth import WATCHER, Tenant, tenant_of
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 

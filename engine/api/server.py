@@ -22,16 +22,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.api import agents
-from engine.api.auth import Tokens
-from engine.api.completions import UNREAD_SECONDS, chat, complete
-from engine.api.openai.errors import ApiError
-from engine.api.service import PAGE_ROUTES, Limits, Service
-from engine.api.worker import EngineThread
-from engine.startup import CANNOT_OPEN, Engine, Options, model_name
 from kvpage_server.http import ConnectionLimiter, Guards, HttpServer, Unanswered, own_names
 from kvpage_server.system import signals
 from kvpage_server.tracing import continued
+
+from ..startup import CANNOT_OPEN, Engine, Options, model_name
+from . import agents
+from .auth import Tokens
+from .completions import UNREAD_SECONDS, chat, complete
+from .openai.errors import ApiError
+from .service import PAGE_ROUTES, Limits, Service
+from .worker import EngineThread
 
 # -- The routes, and the middleware of every request -------------------------------------------------------------------
 

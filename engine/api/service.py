@@ -15,16 +15,16 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from engine.api.auth import AGENT_HEADER, Tenant, Tokens, tenant_of
-from engine.api.metrics import Metrics
-from engine.api.openai.errors import ApiError, invalid, shortened
-from engine.api.openai.prompts import Prompts
-from engine.api.openai.schema import Asked, RequestBody
-from engine.api.openai.templates import Renderer
-from engine.api.watching import MOST_WATCHERS, Watching
-from engine.api.worker import EngineThread, Generation, Prompt
-from engine.chains import is_unnamed, unnamed_agent
-from engine.startup import Engine
+from ..chains import is_unnamed, unnamed_agent
+from ..startup import Engine
+from .auth import AGENT_HEADER, Tenant, Tokens, tenant_of
+from .metrics import Metrics
+from .openai.errors import ApiError, invalid, shortened
+from .openai.prompts import Prompts
+from .openai.schema import Asked, RequestBody
+from .openai.templates import Renderer
+from .watching import MOST_WATCHERS, Watching
+from .worker import EngineThread, Generation, Prompt
 
 # -- /: the page in the browser, and its events ------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from engine.agent_engine import AgentEngine, Answer, JobProgress
-from engine.api.auth import Tenant, tenant_of
-from engine.api.worker import EngineThread
-from engine.startup import Engine
-from engine.tiers.store import AgentInfo
+from ..agent_engine import AgentEngine, Answer, JobProgress
+from ..startup import Engine
+from ..tiers.store import AgentInfo
+from .auth import Tenant, tenant_of
+from .worker import EngineThread
 
 LATELY = 500  # answers that are remembered
 EVERY_SECONDS = 1.0

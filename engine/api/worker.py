@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TypeVar
 
-from engine.agent_engine import AgentEngine, Answer
-from engine.generation.sampling import sampler
-from engine.scheduling.request import EngineClosedError, Token
-from engine.startup import Engine
+from ..agent_engine import AgentEngine, Answer
+from ..generation.sampling import sampler
+from ..scheduling.request import EngineClosedError, Token
+from ..startup import Engine
 
 log = logging.getLogger(__name__)
 

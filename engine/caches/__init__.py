@@ -10,20 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.caches.arrays import ArraysLayer, Nesting, assemble, nesting, parts
-from engine.caches.chunked import ChunkedLayer
-from engine.caches.codec import (
-    DTYPES,
-    MLX_DTYPES,
-    CacheStateError,
-    Matrices,
-    StateLayer,
-    TokenLayer,
-    UnsupportedCacheError,
-)
-from engine.caches.full import FullLayer
-from engine.caches.quantized import QuantizedLayer, quantised
-from engine.caches.window import WindowLayer
+from .arrays import ArraysLayer, Nesting, assemble, nesting, parts
+from .chunked import ChunkedLayer
+from .codec import DTYPES, MLX_DTYPES, CacheStateError, Matrices, StateLayer, TokenLayer, UnsupportedCacheError
+from .full import FullLayer
+from .quantized import QuantizedLayer, quantised
+from .window import WindowLayer
 
 Layer = TokenLayer | StateLayer
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from engine.caches.codec import CacheStateError, Matrices, StateLayer, UnsupportedCacheError, plane_of
 from kvpage_server.page import MAX_KV_TYPE, Plane
+
+from .codec import CacheStateError, Matrices, StateLayer, UnsupportedCacheError, plane_of
 
 
 @dataclass(frozen=True, slots=True)

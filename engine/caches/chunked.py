@@ -13,8 +13,9 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
-from engine.caches.codec import CacheStateError, Matrices, StateLayer, join, plane_of
 from kvpage_server.page import KVType, Plane
+
+from .codec import CacheStateError, Matrices, StateLayer, join, plane_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from engine.caches.codec import Matrices, TokenLayer, join, plane_of
 from kvpage_server.page import KVType, Plane
+
+from .codec import Matrices, TokenLayer, join, plane_of
 
 
 @dataclass(frozen=True, slots=True)

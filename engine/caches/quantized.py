@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
-from engine.caches.codec import Matrices, TokenLayer, join, plane_of
 from kvpage_server.page import KVType, Plane
+
+from .codec import Matrices, TokenLayer, join, plane_of
 
 _PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES, KVType.V_BIASES)
 

@@ -13,8 +13,9 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
-from engine.caches.codec import Matrices, StateLayer, UnsupportedCacheError, plane_of
 from kvpage_server.page import DType, KVType, Plane
+
+from .codec import Matrices, StateLayer, UnsupportedCacheError, plane_of
 
 _INDEX = Plane(int(KVType.K_SCALES), DType.UINT32, 1)  # the plane of the ring's index; a ring has no scales
 

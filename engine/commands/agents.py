@@ -12,9 +12,10 @@ from urllib.request import Request, urlopen
 
 from rich.console import Console
 
-from engine.commands import Failure
 from kvpage_server.system.terminal import table_of
 from kvpage_server.system.text import as_size
+
+from . import Failure
 
 TOKEN = "KVPAGE_TOKEN"  # in the environment
 ANSWER_SECONDS = 60.0

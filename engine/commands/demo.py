@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.commands import Failure
+from . import Failure
 
 
 def add_to(commands: Any) -> None:
@@ -19,7 +19,7 @@ def add_to(commands: Any) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """Run the demonstration. Return 1 if a result does not reach its promised value."""
-    from engine.demo import story  # imports MLX
+    from ..demo import story  # imports MLX
 
     if not Path(args.model).is_dir():
         raise Failure(f"no model in {args.model}; `kvpage-engine fetch-model smollm2` gets one")

@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any
 import redis
 from rich.console import Console
 
-from engine.commands import Failure
-from engine.commands.options import add_engine, count, open_engine
-from engine.commands.talk import ask
 from kvpage_server.address import shown
 from kvpage_server.client import names_several
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.system.terminal import table_of
 from kvpage_server.system.text import as_size
 
+from . import Failure
+from .options import add_engine, count, open_engine
+from .talk import ask
+
 if TYPE_CHECKING:
-    from engine.agent_engine import Answer
-    from engine.startup import Engine
-    from engine.tiers.pages import PageTier
+    from ..agent_engine import Answer
+    from ..startup import Engine
+    from ..tiers.pages import PageTier
 
 DECODED_TOKENS = 16  # of an answer whose speed is measured
 PINGS = 50

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from engine.commands import Failure
+from . import Failure
 
 
 def add_to(commands: Any) -> None:
@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
 
 def fetch_model(args: argparse.Namespace) -> int:
     """Download and convert a model; a terminal shows a progress bar."""
-    from engine.model import smollm2  # imports MLX
+    from ..model import smollm2  # imports MLX
 
     target: Path = args.to or Path("models", args.name)
     console = Console(stderr=True)

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.commands import Failure
-from engine.memory.blocks import RULE, is_agent_id
 from kvpage_server.address import URL, shown, with_credentials
 from kvpage_server.client import PageClient
 
+from ..memory.blocks import RULE, is_agent_id
+from . import Failure
+
 if TYPE_CHECKING:
-    from engine.startup import Engine, Options
+    from ..startup import Engine, Options
 
 STORES = ("redis://", "rediss://", "unix://", "valkey-cluster://", "redis-cluster://", "rediss-cluster://")
 UNITS = {"": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
@@ -76,7 +77,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def options(args: argparse.Namespace) -> Options:
     import_engine()
-    from engine.startup import Options
+    from ..startup import Options
 
     return Options(
         args.model,
@@ -94,7 +95,7 @@ def options(args: argparse.Namespace) -> Options:
 def open_engine(args: argparse.Namespace) -> Engine:
     """Open the engine, and report progress on stderr. Raises Failure."""
     wanted = options(args)
-    from engine.startup import CANNOT_OPEN, Engine
+    from ..startup import CANNOT_OPEN, Engine
 
     try:
         return Engine.open(wanted, tell)
@@ -106,7 +107,7 @@ def import_engine() -> None:
     """Import MLX and mlx-lm, which takes seconds."""
     if "mlx_lm" not in sys.modules:
         tell("importing MLX and mlx-lm")
-    from engine.platform import import_mlx_lm
+    from ..platform import import_mlx_lm
 
     import_mlx_lm()
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from engine.commands.options import count, store_url
+from .options import count, store_url
 
 
 def add_to(commands: Any) -> None:
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
 
 def run_graph(args: argparse.Namespace) -> int:
     """Run steps of a graph. Return 1 on failure."""
-    from engine.persistent.run import run  # imports MLX
+    from ..persistent.run import run  # imports MLX
 
     return run(args)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from engine.commands import Failure
-from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
-from engine.platform import room_for
 from kvpage_server import tracing
 from kvpage_server.system.text import log_to_standard_error
+
+from ..platform import room_for
+from . import Failure
+from .options import add_engine, count, import_engine, options, port, seconds, size, tell
 
 
 def add_to(commands: Any) -> None:
@@ -63,9 +64,9 @@ def serve(args: argparse.Namespace) -> NoReturn:
     log_to_standard_error("%(asctime)s %(name)s: %(message)s")
     with _listen(args.host, args.port) as listener:
         import_engine()
-        from engine.api.auth import TokenFileError, Tokens
-        from engine.api.server import ServeError, run
-        from engine.api.service import Limits
+        from ..api.auth import TokenFileError, Tokens
+        from ..api.server import ServeError, run
+        from ..api.service import Limits
 
         limits = Limits(
             args.max_body,

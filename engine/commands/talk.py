@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.commands import Failure
-from engine.commands.options import add_engine, agent, count, number, open_engine, utf8
 from kvpage_server import bounded
 from kvpage_server.bounded import read_regular
 from kvpage_server.system.durable import replacing
 
+from . import Failure
+from .options import add_engine, agent, count, number, open_engine, utf8
+
 if TYPE_CHECKING:
-    from engine.agent_engine import Answer
-    from engine.generation.unbatched import Sampler
-    from engine.scheduling.request import Token, TokenReceiver
-    from engine.startup import Engine
+    from ..agent_engine import Answer
+    from ..generation.unbatched import Sampler
+    from ..scheduling.request import Token, TokenReceiver
+    from ..startup import Engine
 
 # -- Asking an engine in this process, one prompt at a time ------------------------------------------------------------
 
@@ -128,7 +129,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     """Answer lines of stdin until it ends. Return 1 if the context could not be saved."""
-    from engine.generation.text import rendering, template_writes_space
+    from ..generation.text import rendering, template_writes_space
 
     messages = _transcript(args)
     engine = open_engine(args)
@@ -149,7 +150,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _say(engine: Engine, args: argparse.Namespace, tokens: list[int], *, continues: bool = False) -> Answer:
-    from engine.generation.sampling import sampler
+    from ..generation.sampling import sampler
 
     drawn = sampler(args.temperature, args.top_p, args.seed)
     options = {"max_tokens": args.max_tokens, "sampler": drawn, "continues": continues}

@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 
-from engine.generation.unbatched import Sampler, likeliest
+from .unbatched import Sampler, likeliest
 
 COLD = 1e-5  # below this, logprobs divided by the temperature overflow
 LEAST_TOP_P = 1e-6  # the likeliest token of a large vocabulary has more; float32 has no room for less

@@ -9,9 +9,9 @@ from itertools import accumulate, chain, groupby, islice
 
 import mlx.core as mx
 
-from engine.caches import MLX_DTYPES
-from engine.chains import chain_hash, chain_hashes, common_prefix
-from engine.spec import ModelCacheSpec, Shapes
+from ..caches import MLX_DTYPES
+from ..chains import chain_hash, chain_hashes, common_prefix
+from ..spec import ModelCacheSpec, Shapes
 
 # -- Rules for agent names, which are part of keys and file names ------------------------------------------------------
 

@@ -13,12 +13,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.chains import Chain, common_prefix
-from engine.memory.blocks import AgentBlocks, KVBlock, block_names
-from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST
+
+from ..chains import Chain, common_prefix
+from ..pool import BlockPool
+from ..spec import ModelCacheSpec
+from .blocks import AgentBlocks, KVBlock, block_names
 
 HOLDER = "contexts in memory"  # no agent can have this name
 MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, so that a lookup is linear in the prompt

@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.caches import StateLayer, TokenLayer, assemble, codec, describe, parts
-from engine.memory.blocks import Arrays, BlockError, KVBlock, states_of
-from engine.spec import ModelCacheSpec
+from ..caches import StateLayer, TokenLayer, assemble, codec, describe, parts
+from ..spec import ModelCacheSpec
+from .blocks import Arrays, BlockError, KVBlock, states_of
 
 Cache = list[Any]  # a cache of mlx-lm's for each layer
 

@@ -3,6 +3,6 @@
 Contains: properties of a model. Excludes: prompts, contexts, tiers, and the engines.
 """
 
-from engine.model.identity import UnknownModelError, load
+from .identity import UnknownModelError, load
 
 __all__ = ["UnknownModelError", "load"]

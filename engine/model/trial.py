@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import CacheList
 
-from engine.caches import FullLayer, Layer, Nesting, TokenLayer, WindowLayer, assemble, parts
-from engine.generation.unbatched import Sampler, logprobs_after
+from ..caches import FullLayer, Layer, Nesting, TokenLayer, WindowLayer, assemble, parts
+from ..generation.unbatched import Sampler, logprobs_after
 
 _LENGTHS = (16, 15, 5, 9)  # of prompts, which differ by one and by many; the last joins late
 _COMPARED = (5, 2, 2, 2)  # tokens of their answers; some tokens of the first one follow after the last has joined

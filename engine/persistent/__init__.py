@@ -4,11 +4,11 @@ Contains: the modules for programs, and the errors and dtypes that all parts sha
 models.
 """
 
-from engine.persistent.builder import GraphBuilder
-from engine.persistent.graph import Graph
-from engine.persistent.parser import parse, parse_file
-from engine.persistent.simulator import Device, Executor, Model, Simulator
-from engine.persistent.storage import PersistentStore
+from .builder import GraphBuilder
+from .graph import Graph
+from .parser import parse, parse_file
+from .simulator import Device, Executor, Model, Simulator
+from .storage import PersistentStore
 
 __all__ = [
     "Device",

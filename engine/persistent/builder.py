@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.persistent import graph as nodes
-from engine.persistent.parser import parse_expression
+from . import graph as nodes
+from .parser import parse_expression
 
 
 @dataclass(frozen=True, slots=True)

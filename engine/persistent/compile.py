@@ -13,9 +13,9 @@ from typing import Any, assert_never
 
 import mlx.core as mx
 
-from engine.persistent import graph as nodes
-from engine.persistent.dtypes import DTYPES, WORDS, DType, named
-from engine.persistent.errors import (
+from . import graph as nodes
+from .dtypes import DTYPES, WORDS, DType, named
+from .errors import (
     AccessError,
     BlockCycleError,
     DTypeError,
@@ -30,21 +30,9 @@ from engine.persistent.errors import (
     SliceWriteError,
     UnknownNameError,
 )
-from engine.persistent.graph import (
-    Access,
-    Arithmetic,
-    Expression,
-    Graph,
-    Index,
-    Name,
-    Operation,
-    Read,
-    Slice,
-    Transfer,
-    Value,
-)
-from engine.persistent.state import MEMORY_BYTES, Layout
-from engine.persistent.variables import Action, Frame, Tensors, Variable, arithmetic, constant
+from .graph import Access, Arithmetic, Expression, Graph, Index, Name, Operation, Read, Slice, Transfer, Value
+from .state import MEMORY_BYTES, Layout
+from .variables import Action, Frame, Tensors, Variable, arithmetic, constant
 
 # -- The operations: their computation, number of arguments, and result dtype ------------------------------------------
 

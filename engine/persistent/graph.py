@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from engine.persistent.errors import Place
+from .errors import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from lark import Lark, Token, Transformer, Tree, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken, VisitError
 
-from engine.persistent import graph as nodes
-from engine.persistent.dtypes import WORDS
-from engine.persistent.errors import DeclarationError, GraphError, ParseError, Place, Source, UnknownNameError
+from . import graph as nodes
+from .dtypes import WORDS
+from .errors import DeclarationError, GraphError, ParseError, Place, Source, UnknownNameError
 
 MAX_DIGITS = 20  # as many as 2^64 has
 MAX_DEPTH = 100  # nesting depth, for example of sums: far below Python's recursion limit

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from engine.persistent.errors import InputError, NoInstanceError, PersistentError
-from engine.persistent.parser import parse_file
-from engine.persistent.simulator import Executor, Model, Simulator
-from engine.persistent.storage import PersistentStore
+from .errors import InputError, NoInstanceError, PersistentError
+from .parser import parse_file
+from .simulator import Executor, Model, Simulator
+from .storage import PersistentStore
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,9 +18,9 @@ import numpy as np
 import redis
 import xxhash
 
-from engine.persistent.compile import compile_graph
-from engine.persistent.dtypes import named
-from engine.persistent.errors import (
+from .compile import compile_graph
+from .dtypes import named
+from .errors import (
     BrokenExecutorError,
     DeviceError,
     InputError,
@@ -29,10 +29,10 @@ from engine.persistent.errors import (
     StoreError,
     UnknownNameError,
 )
-from engine.persistent.graph import Graph
-from engine.persistent.state import Memory
-from engine.persistent.storage import PersistentStore, SavedPages, StoredInstance, body, export
-from engine.persistent.variables import Event, Frame, Tensors, resolve
+from .graph import Graph
+from .state import Memory
+from .storage import PersistentStore, SavedPages, StoredInstance, body, export
+from .variables import Event, Frame, Tensors, resolve
 
 # -- Inputs of a graph: the sizes of its dimensions, and the tensors of its constants ----------------------------------
 

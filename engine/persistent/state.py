@@ -15,8 +15,8 @@ from operator import add
 
 import mlx.core as mx
 
-from engine.persistent.dtypes import DType
-from engine.persistent.errors import GrowthError, NegativeIndexError, ShapeError, SliceRangeError
+from .dtypes import DType
+from .errors import GrowthError, NegativeIndexError, ShapeError, SliceRangeError
 
 # -- The undo log of a step: every change to persistent memory records how to undo it ----------------------------------
 

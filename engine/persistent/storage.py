@@ -22,16 +22,17 @@ import redis
 import xxhash
 from numpy.typing import NDArray
 
-from engine.persistent.dtypes import named
-from engine.persistent.errors import ConflictError, DamagedError, StoreError, WrongProgramError
-from engine.persistent.state import Entry, Layout, Memory, Shape, Table
-from engine.tensor_file import Tensor, write
 from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
 from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import replacing
+
+from ..tensor_file import Tensor, write
+from .dtypes import named
+from .errors import ConflictError, DamagedError, StoreError, WrongProgramError
+from .state import Entry, Layout, Memory, Shape, Table
 
 # -- The stored form of an instance, except the bytes of its tensors ---------------------------------------------------
 

@@ -9,19 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from engine.persistent.dtypes import DTYPES, DType, named
-from engine.persistent.errors import (
-    DeclarationError,
-    DeviceError,
-    DimError,
-    DTypeError,
-    GraphError,
-    ModelError,
-    Place,
-    UnknownNameError,
-)
-from engine.persistent.graph import Arithmetic, Assign, Declaration, Expression, Graph, Name
-from engine.persistent.state import MAX_DIM, MEMORY_BYTES, Layout, Memory, Shape
+from .dtypes import DTYPES, DType, named
+from .errors import DeclarationError, DeviceError, DimError, DTypeError, GraphError, ModelError, Place, UnknownNameError
+from .graph import Arithmetic, Assign, Declaration, Expression, Graph, Name
+from .state import MAX_DIM, MEMORY_BYTES, Layout, Memory, Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, KVBlock
-from engine.memory.kvcache import Cache
-from engine.pool import BlockPool, PoolExhaustedError
-from engine.scheduling.request import Request
-from engine.spec import ModelCacheSpec
+from ..memory import kvcache
+from ..memory.blocks import AgentBlocks, KVBlock
+from ..memory.kvcache import Cache
+from ..pool import BlockPool, PoolExhaustedError
+from ..spec import ModelCacheSpec
+from .request import Request
 
 
 class BlockManager:

@@ -11,14 +11,15 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.generation.unbatched import SHORT_TOKENS, OnePassGenerator, UnbatchedGenerator
-from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks
-from engine.memory.kvcache import Cache
-from engine.model.identity import Identity, UnknownIdentityError
-from engine.scheduling.request import Request
-from engine.spec import ModelCacheSpec
 from kvpage_server.tracing import is_seen, span
+
+from ..generation.unbatched import SHORT_TOKENS, OnePassGenerator, UnbatchedGenerator
+from ..memory import kvcache
+from ..memory.blocks import AgentBlocks
+from ..memory.kvcache import Cache
+from ..model.identity import Identity, UnknownIdentityError
+from ..spec import ModelCacheSpec
+from .request import Request
 
 # -- Detection of a model that has changed since it was probed ---------------------------------------------------------
 

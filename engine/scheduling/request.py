@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from engine.generation.text import AnswerText
-from engine.generation.unbatched import Sampler
-from engine.memory.blocks import AgentBlocks, Arrays, KVBlock
-from engine.memory.kvcache import Cache
-from engine.spec import ModelCacheSpec
+from ..generation.text import AnswerText
+from ..generation.unbatched import Sampler
+from ..memory.blocks import AgentBlocks, Arrays, KVBlock
+from ..memory.kvcache import Cache
+from ..spec import ModelCacheSpec
 
 # -- The settings of the batch engine ----------------------------------------------------------------------------------
 

@@ -40,17 +40,18 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import tensor_file
-from engine.caches import MLX_DTYPES, Matrices
-from engine.chains import common_prefix
-from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
-from engine.pool import BlockPool, PoolExhaustedError
-from engine.spec import ModelCacheSpec
-from engine.tensor_file import DamagedFileError, Tensor, TensorReader
-from engine.tiers.server.manifest import Miss
 from kvpage_server import bounded
 from kvpage_server.page import DType, KVType
 from kvpage_server.system.durable import private_directory, remove, remove_unfinished, replacing
+
+from .. import tensor_file
+from ..caches import MLX_DTYPES, Matrices
+from ..chains import common_prefix
+from ..memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
+from ..pool import BlockPool, PoolExhaustedError
+from ..spec import ModelCacheSpec
+from ..tensor_file import DamagedFileError, Tensor, TensorReader
+from .server.manifest import Miss
 
 Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16
 

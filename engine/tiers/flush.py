@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.memory.blocks import AgentBlocks
-from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.hot import Below, CacheEntry, HotTier
-from engine.tiers.metrics import Tally
-from engine.tiers.pages import PageTier
-from engine.tiers.server.connection import FAILING
+from ..memory.blocks import AgentBlocks
+from .cold import SafetensorsCacheAdapter
+from .hot import Below, CacheEntry, HotTier
+from .metrics import Tally
+from .pages import PageTier
+from .server.connection import FAILING
 
 log = logging.getLogger(__name__)
 

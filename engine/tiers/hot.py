@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.memory.blocks import AgentBlocks
-from engine.pool import BlockPool
+from ..memory.blocks import AgentBlocks
+from ..pool import BlockPool
 
 log = logging.getLogger(__name__)
 

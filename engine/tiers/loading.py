@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, replace
 
-from engine.memory.blocks import AgentBlocks
-from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
-from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.load_states import FileState, LoadEvent, LoadState, Patience, moved
-from engine.tiers.metrics import Tally, Tier
-from engine.tiers.pages import PageTier
-from engine.tiers.server.connection import FAILING
-from engine.tiers.server.fetch import Fetch
 from kvpage_server.tracing import is_seen, span
+
+from ..memory.blocks import AgentBlocks
+from ..pool import BlockPool
+from ..spec import ModelCacheSpec
+from .cold import SafetensorsCacheAdapter
+from .load_states import FileState, LoadEvent, LoadState, Patience, moved
+from .metrics import Tally, Tier
+from .pages import PageTier
+from .server.connection import FAILING
+from .server.fetch import Fetch
 
 HEDGE_AFTER_SECONDS = 0.5
 

@@ -11,13 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from engine.pool import UNLIMITED, BlockPool
-from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.pages import PageTier
-from engine.tiers.server.connection import OUTAGES, SHORTEST, ServerConnection, State
-from engine.tiers.server.manifest import WRITER
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer
+
+from ..pool import UNLIMITED, BlockPool
+from .cold import SafetensorsCacheAdapter
+from .pages import PageTier
+from .server.connection import OUTAGES, SHORTEST, ServerConnection, State
+from .server.manifest import WRITER
 
 Tier = Literal["hot", "prefix", "page", "cold", "none"]  # the tier that a context was loaded from
 

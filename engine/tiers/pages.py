@@ -29,24 +29,25 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
-from engine.chains import root_of
-from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
-from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
-from engine.tiers.server import block_writer, reference_counts, reference_marks, tails
-from engine.tiers.server.block_writer import Saved, Write
-from engine.tiers.server.connection import OUTAGES, CircuitBreaker, Outage, ServerConnection
-from engine.tiers.server.fetch import Fetch
-from engine.tiers.server.lookup import FetchRequest, Remote
-from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
-from engine.tiers.server.reference_counts import MakesManifest, label_key
-from engine.tiers.server.restore_planner import Rates
-from engine.tiers.server.tails import least_tail
 from kvpage_server.client import Refused
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
+
+from ..chains import root_of
+from ..memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
+from ..pool import BlockPool
+from ..spec import ModelCacheSpec
+from .server import block_writer, reference_counts, reference_marks, tails
+from .server.block_writer import Saved, Write
+from .server.connection import OUTAGES, CircuitBreaker, Outage, ServerConnection
+from .server.fetch import Fetch
+from .server.lookup import FetchRequest, Remote
+from .server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
+from .server.reference_counts import MakesManifest, label_key
+from .server.restore_planner import Rates
+from .server.tails import least_tail
 
 T = TypeVar("T")
 Doing = Coroutine[Any, Any, T]

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from typing import Literal
 
-from engine.chains import chain_hashes
-from engine.spec import ModelCacheSpec
-from engine.tiers.pages import PageTier
+from ..chains import chain_hashes
+from ..spec import ModelCacheSpec
+from .pages import PageTier
 
 State = Literal["mine", "wait", "proceed"]
 

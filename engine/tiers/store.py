@@ -18,23 +18,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-from engine.chains import root_of
-from engine.generation.tokens import token_ids
-from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
-from engine.memory.context_tree import ContextTree
-from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
-from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.flush import Flusher, Publication
-from engine.tiers.hot import Below, CacheEntry, HotTier
-from engine.tiers.loading import Found, Loaded, Loading, LoadSources, Wanted, beginning
-from engine.tiers.metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
-from engine.tiers.pages import RESTORE_SECONDS, PageTier
-from engine.tiers.prefill_claims import Claim, Claims
-from engine.tiers.server.connection import Outage
-from engine.tiers.server.tails import least_tail
 from kvpage_server.system import malloc
 from kvpage_server.system.text import how_many
+
+from ..chains import root_of
+from ..generation.tokens import token_ids
+from ..memory.blocks import AgentBlocks, BlockError, check_agent_id
+from ..memory.context_tree import ContextTree
+from ..pool import BlockPool
+from ..spec import ModelCacheSpec
+from .cold import SafetensorsCacheAdapter
+from .flush import Flusher, Publication
+from .hot import Below, CacheEntry, HotTier
+from .loading import Found, Loaded, Loading, LoadSources, Wanted, beginning
+from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
+from .pages import RESTORE_SECONDS, PageTier
+from .prefill_claims import Claim, Claims
+from .server.connection import Outage
+from .server.tails import least_tail
 
 # -- Limits of agents' contexts ----------------------------------------------------------------------------------------
 

@@ -17,14 +17,7 @@ from typing import Any, TypeAlias
 
 import redis
 
-from kvpage_server.client.cluster.commands import (
-    OPENING_SIZE,
-    amiss,
-    block_key,
-    head_size,
-    ranges_of_page,
-    shape_of,
-)
+from kvpage_server.client.cluster.commands import OPENING_SIZE, amiss, block_key, head_size, ranges_of_page, shape_of
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.multi_store import MultiStore, Pipeline

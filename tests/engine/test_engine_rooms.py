@@ -72,10 +72,12 @@ def imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
+            package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+            base = [*package[: len(package) + 1 - node.level]] if node.level else []
+            source = ".".join([*base, node.module] if node.module else base)
             for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield full if full in NAMES else node.module or ""
+                full = f"{source}.{alias.name}"
+                yield full if full in NAMES else source
 
 
 def room_of(name: str) -> str:

@@ -80,6 +80,14 @@ def resolved(name: str) -> str | None:
     return next((found for found in (name, f"{name}.__init__") if found in modules()), None)
 
 
+def source_of(module: str, node: ast.ImportFrom) -> str:
+    """The dotted name after `from`, absolute."""
+    if not node.level:
+        return node.module or ""
+    package = module.split(".")[: -node.level]  # a package's own module ends with `__init__`
+    return ".".join([*package, node.module] if node.module else package)
+
+
 @cache
 def imports(module: str) -> frozenset[str]:
     """The modules of ours that a module imports, anywhere in its text."""
@@ -87,9 +95,9 @@ def imports(module: str) -> frozenset[str]:
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             found |= {resolved(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            assert not node.level, f"{module} imports relatively"
-            found |= {resolved(f"{node.module}.{alias.name}") or resolved(node.module) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = source_of(module, node)
+            found |= {resolved(f"{base}.{alias.name}") or resolved(base) for alias in node.names}
     return frozenset(name for name in found if name is not None and name != module)
 
 
@@ -123,6 +131,18 @@ def test_the_engine_imports_only_client_modules_of_the_server() -> None:
     assert {module for module, _ in policies} == {"engine.memory.context_tree"}, "it evicts as the store does"
     known = {room(name) for _, name in used - policies}
     assert known - {"__init__"} <= ENGINE_MAY_KNOW, used  # that is the version
+
+
+def test_the_engine_imports_its_own_modules_relatively() -> None:
+    """So it can be installed under another name. The server's modules import absolutely."""
+    absolute = [
+        (module, node.lineno)
+        for module in modules()
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.ImportFrom)
+        and (node.level > 0) != (module.startswith("engine.") and source_of(module, node).startswith("engine"))
+    ]
+    assert absolute == []
 
 
 def test_the_core_imports_only_core_and_page() -> None:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from engine.api.openai.errors import invalid
-from engine.api.openai.reading import Markup
-from engine.api.openai.schema import ChatBody, Message, Tool
-from engine.api.openai.templates import ControlTokens, Renderer, TemplateFailedError, takes_text
-from engine.generation.text import TokenText, template_writes_space
-from engine.generation.tokens import PromptError, encode
-from engine.spec import ModelCacheSpec
+from ...generation.text import TokenText, template_writes_space
+from ...generation.tokens import PromptError, encode
+from ...spec import ModelCacheSpec
+from .errors import invalid
+from .reading import Markup
+from .schema import ChatBody, Message, Tool
+from .templates import ControlTokens, Renderer, TemplateFailedError, takes_text
 
 SHORT = 1000  # characters, made in half a millisecond
 LETTERS_A_TOKEN = 16  # nearly always more than a token has

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engine.scheduling.request import Token
+from ...scheduling.request import Token
 
 # -- The marks of thoughts and tool calls in a model's text, as mlx-lm knows them for its tokenizer --------------------
 

@@ -22,8 +22,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from engine.api.openai.errors import ApiError, invalid, shortened
 from kvpage_server import bounded
+
+from .errors import ApiError, invalid, shortened
 
 # -- Fields of requests that would change the answer and are refused, with the values that change nothing --------------
 

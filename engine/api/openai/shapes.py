@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.agent_engine import Answer
-from engine.api.openai.reading import Reader, Said
-from engine.generation.text import REPLACEMENT, TokenText
-from engine.scheduling.request import Token
+from ...agent_engine import Answer
+from ...generation.text import REPLACEMENT, TokenText
+from ...scheduling.request import Token
+from .reading import Reader, Said
 
 # -- Log-probabilities of tokens, as chat and text completions show them -----------------------------------------------
 

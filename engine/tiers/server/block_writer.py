@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from typing_extensions import Buffer
 
-from engine.memory.blocks import AgentBlocks, Arrays
-from engine.tiers.server.connection import OUTAGES, ServerConnection
-from engine.tiers.server.manifest import BlockLayout, BlockPlace
 from kvpage_server.client import Refused
 from kvpage_server.client.page import readable
 from kvpage_server.client.questions import Question, up_to
+
+from ...memory.blocks import AgentBlocks, Arrays
+from .connection import OUTAGES, ServerConnection
+from .manifest import BlockLayout, BlockPlace
 
 Parts = Mapping[BlockPlace, Sequence[Buffer]]  # the arrays of each place, in canonical order
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import uvloop
 from redis.driver_info import DriverInfo
 
-from engine.tiers.server.restore_planner import Rates
 from kvpage_server import __version__
 from kvpage_server.address import shown, user_of
 from kvpage_server.client import (
@@ -32,6 +31,8 @@ from kvpage_server.client import (
 from kvpage_server.client.cluster.nodes import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
 from kvpage_server.client.questions import Question, Word, ok, scanned, text, texts
+
+from .restore_planner import Rates
 
 # -- The circuit breaker: after repeated failures, no request is sent for a while, so that no caller waits -------------
 
@@ -243,8 +244,9 @@ class ServerConnection:
     async def attempt(
         self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
     ) -> T | None:
-        """Run `work`, at most CONCURRENT_ATTEMPTS at the same time, unless the breaker is open. After an outage, call `missed` with
-        the reason and return None.
+        """Run `work`, at most CONCURRENT_ATTEMPTS at the same time, unless the breaker is open.
+
+        After an outage, call `missed` with the reason and return None.
 
         The deadline starts when `work` starts, and again at each call of `progressed`. The time in all, including the
         wait for a turn, is limited to `within` seconds. If this limit is exceeded, that is no failure of the server:

@@ -27,16 +27,17 @@ from itertools import takewhile
 import mlx.core as mx
 import numpy as np
 
-from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, in_memory
-from engine.pool import PoolExhaustedError
-from engine.spec import Shapes
-from engine.tiers.server.connection import OUTAGES
-from engine.tiers.server.lookup import FetchReport, FetchRequest, Lookup, Remote
-from engine.tiers.server.manifest import BlockPlace, Miss
-from engine.tiers.server.restore_planner import LEAST_BYTES, Decision, Plan
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, integer
 from kvpage_server.tracing import span
+
+from ...memory.blocks import AgentBlocks, Arrays, KVBlock, in_memory
+from ...pool import PoolExhaustedError
+from ...spec import Shapes
+from .connection import OUTAGES
+from .lookup import FetchReport, FetchRequest, Lookup, Remote
+from .manifest import BlockPlace, Miss
+from .restore_planner import LEAST_BYTES, Decision, Plan
 
 # -- Receiving planned blocks into the memory in which they are used, with a check of each -----------------------------
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
 
-from engine.chains import common_prefix
-from engine.generation.tokens import token_ids
-from engine.memory.blocks import KVBlock
-from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
-from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key, older_key
-from engine.tiers.server.restore_planner import Decision, Offer, Plan, StoredBranch
-from engine.tiers.server.tails import Parent, parse
+from ...chains import common_prefix
+from ...generation.tokens import token_ids
+from ...memory.blocks import KVBlock
+from ...pool import BlockPool
+from ...spec import ModelCacheSpec
+from .connection import ServerConnection
+from .manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key, older_key
+from .restore_planner import Decision, Offer, Plan, StoredBranch
+from .tails import Parent, parse
 
 MOST_BRANCHES = 4  # of a record: the others have fewer tokens in common with the prompt
 

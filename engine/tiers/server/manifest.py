@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, Self
 import xxhash
 from typing_extensions import Buffer
 
-from engine.chains import chain_hash, root_of
-from engine.generation.tokens import token_ids
-from engine.memory.blocks import block_names
-from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server import bounded
 from kvpage_server.client import BlockName
 from kvpage_server.page import BlockShape, DType, Plane, tag_of, unix_ms
+
+from ...chains import chain_hash, root_of
+from ...generation.tokens import token_ids
+from ...memory.blocks import block_names
+from ...spec import ModelCacheSpec, Shapes
 
 FORMAT = 4  # of manifests
 OLDER = 3  # of earlier versions: one manifest for each agent, without a digest

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.tiers.server.block_writer import Saved, Write
-from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.manifest import manifest_key, moved, names_in, older_key
 from kvpage_server.client.questions import Question, integer, ok, texts
+
+from .block_writer import Saved, Write
+from .connection import ServerConnection
+from .manifest import manifest_key, moved, names_in, older_key
 
 Stored = Mapping[str, bytes | None]  # manifests by key
 MakesManifest = Callable[[bytes | None], bytes]  # makes an agent's manifest, given the old one

@@ -20,13 +20,14 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, islice
 
-from engine.tiers.server.block_writer import Saved, Write
-from engine.tiers.server.connection import OUTAGES, ServerConnection
-from engine.tiers.server.manifest import digest_of, manifest_key, moved, named_in, names_in, older_key
-from engine.tiers.server.reference_counts import MakesManifest, count_key, forget_block
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
 from kvpage_server.page import SEGMENT
+
+from .block_writer import Saved, Write
+from .connection import OUTAGES, ServerConnection
+from .manifest import digest_of, manifest_key, moved, named_in, names_in, older_key
+from .reference_counts import MakesManifest, count_key, forget_block
 
 _CONCURRENT_SEGMENTS = 8  # segments whose references are changed concurrently
 _TRIES = 10  # of a fork, while the context is being saved

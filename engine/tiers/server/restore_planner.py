@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from engine.chains import SHARED, Chain, chain_hashes, common_prefix
-from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import BlockPlace, ContextManifest
 from kvpage_server.page import tag_of
+
+from ...chains import SHARED, Chain, chain_hashes, common_prefix
+from ...spec import ModelCacheSpec
+from .manifest import BlockPlace, ContextManifest
 
 # -- Fetch or compute: blocks on the server are fetched if that is faster than computing them again --------------------
 

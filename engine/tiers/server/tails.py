@@ -22,15 +22,16 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.chains import Chain, chain_hash, common_prefix
-from engine.generation.tokens import token_ids
-from engine.spec import ModelCacheSpec
-from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, sealed, unsealed
-from engine.tiers.server.reference_counts import count_key, label_key
 from kvpage_server import bounded
 from kvpage_server.client.questions import Question, integer, ok, text
 from kvpage_server.page import tag_of, unix_ms
+
+from ...chains import Chain, chain_hash, common_prefix
+from ...generation.tokens import token_ids
+from ...spec import ModelCacheSpec
+from .connection import ServerConnection
+from .manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, sealed, unsealed
+from .reference_counts import count_key, label_key
 
 FORMAT = 1
 MOST_TAILS = 64  # in a record

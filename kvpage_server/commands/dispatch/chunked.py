@@ -1,9 +1,9 @@
 """Commands of very many words, which run in parts. Other clients have their turn between the parts.
 
-Up to `WORDS_PER_STEP` words, a command runs without a pause, as in Redis, so nobody sees it half done. The table says how a
-longer command is divided, see `Parts`. If it can't be divided it is refused, since it would hold up all clients. The
-rights for all parts are checked before the first part, and not again: a command that has begun is done with the rights
-that it began with. When a part fails, the command ends, and the parts before it stay done.
+Up to `WORDS_PER_STEP` words, a command runs without a pause, as in Redis, so no client sees a part of its effect. The
+table defines the parts of a longer command, see `Parts`. A long command without parts is refused: it would delay all
+clients. The rights for all parts are checked before the first part, and not again: the command runs with the rights
+at its start. When a part fails, the command ends, and the effects of the parts before it stay.
 """
 
 from __future__ import annotations

@@ -32,17 +32,7 @@ from kvpage_server.store.disk.lmdb_file import (
     look_through,
     open_map,
 )
-from kvpage_server.store.records import (
-    INLINE,
-    PIECE,
-    SHORT_PIECE,
-    Body,
-    Damaged,
-    Record,
-    Spot,
-    database_key,
-    first_of,
-)
+from kvpage_server.store.records import INLINE, PIECE, SHORT_PIECE, Body, Damaged, Record, Spot, database_key, first_of
 from kvpage_server.system.durable import private
 
 _NOTE = b"lost"

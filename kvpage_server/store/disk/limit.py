@@ -29,13 +29,7 @@ from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
-from kvpage_server.store.disk.naming import (
-    is_there,
-    name_of_unit,
-    names_in,
-    parse_block,
-    unit_named,
-)
+from kvpage_server.store.disk.naming import is_there, name_of_unit, names_in, parse_block, unit_named
 from kvpage_server.store.disk.pins import Holds
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.eviction.policies import NO_EVICTION, PREFIX, VOLATILE_TTL

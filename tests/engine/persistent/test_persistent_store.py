@@ -26,13 +26,7 @@ from safetensors import safe_open
 
 from engine.persistent import Executor, Model, PersistentStore, Simulator, parse
 from engine.persistent.dtypes import DTYPES
-from engine.persistent.errors import (
-    ConflictError,
-    DamagedError,
-    NoInstanceError,
-    StoreError,
-    WrongProgramError,
-)
+from engine.persistent.errors import ConflictError, DamagedError, NoInstanceError, StoreError, WrongProgramError
 from kvpage_server.client import Page, PageClient
 from kvpage_server.page import DType as PageDType
 from kvpage_server.page import PageKey

@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.persistent.dtypes import DTYPES
-from engine.persistent.errors import (
-    GraphError,
-    GrowthError,
-    NegativeIndexError,
-    ShapeError,
-    SliceRangeError,
-)
+from engine.persistent.errors import GraphError, GrowthError, NegativeIndexError, ShapeError, SliceRangeError
 from engine.persistent.state import Journal, Layout, Scalar, Table
 
 SHAPE = (2, 3)
