@@ -1,4 +1,4 @@
-"""Names for runs of tokens: chain hashes, and how much two runs share."""
+"""Names of agents, and of runs of tokens: chain hashes, and how much two runs share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ ROOT = ""
 Share = Literal["none", "system", "all"]
 SHARE: tuple[Share, ...] = get_args(Share)
 
+RULE = "an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot"
+_AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
 _UNNAMED = re.compile(r"anon-([0-9a-f]{16})-[0-9a-f]{32}(@.*)?\Z")
+
+
+def is_agent_id(name: str) -> bool:
+    """Return whether `name` may be part of keys and file names: see `RULE`."""
+    return bool(_AGENT_ID.match(name))
 
 
 def chain_hash(fingerprint: int, parent: str, tokens: Sequence[int]) -> str:

@@ -17,7 +17,8 @@ from starlette.requests import Request
 
 from kvpage_server.bounded import read_regular
 
-from ..memory.blocks import BlockError, check_agent_id, is_agent_id
+from ..chains import is_agent_id
+from ..memory.blocks import BlockError, check_agent_id
 from .openai.errors import ApiError, invalid
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")

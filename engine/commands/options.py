@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvpage_server.address import URL, shown, with_credentials
 from kvpage_server.client import PageClient
 
-from ..memory.blocks import RULE, is_agent_id
+from ..chains import RULE, is_agent_id
 from . import Failure
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby, islice
@@ -10,19 +9,8 @@ from itertools import accumulate, chain, groupby, islice
 import mlx.core as mx
 
 from ..caches import MLX_DTYPES
-from ..chains import chain_hash, chain_hashes, common_prefix
+from ..chains import RULE, chain_hash, chain_hashes, common_prefix, is_agent_id
 from ..spec import ModelCacheSpec, Shapes
-
-# -- Rules for agent names, which are part of keys and file names ------------------------------------------------------
-
-RULE = "an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot"
-_AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
-
-
-def is_agent_id(name: str) -> bool:
-    """Return whether `name` may be part of keys and file names: see `RULE`."""
-    return bool(_AGENT_ID.match(name))
-
 
 Arrays = tuple[tuple[mx.array, ...], ...]  # [layer][plane] is [heads, rows, head_dim]; () for a layer without arrays
 

@@ -46,8 +46,8 @@ from kvpage_server.system.durable import private_directory, remove, remove_unfin
 
 from .. import tensor_file
 from ..caches import MLX_DTYPES, Matrices
-from ..chains import common_prefix
-from ..memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
+from ..chains import common_prefix, is_agent_id
+from ..memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id
 from ..pool import BlockPool, PoolExhaustedError
 from ..spec import ModelCacheSpec
 from ..tensor_file import DamagedFileError, Tensor, TensorReader

@@ -17,7 +17,7 @@ from servers import CLIENT_OPTIONS
 from test_app import CONF
 
 from kvpage_server.configuration import config
-from kvpage_server.configuration.config import from_arguments
+from kvpage_server.configuration.config import choose_defaults, from_arguments
 
 MIB = 1 << 20
 READY = re.compile(r"ready on 127\.0\.0\.1:(\d+)")
@@ -195,5 +195,5 @@ class TestMemory:
     def test_a_cgroup_file_without_a_value_sets_no_limit(self, tmp_path: Path) -> None:
         (tmp_path / "kvpage.conf").write_text("port 0\n", encoding="utf-8")
         config = from_arguments([str(tmp_path / "kvpage.conf")])
-        config.choose_defaults(config)
+        choose_defaults(config)
         assert (config.maxmemory, config.dir, config.chosen) == (0, ".", set())

@@ -31,11 +31,10 @@ FATE = re.compile(r"^\| (`SIG.*?) \| (.*?) \|", re.MULTILINE)
 # A server that reads from a pipe while it starts, so that the start lasts until the test goes on.
 SLOW_START = """
 import sys
-from kvpage_server.configuration import places
-check, pipe = places.check, sys.argv.pop(1)
-places.check = lambda config: (open(pipe, "rb").read(1), check(config))
-from kvpage_server.app import main
-main()
+from kvpage_server import app
+check, pipe = app.check_paths, sys.argv.pop(1)
+app.check_paths = lambda config: (open(pipe, "rb").read(1), check(config))
+app.main()
 """
 
 

@@ -118,7 +118,7 @@ def test_the_logits_equal_those_of_one_run(tier: PageTier, cut: int) -> None:
 def test_with_mlxs_own_blas_they_are_the_same_bits() -> None:
     """In a process of its own, since a process has one BLAS."""
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-k", "run_in_one_piece"],
+        [sys.executable, "-m", "pytest", __file__, "-k", "equal_those_of_one_run"],
         env={**os.environ, "KVPAGE_BLAS": "stock"},
         capture_output=True,
         encoding="utf-8",

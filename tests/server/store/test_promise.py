@@ -175,8 +175,8 @@ def test_space_freed_by_a_part_is_not_reserved() -> None:
     account = Account()
     with Reservation([[(account, 5)], [(account, -3)], [(account, 2)]]) as promise:
         assert account.promised == 7
-        promise.keep()
-        promise.keep()
+        promise.commit()
+        promise.commit()
         assert account.promised == 2
     assert account.promised == 0
 
