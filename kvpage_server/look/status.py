@@ -125,7 +125,7 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     )
     if disk.is_full:
         yield "", Text(f"maxdisk is reached: {how_many(disk.evicted, 'value')} evicted from disk so far", "red")
-    waiting = f"{as_size(disk.waiting_bytes)} wait to be written" if disk.waiting_bytes else "nothing waits"
+    waiting = f"{as_size(disk.waiting_bytes)} in the write queue" if disk.waiting_bytes else "write queue empty"
     commits = f", commits take {_milliseconds(disk.commits.percentile(0.99))} at the most" if disk.commits.count else ""
     yield "", f"{waiting}; {how_many(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}"
     if disk.failing:

@@ -26,7 +26,7 @@ from kvpage_server.system.text import as_size, how_many
 
 # -- Engine statistics, received from the store, for `kvpage top` ------------------------------------------------------
 
-_DROP = "memory", "files", "shared", "own memory", "this store", "model"  # columns, in a narrow terminal
+_DROP = "pool", "files", "shared", "memory", "store", "model"  # columns, in a narrow terminal
 _MOST_MESSAGES = 1000  # that are read in one go
 
 
@@ -62,8 +62,8 @@ class EngineSubscription:
 
 def engines_table(engines: Sequence[EngineFigures]) -> Table:
     """Return the table of prompt tokens that each engine reused, by source."""
-    places = "own memory", "shared", "this store", "files"
-    table = table_of("engine", "model", "prompts", "not computed", *places, "memory", numbers_from=2, drop=_DROP)
+    places = "memory", "shared", "store", "files"
+    table = table_of("engine", "model", "prompts", "reused", *places, "pool", numbers_from=2, drop=_DROP)
     for engine in engines:
         tokens = engine.tokens
         every, found = sum(tokens.values()), sum(tokens[tier] for tier in TIERS)
@@ -171,7 +171,7 @@ def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:
     else:
         yield titled((name, said, Text(_line(values, room), "dim")) for name, said, values in rows)
     if moments and moments[-1].p99:
-        families = table_of("commands", "99 of 100 within", "so far", numbers_from=1)
+        families = table_of("commands", "p99", "calls", numbers_from=1)
         for name, seconds in sorted(moments[-1].p99.items()):
             calls = now.families[name]
             families.add_row(name, f"{1000 * seconds:,.3g} ms", f"{calls.count:,}")

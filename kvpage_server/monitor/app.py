@@ -130,7 +130,7 @@ def _traffic(overview: Overview) -> Iterator[Metric]:
     yield _counter("expired_keys", "Keys whose time had come", "", {"": traffic.expired})
     evicted = CounterMetricFamily(
         "kvpage_evicted_keys",
-        "Keys that went for want of room, by policy and by what there was none of",
+        "Evicted keys, by policy and exceeded limit",
         labels=["policy", "reason"],
     )
     for eviction in overview.evictions:
@@ -162,7 +162,7 @@ def _quotas(overview: Overview) -> Iterator[Metric]:
     ):
         yield _gauges(f"quota_{name}", help, "quota", _few(of))
     evicted = {quota.pattern: quota.evicted for quota in overview.quotas}
-    yield _counter("quota_evicted_keys", "Keys that went to keep a quota", "quota", _few(evicted))
+    yield _counter("quota_evicted_keys", "Keys evicted by the limit of a quota", "quota", _few(evicted))
 
 
 def _disk(disk: DiskFigures) -> Iterator[Metric]:

@@ -82,7 +82,7 @@ def test_top_shows_the_engines_visible_to_its_user(seen: SeenServer, user: str, 
         assert eventually(lambda: top.as_json()["engines"], within=30.0 if shown else 1.0) is shown
         drawn = Console(width=200, record=True, file=StringIO())
         drawn.print(top.frame())
-    assert ("not computed" in drawn.export_text()) is shown
+    assert ("reused" in drawn.export_text()) is shown
     bench.store.close()
 
 

@@ -88,7 +88,7 @@ WORDS = {
         "agents",
         "saves",
     ],
-    *["block", "lies", "protected", "engine", "prompts", "not", "computed", "this", "store"],
+    *["block", "lies", "protected", "engine", "prompts", "reused", "store"],
 }
 HEADS = "agent ", "request ", "shared by ", "block ", "engine "
 

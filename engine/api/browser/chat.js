@@ -1,4 +1,4 @@
-// A conversation with an agent: every turn sends the whole of it, and shows what was not computed again.
+// A conversation with an agent: every turn sends the whole conversation, and shows the reused tokens.
 
 import { at, bar, el, say } from "./dom.js";
 import { count, seconds } from "./format.js";
@@ -91,7 +91,7 @@ async function hear(reply, shown) {
   const why = reuse.why ? ` (${reuse.why})` : "";
   shown.reuse.append(
     bar([[reuse.tier, reuse.tokens_reused], ["none", prompt - reuse.tokens_reused]], prompt),
-    `${count(reuse.tokens_reused)} of ${count(prompt)} tokens reused${from}${why}. First token after ${seconds(reuse.first_token_ms / 1000)}.`,
+    `${count(reuse.tokens_reused)} of ${count(prompt)} tokens reused${from}${why}. TTFT ${seconds(reuse.first_token_ms / 1000)}.`,
   );
   at("said").scrollTop = at("said").scrollHeight;
   return text;

@@ -74,7 +74,7 @@ function showFigures() {
   say(at("restored-note"), quick === null ? "none yet" : slow > quick ? `a thousand; ${(slow / quick).toFixed(1)} times sooner` : "a thousand tokens of prompt");
   say(at("batch-count"), count(running.length));
   const waits = running.filter((each) => each.stage !== "running").length;
-  say(at("batch-note"), waits ? `${count(waits)} not yet computing` : "nothing waits");
+  say(at("batch-note"), waits ? `${count(waits)} waiting` : "0 waiting");
   at("memory-box").hidden = !memory;
   if (memory) {
     say(at("memory"), bytes(memory.used));
@@ -86,9 +86,9 @@ function showFigures() {
 function lede(totals, share) {
   if (!totals.answers) return "Nothing was asked yet. Try an agent: its second turn begins where its first one ended.";
   const most = [...TIERS].sort((a, b) => (totals.reused[b] ?? 0) - (totals.reused[a] ?? 0))[0];
-  const from = { hot: "their own memory", prefix: "prefixes that agents share", page: "the page server", cold: "files" }[most];
+  const from = { hot: "memory", prefix: "shared prefixes", page: "the page server", cold: "files" }[most];
   if (!share) return `${plural(totals.answers, "answer")}, and every prompt was computed from its first token.`;
-  return `${percent(share)} of what ${plural(totals.answers, "prompt")} said was not computed again, most of it from ${from}.`;
+  return `${percent(share)} of the tokens of ${plural(totals.answers, "prompt")} were reused, most of them from ${from}.`;
 }
 
 function showTiers() {

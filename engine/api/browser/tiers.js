@@ -6,7 +6,7 @@ import { mark } from "./charts.js";
 export const TIERS = ["hot", "prefix", "page", "cold"];
 
 export const WORDS = {
-  hot: "own memory",
+  hot: "memory",
   prefix: "shared prefix",
   page: "page server",
   cold: "file",

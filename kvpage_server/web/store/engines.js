@@ -1,14 +1,14 @@
-// Engines that tell what they do: how much of their prompts was not computed, and where that was found.
+// Statistics of engines: their reused prompt tokens, by source.
 
 import { at, bar, el, first, list, meter, say } from "./dom.js";
 import { bytes, count, percent, plural } from "./format.js";
 
-const TIERS = [["hot", "its own memory"], ["prefix", "shared beginnings in its memory"], ["page", "this store"], ["cold", "files"]];
+const TIERS = [["hot", "memory"], ["prefix", "shared prefixes"], ["page", "this store"], ["cold", "files"]];
 
 const sum = (values) => values.reduce((all, value) => all + value, 0);
 const found = (engine) => sum(TIERS.map(([tier]) => engine.tiers[tier].tokens));
 const prompts = (engine) => found(engine) + engine.computed;
-/** The share of all prompts that was not computed; null without prompts. */
+/** The share of reused prompt tokens; null without prompts. */
 export const spared = (engines) => (engines.some(prompts) ? sum(engines.map(found)) / sum(engines.map(prompts)) : null);
 const ratio = (part, all) => (all ? percent(part / all) : "–");
 

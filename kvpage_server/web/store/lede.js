@@ -19,15 +19,15 @@ export function lede(now, holdings, more) {
   const { hit_ratio: ratio } = now.traffic;
   const told = spared(now.engines);
   if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${ratio < 1 ? missed(now.misses) : ""}.`);
-  if (told) said.push(`${percent(told)} of the engines' prompts was not computed again.`);
+  if (told) said.push(`${percent(told)} of the engines' prompt tokens were reused.`);
   const holes = holdings.agents.filter((agent) => agent.missing).length;
   if (holes) said.push(`${plural(holes, "context has", "contexts have")} lost blocks${evicted(more)}.`);
   return said.join(" ");
 }
 
 function withoutAgents({ contents, everything }, holdings) {
-  if (!everything && holdings.request_count) return `${plural(holdings.request_count, "request")} of no agent, ${bytes(holdings.request_bytes)}.`;
-  if (contents.blocks) return `${plural(contents.blocks, "block")} of no agent.`;
+  if (!everything && holdings.request_count) return `${plural(holdings.request_count, "request")} without an agent, ${bytes(holdings.request_bytes)}.`;
+  if (contents.blocks) return `${plural(contents.blocks, "block")} without an agent.`;
   if (contents.keys) return `${plural(contents.keys, "key")}, none of them a page.`;
   return everything ? "The store is empty." : "There is nothing that you may see.";
 }

@@ -1,4 +1,4 @@
-// Whose memory it is: a treemap, in which every byte is once, and what agents share.
+// Memory by agent: a treemap that shows every byte once, and shared prefixes.
 
 import { at, el, first, list, say, widthOf } from "./dom.js";
 import { ago, bytes, count, plural } from "./format.js";
@@ -84,7 +84,7 @@ function others(holdings) {
     note: bytes(request.bytes),
     value: request.bytes,
     kind: "none",
-    title: `${bytes(request.bytes)}, of no agent`,
+    title: `${bytes(request.bytes)}, without an agent`,
   }));
   const rest = holdings.request_bytes - named.reduce((sum, request) => sum + request.bytes, 0);
   const more = [
@@ -113,7 +113,7 @@ function legend(by) {
   const kinds = by === "agent"
     ? [["heat-4", "used in the last minute"], ["heat-3", "10 minutes"], ["heat-2", "hour"], ["heat-1", "day"], ["heat-0", "longer ago"]]
     : by === "tenant" ? [["heat-3", "one tenant's own"]] : [["heat-3", "memory"], ["heat-1", "disk"]];
-  const both = by === "tier" ? [] : [["shared", "shared by several"], ["none", "no agent's"]];
+  const both = by === "tier" ? [] : [["shared", "shared by several"], ["none", "without an agent"]];
   list(at("whose-legend"), [...kinds, ...both], ([kind]) => kind, ([kind, word]) =>
     el("li", {}, el("span", { class: `key ${kind}` }), word));
 }

@@ -83,7 +83,7 @@ def test_a_chat_shows_the_reused_tokens_of_each_turn(engine: RunningEngine, brow
             page.locator(".reuse .bar").nth(turn).wait_for()
         said = page.locator(".reuse").nth(3).inner_text()
         assert "0 of " in page.locator(".reuse").nth(1).inner_text()
-        says(page, "#answers", "own memory")
+        says(page, "#answers", "memory")
         shown_there = page.locator("#answers tr").first.inner_text()
         reused = said.split(" of ")[0]
         assert int(reused.replace(",", "")) > 0

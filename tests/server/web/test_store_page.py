@@ -124,7 +124,7 @@ LEDES: list[tuple[dict[str, Any], str]] = [
     ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for."),
     (
         {"engines": [{"computed": 1, "tiers": {name: {"tokens": 1} for name in ("hot", "prefix", "page", "cold")}}]},
-        "80 % of the engines' prompts was not computed again.",
+        "80 % of the engines' prompt tokens were reused.",
     ),
     ({"agents": [["ann", 2048, 14], ["bob", 1024, 0]]}, "ann holds most: 2.0 KiB of 3.0 KiB stored, 14 B in memory."),
     ({"agents": [["ann", 1024, 1100], ["bob", 1024, 1100]]}, "2 contexts hold most, each 1.0 KiB of 2.0 KiB stored."),
@@ -138,7 +138,7 @@ LEDES: list[tuple[dict[str, Any], str]] = [
         "4 keys, none of them a page. 50 % of reads found what they asked for; 3 reads missed, because the keys "
         "went for a quota.",
     ),
-    ({"agents": [], "everything": False, "requests": 29}, "29 requests of no agent, 4.0 KiB."),
+    ({"agents": [], "everything": False, "requests": 29}, "29 requests without an agent, 4.0 KiB."),
     ({"agents": [], "unseen": "This is a gateway."}, "This is a gateway."),
 ]
 SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
