@@ -17,13 +17,13 @@ PASSWORDS = ("KVPAGE_PASSWORD", "REDISCLI_AUTH")  # the first that is set; redis
 
 
 def urls_of(servers: str) -> list[str]:
-    """The URLs in a list with commas, for servers side by side; or the only one."""
+    """Return the URLs in a list with commas, for servers side by side; or the only one."""
     return _BETWEEN.split(servers)
 
 
 def with_credentials(urls: str, user: str = "", password: str = "") -> str:
-    """The URL, or each of a list, with user and password in it. If one is not given, the URL's stays. If the URL has
-    no password either, it is taken from the environment.
+    """Return the URL, or each of a list, with user and password in it. If one is not given, the URL's stays. If the URL
+    has no password either, it is taken from the environment.
 
     Raises ValueError for an invalid URL.
     """
@@ -45,10 +45,10 @@ def _with_credentials(url: str, user: str, password: str) -> str:
 
 
 def user_of(urls: str) -> str:
-    """The user of a store's URL, or of the first of a list."""
+    """Return the user of a store's URL, or of the first of a list."""
     return unquote(urlsplit(urls_of(urls)[0]).username or "default")
 
 
 def shown(url: str) -> str:
-    """A URL without its password."""
+    """Return a URL without its password."""
     return re.sub(r"//[^/]*@", "//", url)

@@ -69,7 +69,7 @@ logger = logging.getLogger("kvpage")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The process. Exits with 1 when the configuration or an address is refused."""
+    """Run the server. Exits with 1 if the configuration or an address is refused."""
     words = sys.argv[1:] if arguments is None else arguments
     fit_streams()
     if words[:1] in (["--help"], ["-h"]):
@@ -149,7 +149,7 @@ def _check_addresses(config: Config) -> None:
 
 
 def _upstream(config: Config) -> Upstream | None:
-    """The cluster behind this server, if it is a gateway. Raises ConfigError."""
+    """Return the cluster behind this server, if it is a gateway. Raises ConfigError."""
     if config.store != "cluster":
         if config.cluster_nodes:
             raise ConfigError(f"cluster-nodes needs `store cluster`, and store is {config.store}")

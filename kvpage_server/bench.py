@@ -1,4 +1,4 @@
-"""`kvpage bench`: the cost of pages and blocks on this machine. The benchmarks of the repository use it, too."""
+"""`kvpage bench`: the speed of page transfers on this machine. The benchmarks of the repository use it, too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REQ_ID = b"kvpage-bench"
 
 
 class BatchMemory:
-    """The memory of one batch: where it is written from, and where it is read into. Both ``[count, nbytes]``."""
+    """Memory of one batch: `written` is the source of writes, `read` the destination of reads, both ``[count, nbytes]``."""
 
     def __init__(self, count: int, nbytes: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -52,18 +52,18 @@ class BatchMemory:
         self.read: Array = np.zeros_like(self.written)
 
     def spoil(self) -> None:
-        """Make every item of `read` wrong, at both ends."""
+        """Set the first and the last byte of every item of `read` to a wrong value."""
         self.read[:, 0] = ~self.written[:, 0]
         self.read[:, -1] = ~self.written[:, -1]
 
     def check(self) -> None:
-        """Raises AssertionError if the bytes read differ from those written."""
+        """Raise AssertionError if `read` differs from `written`."""
         if not np.array_equal(self.written, self.read):
             raise AssertionError("the bytes that were read are not those that were written")
 
 
 class Work:
-    """`count` items of `nbytes` each, again under other keys for each of `generations`."""
+    """Batches of `count` items of `nbytes` each, with different keys for each of `generations`."""
 
     def __init__(self, kind: str, count: int, nbytes: int, generations: int) -> None:
         self.name = f"{count} {kind} of {spell(nbytes)}"
@@ -81,7 +81,7 @@ class Work:
 
 
 class PageWork(Work):
-    """Pages of bytes: eight heads and two planes, in as many layers as there must be."""
+    """Pages of bytes, with eight heads, two planes, and as many layers as `count` needs."""
 
     def __init__(self, count: int, nbytes: int, generations: int) -> None:
         super().__init__("pages", count, nbytes, generations)
@@ -96,7 +96,7 @@ class PageWork(Work):
         self.keys = [[page.key for page in pages] for pages in self.pages]
 
     def page_keys(self, generation: int) -> list[PageKey]:
-        """Return the keys of a batch."""
+        """Return the keys of a batch's pages."""
         return self.keys[generation]
 
 
@@ -116,40 +116,40 @@ class Blocks(Work):
 
 
 def spell(nbytes: int) -> str:
-    """Bytes for people: 64 KiB, 5.6 MiB."""
+    """Return bytes for people: 64 KiB, 5.6 MiB."""
     return f"{nbytes / (1 << 10):.4g} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.2g} MiB"
 
 
 def _model(layers: int, heads: int, head_dim: int, tokens: int) -> BlockShape:
-    """A block of K and V in bfloat16."""
+    """Return a block of K and V in bfloat16."""
     planes = tuple(Plane(kv_type, DType.BFLOAT16, head_dim) for kv_type in (KVType.K, KVType.V))
     return BlockShape(layers, heads, tokens, planes)
 
 
 SMOLLM2_16 = _model(30, 3, 64, 16)  # 360 KiB
-LLAMA3_16 = _model(32, 8, 128, 16)  # the 8B: 2 MiB, 512 pages of 4 KiB
+LLAMA3_16 = _model(32, 8, 128, 16)  # Llama 3 8B: 2 MiB, 512 pages of 4 KiB
 SMOLLM2_256 = _model(30, 3, 64, 256)  # 5.6 MiB
 LLAMA3_256 = _model(32, 8, 128, 256)  # 32 MiB
 
 
-# -- A store under load: GB/s, the server's CPU seconds a GB, and how long a call takes. Every byte is ch --------------
+# -- Measurements of a store: GB/s, CPU seconds per GB, and latency. Reads check every byte ----------------------------
 
 GB = 1e9
-_DEADLINE = 60.0  # seconds
+_DEADLINE = 60.0  # seconds for a call
 
 
 class Store(Protocol):
-    """Whatever batches are written to and read from."""
+    """Interface of a store that batches are written to and read from."""
 
     def write(self, work: Work, generation: int) -> None:
         """Store a batch."""
 
     def read(self, work: Work, generation: int) -> None:
-        """Read it into its memory."""
+        """Read a batch into its memory."""
 
 
 class ClientStore:
-    """A server through PageClient."""
+    """Server that is accessed with PageClient."""
 
     def __init__(self, client: PageClient) -> None:
         self._client = client
@@ -162,7 +162,7 @@ class ClientStore:
             self._client.mset_blocks(work.names[generation], work.shape, bodies, deadline=_DEADLINE)
 
     def read(self, work: Work, generation: int) -> None:
-        """Receive them into their memory."""
+        """Read a batch into its memory. Raises AssertionError if an item is missing."""
         into = list(work.batches[generation].read)
         if isinstance(work, PageWork):
             found = self._client.mget_into(work.keys[generation], into, deadline=_DEADLINE)
@@ -184,12 +184,12 @@ class Figures:
 
 
 def measure_writes(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
-    """Write generation after generation for a while."""
+    """Write one generation after another for `seconds`. `cpu` returns the CPU seconds of the server."""
     return _measure(store.write, work, seconds, cpu)
 
 
 def measure_reads(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
-    """Read them likewise, as they have been written. Raises AssertionError for wrong bytes."""
+    """Read one generation after another for `seconds`. Raises AssertionError for wrong bytes."""
     return _measure(store.read, work, seconds, cpu, check=True)
 
 
@@ -203,7 +203,7 @@ def _measure(
 ) -> Figures:
     times: list[float] = []
     before = 0.0
-    for call in range(-len(work.batches), 1_000_000):  # the first round is for warming up
+    for call in range(-len(work.batches), 1_000_000):  # the first round is not measured: it warms up
         if call == 0:
             before, times = cpu() if cpu else 0.0, []
         generation = call % len(work.batches)
@@ -222,22 +222,20 @@ def _measure(
     return Figures(gigabytes / sum(times), None if used is None else used / gigabytes, p50, p99, len(times))
 
 
-# -- raw ---------------------------------------------------------------------------------------------------------------
-#
-# The ceiling: a process that keeps batches in memory and moves them over raw sockets, with no protocol to speak of.
+# -- Raw sockets, the upper bound: a process that keeps batches in memory and transfers them with a short header -------
 #
 # `python -m kvpage_server.bench ADDRESS` is that process. It serves until its standard input ends.
 
-_QUESTION = struct.Struct("<cIIII")  # W or R, generation, the connection's number, items, bytes of each
+_QUESTION = struct.Struct("<cIIII")  # W or R, generation, connection, number of items, bytes of an item
 _DONE = b"."
-_SEND_BYTES, _RECEIVE_BYTES = 1024 * 1024, 256 * 1024  # bytes: the fastest sizes
-_GATHER = 512
+_SEND_BYTES, _RECEIVE_BYTES = 1024 * 1024, 256 * 1024  # per system call: the fastest sizes
+_GATHER = 512  # most buffers of a system call
 
-Generation = tuple[int, int, int, int]
+Generation = tuple[int, int, int, int]  # generation, connection, number of items, bytes of an item
 
 
 def _move(buffers: list[memoryview], step: Callable[[list[memoryview]], int], most: int) -> None:
-    """Give all buffers to `sendmsg` or `recvmsg_into`, at most so many bytes at a time."""
+    """Pass all buffers to `step`, which is `sendmsg` or `recvmsg_into`, at most `most` bytes in a call. Raises EOFError."""
     ends = list(accumulate(map(len, buffers)))
     moved = at = 0
     while at < len(buffers):
@@ -301,11 +299,11 @@ def _main(address: str) -> None:
 
     threading.Thread(target=accept, daemon=True).start()
     sys.stdin.read()
-    os._exit(0)  # whatever the threads are at
+    os._exit(0)  # without waiting for the threads
 
 
 class RawClient:
-    """The client's end: writes and reads as a store does, on one or more connections."""
+    """Client of the raw server, with the interface of a store, on one or more connections."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: str, connections: int) -> None:
         self.pid = process.pid
@@ -313,7 +311,7 @@ class RawClient:
         self._threads = ThreadPoolExecutor(connections)
 
     def write(self, work: Work, generation: int) -> None:
-        """Send a batch and wait until it is there."""
+        """Send a batch and wait for the confirmation."""
 
         def part(sock: socket.socket, number: int, items: Array) -> None:
             sock.sendall(_QUESTION.pack(b"W", generation, number, *items.shape))
@@ -341,7 +339,7 @@ class RawClient:
                 pass
 
     def close(self) -> None:
-        """Close the connections and free their memory."""
+        """Close the connections, for which the server frees their batches."""
         for sock in self._sockets:
             sock.close()
         self._threads.shutdown()
@@ -378,7 +376,7 @@ def start_raw(*, unix: bool = False) -> Iterator[Callable[[int], RawClient]]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of call, measured against each server and against raw sockets."""
+    """Measurements of one kind of call, on each server and on raw sockets."""
 
     work: str
     op: str  # write or read
@@ -424,7 +422,7 @@ def write_json(rows: list[Row], path: Path) -> None:
 
 
 def write_plot(rows: list[Row], path: Path) -> None:
-    """GB/s of every row as bars, writes and reads side by side, raw sockets as a line above. Needs matplotlib."""
+    """Plot GB/s as a bar for each row and server, and as a mark for raw sockets. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     servers = list(rows[0].figures)
@@ -448,19 +446,19 @@ def write_plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-# -- `kvpage bench`: the cost of pages and blocks of all sizes on this machine and over this network -------------------
+# -- `kvpage bench`: pages and blocks of several sizes -----------------------------------------------------------------
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _GENERATIONS = 8
-_HELD = 256 * _MIB  # bytes that a server is asked to hold at once
+_HELD = 256 * _MIB  # most bytes that are stored on a server at a time
 _KEYS_PER_DELETE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Work and its connections."""
+    """Work, and the options of the client that does it."""
 
-    make: Callable[[int], Work]  # for so many generations
+    make: Callable[[int], Work]  # from a number of generations
     total: int  # bytes of a batch
     connections: int = 1
     verify: bool = False
@@ -499,7 +497,7 @@ _FULL = [
 
 
 class Target:
-    """A server that is measured."""
+    """Server to measure."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -509,20 +507,20 @@ class Target:
         self.name = next(f"{kind} {info[field]}" for kind, field in kinds.items() if field in info)
 
     def cpu_seconds(self) -> float:
-        """The CPU seconds that the server has used, from INFO."""
+        """Return the CPU seconds that the server has used, from INFO."""
         info = self._admin.info("cpu")
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
     def room(self) -> int:
-        """The bytes of pages that it can hold."""
+        """Return the bytes of pages that it can hold."""
         limit = int(self._admin.info("memory").get("maxmemory", 0))
         return min(_HELD, limit // 2) if limit else _HELD
 
     def unix_socket(self) -> str | None:
-        """The path of its unix socket, when that is on this machine."""
+        """Return the path of its unix socket, when that is on this machine."""
         try:
             path = self._admin.config_get("unixsocket").get("unixsocket")
-        except redis.ResponseError:  # CONFIG is not for everybody
+        except redis.ResponseError:  # the user may not call CONFIG
             return None
         return path if path and Path(path).is_socket() else None
 
@@ -547,8 +545,8 @@ class Target:
 def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot: Path | None, out: Console) -> None:
     """Measure the servers in turns; print and write the results.
 
-    `seconds` is for each kind of call. Raises PageClientError or RedisError when a server is lost or refuses,
-    ModuleNotFoundError when there is nothing to plot with.
+    Each kind of call is measured for `seconds`. Raises PageClientError or RedisError when a server is lost or refuses,
+    ModuleNotFoundError when matplotlib is needed and missing.
     """
     if plot:
         importlib.import_module("matplotlib")
@@ -575,7 +573,7 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
 def _rows(targets: list[Target], case: Case, room: int, seconds: float) -> Iterator[Row]:
     work = case.make(min(_GENERATIONS, room // case.total))
     name = case.name(work)
-    # first, because it may have stopped or refuse
+    # servers before raw sockets, because a server may be lost or refuse
     found = {target.name: target.run(case, work, seconds) for target in targets}
     with start_raw(unix=case.unix) as connect, closing(connect(case.connections)) as raw:
         ceilings = measure_writes(raw, work, seconds), measure_reads(raw, work, seconds)
@@ -585,6 +583,6 @@ def _rows(targets: list[Target], case: Case, room: int, seconds: float) -> Itera
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
-    with suppress(BrokenPipeError):  # and may have ended itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    with suppress(BrokenPipeError):  # the parent process may have ended
         _main(sys.argv[1])

@@ -12,11 +12,11 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
-# -- Files of others, such as configurations and dumps: opened without waiting for a writer, and read up  --------------
+# -- Files from other programs, such as configurations and dumps. Opening one never waits for a writer -----------------
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read. Raises OSError, also for a directory, a pipe, a socket and a device."""
+    """Open a regular file to read. Raises OSError, also for a directory, a pipe, a socket and a device."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -25,7 +25,9 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a file of at most `most` bytes. Raises OSError, also for larger files and as `open_regular`."""
+    """Return the content of a file of at most `most` bytes. Raises OSError, also for larger files and as
+    `open_regular`.
+    """
     with open_regular(path) as file:
         content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
     if content is None or len(content) > most:
@@ -33,24 +35,22 @@ def read_regular(path: Path, most: int) -> bytes:
     return content
 
 
-# -- json bounds -------------------------------------------------------------------------------------------------------
+# -- JSON from other programs, such as requests, dumps and traces ------------------------------------------------------
 #
-# JSON of others, such as requests, dumps and traces: bounded before it is parsed.
-#
-# A parser makes all objects in one call that cannot be interrupted. So the objects are counted first, a piece of the
-# text at a time: lists and objects, strings, and values between commas.
+# The parser creates all objects in one call that cannot be interrupted. So `check` counts lists and objects, strings
+# and commas first, one piece of the text at a time.
 
 PIECE_BYTES = 64 << 10
-LONG_NUMBER = b"0" * 400  # takes as long as thousands of others
-ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+LONG_NUMBER = b"0" * 400  # refused, because it takes as long to parse as thousands of short ones
+ZEROS = bytes.maketrans(b"123456789", b"0" * 9)  # replaces digits, to find a long number
 
 
 class TooMuchError(ValueError):
-    """The text holds too much; the message says of what."""
+    """Error: a text exceeds a bound of `check`, which the message names."""
 
 
 def parse(raw: bytes, *, containers: int, strings: int, values: int) -> Any:
-    """The value of a JSON text in UTF-8, within the bounds of `check`.
+    """Return the value of a JSON text in UTF-8, within the bounds of `check`.
 
     Raises ValueError, which says why, for everything else: also for numbers that are no finite number, for a name that
     an object has twice, and for lists or objects that are nested more deeply than Python can parse.
@@ -63,13 +63,13 @@ def parse(raw: bytes, *, containers: int, strings: int, values: int) -> Any:
 
 
 def check(raw: bytes, *, containers: int, strings: int, values: int) -> None:
-    """Raise TooMuchError for more than so many lists and objects, strings (names included), or values.
+    """Raise TooMuchError for more lists and objects, strings (names included) or commas than these bounds.
 
-    Invalid JSON may pass.
+    Also raise it for a number of 400 digits. Invalid JSON may pass.
     """
     found_containers = quotes = commas = 0
-    inside = False  # a string
-    rest = b""  # of an escape that the last piece has begun
+    inside = False  # whether the next piece begins in a string
+    rest = b""  # the backslash of an escape at the end of the last piece
     for start in range(0, len(raw), PIECE_BYTES):
         piece = (rest + raw[start : start + PIECE_BYTES]).replace(b"\\\\", b"")
         rest = b"\\" if piece.endswith(b"\\") else b""

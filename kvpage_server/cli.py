@@ -47,7 +47,7 @@ _OF_A_GATEWAY = "; look into the cluster by its own URL, as valkey-cluster://HOS
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The process. Exits with 1 when something is missing or damaged, with 2 when the store can't be asked."""
+    """Run a command. Exits with 1 if something is missing or damaged, with 2 if the store cannot be reached."""
     with ends_quietly("kvpage"):
         args = _parser().parse_args(arguments)
         sys.exit(_run(args))
@@ -139,7 +139,7 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
 
 
 def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
-    """The exit code of each server."""
+    """Yield the exit code of each server."""
     for url in urls:
         of_one = argparse.Namespace(**{**vars(args), "url": url, "watch": None})
         if args.show is dump:
@@ -157,7 +157,7 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
 
 
 def _url(args: argparse.Namespace) -> str:
-    """The store's URL, with user and password. Raises ValueError."""
+    """Return the store's URL, with user and password. Raises ValueError."""
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
     if args.askpass:

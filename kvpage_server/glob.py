@@ -33,7 +33,7 @@ class PatternTooLong(ValueError):
 
 @lru_cache(maxsize=512)
 def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
-    """A test whether bytes match the whole `pattern`. Raises PatternTooLong."""
+    """Return a test whether bytes match the whole `pattern`. Raises PatternTooLong."""
     if len(pattern) > LONGEST:
         raise PatternTooLong(f"a pattern has at most {LONGEST} bytes, got {len(pattern)}")
     if pattern == b"*":
@@ -57,19 +57,19 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
 
 
 def literal(pattern: bytes) -> bytes | None:
-    """The only name that a pattern matches, if it has no wildcards; a backslash takes the next byte as it is."""
+    """Return the only name that a pattern matches, if it has no wildcards; a backslash takes the next byte as it is."""
     plain = re.sub(rb"\\(.)", b"", pattern, flags=re.DOTALL)
     return None if _SPECIAL.search(plain) else re.sub(rb"\\(.)", rb"\1", pattern, flags=re.DOTALL)
 
 
 def opening_of(pattern: bytes) -> bytes | None:
-    """The prefix that a matching name must have, if the pattern is a prefix and a star."""
+    """Return the prefix that a matching name must have, if the pattern is a prefix and a star."""
     opening = pattern[:-1]
     return opening if pattern[-1:] == b"*" and opening and not _SPECIAL.search(opening) else None
 
 
 def channel_glob(pattern: bytes) -> Matches:
-    """The same for channels, where Redis looks closer: a single star does not match the empty name."""
+    """Return the same for channels, where Redis looks closer: a single star does not match the empty name."""
     return bool if pattern == b"*" else glob(pattern)
 
 
@@ -78,7 +78,7 @@ def _everything(_: bytes) -> bool:
 
 
 def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
-    """The pattern's elements in order: `_STAR`, or the regular expression of one byte."""
+    """Yield the pattern's elements in order: `_STAR`, or the regular expression of one byte."""
     pos, size = 0, len(pattern)
     while pos < size:
         char = pattern[pos : pos + 1]
@@ -99,7 +99,7 @@ def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
 
 
 def _class(pattern: bytes, pos: int, ignore_case: bool) -> tuple[bytes, int]:
-    """The class whose text starts at `pos`, and the position after it."""
+    """Return the class whose text starts at `pos`, and the position after it."""
     size = len(pattern)
     negated = pattern[pos : pos + 1] == b"^"
     pos += negated
@@ -173,7 +173,7 @@ class Patterns(Generic[T]):
         return pattern in self._all
 
     def get(self, pattern: bytes) -> T | None:
-        """The value of a pattern, or None."""
+        """Return the value of a pattern, or None."""
         return self._all.get(pattern)
 
     def add(self, pattern: bytes, value: T, matches: Matches) -> None:
@@ -204,7 +204,7 @@ class Patterns(Generic[T]):
                 self._in_order.remove(len(opening))
 
     def matching(self, name: bytes) -> Iterator[T]:
-        """The values of the patterns that match a name."""
+        """Yield the values of the patterns that match a name."""
         for length in self._in_order:
             if length > len(name):
                 break

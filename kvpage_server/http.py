@@ -51,7 +51,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
 def own_names() -> frozenset[str]:
-    """The names of this machine."""
+    """Return the names of this machine."""
     return frozenset(name.lower() for name in ("localhost", socket.gethostname(), socket.getfqdn()))
 
 
@@ -107,7 +107,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_from_here(method: str, headers: Headers) -> bool:
-    """Whether the request comes from our own page, or from a link that the user followed."""
+    """Return whether the request comes from our own page, or from a link that the user followed."""
     site = headers.get("sec-fetch-site", "none")
     if site not in ("none", "same-origin"):
         followed = headers.get("sec-fetch-mode") == "navigate"
@@ -223,7 +223,9 @@ class ConnectionLimiter:
 
 
 def _address(host: str) -> str:
-    """The address that is counted. For IPv6 it is the network, since a client has all addresses of its network."""
+    """Return the address that is counted. For IPv6 it is the network, since a client has all addresses of its
+    network.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:  # a unix socket, or a connection that is closed already
@@ -410,7 +412,7 @@ class RateLimitedLog(logging.Filter):
 
 
 def _place(error: BaseException) -> tuple[str, int]:
-    """The file and line that raised it."""
+    """Return the file and line that raised it."""
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next

@@ -29,7 +29,7 @@ VLLM_VECTOR = 16  # bytes of a key that lie together
 
 
 def raw_dtype(dtype: DType) -> np.dtype[Any]:
-    """The unsigned integers as wide as elements of `dtype`, little-endian as bodies are."""
+    """Return the unsigned integers as wide as elements of `dtype`, little-endian as bodies are."""
     return np.dtype(f"<u{dtype.itemsize}")
 
 
@@ -55,7 +55,7 @@ def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
 
 
 def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytearray:
-    """The body of the block that has these planes; the inverse of `to_mlx`.
+    """Return the body of the block that has these planes; the inverse of `to_mlx`.
 
     The arrays may be of any dtype as wide as their plane's, in any strides. Raises PageError when one is missing or has
     another shape or width.

@@ -163,7 +163,7 @@ def check_req_id(req_id: bytes) -> bytes:
 
 
 def check_dtype(value: int) -> DType:
-    """The DType of a number; PageError listing the known ones otherwise."""
+    """Return the DType of a number; PageError listing the known ones otherwise."""
     try:
         return DType(value)
     except ValueError:
@@ -192,7 +192,7 @@ class PageKey:
 
     @classmethod
     def parse(cls, key: bytes) -> PageKey:
-        """The PageKey spelt by `key`; PageError when it is not the canonical spelling of one."""
+        """Return the PageKey spelt by `key`; PageError when it is not the canonical spelling of one."""
         found = _KEY.match(key)
         if not found:
             raise PageError("a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}, numbers without leading zeros")
@@ -201,7 +201,7 @@ class PageKey:
 
 
 def index_key(req_id: bytes) -> bytes:
-    """The read-only key under which a request's page keys are listed."""
+    """Return the read-only key under which a request's page keys are listed."""
     return b"kv:%b:index" % check_req_id(req_id)
 
 
@@ -232,7 +232,7 @@ def pack_header(
     digest: int,
     flags: int = 0,
 ) -> bytes:
-    """The 64 bytes of a header whose fields, PageHeader's, have been checked."""
+    """Return the 64 bytes of a header whose fields, PageHeader's, have been checked."""
     about = dtype, kv_type, flags, page_size, head_dim, layer, head, page
     return LAYOUT.pack(MAGIC, VERSION, *about, created_ms, ttl, body_size, 0, digest)
 
@@ -277,7 +277,7 @@ class PageHeader:
 
     @classmethod
     def parse(cls, blob: Buffer) -> PageHeader:
-        """The header that opens `blob`.
+        """Return the header that opens `blob`.
 
         Raises PageError for a short blob, a foreign magic, another version or any field out of range.
         """
@@ -315,7 +315,7 @@ class PageHeader:
         return self.page_size * self.head_dim * self.dtype.itemsize
 
     def names(self, key: PageKey) -> bool:
-        """Whether this header belongs to the page that `key` names (req_id is not in the header)."""
+        """Return whether this header belongs to the page that `key` names (req_id is not in the header)."""
         return (self.layer, self.head, self.page, self.kv_type) == (key.layer, key.head, key.page, key.kv_type)
 
 
@@ -330,7 +330,7 @@ def encode_page(
     created_ms: int | None = None,
     with_checksum: bool = True,
 ) -> bytes:
-    """The blob of a page: header and body in one.
+    """Return the blob of a page: header and body in one.
 
     `body` is the C-contiguous tensor ``[page_size, head_dim]``; `ttl` is in seconds, 0 for none.
     Raises PageError for a field outside the contract.
@@ -353,7 +353,7 @@ def encode_page(
 
 
 def decode_page(blob: Buffer, *, verify: bool = True) -> tuple[PageHeader, memoryview]:
-    """The header of a blob and a view (no copy) of its body.
+    """Return the header of a blob and a view (no copy) of its body.
 
     Raises PageError when the header is invalid, the body's length differs from the header's,
     or, with `verify`, the body does not hash to the header's checksum.
@@ -419,18 +419,18 @@ class BlockShape:
         return self.heads * sum(map(self.page_nbytes, self.planes))
 
     def page_nbytes(self, plane: Plane) -> int:
-        """Bytes of one page of `plane`."""
+        """Return bytes of one page of `plane`."""
         return self.page_size * plane.head_dim * plane.dtype.itemsize
 
     def plane(self, kv_type: int) -> Plane:
-        """The plane of that kv_type. Raises PageError for one that the block has not."""
+        """Return the plane of that kv_type. Raises PageError for one that the block has not."""
         for plane in self.planes:
             if plane.kv_type == kv_type:
                 return plane
         raise PageError(f"kv_type must be one of {[int(p.kv_type) for p in self.planes]}, got {kv_type}")
 
     def page_spans(self) -> Iterator[slice]:
-        """Where in the body the pages lie, in its order."""
+        """Return where in the body the pages lie, in its order."""
         start = 0
         for _ in range(self.layers):
             for plane in self.planes:
@@ -465,11 +465,12 @@ SEGMENT = 4  # blocks, after the first
 
 
 def first_of(index: int, together: int) -> int:
-    """The first block of the segment that has block `index`."""
+    """Return the first block of the segment that has block `index`."""
     return index - (index - 1) % together if index else 0
 
 
 def tag_of(names: Sequence[str], index: int, together: int) -> str:
-    """The tag before the name of block `index` in keys: the name of the first block of its segment, in braces. A
-    segment has `together` blocks; 0 means that there is only one server, and no tag."""
+    """Return the tag before the name of block `index` in keys: the name of the first block of its segment, in braces. A
+    segment has `together` blocks; 0 means that there is only one server, and no tag.
+    """
     return f"{{{names[first_of(index, together)]}}}" if together else ""

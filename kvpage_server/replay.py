@@ -1,4 +1,4 @@
-"""`kvpage replay`: simulates recorded requests with the store's policies, to compare their hit ratios."""
+"""`kvpage replay`: recorded requests, simulated with the store's policies, to compare their hit ratios."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ from kvpage_server.store.eviction.queues import Queues
 from kvpage_server.system.terminal import table_of
 from kvpage_server.system.text import as_size, how_many
 
-# -- trace -------------------------------------------------------------------------------------------------------------
+# -- Traces in Mooncake's format: the requested blocks of each prompt, and its time ------------------------------------
 #
-# Traces in the format that Mooncake publishes: which blocks of a prompt were asked for, and when.
-#
-# An object a line: ``timestamp`` in milliseconds, and ``hash_ids``, the chain of the prompt's blocks, where equal ids
-# mean equal content after an equal prefix. (Qin et al.: Mooncake, FAST '25; the repository kvcache-ai/Mooncake.)
+# Each line is an object with ``timestamp`` in milliseconds and ``hash_ids``, the chain of the prompt's blocks. Equal
+# ids mean equal content after an equal prefix. (Qin et al.: Mooncake, FAST '25; the repository kvcache-ai/Mooncake.)
 
 _MOST_BLOCKS = 1_000_000  # of a prompt
 
 
 class TraceError(ValueError):
-    """A line does not have the format; the message says which line, and why."""
+    """Error: a line does not have the format; the message has the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedPrompt:
-    """A prompt's blocks, from its beginning on, and its second within the trace."""
+    """Prompt of a trace: its time in seconds, and its blocks from the start."""
 
     second: int
     blocks: list[bytes]
 
 
 def read_trace(path: Path) -> list[TracedPrompt]:
-    """Every request, in order. Raises TraceError, OSError."""
+    """Return every request, in order. Raises TraceError, OSError."""
     names: dict[int, bytes] = {}
     requests = []
     with open_regular(path) as lines:
@@ -77,24 +75,24 @@ def _request(line: bytes, names: dict[int, bytes], where: str) -> TracedPrompt:
     return TracedPrompt(int(milliseconds) // 1000, blocks)
 
 
-# -- clairvoyant -------------------------------------------------------------------------------------------------------
-#
-# The upper bound of any policy, computed with knowledge of future requests.
+# -- Upper bound of all policies, computed with knowledge of future requests -------------------------------------------
 #
 # Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), for prefixes: the block with the
-# latest next request is evicted first, and of blocks with the same next request the one furthest from the beginning.
-# Nothing that is asked for again is behind something that is not, so chains go from their ends. A block that is never
-# asked for again takes no room at all.
+# latest next request is evicted first, and of blocks with the same next request the one furthest from the start.
+# A request for a block also requests all blocks before it, so chains are evicted from their ends. A block without
+# another request is not stored.
 
-_NEVER = -1
+_NEVER = -1  # the next request of a block without one
 
 
 def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """The best possible outcome of a trace with room for `capacity` blocks. O(n log n) in the requested blocks."""
+    """Return the best possible outcome of a trace with room for `capacity` blocks. O(n log n) in the requested
+    blocks.
+    """
     outcome = Outcome()
     due = _next_uses(trace)
-    there: dict[bytes, int] = {}  # and the request that asks for it next
-    latest: list[tuple[int, int, bytes]] = []  # heap of (-next use, -place in the prompt); stale ones are passed over
+    there: dict[bytes, int] = {}  # stored blocks, with the index of their next request
+    latest: list[tuple[int, int, bytes]] = []  # heap of (-next request, -place in the prompt, block)
     for request, nexts in zip(trace, due, strict=True):
         outcome.asked += len(request.blocks)
         hits = next((i for i, block in enumerate(request.blocks) if block not in there), len(request.blocks))
@@ -108,14 +106,14 @@ def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
             heapq.heappush(latest, (-use, -place, block))
         while len(there) > capacity:
             use, _, block = heapq.heappop(latest)
-            if there.get(block) == -use:
+            if there.get(block) == -use:  # otherwise the entry is outdated
                 del there[block]
                 outcome.evicted += 1
     return outcome
 
 
 def _next_uses(trace: Sequence[TracedPrompt]) -> list[list[int]]:
-    """For each block of each request, the index of the next request that asks for it."""
+    """Return the index of the next request for each block of each request; _NEVER without one."""
     following: dict[bytes, int] = {}
     found = []
     for index in range(len(trace) - 1, -1, -1):
@@ -125,33 +123,31 @@ def _next_uses(trace: Sequence[TracedPrompt]) -> list[list[int]]:
     return found[::-1]
 
 
-# -- simulate ----------------------------------------------------------------------------------------------------------
+# -- Simulation of an engine and a policy: the engine reads the stored prefix, computes the rest and writes it ---------
 #
-# Replays a trace with a policy, as an engine would: it reads the stored prefix, computes the rest and writes it.
-#
-# A write makes room for all its blocks before it stores the first, as KVPAGEMSET does.
+# A write evicts enough for all its blocks before it stores the first, like KVPAGEMSET.
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a trace, in blocks."""
+    """Outcome of a trace, in blocks."""
 
-    asked: int = 0
-    hits: int = 0  # blocks of prompts up to the first that was not there
+    asked: int = 0  # requested blocks
+    hits: int = 0  # blocks of prompts before the first missing one
     written: int = 0
     evicted: int = 0
 
     @property
     def ratio(self) -> float:
-        """The share of requested blocks that need not be computed."""
+        """Share of requested blocks that need not be computed."""
         return self.hits / self.asked if self.asked else 0.0
 
 
-Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # of a trace with room for so many blocks
+Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # from a trace and a capacity in blocks
 
 
 def simulate(make: Callable[[], Queues], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """The outcome of a trace under a policy, with room for `capacity` blocks."""
+    """Return the outcome of a trace under a policy, with room for `capacity` blocks."""
     policy, outcome = make(), Outcome()
     there: set[bytes] = set()
     for request in trace:
@@ -161,7 +157,7 @@ def simulate(make: Callable[[], Queues], trace: Sequence[TracedPrompt], capacity
 
 
 def enter(policy: Queues, there: set[bytes], blocks: list[bytes], second: int, capacity: int, outcome: Outcome) -> None:
-    """Store the blocks of a prompt, evicting others if necessary."""
+    """Store the blocks of a prompt, and evict others if necessary."""
     policy.now = second
     new = [block for block in blocks if block not in there]
     for block in blocks:
@@ -176,7 +172,7 @@ def enter(policy: Queues, there: set[bytes], blocks: list[bytes], second: int, c
 
 
 def _evict(policy: Queues, there: set[bytes], most: int) -> int:
-    """Evict blocks until at most `most` are left. Returns how many were evicted."""
+    """Evict blocks until at most `most` are left. Returns the number of evicted blocks."""
     before = len(there)
     if before > most:
         for victim in policy.victims():
@@ -189,7 +185,7 @@ def _evict(policy: Queues, there: set[bytes], most: int) -> int:
 
 
 def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """Simulate a store that evicts nothing: a block without space is refused, with all blocks behind it."""
+    """Simulate a store that evicts nothing: without free space, a block and all blocks behind it are refused."""
     outcome = Outcome()
     there: set[bytes] = set()
     for request in trace:
@@ -212,13 +208,11 @@ def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> No
         outcome.hits += 1
 
 
-# -- nodes -------------------------------------------------------------------------------------------------------------
+# -- A trace on several nodes, each with a share of the capacity: gain and cost of spreading prompts over nodes --------
 #
-# A trace on several nodes, each with its share of the capacity: gain and cost of spreading prompts over nodes.
-#
-# A prompt is cut into segments of several blocks. The first block is a segment of its own, because many prompts have
-# the same beginning, and all their blocks would be on one node. A segment is named by its first block, and its name's
-# slot says which node it is on, as in a cluster. Blocks are found up to the first that is missing, on whichever node.
+# A prompt is divided into segments of several blocks. The first block is a segment of its own, because many prompts
+# have the same start, and all their blocks would be on one node. The slot of a segment's first block determines its
+# node, as in a cluster. Blocks are hits up to the first missing one, whatever its node.
 
 SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
 
@@ -227,13 +221,13 @@ SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
 class NodeLoad:
     """Requests and hits of one node."""
 
-    blocks: int = 0  # that were read or written
-    prompts: int = 0  # of which it was asked something
+    blocks: int = 0  # read or written
+    prompts: int = 0  # with blocks on this node
 
 
 @dataclass(slots=True)
 class Spread:
-    """The outcome of a trace on several nodes, in blocks."""
+    """Outcome of a trace on several nodes, with segments of `segment` blocks."""
 
     segment: int
     loads: list[NodeLoad]
@@ -242,17 +236,17 @@ class Spread:
 
     @property
     def nodes_a_prompt(self) -> float:
-        """The mean number of nodes that a prompt asks."""
+        """Mean number of nodes with blocks of a prompt."""
         return sum(load.prompts for load in self.loads) / self.prompts
 
     @property
     def busiest_by_blocks(self) -> float:
-        """The blocks that the busiest node moves, divided by the mean of all nodes."""
+        """Blocks read or written on the busiest node, divided by the mean of all nodes."""
         return _over_mean([load.blocks for load in self.loads])
 
     @property
     def busiest_by_prompts(self) -> float:
-        """The same, counting prompts."""
+        """Prompts on the busiest node, divided by the mean of all nodes."""
         return _over_mean([load.prompts for load in self.loads])
 
 
@@ -270,7 +264,7 @@ def simulate_nodes(
 ) -> Spread:
     """Simulate a trace on `nodes` nodes with `capacity` blocks in all.
 
-    Before request `lose_at` the node that has most loses all it has, as one does that is started again empty.
+    Before request `lose_at`, the node with the most blocks loses all of them, as after a restart.
     """
     policies, there = [make() for _ in range(nodes)], [set[bytes]() for _ in range(nodes)]
     found, room = Spread(segment, [NodeLoad() for _ in range(nodes)]), max(capacity // nodes, 1)
@@ -291,7 +285,7 @@ def simulate_nodes(
 
 
 def _places(blocks: Sequence[bytes], nodes: int, segment: int) -> list[int]:
-    """The node of each block."""
+    """Return the node of each block."""
     firsts = [blocks[first_of(place, segment)] for place in range(len(blocks))]
     return [key_slot(first) * nodes // REDIS_CLUSTER_HASH_SLOTS for first in firsts]
 
@@ -301,7 +295,7 @@ def _places(blocks: Sequence[bytes], nodes: int, segment: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the figures go: always to a table, and to files if asked for."""
+    """Outputs of the results: the terminal, and files for JSON and for a picture, if requested."""
 
     terminal: Console
     json: Path | None = None
@@ -310,7 +304,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One trace under one policy with room for `capacity` blocks."""
+    """Outcome of one trace under one policy, with a capacity in blocks."""
 
     policy: str
     capacity: int
@@ -330,7 +324,7 @@ def table(replays: list[Replay], block_bytes: int) -> Table:
 
 
 def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path) -> None:
-    """All figures, in blocks. `ratio` is the share of requested blocks that were found."""
+    """Write all figures, in blocks. `ratio` is the share of requested blocks that were found."""
     rows = [
         {"policy": replay.policy, "capacity": replay.capacity, "ratio": replay.outcome.ratio, **asdict(replay.outcome)}
         for replay in replays
@@ -342,7 +336,7 @@ def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path)
 
 
 def write_plot(title: str, replays: list[Replay], path: Path) -> None:
-    """Prefix hit ratio over capacity, a line a policy. Needs matplotlib."""
+    """Plot the prefix hit ratio over the capacity, with a line for each policy. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -369,14 +363,14 @@ def write_plot(title: str, replays: list[Replay], path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SpreadReplay:
-    """One trace on several nodes, and again with one of them lost in the middle."""
+    """Outcomes of one trace on several nodes: without a failure, and with the loss of a node in the middle."""
 
     whole: Spread
     with_loss: Spread
 
     @property
     def lost(self) -> int:
-        """Blocks that were computed again because of the loss."""
+        """Blocks that are computed again because of the loss."""
         return self.whole.outcome.hits - self.with_loss.outcome.hits
 
     def figures(self) -> dict[str, float]:
@@ -411,7 +405,7 @@ def write_spread_json(trace: Path, nodes: int, capacity: int, replays: list[Spre
 
 
 def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> None:
-    """Balance and round trips over the segment's size. Needs matplotlib."""
+    """Plot the balance of nodes, and the nodes of a prompt, over the segment's size. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -434,11 +428,11 @@ def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> No
     figure.savefig(path, dpi=120)
 
 
-# -- What `kvpage replay` does -----------------------------------------------------------------------------------------
+# -- `kvpage replay` ---------------------------------------------------------------------------------------------------
 
 CLAIRVOYANT = "clairvoyant"
 
-SIMULATIONS: dict[str, Simulation] = {  # a trace says nothing of expiry: there is nothing for volatile-ttl to choose
+SIMULATIONS: dict[str, Simulation] = {  # without volatile-ttl, because a trace has no TTLs
     **{name: partial(simulate, make) for name, make in POLICIES.items() if name not in (NO_EVICTION, VOLATILE_TTL)},
     NO_EVICTION: simulate_noeviction,
     CLAIRVOYANT: clairvoyant,
@@ -458,7 +452,7 @@ def run(
 ) -> None:
     """Replay a trace under each policy with each capacity; print and write the results.
 
-    Raises TraceError, OSError, ModuleNotFoundError when there is nothing to plot with.
+    Raises TraceError, OSError, and ModuleNotFoundError when matplotlib is needed and missing.
     """
     requests = _read(trace, to)
     pairs = [(policy, capacity) for policy in policies for capacity in capacities]
@@ -474,7 +468,7 @@ def run(
 
 
 def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destination) -> None:
-    """Replay a trace on several nodes, cut into segments of several sizes; print and write the results.
+    """Replay a trace on several nodes with each segment size; print and write the results.
 
     Raises as `run`.
     """
@@ -495,7 +489,7 @@ def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destin
 
 
 def _read(trace: Path, to: Destination) -> list[TracedPrompt]:
-    """The requests. Prints how many there are. Raises as `run`."""
+    """Return the requests. Prints how many there are. Raises as `run`."""
     if to.plot:
         importlib.import_module("matplotlib")
     requests = read_trace(trace)

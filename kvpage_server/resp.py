@@ -30,7 +30,7 @@ QUEUED = Raw(b"+QUEUED\r\n")
 
 
 def simple(text: str) -> Raw:
-    """A simple string."""
+    """Return a simple string."""
     return Raw(b"+%b\r\n" % text.encode())
 
 

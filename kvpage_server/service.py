@@ -144,7 +144,7 @@ AGAIN_AFTER = 1.0  # seconds
 
 
 def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
-    """Each as a task without an end.
+    """Yield each as a task without an end.
 
     They delete expired keys, evict down to a lowered limit, and disconnect clients above their limits.
     """

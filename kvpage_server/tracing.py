@@ -69,12 +69,12 @@ def span(name: str, *, client: bool = False, began: float | None = None) -> Trac
 
 
 def current() -> TraceSpan:
-    """The span that was entered last and has not ended. To be asked where counts are known, for `seen`."""
+    """Return the span that was entered last and has not ended. To be asked where counts are known, for `seen`."""
     return _inner.get()
 
 
 def is_seen(some: TraceSpan) -> bool:
-    """Whether it is worth finding out what to say of it."""
+    """Return whether it is worth finding out what to say of it."""
     return isinstance(some, _Seen) and some.is_recording
 
 

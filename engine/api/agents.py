@@ -20,7 +20,7 @@ _Answer = TypeVar("_Answer")
 
 
 async def index(request: Request) -> Response:
-    """All agents."""
+    """Return all agents."""
     service, tenant = _asked(request)
     found = await asyncio.to_thread(service.engine.store.agents)
     return JSONResponse(
@@ -29,7 +29,7 @@ async def index(request: Request) -> Response:
 
 
 async def show(request: Request) -> Response:
-    """One agent."""
+    """Return one agent."""
     service, tenant = _asked(request)
     return JSONResponse(await _info(service, tenant, request.path_params["agent"]))
 

@@ -38,7 +38,7 @@ class Tenant:
     name: str = ""
 
     def agent(self, given: str, param: str) -> str:
-        """The engine's id for the agent that the tenant calls `given`. Raises ApiError, which names `param`."""
+        """Return the engine's id for the agent that the tenant calls `given`. Raises ApiError, which names `param`."""
         agent_id = f"{given}@{self.name}" if self.name else given
         try:
             if "@" in given or not given:
@@ -53,19 +53,20 @@ class Tenant:
             ) from None
 
     def agent_of_user(self, user: str) -> str:
-        """The tenant's name for the agent of OpenAI's `user`, which may be any text. A text that cannot name an agent,
-        such as an e-mail address, is hashed."""
+        """Return the tenant's name for the agent of OpenAI's `user`, which may be any text. A text that cannot name an
+        agent, such as an e-mail address, is hashed.
+        """
         if "@" not in user and is_agent_id(f"{user}@{self.name}" if self.name else user):
             return user
         return f"user-{hashlib.blake2b(user.encode(), digest_size=16).hexdigest()}"
 
     def given(self, agent_id: str) -> str | None:
-        """The tenant's name for an agent; None for another tenant's agent."""
+        """Return the tenant's name for an agent; None for another tenant's agent."""
         return agent_id.rpartition("@")[0] or agent_id if tenant_of(agent_id) == self.name else None
 
 
 def tenant_of(agent_id: str) -> str:
-    """The tenant's name in an agent's id; "" if no tokens are needed."""
+    """Return the tenant's name in an agent's id; "" if no tokens are needed."""
     return agent_id.rpartition("@")[2] if "@" in agent_id else ""
 
 
@@ -104,7 +105,7 @@ class Tokens:
         return cls(tenants)
 
     def share(self, places: int) -> int:
-        """How many of so many places each tenant has for certain, at least one."""
+        """Return how many of so many places each tenant has for certain, at least one."""
         names = {tenant.name for tenant in self._tenants.values()} - {WATCHER}
         return max(1, places // max(1, len(names)))
 

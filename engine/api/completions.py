@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 
 async def answer(service: Service, request: Request, generation: Generation, shape: Shape, body: Asked) -> Response:
-    """The reply to a request. The answer ends when the client leaves, or after the time limit.
+    """Return the reply to a request. The answer ends when the client leaves, or after the time limit.
 
     A stream begins with the first token, so that an error before that can have a status of its own.
     """
@@ -65,7 +65,7 @@ async def answer(service: Service, request: Request, generation: Generation, sha
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`. If the client leaves, cancels it and raises ClientDisconnect."""
+    """Return the result of `work`. If the client leaves, cancels it and raises ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -141,7 +141,7 @@ class _Stream(StreamingResponse):
 async def _events(
     service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
 ) -> AsyncIterator[bytes]:
-    """One event for each token. The first includes the opening, and the last the end of the stream."""
+    """Yield one event for each token. The first includes the opening, and the last the end of the stream."""
     try:
         if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
             yield events
@@ -175,7 +175,7 @@ def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:
 
 
 async def chat(request: Request) -> Response:
-    """The next message of a conversation."""
+    """Return the next message of a conversation."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
@@ -194,7 +194,7 @@ async def chat(request: Request) -> Response:
 
 
 async def complete(request: Request) -> Response:
-    """The continuation of a text."""
+    """Return the continuation of a text."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(CompletionBody, request)
@@ -219,7 +219,7 @@ def _prompt(
     *,
     continues: bool = True,
 ) -> tuple[Prompt, str | None]:
-    """The prompt for the engine, and the client's name for the agent."""
+    """Return the prompt for the engine, and the client's name for the agent."""
     agent_id, given = service.agent(request, tenant, body)
     prompt = Prompt(
         agent_id=agent_id,

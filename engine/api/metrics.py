@@ -118,7 +118,7 @@ class _EngineCollector(Collector):
 
 
 def _page_server(server: PageServer) -> Iterator[Metric]:
-    """The figures of the page server's tier."""
+    """Yield the figures of the page server's tier."""
     breaker = GaugeMetricFamily(
         PREFIX + "page_server_breaker", "Whether it is asked: 1 for the state that it is in", labels=["state"]
     )

@@ -43,7 +43,7 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starlette:
-    """The application. Pages of `origins` may send requests, too."""
+    """Return the application. Pages of `origins` may send requests, too."""
     names = own_names() | {host.lower()}
     started = int(time.time())
 

@@ -151,7 +151,7 @@ class Service:
         return self._prompts
 
     async def body(self, request: Request) -> bytes:
-        """The request's body. Raises ApiError if it is too long or too slow."""
+        """Return the request's body. Raises ApiError if it is too long or too slow."""
         length = request.headers.get("Content-Length", "0")
         if int(length) > self.limits.body:
             raise self._too_long()  # a client that waits for 100 Continue does not send it
@@ -171,7 +171,7 @@ class Service:
         return ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
 
     async def parsed(self, kind: type[_Parsed], request: Request) -> _Parsed:
-        """The parsed body; a long one is parsed on a thread. Raises ApiError."""
+        """Return the parsed body; a long one is parsed on a thread. Raises ApiError."""
         raw = await self.body(request)
         if len(raw) <= SHORT_BODY_BYTES:
             return kind.parse(raw)
@@ -185,7 +185,7 @@ class Service:
             )
 
     def agent(self, request: Request, tenant: Tenant, asked: Asked) -> tuple[str, str | None]:
-        """The engine's id for a prompt's agent, and the client's name for it.
+        """Return the engine's id for a prompt's agent, and the client's name for it.
 
         The name is the first one given of `agent_id`, the header and `user`, which may be any text. A prompt without a
         name gets a new agent, whose context is not kept. Raises ApiError for a header and an `agent_id` that differ.
@@ -204,7 +204,7 @@ class Service:
         return tenant.agent(unnamed_agent(token), "agent_id"), None
 
     def label(self, text: str) -> str:
-        """How to show a context without a name to people, which begins with this text of a user."""
+        """Return how to show a context without a name to people, which begins with this text of a user."""
         words = " ".join(text[:LABEL_TEXT].split())
         if not words or not self._hash_labels:
             return words[:LABEL_LETTERS]

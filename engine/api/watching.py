@@ -109,7 +109,7 @@ class Watching:
     async def events(
         self, engine: Engine, tenant: Tenant, store_health: Callable[[], dict[str, object]]
     ) -> AsyncIterator[bytes]:
-        """A tenant's view as server-sent events, for as long as the engine runs."""
+        """Yield a tenant's view as server-sent events, for as long as the engine runs."""
         self.watchers[tenant.name] += 1
         told, agents = 0, None
         try:

@@ -23,7 +23,7 @@ CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, Chunk
 
 
 def describe(index: int, cache: Any) -> Layer:
-    """The codec of a cache that has seen some tokens, in the layer `index` of the model.
+    """Return the codec of a cache that has seen some tokens, in the layer `index` of the model.
 
     Raises UnsupportedCacheError, which names the layer and its kind, for a cache that is not understood.
     """

@@ -38,13 +38,13 @@ class ArraysLayer(StateLayer):
         return ArraysCache(len(self.shapes))
 
     def matrices(self, end: int) -> tuple[Matrices, ...]:
-        """The state, the same after any number of tokens."""
+        """Return the state, the same after any number of tokens."""
         return tuple(
             Matrices(plane, *(1, 1, *shape[1:])[-3:-1]) for plane, shape in zip(self.planes, self.shapes, strict=True)
         )
 
     def capture(self, cache: ArraysCache) -> tuple[mx.array, ...]:
-        """A copy of the state of a cache that holds one sequence.
+        """Return a copy of the state of a cache that holds one sequence.
 
         Raises CacheStateError for one of another shape: some states grow with the first tokens.
         """
@@ -71,7 +71,7 @@ def nesting(cache: Any) -> Nesting:
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
-    """All caches, with those of a CacheList in its place."""
+    """Return all caches, with those of a CacheList in its place."""
     return [part for cache in caches for part in (parts(cache.caches) if type(cache) is CacheList else [cache])]
 
 

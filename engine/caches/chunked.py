@@ -43,7 +43,7 @@ class ChunkedLayer(StateLayer):
         return tuple(Matrices(plane, heads, rows) for plane, heads in zip(self.planes, self.heads, strict=True))
 
     def capture(self, cache: ChunkedKVCache) -> tuple[mx.array, ...]:
-        """A copy of the state of a cache that holds one sequence.
+        """Return a copy of the state of a cache that holds one sequence.
 
         Raises CacheStateError for one that was trimmed until it holds less than its chunk.
         """

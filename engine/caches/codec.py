@@ -62,7 +62,9 @@ class Matrices(NamedTuple):
 
 
 def plane_of(kv_type: int, array: mx.array) -> Plane:
-    """The plane that holds `array`, whose last axis is a page's row. Raises UnsupportedCacheError for its dtype."""
+    """Return the plane that holds `array`, whose last axis is a page's row. Raises UnsupportedCacheError for its
+    dtype.
+    """
     try:
         return Plane(int(kv_type), DTYPES[array.dtype], array.shape[-1])
     except KeyError:
@@ -117,7 +119,7 @@ def _split(plane: mx.array, edges: Sequence[int]) -> list[mx.array]:
 
 
 def _word(array: mx.array) -> mx.Dtype:
-    """The largest type in which rows can be copied: on a CPU, MLX copies strided arrays value by value."""
+    """Return the largest type in which rows can be copied: on a CPU, MLX copies strided arrays value by value."""
     row = array.shape[-1] * array.itemsize
     return next((word for word in (mx.uint64, mx.uint32, mx.uint16) if row % word.size == 0), array.dtype)
 
@@ -133,15 +135,17 @@ class CacheCodec(ABC):
     @classmethod
     @abstractmethod
     def describe(cls, cache: Any) -> Self:
-        """The codec of a cache that has seen some tokens. Raises UnsupportedCacheError for one it cannot keep."""
+        """Return the codec of a cache that has seen some tokens. Raises UnsupportedCacheError for one it cannot
+        keep.
+        """
 
     @abstractmethod
     def empty(self) -> Any:
-        """A cache without a token."""
+        """Return a cache without a token."""
 
     @abstractmethod
     def matrices(self, tokens: int, /) -> tuple[Matrices, ...]:
-        """The shapes of its planes: for so many tokens, or for the state after so many."""
+        """Return the shapes of its planes: for so many tokens, or for the state after so many."""
 
     @property
     def packed(self) -> tuple[int, int] | None:
@@ -160,7 +164,7 @@ class TokenLayer(CacheCodec):
 
     @abstractmethod
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> Any:
-        """A cache with the first `tokens` tokens of the `pieces`, ``[heads, rows, dim]`` a plane."""
+        """Return a cache with the first `tokens` tokens of the `pieces`, ``[heads, rows, dim]`` a plane."""
 
 
 class StateLayer(CacheCodec):
@@ -170,11 +174,11 @@ class StateLayer(CacheCodec):
 
     @abstractmethod
     def capture(self, cache: Any) -> tuple[mx.array, ...]:
-        """A copy of the state of a cache that holds one sequence, an array a plane.
+        """Return a copy of the state of a cache that holds one sequence, an array a plane.
 
         Raises CacheStateError for a cache whose content does not match its kind and number of tokens.
         """
 
     @abstractmethod
     def restore(self, state: Sequence[mx.array], end: int) -> Any:
-        """The cache after `end` tokens."""
+        """Return the cache after `end` tokens."""

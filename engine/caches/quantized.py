@@ -58,8 +58,9 @@ class QuantizedLayer(TokenLayer):
 
 
 def quantised(cache: Any, group_size: int, bits: int) -> Any:
-    """An empty cache that keeps keys and values in so many bits, in place of an empty `cache`. Caches that do not keep
-    a row for every token stay as they are."""
+    """Return an empty cache that keeps keys and values in so many bits, in place of an empty `cache`. Caches that do
+    not keep a row for every token stay as they are.
+    """
     if type(cache) is CacheList:
         return CacheList(*(quantised(part, group_size, bits) for part in cache.caches))
     return QuantizedKVCache(group_size, bits) if type(cache) is KVCache else cache

@@ -61,7 +61,7 @@ class WindowLayer(StateLayer):
         return keys, values, mx.array([[[index]]], mx.uint32)
 
     def restore(self, state: Sequence[mx.array], end: int) -> RotatingKVCache:
-        """The cache after `end` tokens, with its ring turned as before."""
+        """Return the cache after `end` tokens, with its ring turned as before."""
         cache = self.empty()
         if not self.planes:
             return cache

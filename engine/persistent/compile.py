@@ -90,7 +90,7 @@ def concat(*arrays: mx.array, axis: int = 0) -> mx.array:
 
 
 def transpose(x: mx.array, *, axes: tuple[int, ...] = ()) -> mx.array:
-    """The axes in another order, reversed if none is given."""
+    """Return the axes in another order, reversed if none is given."""
     return mx.transpose(x, axes or None)
 
 
@@ -104,7 +104,7 @@ def take(table: mx.array, indices: mx.array) -> mx.array:
 
 
 def argmax(x: mx.array, *, axis: int = -1) -> mx.array:
-    """Where along an axis the largest element is, the first of several."""
+    """Return where along an axis the largest element is, the first of several."""
     return mx.argmax(x, axis=axis)
 
 
@@ -171,7 +171,7 @@ OPS: dict[str, Op] = {
 
 
 def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
-    """The dtype of an operation's result. Raises DTypeError for arguments that it doesn't take."""
+    """Return the dtype of an operation's result. Raises DTypeError for arguments that it doesn't take."""
     if op.result == "target":
         return target
     if op.result in DTYPES:
@@ -195,7 +195,7 @@ class Parameters:
 
 
 def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting) -> Parameters:
-    """The parameters that are given. Raises UnknownNameError or DTypeError for one that is wrong."""
+    """Return the parameters that are given. Raises UnknownNameError or DTypeError for one that is wrong."""
     given = dict(statement.parameters)
     unknown = [name for name in given if name not in op.parameters]
     if unknown or len(given) < len(statement.parameters):
@@ -213,7 +213,7 @@ def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting
 def call(
     compute: Callable[..., mx.array], gets: Sequence[Callable[[Frame], mx.array]], parameters: Parameters
 ) -> Callable[[Frame], mx.array]:
-    """The operation as a function of the step alone, and the usual ones a short one."""
+    """Return the operation as a function of the step alone, and the usual ones a short one."""
     counted = parameters.counted
     computed = partial(compute, **parameters.fixed) if parameters.fixed else compute
     if counted:
@@ -273,7 +273,7 @@ class Counting:
     tensors: Tensors
 
     def selection(self, access: Access, layout: Layout, scope: Scope) -> Callable[[Frame], tuple[int | slice, ...]]:
-        """The indices of an access to persistent memory, as numbers."""
+        """Return the indices of an access to persistent memory, as numbers."""
         given, names = access.indices or (), layout.names
         if len(given) > len(names):
             takes = f"takes at most {len(names)} ({', '.join(names)})" if names else "takes no indices"
@@ -297,7 +297,9 @@ class Counting:
         return lambda frame: slice(start and start(frame), stop and stop(frame))
 
     def count(self, expression: Expression, scope: Scope, layout: Layout | None = None) -> Count:
-        """How an integer is had. Within the slices of `layout`, its indices stand for their lengths and counts."""
+        """Return how an integer is had. Within the slices of `layout`, its indices stand for their lengths and
+        counts.
+        """
         if isinstance(expression, int):
             return lambda frame: expression
         if isinstance(expression, Name):
@@ -308,7 +310,7 @@ class Counting:
         return lambda frame: arithmetic(operation, left(frame), right(frame))
 
     def is_known(self, expression: Expression, scope: Scope) -> bool:
-        """Whether it is the same in every step: made of numbers and sizes."""
+        """Return whether it is the same in every step: made of numbers and sizes."""
         if isinstance(expression, Name):
             variable = self.variables.get(expression.text)
             hidden = expression.text in scope or (variable is not None and variable.is_index)
@@ -370,7 +372,9 @@ def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozen
 
 
 def selected_rank(access: Access, layout: Layout) -> int:
-    """How many dimensions a read has: scalars drop an axis, but scalars alone of auto_dim give the whole tensor."""
+    """Return how many dimensions a read has: scalars drop an axis, but scalars alone of auto_dim give the whole
+    tensor.
+    """
     given = access.indices or ()
     table, auto = given[: len(layout.indices)], given[len(layout.indices) :]
     dropped = sum(not isinstance(index, Slice) for index in table)
@@ -444,7 +448,7 @@ class _Compiler:
         self._counting = Counting(self.variables, self.sizes, self.tensors)
 
     def block(self, name: str) -> list[Action]:
-        """The actions of a block and, before them, those of all that it branches to."""
+        """Return the actions of a block and, before them, those of all that it branches to."""
         if name not in self._blocks:
             (block,) = [block for block in self.graph.blocks if block.name == name]
             self._blocks[name] = self._body(block.body, frozenset())
@@ -627,7 +631,7 @@ class _Compiler:
         return variable
 
     def _target(self, name: str, at: Place | None) -> Variable:
-        """A variable that a value may go to."""
+        """Return a variable that a value may go to."""
         variable = self._variable(name, at)
         if variable.section == "persistent":
             raise AccessError(f"{name} is persistent: cache.write puts values into it", at)
@@ -650,7 +654,7 @@ class _Compiler:
         return layout
 
     def _getter(self, access: nodes.Access, scope: Scope) -> tuple[Get, DType]:
-        """How the value of a variable is had, and its dtype."""
+        """Return how the value of a variable is had, and its dtype."""
         if access.name in scope:
             raise AccessError(f"{access.name} is a loop variable, which is an index and no value", access.at)
         variable = self._variable(access.name, access.at)
@@ -670,7 +674,7 @@ class _Compiler:
         return self.tensors.entry_getter(variable, counts), variable.dtype
 
     def _putter(self, target: Variable) -> Callable[[Frame, mx.array], None]:
-        """How a value is put into a variable, once it has been found to have its dtype and shape."""
+        """Return how a value is put into a variable, once it has been found to have its dtype and shape."""
         name, dtype, shape, rank = target.name, target.dtype.mlx, target.shape, len(target.shape)
         elastic = name in self._elastic
 

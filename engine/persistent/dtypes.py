@@ -30,7 +30,7 @@ class DType:
         return int(self.mlx.size)
 
     def wrap(self, value: int) -> int:
-        """The integer that is left of `value` when it has only this many bits."""
+        """Return the integer that is left of `value` when it has only this many bits."""
         assert self.range
         low, high = self.range
         return (value - low) % (high - low + 1) + low
@@ -48,13 +48,13 @@ class DType:
         return value if fits else None
 
     def full(self, shape: tuple[int, ...], value: bool | int | float | None) -> mx.array:
-        """An array of one value; of zeros for None."""
+        """Return an array of one value; of zeros for None."""
         if value is None:
             return mx.zeros(shape, dtype=self.mlx)
         return mx.full(shape, self.number(value), dtype=self.mlx)
 
     def number(self, value: bool | int | float) -> mx.array:
-        """A scalar array."""
+        """Return a scalar array."""
         if self.range and not -(2**31) <= value < 2**31:  # mx.array takes them from numpy alone
             return mx.array(np.array(value, dtype=str(self.mlx).removeprefix("mlx.core.")))
         return mx.array(value, dtype=self.mlx)

@@ -172,7 +172,7 @@ class Block(_Placed):
     body: tuple[Statement, ...]
 
     def statements(self) -> Iterator[Statement]:
-        """All statements, including those within loops."""
+        """Yield all statements, including those within loops."""
         yield from _flat(self.body)
 
 

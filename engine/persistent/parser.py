@@ -28,7 +28,7 @@ def parse(text: str, name: str = "<graph>") -> nodes.Graph:
 
 
 def parse_file(path: Path) -> nodes.Graph:
-    """The graph in a file. Raises what `parse` does, OSError, and UnicodeDecodeError where it is not UTF-8."""
+    """Return the graph in a file. Raises what `parse` does, OSError, and UnicodeDecodeError where it is not UTF-8."""
     return parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -250,7 +250,7 @@ class _ToGraph(Transformer[Token, Any]):
 
 
 def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place) -> tuple[str, Any]:
-    """The field of a Declaration that an attribute sets, and to what."""
+    """Return the field of a Declaration that an attribute sets, and to what."""
     if name not in ATTRIBUTES:
         raise UnknownNameError(f"there is no attribute @{name}, only {', '.join(f'@{a}' for a in ATTRIBUTES)}", at)
     if name == "table":

@@ -54,7 +54,8 @@ class Model:
 
     @classmethod
     def load(cls, path: Path, sizes: Mapping[str, int] | None = None) -> Self:
-        """The tensors of a safetensors file. Its metadata gives sizes as decimal numbers; `sizes` go before those.
+        """Return the tensors of a safetensors file. Its metadata gives sizes as decimal numbers; `sizes` go before
+        those.
 
         Raises ModelError for any other file, and for tensors of dtypes that MLX cannot load, such as f64.
         """
@@ -127,7 +128,7 @@ class Simulator:
         return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest(), "little")
 
     def make_executor(self, instance: str | None = None, *, autosave: int = 0, trace: bool = False) -> Executor:
-        """An executor whose persistent memory is new.
+        """Return an executor whose persistent memory is new.
 
         With the name of an `instance` it can be saved, and is after every `autosave` steps. Raises StoreError where
         there is no store, and for a name that isn't 1 to 128 of ``A-Z a-z 0-9 . _ -``.
@@ -135,7 +136,7 @@ class Simulator:
         return Executor(self, self._stored(instance) if instance is not None else None, autosave, trace)
 
     def resume(self, instance: str, *, autosave: int = 0, trace: bool = False) -> Executor:
-        """An executor that goes on where the instance was last saved.
+        """Return an executor that goes on where the instance was last saved.
 
         Raises NoInstanceError, WrongProgramError, DamagedError, and redis.RedisError where the server does not answer.
         """
@@ -292,7 +293,7 @@ class Executor:
                 log.warning("step %d is saved again, after %d failures", self.steps, failures)
 
     def _evaluate(self, compute: Any) -> None:
-        """An error here is MLX's, such as too little memory, and may have damaged arrays that change in place."""
+        """Evaluate arrays. An error is MLX's, such as too little memory, and may have damaged arrays."""
         try:
             compute()
         except BaseException as error:

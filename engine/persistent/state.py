@@ -42,7 +42,7 @@ class Journal:
         self._undo.append(undo)
 
     def first(self, what: Hashable) -> bool:
-        """Whether this is the first change of `what` in this step."""
+        """Return whether this is the first change of `what` in this step."""
         if what in self._seen:
             return False
         self._seen.add(what)
@@ -53,7 +53,7 @@ class Journal:
         self._pending[what] = array
 
     def arrays(self) -> list[mx.array]:
-        """The arrays to be computed when the step ends."""
+        """Return the arrays to be computed when the step ends."""
         return [found for array in self._pending.values() if (found := array()) is not None]
 
     def rollback(self) -> None:
@@ -93,11 +93,11 @@ class Lane:
         return index < len(self._written) and bool(self._written[index])
 
     def indices(self) -> list[int]:
-        """The indices of the written entries."""
+        """Return the indices of the written entries."""
         return [index for index, written in enumerate(self._written) if written]
 
     def entry(self, index: int) -> mx.array:
-        """One entry, as an array of its own."""
+        """Return one entry, as an array of its own."""
         if not self.written(index):
             return self._dtype.full(self._shape, self._init)
         return self._array[index] if self._changed_in == self._journal.step else self._copy(index)
@@ -137,7 +137,9 @@ class Lane:
         return self._dtype.full((count, *self._shape), self._init)
 
     def _copy(self, index: int) -> mx.array:
-        """An entry that does not share the array's memory, computed now, so that the array can change in place."""
+        """Return an entry that does not share the array's memory, computed now, so that the array can change in
+        place.
+        """
         copy = self._array[index]  # a gather, which copies
         mx.eval(copy)
         return copy
@@ -201,7 +203,7 @@ class Layout:
         return not self.names and not self.shape
 
     def limit(self, index: str) -> int | None:
-        """The limit that @fixed gives an index."""
+        """Return the limit that @fixed gives an index."""
         return dict(self.fixed).get(index)
 
 
@@ -222,7 +224,7 @@ class Table:
         self._cells: dict[Entry, mx.array] = {}  # where there are no lanes
 
     def size(self, index: str) -> int:
-        """The length along a table index, or the count of an auto_dim index."""
+        """Return the length along a table index, or the count of an auto_dim index."""
         if index in self.layout.auto:
             return self.counts[self.layout.auto.index(index)]
         return self.sizes[self.layout.indices.index(index)]
@@ -230,7 +232,7 @@ class Table:
     # -- operations of graphs ------------------------------------------------------------------------------------------
 
     def read(self, selection: Selection) -> mx.array:
-        """The tensors selected: an axis for each slice and for each table index not given, then a tensor's own.
+        """Return the tensors selected: an axis for each slice and for each table index not given, then a tensor's own.
 
         Scalar indices make the table long enough, and scalar auto_dim indices the tensors large enough; slices don't.
         Raises NegativeIndexError, SliceRangeError or GrowthError.
@@ -328,7 +330,7 @@ class Table:
         self.shape = self._shape(counts)  # of one tensor, with all that has grown
 
     def nbytes(self) -> int:
-        """Bytes of the entries that were written."""
+        """Return bytes of the entries that were written."""
         if not self._in_lanes:
             return sum(cell.nbytes for cell in self._cells.values())
         return self.layout.dtype.itemsize * prod(self.shape) * sum(len(lane.indices()) for lane in self._lanes.values())
@@ -342,7 +344,7 @@ class Table:
         return tuple([index for index in selection if isinstance(index, int)])
 
     def _within(self, name: str, index: int | slice, size: int) -> int | slice:
-        """An index with its ends filled in. Raises NegativeIndexError or SliceRangeError."""
+        """Return an index with its ends filled in. Raises NegativeIndexError or SliceRangeError."""
         where = f"index {name} of {self.layout.name}"
         if isinstance(index, int):
             self._check_positive(name, index)
@@ -365,7 +367,7 @@ class Table:
             raise NegativeIndexError(f"index {name} of {self.layout.name} is 0 or more, got {index}")
 
     def _lengthened(self, entry: Sequence[int | None]) -> list[int]:
-        """The sizes with which there are such entries. Raises NegativeIndexError or GrowthError."""
+        """Return the sizes with which there are such entries. Raises NegativeIndexError or GrowthError."""
         sizes = self.sizes
         for i, index in enumerate(entry):
             if index is None or 0 <= index < sizes[i]:
@@ -380,7 +382,7 @@ class Table:
         return sizes
 
     def _grown(self, auto: Sequence[int]) -> list[int]:
-        """The counts once scalars have been used. Raises NegativeIndexError or GrowthError."""
+        """Return the counts once scalars have been used. Raises NegativeIndexError or GrowthError."""
         if not auto:
             return self.counts
         counts = list(self.counts)
@@ -408,7 +410,7 @@ class Table:
     # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _gather(self, axes: Sequence[int | slice], entry: Entry) -> mx.array:
-        """The tensors of `axes` from ``entry`` on."""
+        """Return the tensors of `axes` from ``entry`` on."""
         depth = len(entry)
         if depth == len(axes):
             return self._lane_entry(entry) if self._in_lanes else self._cell(entry)
@@ -488,7 +490,7 @@ class Scalar:
         self._value: mx.array | int = self._initial()
 
     def read(self) -> mx.array:
-        """The number, an array without dimensions."""
+        """Return the number, an array without dimensions."""
         return self._value if isinstance(self._value, mx.array) else self.layout.dtype.number(self._value)
 
     def index(self) -> int:
@@ -544,5 +546,5 @@ class Memory:
                 self.tables[layout.name] = Table(layout, self.journal)
 
     def read(self, name: str) -> mx.array:
-        """The whole variable."""
+        """Return the whole variable."""
         return self.scalars[name].read() if name in self.scalars else self.tables[name].read(())

@@ -111,7 +111,7 @@ class Manifest:
         return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest)
 
     def dump(self) -> str:
-        """The text that is stored: a digest of the rest, and JSON."""
+        """Return the text that is stored: a digest of the rest, and JSON."""
         text = json.dumps(
             {
                 "format": FORMAT,
@@ -229,13 +229,13 @@ class PersistentStore:
         self.server.close()
 
     def instance(self, name: str, fingerprint: int) -> StoredInstance:
-        """An instance by name, stored or not. Raises StoreError for a name that cannot be one."""
+        """Return an instance by name, stored or not. Raises StoreError for a name that cannot be one."""
         if not _INSTANCE.match(name):
             raise StoreError(f"an instance's name is 1 to 128 of A-Z a-z 0-9 . _ -, got {name!r}")
         return StoredInstance(self, name, fingerprint)
 
     def manifest(self, instance: str) -> Manifest | None:
-        """The manifest of an instance; None if there is none. Raises DamagedError."""
+        """Return the manifest of an instance; None if there is none. Raises DamagedError."""
         (raw,) = self.server.ask([_read(instance)])
         return None if raw is None else Manifest.parse(raw, instance)
 
@@ -342,7 +342,7 @@ class StoredInstance:
             raise ConflictError(f"instance {self.name} {what}")
 
     def _changed(self, name: str, table: Table, versions: dict[tuple[str, Entry], _Version]) -> Iterator[Page]:
-        """The pages to write, and in `versions` where they lie."""
+        """Yield the pages to write, and in `versions` where they lie."""
         stored = self._known.tables.setdefault(name, StoredTable())
         for entries, tensors in table.stored_runs(table.dirty):
             bodies = [None] * len(entries) if tensors is None else _bodies(tensors)
@@ -479,7 +479,7 @@ def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
 
 
 def _place(entry: Entry) -> tuple[Entry, int]:
-    """The lane of an entry and its index there; a tensor that is no table's is entry 0 of the lane ()."""
+    """Return the lane of an entry and its index there; a tensor that is no table's is entry 0 of the lane ()."""
     return (entry[:-1], entry[-1]) if entry else ((), 0)
 
 
@@ -488,14 +488,14 @@ def _entry(layout: Layout, prefix: Entry, index: int) -> Entry:
 
 
 def _runs(lane: StoredLane, layout: Layout) -> Iterator[tuple[list[int], Shape]]:
-    """A lane's entries, those together that follow one another and have one shape."""
+    """Yield a lane's entries, those together that follow one another and have one shape."""
     indices = enumerate(sorted(lane.slots))
     for (_, shape), run in groupby(indices, lambda at: (at[1] - at[0], lane.shapes.get(at[1], layout.shape))):
         yield [index for _, index in run], shape
 
 
 def _bodies(tensors: mx.array) -> list[Any]:
-    """The bytes of each tensor of ``[n, ...]``."""
+    """Return the bytes of each tensor of ``[n, ...]``."""
     if not tensors.size:
         return [memoryview(b"")] * len(tensors)
     flat = mx.contiguous(tensors).reshape(len(tensors), -1)
@@ -503,7 +503,7 @@ def _bodies(tensors: mx.array) -> list[Any]:
 
 
 def _tensors(rows: Any, layout: Layout, shape: Shape) -> mx.array:
-    """The tensors ``[n, *shape]`` whose bytes are ``rows``."""
+    """Return the tensors ``[n, *shape]`` whose bytes are ``rows``."""
     if not rows.size:
         return mx.zeros((len(rows), *shape), dtype=layout.dtype.mlx)
     return mx.array(rows.reshape(-1)).view(layout.dtype.mlx).reshape(len(rows), *shape)
@@ -537,7 +537,7 @@ def _float(text: str, layout: Layout) -> mx.array:
 
 
 def body(array: mx.array) -> NDArray[np.uint8]:
-    """An array's bytes, in row-major order."""
+    """Return an array's bytes, in row-major order."""
     flat = mx.contiguous(array).reshape(-1)
     return np.asarray(flat.view(mx.uint8)) if flat.size else np.empty(0, np.uint8)
 

@@ -77,7 +77,7 @@ def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> 
 
 
 def constant(expression: Expression, sizes: Mapping[str, int]) -> int:
-    """An expression of sizes alone. Raises UnknownNameError or DimError."""
+    """Return an expression of sizes alone. Raises UnknownNameError or DimError."""
     if isinstance(expression, int):
         return expression
     if isinstance(expression, Name):
@@ -243,7 +243,7 @@ class Tensors:
         }
 
     def getter(self, variable: Variable) -> Callable[[Frame], mx.array]:
-        """A function that returns its value in a step."""
+        """Return a function that returns its value in a step."""
         name, begins = variable.name, self._values.get(variable.name)
         if variable.section == "constant":
             assert begins is not None
@@ -263,7 +263,7 @@ class Tensors:
         return self._values.get(name)
 
     def entry_getter(self, variable: Variable, counts: Sequence[Callable[[Frame], int]]) -> Callable[[Frame], mx.array]:
-        """How one tensor of a family, such as ``W[l]``, is had in a step."""
+        """Return how one tensor of a family, such as ``W[l]``, is had in a step."""
         known: dict[tuple[int, ...], mx.array] = {}
 
         def get(frame: Frame) -> mx.array:

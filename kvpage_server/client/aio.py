@@ -38,8 +38,9 @@ T = TypeVar("T")
 async def converse(
     connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf, node: Hashable = None
 ) -> T:
-    """The server's answer. If it is a `node` of several, DeadlineExceeded is raised after `silence` seconds without a
-    byte, too."""
+    """Return the server's answer. If it is a `node` of several, DeadlineExceeded is raised after `silence` seconds
+    without a byte, too.
+    """
     conversation, loop = connection.conversation(request), asyncio.get_running_loop()
     began = loop.time()
     try:
@@ -277,7 +278,7 @@ class AsyncPageClient:
         return self._several.calls.words if self._several else BlockWords
 
     async def nodes(self, *, deadline: float | None = None) -> list[Hashable]:
-        """The nodes that have keys, for `ask`; None for a single server."""
+        """Return the nodes that have keys, for `ask`; None for a single server."""
         return list(await self._do(self._several.calls.nodes(), deadline)) if self._several else [None]
 
     async def ask(
@@ -372,7 +373,7 @@ class AsyncPageClient:
         return call.read([task.result() for task in tasks])
 
     async def _spoken(self, end: Deadline) -> BlobCommands:
-        """The commands that the server understands, asked once."""
+        """Return the commands that the server understands, asked once."""
         if self._dialect is None:
             self._dialect = await self._converse(ask_dialect(), end)
         return self._dialect
@@ -420,8 +421,8 @@ class AsyncPageClient:
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
-        """A connection of the pool. If a thread is still connecting it, it returns to the pool when the thread has
-        finished: the thread cannot be interrupted, and no task should wait for it.
+        """Yield a connection of the pool. If a thread is still connecting it, it returns to the pool when the thread
+        has finished: the thread cannot be interrupted, and no task should wait for it.
         """
         pool = pool or self._pool
         assert pool

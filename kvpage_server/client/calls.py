@@ -151,7 +151,7 @@ class Calls:
         )
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Call[int]:
-        """The number of complete blocks, from the first one."""
+        """Return the number of complete blocks, from the first one."""
         check_names(names)
         asked = _WHOLE if names else []
         return Call("prefix", asked, lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
@@ -161,7 +161,7 @@ class Calls:
         return Call("lease", _WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
 
     def _parts(self, count: int, sizes: Sizes) -> list[slice]:
-        """A part for each connection that a batch may use. With one connection the sizes are not needed."""
+        """Return a part for each connection that a batch may use. With one connection the sizes are not needed."""
         if self._connections > 1:
             return cut(sizes(), self._connections)
         return [slice(0, count)] if count else []

@@ -22,7 +22,7 @@ _NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their t
 
 
 def _spelt(opening: bytes, names: PageKeys, spell: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
-    """The words of a command that names pages."""
+    """Yield the words of a command that names pages."""
     yield opening
     for start in range(0, len(names), _NAMES_PER_STEP):
         yield spell(names[start : start + _NAMES_PER_STEP])
@@ -37,12 +37,12 @@ def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:
 
 
 def _opening(one: bytes, several: bytes, count: int) -> bytes:
-    """The words before the keys of a command that has another name for several keys."""
+    """Return the words before the keys of a command that has another name for several keys."""
     return b"*%d\r\n%b" % (1 + count, word(one if count == 1 else several))
 
 
 def _page_opening(name: bytes, count: int, width: int) -> bytes:
-    """The words before the arguments of a page command, or of its batch if there are several pages."""
+    """Return the words before the arguments of a page command, or of its batch if there are several pages."""
     if count == 1:
         return b"*%d\r\n%b" % (1 + width, word(b"KVPAGE" + name))
     return b"*%d\r\n%b%b" % (2 + count * width, word(b"KVPAGEM" + name), word(count))
@@ -151,7 +151,7 @@ class BlobCommands:
         raise self._unsupported("delete a request")
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
-        """How many blocks from the first on are complete; those are leased."""
+        """Return how many blocks from the first on are complete; those are leased."""
         raise self._unsupported("count the complete blocks of a prefix")
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
@@ -163,7 +163,7 @@ class BlobCommands:
 
 
 def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) -> Page | None:
-    """The page in a blob. If there is none, returns None and adds the reason to `missed`."""
+    """Return the page in a blob. If there is none, returns None and adds the reason to `missed`."""
     if blob is None:
         missed[item] = "absent"
         return None
@@ -238,7 +238,7 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(command(b"KVPAGEDEL", req_id, *pages)), Values, _integer)
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
-        """How many blocks from the first on are complete; those are leased."""
+        """Return how many blocks from the first on are complete; those are leased."""
         text = command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
         return Request(_one_piece(text), Values, lambda values: up_to(len(names))(values[0]))
 

@@ -11,8 +11,8 @@ class PageClientError(Exception):
     """The root of them all."""
 
     def again(self) -> Self:
-        """The same error, to be kept or to be raised once more. It has no traceback: its frames keep the arguments of a
-        call in memory, and the error itself if it is a value in one of them.
+        """Return the same error, to be kept or to be raised once more. It has no traceback: its frames keep the
+        arguments of a call in memory, and the error itself if it is a value in one of them.
         """
         fresh = type(self).__new__(type(self), *self.args)
         vars(fresh).update(vars(self))

@@ -32,7 +32,7 @@ from kvpage_server.page import (
 
 
 def readable(buffer: Buffer) -> memoryview:
-    """The bytes of a C-contiguous buffer of any element type. Raises BadBuffer."""
+    """Return the bytes of a C-contiguous buffer of any element type. Raises BadBuffer."""
     try:
         return as_bytes(buffer)
     except Unusable as error:
@@ -91,7 +91,7 @@ def _check_types(index: int, page: Any) -> None:
 
 
 def _misfit(index: int, page: Page) -> Exception:
-    """The error for a page that can't be written."""
+    """Return the error for a page that can't be written."""
     try:
         check_range("page_size", page.page_size, 1, MAX_U32)
         check_range("head_dim", page.head_dim, 1, MAX_U32)
@@ -104,7 +104,7 @@ def _misfit(index: int, page: Page) -> Exception:
 
 
 def header_of(key: PageKey, blob: Any) -> PageHeader | None:
-    """The header that a string begins with, if the string is that page."""
+    """Return the header that a string begins with, if the string is that page."""
     try:
         header = PageHeader.parse(blob[:HEADER_SIZE]) if isinstance(blob, bytes | memoryview) else None
     except PageError:
@@ -140,8 +140,9 @@ def check_names(names: Sequence[BlockName]) -> None:
 def sized_blocks(
     names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
 ) -> list[list[memoryview]]:
-    """The pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range, TypeError
-    for a name or shape of another type."""
+    """Return the pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range,
+    TypeError for a name or shape of another type.
+    """
     check_names(names)
     check_range("ttl", ttl, 0, MAX_TTL)
     if len(bodies) != len(names):
@@ -161,7 +162,7 @@ def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
 
 
 def pages_of_block(name: BlockName, shape: BlockShape) -> Iterator[tuple[PageKey, Plane, slice]]:
-    """Every page of a block and its place in the body, in the body's order."""
+    """Yield every page of a block and its place in the body, in the body's order."""
     req_id, page = name
     pages = product(range(shape.layers), shape.planes, range(shape.heads))
     for (layer, plane, head), span in zip(pages, shape.page_spans(), strict=True):

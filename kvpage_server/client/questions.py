@@ -25,7 +25,7 @@ class Question(NamedTuple):
 
 
 def key_of(question: Question) -> bytes:
-    """The second word, which decides which of several servers is asked. Raises Unsupported if there is none."""
+    """Return the second word, which decides which of several servers is asked. Raises Unsupported if there is none."""
     if len(question.words) < 2:
         raise Unsupported(f"several servers can't be asked for anything without a key, got {question.words[0]!r}")
     return encoded(question.words[1])
@@ -67,7 +67,7 @@ def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
 
 
 def encoded(word: Word) -> bytes:
-    """The bytes sent for a word."""
+    """Return the bytes sent for a word."""
     return word if isinstance(word, bytes) else str(word).encode()
 
 
@@ -96,7 +96,7 @@ def ok(value: Any) -> None:
 
 
 def ok_or_not(value: Any) -> bool:
-    """Whether the answer is OK, and not null."""
+    """Return whether the answer is OK, and not null."""
     _expect(value in (b"OK", None), "OK or nothing", value)
     return value is not None
 
@@ -107,7 +107,7 @@ def integer(value: Any) -> int:
 
 
 def up_to(most: int) -> Callable[[Any], int]:
-    """A number from 0 to `most`."""
+    """Return a number from 0 to `most`."""
 
     def read(value: Any) -> int:
         _expect(isinstance(value, int) and 0 <= value <= most, f"a number from 0 to {most}", value)
@@ -117,7 +117,7 @@ def up_to(most: int) -> Callable[[Any], int]:
 
 
 def text(value: Any) -> bytes | None:
-    """A string or None."""
+    """Return a string or None."""
     _expect(value is None or isinstance(value, bytes | memoryview), "a string", value)
     return None if value is None else bytes(value)
 

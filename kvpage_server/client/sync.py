@@ -98,7 +98,7 @@ class PageClient:
         self._do(self._calls.mset(pages, ttl), deadline)
 
     def get_page(self, key: PageKey, *, deadline: float | None = None) -> Page | None:
-        """A page in memory of its own, or None."""
+        """Return a page in memory of its own, or None."""
         return self.mget([key], deadline=deadline)[0]
 
     def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
@@ -119,7 +119,7 @@ class PageClient:
         return self._do(self._calls.mget_into(check_keys(keys), buffers), deadline)
 
     def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
-        """Whether a page is there."""
+        """Return whether a page is there."""
         return self.mexists([key], deadline=deadline)[0]
 
     def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
@@ -189,13 +189,15 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[str | None]:
-        """The same, but returns the reason for each miss, as in `misses`, and None for blocks that were found."""
+        """Return the same, but returns the reason for each miss, as in `misses`, and None for blocks that were
+        found.
+        """
         return self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
 
     def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
     ) -> int:
-        """The number of complete blocks, from the first one. Exactly these are leased.
+        """Return the number of complete blocks, from the first one. Exactly these are leased.
 
         Raises Unsupported on a plain Redis.
         """
@@ -294,7 +296,7 @@ class PageClient:
         return call.read(answers)
 
     def _spoken(self, end: Deadline) -> BlobCommands:
-        """The commands that the server understands, asked once."""
+        """Return the commands that the server understands, asked once."""
         if self._dialect is None:
             self._dialect = self._converse(ask_dialect(), end)
         return self._dialect

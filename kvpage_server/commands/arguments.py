@@ -32,7 +32,7 @@ OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
 
 
 def plain(argument: Argument) -> bytes:
-    """The argument's bytes; a long one is copied out of the arena. Raises ReplyError if it is too long.
+    """Return the argument's bytes; a long one is copied out of the arena. Raises ReplyError if it is too long.
 
     Only values may be that long, and they stay in the arena.
     """
@@ -45,12 +45,12 @@ def plain(argument: Argument) -> bytes:
 
 
 def plain_all(arguments: Sequence[Argument]) -> list[bytes]:
-    """Every argument's bytes."""
+    """Return every argument's bytes."""
     return [argument if isinstance(argument, bytes) else plain(argument) for argument in arguments]
 
 
 def integer(raw: Argument) -> int:
-    """A 64-bit integer, as Redis reads and refuses it."""
+    """Return a 64-bit integer, as Redis reads and refuses it."""
     found = as_integer(raw)
     if found is None:
         raise ReplyError(NOT_AN_INTEGER)
@@ -58,7 +58,7 @@ def integer(raw: Argument) -> int:
 
 
 def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
-    """An integer in a range; the error names the argument and the range."""
+    """Return an integer in a range; the error names the argument and the range."""
     try:
         return core.integer_in(name, raw, low, high)
     except PageError as error:
@@ -66,7 +66,9 @@ def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
 
 
 def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> int:
-    """The N at the start of a batch. N things (called `unit`) of `width` arguments must follow. Raises ReplyError."""
+    """Return the N at the start of a batch. N things (called `unit`) of `width` arguments must follow. Raises
+    ReplyError.
+    """
     count = integer_in("N", args[0], 1, MAX_U32)
     if len(args) - 1 != count * width:
         raise ReplyError(

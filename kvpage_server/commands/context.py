@@ -32,7 +32,7 @@ _COMMAND = 192  # bytes of a queued command's overhead
 
 
 def too_much_queued() -> ReplyError:
-    """The error for more than `MOST_QUEUED`."""
+    """Return the error for more than `MOST_QUEUED`."""
     return ReplyError(f"ERR a transaction takes at most {MOST_QUEUED} words: EXEC runs it without a pause")
 
 
@@ -76,10 +76,10 @@ class Instead(Protocol):
     """Gives commands other rows."""
 
     def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
-        """The row of a command now. Raises ReplyError if it can't be done, Postponed if it has to wait."""
+        """Return the row of a command now. Raises ReplyError if it can't be done, Postponed if it has to wait."""
 
     def row(self, spec: Spec) -> Spec:
-        """The row of a command at any time. Raises ReplyError."""
+        """Return the row of a command at any time. Raises ReplyError."""
 
 
 def _has_no_listener() -> None:
@@ -289,7 +289,7 @@ class Client:
         self.connection.close()
 
     def __str__(self) -> str:
-        """A line of CLIENT LIST."""
+        """Return a line of CLIENT LIST."""
         now = time.monotonic()
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         queued = len(self.transaction.commands) if self.transaction is not None else -1
@@ -418,20 +418,20 @@ class Client:
         return 1 if self.user is None or self.sees_all else max(self.user.cost, 1)
 
     def visible(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys among some that the client may know of."""
+        """Return the keys among some that the client may know of."""
         if self.user is None:
             return []
         return list(keys) if self.sees_all else self.user.keys.readable(keys)
 
     def sees(self, key: bytes) -> bool:
-        """Whether the client may know that a key exists."""
+        """Return whether the client may know that a key exists."""
         return self.user is not None and self.user.may_use(key, READ)
 
     def hears(self, channel: bytes) -> bool:
-        """Whether it may know about a channel, or a pattern of channels."""
+        """Return whether it may know about a channel, or a pattern of channels."""
         return self.user is not None and (self.user.may_listen(channel) or channel in self.user.channels)
 
     def peers(self) -> Iterator[Client]:
-        """The connections that it may know about: all of them, or those of its user."""
+        """Yield the connections that it may know about: all of them, or those of its user."""
         there = [other for other in self.server.clients.values() if not other.gone]
         return iter(there if self.sees_all else [other for other in there if other.user is self.user])

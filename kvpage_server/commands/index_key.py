@@ -21,13 +21,13 @@ _DERIVED = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(?:index)?\Z")
 
 
 def request_of(key: bytes) -> bytes | None:
-    """The request whose index a key is; None for any other key."""
+    """Return the request whose index a key is; None for any other key."""
     found = _KEY.match(key)
     return found[1] if found else None
 
 
 def derived_from(key: bytes) -> bytes | None:
-    """The request with whose pages a key changes; None for any other key.
+    """Return the request with whose pages a key changes; None for any other key.
 
     That is the index key, and `kv:{req}:`, which stands for all keys of the request.
     """
@@ -36,13 +36,13 @@ def derived_from(key: bytes) -> bytes | None:
 
 
 def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
-    """Whether `key` is the index of a request that has a page."""
+    """Return whether `key` is the index of a request that has a page."""
     req_id = request_of(key)
     return req_id is not None and keyspace.listing.has_pages(req_id)
 
 
 def names_index(spec: Spec, words: Command) -> bool:
-    """Whether one of the keys, at fixed positions, is an index key."""
+    """Return whether one of the keys, at fixed positions, is an index key."""
     first, last, step = spec.keys
     for key in (words[first],) if first == last else words[first : last + 1 or None : step]:
         if type(key) is bytes and key.endswith(TAIL) and _KEY.match(key):

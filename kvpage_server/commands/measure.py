@@ -28,7 +28,7 @@ class CallCounts:
         return sum(self.histogram)
 
     def percentile(self, share: float) -> float:
-        """The microseconds within which a share (0 to 1) of the calls ended, rounded up to a power of two."""
+        """Return the microseconds within which a share (0 to 1) of the calls ended, rounded up to a power of two."""
         wanted, seen = share * self.count, 0
         for bucket, calls in enumerate(self.histogram):
             seen += calls

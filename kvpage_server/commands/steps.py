@@ -20,7 +20,7 @@ Steps = Generator[Reply, None, T]  # they yield no reply, and return their resul
 
 
 def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
-    """The reply that some steps return. A few steps run at once; more take turns with other clients."""
+    """Return the reply that some steps return. A few steps run at once; more take turns with other clients."""
     if not small:
         return Stream(None, _told(steps))
     while True:

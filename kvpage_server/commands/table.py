@@ -118,12 +118,12 @@ def nothing(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable
 
 
 def values(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """The values of the keys."""
+    """Yield the values of the keys."""
     return tiered.needs.values_of([key for key, _ in spec.uses_of(args)])
 
 
 def extents(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """The blocks, stored as a whole, that have the keys' pages. The command writes into them."""
+    """Yield the blocks, stored as a whole, that have the keys' pages. The command writes into them."""
     return tiered.needs.extents_of([key for key, _ in spec.uses_of(args)])
 
 
@@ -146,7 +146,7 @@ def extents_of_pages(first: int, step: int = 0) -> Needs:
 
 
 def blocks(first: int) -> Needs:
-    """The blocks that pairs of a request and a page id name, from `first` on."""
+    """Return the blocks that pairs of a request and a page id name, from `first` on."""
 
     def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         return tiered.needs.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
@@ -155,14 +155,14 @@ def blocks(first: int) -> Needs:
 
 
 def blocks_of_request(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """The blocks that `req [page ...]` names."""
+    """Yield the blocks that `req [page ...]` names."""
     if len(args) == 1:
         return everything(tiered, spec, args)
     return tiered.needs.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
 
 
 def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:
-    """The blocks whose names are well formed. The command itself reports the others."""
+    """Yield the blocks whose names are well formed. The command itself reports the others."""
     for req_id, page in zip(map(plain, req_ids), map(plain, pages), strict=False):
         if page.isdigit() and len(page) <= _LONGEST_PAGE:
             yield req_id, int(page)
@@ -243,7 +243,7 @@ class Spec:
     words: int  # of its name: 2 for a subcommand
 
     def fits(self, count: int) -> bool:
-        """Whether it takes that many words, including its name."""
+        """Return whether it takes that many words, including its name."""
         return count == self.arity or 0 < -self.arity <= count
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
@@ -257,7 +257,7 @@ class Spec:
         return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
 
     def channels_of(self, args: Sequence[Argument]) -> list[bytes]:
-        """The pub/sub channels, or patterns of channels, that its arguments name."""
+        """Return the pub/sub channels, or patterns of channels, that its arguments name."""
         return plain_all(args[:1] if self.channels == "first" else args)
 
 
@@ -267,22 +267,22 @@ SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
 
 
 def subcommands(name: str) -> list[Spec]:
-    """The rows of a container's subcommands; none for anything else."""
+    """Return the rows of a container's subcommands; none for anything else."""
     return list(dict.fromkeys(SUBCOMMANDS.get(name, {}).values()))
 
 
 def top_level() -> list[Spec]:
-    """Every row but the subcommands."""
+    """Return every row but the subcommands."""
     return [spec for spec in TABLE.values() if not spec.parent]
 
 
 def named(word: Argument) -> Spec | None:
-    """The row of a command by the word that a client sends."""
+    """Return the row of a command by the word that a client sends."""
     return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # the usual spellings need no folding
 
 
 def meant(words: Sequence[Argument]) -> Spec | None:
-    """The row that a client's words mean, even when there are too many or too few of them."""
+    """Return the row that a client's words mean, even when there are too many or too few of them."""
     spec = named(words[0])
     if spec is None or len(words) == 1 or spec.name not in SUBCOMMANDS:
         return spec
@@ -290,7 +290,7 @@ def meant(words: Sequence[Argument]) -> Spec | None:
 
 
 def find(words: Sequence[Argument]) -> Spec:
-    """The row for a client's words. Raises ReplyError for an unknown command or a wrong number of words."""
+    """Return the row for a client's words. Raises ReplyError for an unknown command or a wrong number of words."""
     spec = named(words[0])
     if spec is None:
         raise ReplyError(_unknown(words))
@@ -302,7 +302,7 @@ def find(words: Sequence[Argument]) -> Spec:
 
 
 def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
-    """The error for more words than `Spec.most`, worded as Redis does."""
+    """Return the error for more words than `Spec.most`, worded as Redis does."""
     shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
     return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
 
@@ -316,7 +316,7 @@ def _find_sub(spec: Spec, word: bytes) -> Spec:
 
 
 def _unknown(words: Sequence[Argument]) -> str:
-    """The error in Redis's words: the command and the first of its arguments."""
+    """Return the error in Redis's words: the command and the first of its arguments."""
     shown, room = "", 128
     for word in words[1:]:
         if room <= 0:
@@ -350,7 +350,7 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def schema(shape: str) -> dict[str, Any]:
-    """The JSON schema of a shape. Raises KeyError for an unknown word."""
+    """Return the JSON schema of a shape. Raises KeyError for an unknown word."""
     return _one_of([_alternative(part) for part in shape.split(" | ")])
 
 
@@ -385,7 +385,7 @@ _KINDS = dict.fromkeys(_INTEGERS.split(), "integer") | {
 
 
 def arguments(usage: str) -> list[dict[str, Any]]:
-    """The argument tree of a usage string, as the maps that COMMAND DOCS replies."""
+    """Return the argument tree of a usage string, as the maps that COMMAND DOCS replies."""
     words = _TOKEN.findall(usage)
     found, rest = _sequence(words)
     assert not rest, f"unbalanced usage: {usage}"
@@ -393,14 +393,14 @@ def arguments(usage: str) -> list[dict[str, Any]]:
 
 
 def arity(name: str, usage: str) -> int:
-    """The number of words of a call, including its name, negative if there can be more, as in Redis's tables."""
+    """Return the number of words of a call, including its name, negative if there can be more, as in Redis's tables."""
     least, more = _words(arguments(usage))
     count = name.count("|") + 1 + least
     return -count if more else count
 
 
 def _words(found: list[dict[str, Any]]) -> tuple[int, bool]:
-    """The least number of words of the arguments, and whether there can be more."""
+    """Return the least number of words of the arguments, and whether there can be more."""
     least, may_take_more = 0, False
     for argument in found:
         inner = argument.get("arguments", [])
@@ -442,7 +442,7 @@ def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _group(words: list[str], *, optional: bool) -> tuple[dict[str, Any], list[str]]:
-    """A bracketed group: one of its alternatives, or all of its arguments."""
+    """Return a bracketed group: one of its alternatives, or all of its arguments."""
     choices: list[list[dict[str, Any]]] = []
     while True:
         choice, words = _sequence(words)

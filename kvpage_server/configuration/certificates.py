@@ -19,7 +19,7 @@ class CertificateError(ValueError):
 
 
 def load(config: Config) -> ssl.SSLContext | None:
-    """The TLS context for the configured certificates; None without TLS. Raises CertificateError."""
+    """Return the TLS context for the configured certificates; None without TLS. Raises CertificateError."""
     if not config.tls_port:
         return None
     if not config.tls_cert_file or not config.tls_key_file:
@@ -58,7 +58,9 @@ def _load_own(made: ssl.SSLContext, config: Config) -> None:
 
 
 def _read(path: str, label: str) -> bytes:
-    """A PEM file. Raises OSError or ValueError for files that OpenSSL would wait for, or refuse without a reason."""
+    """Return a PEM file. Raises OSError or ValueError for files that OpenSSL would wait for, or refuse without a
+    reason.
+    """
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if not os.path.isfile(path):

@@ -247,12 +247,12 @@ class Config:
 
     @classmethod
     def parameters(cls) -> dict[str, Field[Any]]:
-        """Every parameter's declaration by its name in the file."""
+        """Return every parameter's declaration by its name in the file."""
         return {f.name.replace("_", "-"): f for f in fields(cls) if "kind" in f.metadata}
 
     @classmethod
     def paths(cls) -> list[str]:
-        """The fields that hold the path of a file or directory."""
+        """Return the fields that hold the path of a file or directory."""
         return [declared.name for declared in cls.parameters().values() if declared.metadata["kind"] is path]
 
     def set(self, name: str, values: Sequence[str]) -> None:
@@ -283,11 +283,11 @@ class Config:
         self.set(name, self.split(name, value))
 
     def value(self, name: str) -> Any:
-        """A parameter's value."""
+        """Return a parameter's value."""
         return getattr(self, self.parameters()[name].name)
 
     def words(self, name: str) -> list[str]:
-        """A parameter's value as the words of a line."""
+        """Return a parameter's value as the words of a line."""
         return self.spelled(name, self.value(name))
 
     @classmethod
@@ -296,7 +296,7 @@ class Config:
         return list(cls.parameters()[name].metadata["kind"].write(value))
 
     def get(self, name: str) -> str:
-        """A parameter's value as CONFIG GET shows it: the value in effect where the parameter is `auto`."""
+        """Return a parameter's value as CONFIG GET shows it: the value in effect where the parameter is `auto`."""
         return str(self.in_effect[name]) if name in self.in_effect else " ".join(self.words(name))
 
     @classmethod
@@ -305,7 +305,7 @@ class Config:
 
     @classmethod
     def is_hidden(cls, name: str) -> bool:
-        """Whether CONFIG GET hides it."""
+        """Return whether CONFIG GET hides it."""
         return bool(cls.parameters()[name].metadata["hidden"])
 
     @property
@@ -333,7 +333,7 @@ class Config:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """The lines of a configuration file, without comments: number, name, values."""
+    """Yield the lines of a configuration file, without comments: number, name, values."""
     for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
@@ -347,7 +347,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def from_arguments(arguments: Sequence[str]) -> Config:
-    """The configuration of a command line as redis-server takes it: an optional file, then `--name value ...`."""
+    """Return the configuration of a command line as redis-server takes it: an optional file, then `--name value
+    ...`.
+    """
     config = Config()
     rest = list(arguments)
     if rest and not rest[0].startswith("--"):
@@ -423,26 +425,27 @@ def enter_data_directory(config: Config) -> None:
 
 
 def data_directory() -> Path:
-    """The user's directory for data of programs: XDG_DATA_HOME on Linux, Application Support on macOS."""
+    """Return the user's directory for data of programs: XDG_DATA_HOME on Linux, Application Support on macOS."""
     return user_data_path("kvpage", appauthor=False).absolute()
 
 
 def default_maxdisk(directory: Path) -> int:
-    """The bytes that a store in this directory may take with `maxdisk auto`: half of its file and of the free space
-    together, and no less than its file."""
+    """Return the bytes that a store in this directory may take with `maxdisk auto`: half of its file and of the free
+    space together, and no less than its file.
+    """
     file = directory / FILE
     holds = file.stat().st_size if file.exists() else 0
     return max((shutil.disk_usage(directory).free + holds) // 2, holds, SMALLEST_DISK)
 
 
 def default_memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:
-    """The memory that this process may use: the machine's, or the limit of a control group if that is less."""
+    """Return the memory that this process may use: the machine's, or the limit of a control group if that is less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_limits(own, groups)])
 
 
 def _limits(own: Path, groups: Path) -> Iterator[int]:
-    """The limits of the process's control groups and their parents."""
+    """Yield the limits of the process's control groups and their parents."""
     try:
         lines = own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # there are none on macOS

@@ -31,12 +31,12 @@ def _one(words: list[str]) -> str:
 
 
 def _parts(words: list[str]) -> list[str]:
-    """The parts of a value that may have several: one word with spaces is several, as in CONFIG SET."""
+    """Return the parts of a value that may have several: one word with spaces is several, as in CONFIG SET."""
     return words[0].split() if len(words) == 1 else words
 
 
 def integer(low: int, high: int) -> Kind:
-    """A whole number in a range."""
+    """Return a whole number in a range."""
 
     def read(words: list[str]) -> int:
         word = _one(words)
@@ -51,7 +51,9 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g"
 
 
 def _bytes(word: str, instead: str = "") -> int:
-    """A number of bytes, with or without a unit. The error also names the other value that is allowed `instead`."""
+    """Return a number of bytes, with or without a unit. The error also names the other value that is allowed
+    `instead`.
+    """
     found = re.fullmatch(r"([0-9]{1,18})([A-Za-z]*)", word)
     if not found or found[2].lower() not in _UNITS:
         other = f"{instead}, or " if instead else ""
@@ -60,7 +62,7 @@ def _bytes(word: str, instead: str = "") -> int:
 
 
 def memory(low: int = 0) -> Kind:
-    """A number of bytes, with or without a unit."""
+    """Return a number of bytes, with or without a unit."""
 
     def read(words: list[str]) -> int:
         size = _bytes(_one(words))
@@ -89,7 +91,7 @@ def _read_yes_no(words: list[str]) -> bool:
 
 
 def choice(*allowed: str) -> Kind:
-    """One of a few words."""
+    """Return one of a few words."""
 
     def read(words: list[str]) -> str:
         word = _one(words).lower()

@@ -79,7 +79,9 @@ def _spelled(word: str) -> str:
 
 
 def _allowed(kind: Kind) -> str:
-    """The allowed values, from the error for a value that is wrong for nearly every parameter; empty for any text."""
+    """Return the allowed values, from the error for a value that is wrong for nearly every parameter; empty for any
+    text.
+    """
     try:
         kind.read(["?"])
     except ValueError as error:

@@ -19,7 +19,9 @@ _PLAIN = re.compile(rb"[!#-&(-\[\]-~]+\Z")  # printable, without quotes, backsla
 
 
 def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
-    """The file `old` with the values of `config`, and these `user` lines, as ACL LIST has them, in place of its own."""
+    """Return the file `old` with the values of `config`, and these `user` lines, as ACL LIST has them, in place of its
+    own.
+    """
     default, lines = Config(), old.splitlines()
     new: dict[int, list[bytes]] = {}  # the replacements of lines, by number
     added: list[bytes] = []
@@ -43,7 +45,7 @@ Found = list[list[bytes] | None]  # the lines that take the place of each old on
 
 
 def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
-    """The lines of a parameter that has one value: in place of the first one, or new."""
+    """Return the lines of a parameter that has one value: in place of the first one, or new."""
     if not old:
         return [], [] if config.words(name) == Config().words(name) else [_line(name, config)]
     first, *others = old
@@ -52,7 +54,7 @@ def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Fou
 
 
 def _parts(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
-    """The lines of a parameter whose value has parts by name: each line has the same parts as before."""
+    """Return the lines of a parameter whose value has parts by name: each line has the same parts as before."""
     value: Mapping[str, object] = config.value(name)
     default: Mapping[str, object] = Config().value(name)
     left = dict(value)
@@ -76,7 +78,7 @@ def _lines(name: str, config: Config, parts: Mapping[str, object]) -> list[bytes
 
 
 def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) -> tuple[Found, list[bytes]]:
-    """The lines of users, each in the place of the one with that user's name."""
+    """Return the lines of users, each in the place of the one with that user's name."""
     left = {line.split(b" ")[1]: b" ".join(map(_quote, line.split(b" "))) for line in users}
     found: Found = []
     for number in at:
@@ -87,7 +89,7 @@ def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) ->
 
 
 def _parsed(line: bytes) -> Config | None:
-    """The defaults with the value of a line; None if the line is not valid. The names of parts are `given`."""
+    """Return the defaults with the value of a line; None if the line is not valid. The names of parts are `given`."""
     name, *values = (word.decode("utf-8", "surrogateescape") for word in _words(line))
     config = Config()
     try:
@@ -104,7 +106,7 @@ def _words(line: bytes) -> list[bytes]:
 
 
 def _name(line: bytes) -> str:
-    """The parameter that a line sets; empty for a comment."""
+    """Return the parameter that a line sets; empty for a comment."""
     words = _words(line) if not line.lstrip().startswith(b"#") else []
     return words[0].decode("utf-8", "replace").lower() if words else ""
 
@@ -121,5 +123,5 @@ def _quote(raw: bytes) -> bytes:
 
 
 def _may_stand(byte: int) -> bool:
-    """Whether it can stand between quotes unchanged."""
+    """Return whether it can stand between quotes unchanged."""
     return 0x20 <= byte < 0x7F and byte not in b'"\\'

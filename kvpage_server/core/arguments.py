@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
 
 def as_integer(word: Word) -> int | None:
-    """A 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
+    """Return a 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
     if type(word) is not bytes:
         return None
     if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # the usual ones, quickly
@@ -75,7 +75,7 @@ def as_integer(word: Word) -> int | None:
 
 
 def integer_in(name: str, word: Word, low: int, high: int) -> int:
-    """An integer in a range. Raises PageError, which names the argument and the range."""
+    """Return an integer in a range. Raises PageError, which names the argument and the range."""
     value = as_integer(word)
     if value is None or not low <= value <= high:
         shown = shorten(plain(word))
@@ -84,7 +84,9 @@ def integer_in(name: str, word: Word, low: int, high: int) -> int:
 
 
 def plain(word: Word) -> bytes:
-    """The bytes of a word, copied out of its slot when it is a long one. Raises PageError for one that is too long."""
+    """Return the bytes of a word, copied out of its slot when it is a long one. Raises PageError for one that is too
+    long.
+    """
     if isinstance(word, bytes):
         return word
     if word.size > LONGEST_WORD:
@@ -98,7 +100,7 @@ def shorten(raw: bytes, most: int = 32) -> str:
 
 
 def page_name(words: Sequence[Word]) -> PageName:
-    """The page that five words name. Raises PageError saying which of them is wrong."""
+    """Return the page that five words name. Raises PageError saying which of them is wrong."""
     req_id = check_req_id(plain(words[0]))
     layer = integer_in("layer_idx", words[1], 0, MAX_LAYER)
     head = integer_in("head_idx", words[2], 0, MAX_HEAD)

@@ -14,7 +14,7 @@ STALE = "it was compiled from other sources than are there now"
 
 
 def choose() -> tuple[str, str]:
-    """The core's name; and why it is "python" although nobody asked for that, or nothing."""
+    """Return the core's name; and why it is "python" although nobody asked for that, or nothing."""
     asked = os.environ.get(VARIABLE, "")
     if asked == "python":
         return "python", ""

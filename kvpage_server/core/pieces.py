@@ -32,7 +32,7 @@ Piece = bytes | Span
 
 
 def lent(pieces: Iterable[Piece]) -> int:
-    """Bytes of values that they borrow."""
+    """Return bytes of values that they borrow."""
     return sum([piece.size for piece in pieces if not isinstance(piece, bytes)])
 
 
@@ -54,7 +54,7 @@ class Unusable(ValueError):
 
 
 def as_bytes(buffer: Buffer, index: int = 0, *, writable: bool = False) -> memoryview:
-    """The bytes of a C-contiguous buffer of any element type. Raises Unusable."""
+    """Return the bytes of a C-contiguous buffer of any element type. Raises Unusable."""
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
@@ -110,10 +110,10 @@ GROUPS = (MAX_HEAD + 1) // ROW_HEADS  # rows that the heads of one (layer, plane
 
 
 def row_of(layer: int, head: int, kv_type: int) -> int:
-    """The row of a page."""
+    """Return the row of a page."""
     return (layer * TYPES + kv_type) * GROUPS + head // ROW_HEADS
 
 
 def bit_of(head: int) -> int:
-    """The bit of a page in its row."""
+    """Return the bit of a page in its row."""
     return 1 << head % ROW_HEADS

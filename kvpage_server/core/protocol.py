@@ -47,7 +47,7 @@ class Limits:
 
 
 def inline_words(line: bytes) -> list[bytes]:
-    """The words of an inline command; `line` is without its newline."""
+    """Return the words of an inline command; `line` is without its newline."""
     words = split_words(line.removesuffix(b"\r"))
     if words is None:
         raise ProtocolError("unbalanced quotes in request")
@@ -55,7 +55,7 @@ def inline_words(line: bytes) -> list[bytes]:
 
 
 def number(digits: bytes) -> int | None:
-    """The number as Redis's string2ll reads it: no plus sign, spaces or leading zeros; None when it is none."""
+    """Return the number as Redis's string2ll reads it: no plus sign, spaces or leading zeros; None when it is none."""
     unsigned = digits.removeprefix(b"-")
     if not unsigned.isdigit() or len(unsigned) > 19 or (unsigned[:1] == b"0" and digits != b"0"):
         return None
@@ -64,7 +64,7 @@ def number(digits: bytes) -> int | None:
 
 
 def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
-    """How many words a command has whose first line is that; none for a negative number."""
+    """Return how many words a command has whose first line is that; none for a negative number."""
     count = number(line[1:])
     if count is None or count > limits.max_arguments:
         raise ProtocolError(BAD_COUNT)
@@ -74,7 +74,7 @@ def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
 
 
 def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
-    """The length of a word that a line announces."""
+    """Return the length of a word that a line announces."""
     if not line.startswith(b"$"):
         refuse_word(line[:1] or b"\r")
     length = number(line[1:])
@@ -86,7 +86,7 @@ def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
 
 
 def refuse_word(first: bytes) -> NoReturn:
-    """A word's line begins with something else than a dollar sign."""
+    """Raise the error for a word's line that does not begin with a dollar sign."""
     raise ProtocolError(f"expected '$', got '{first.decode('utf-8', 'surrogateescape')}'")
 
 

@@ -61,7 +61,7 @@ class ChunkShape(NamedTuple):
 
 
 def capacity_for(size: int) -> int:
-    """The smallest of 4 steps a doubling that holds `size`."""
+    """Return the smallest of 4 steps a doubling that holds `size`."""
     step = 1 << max((size - 1).bit_length() - 3, 4)
     return max(round_up(size, step), 64)
 
@@ -74,14 +74,14 @@ def slot_shape(capacity: int) -> SlotShape:
 
 
 def chunk_shape(slots: SlotShape, held: int) -> ChunkShape:
-    """The next chunk of a size whose chunks have `held` bytes: as many again, within bounds."""
+    """Return the next chunk of a size whose chunks have `held` bytes: as many again, within bounds."""
     wanted = min(max(held, SMALLEST_CHUNK), LARGEST_CHUNK)
     count = max((wanted - slots.lead) // slots.pitch, 1)
     return ChunkShape(round_up(slots.lead + count * slots.pitch, mmap.PAGESIZE), count)
 
 
 def round_up(size: int, step: int) -> int:
-    """The least multiple of `step` that is not less."""
+    """Return the least multiple of `step` that is not less."""
     return -(-size // step) * step
 
 
@@ -107,7 +107,7 @@ class Spans:
         return iter(self._spans)
 
     def cut(self, size: int) -> int | None:
-        """Where so many bytes begin, which are taken out; None when they are not there side by side."""
+        """Return where so many bytes begin, which are taken out; None when they are not there side by side."""
         for i, (start, stop) in enumerate(self._spans):
             if start + size <= stop:
                 self._spans[i : i + 1] = [(start + size, stop)] if start + size < stop else []
@@ -115,7 +115,7 @@ class Spans:
         return None
 
     def cut_pages(self, most: int) -> tuple[int, int] | None:
-        """A span of whole huge pages, of up to `most` bytes, which is taken out; None when there is none."""
+        """Return a span of whole huge pages, of up to `most` bytes, which is taken out; None when there is none."""
         for i, (start, stop) in enumerate(self._spans):
             first = round_up(start, HUGE)
             last = min(stop // HUGE * HUGE, first + most)
@@ -238,7 +238,7 @@ class Regions:
         self.put(Stretch(region, start, size))
 
     def _map(self, size: int) -> Region:
-        """A new region with room for `size` bytes: a large one, as far as the system allows it."""
+        """Return a new region with room for `size` bytes: a large one, as far as the system allows it."""
         mapped = sum(region.size for region in self._regions)
         large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
         while True:

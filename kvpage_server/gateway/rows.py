@@ -53,7 +53,7 @@ class _OfClient:
     waiting: list[Callable[[], None]] = field(default_factory=list)  # for a block to be done
 
     def take(self) -> list[_Block]:
-        """The next ones."""
+        """Return the next ones."""
         some, self.next = self.next, []
         return some
 
@@ -120,7 +120,7 @@ class Overlap:
 
 
 def _named(words: Command) -> list[BlockName]:
-    """The block that KVBLOCKSET writes; none if it will be refused."""
+    """Return the block that KVBLOCKSET writes; none if it will be refused."""
     try:
         return block_names(words[1:3])
     except ReplyError:
@@ -150,7 +150,7 @@ class PagesBehind:
         yield OK
 
     def kvpagemset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """All pages are checked before the first is written."""
+        """Yield all pages are checked before the first is written."""
         count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
         now, batches, read = unix_ms(), list[NewPages](), 0
         while read < count:
@@ -181,7 +181,7 @@ class PagesBehind:
         yield [*map(int, there)]
 
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """A cluster has no leases and pins."""
+        """Yield a cluster has no leases and pins."""
         found = yield from self.upstream.do(self.upstream.plans.standing(_key(args)))
         if not isinstance(found, Standing):
             yield bulk_reply(found)
@@ -273,7 +273,7 @@ def _page_ids(args: Sequence[Argument]) -> list[int]:
 
 
 def _some(items: list[T]) -> Iterator[list[T]]:
-    """The items in batches, with an empty batch if there are none."""
+    """Yield the items in batches, with an empty batch if there are none."""
     return (items[start : start + MOST] for start in range(0, len(items) or 1, MOST))
 
 
@@ -293,7 +293,7 @@ _ONCE = frozenset({b"NX", b"XX", b"GET", b"IFEQ"})  # options of SET
 
 
 def page_of(key: bytes) -> PageKey | None:
-    """The page that a key names, or None."""
+    """Return the page that a key names, or None."""
     try:
         return PageKey.parse(key)
     except PageError:
@@ -319,7 +319,7 @@ class StringsBehind:
         yield from self.upstream.fetch(client, keys, self._plans.of_keys, bulk_reply)
 
     def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """The number of keys that exist, or were deleted."""
+        """Yield the number of keys that exist, or were deleted."""
         word, keys = COUNTED[spec.name], plain_all(args)
         pages = [page for key in keys if (page := page_of(key))]
         others = [key for key in keys if not page_of(key)]
@@ -363,7 +363,7 @@ class StringsBehind:
 
 
 def _named_strings(key: bytes) -> PageKey | bytes:
-    """A key, as the page that it names if it names one."""
+    """Return a key, as PageKey if it is a page's."""
     return page_of(key) or key
 
 
@@ -397,7 +397,7 @@ class Rows:
         return self.row(spec)
 
     def row(self, spec: Spec) -> Spec:
-        """The row of a command for any client. Raises ReplyError."""
+        """Return the row of a command for any client. Raises ReplyError."""
         if spec.name in _TRANSACTION:
             raise ReplyError(
                 f"ERR '{spec.name}': a gateway has no transactions, since each node of a cluster works by itself"
@@ -410,8 +410,9 @@ class Rows:
 
 
 def _row(spec: Spec, steps: _Steps) -> Spec:
-    """The command waits for the cluster, so it can't be part of a transaction. A long write is done as a whole. A block
-    has other digests in a cluster than that of its body."""
+    """Return the command waits for the cluster, so it can't be part of a transaction. A long write is done as a whole.
+    A block has other digests in a cluster than that of its body.
+    """
     overlaps = spec.name in OVERLAP
 
     def handler(client: Client, args: list[Argument]) -> Stream:

@@ -66,7 +66,7 @@ class Plans:
 
     @timed
     def ask(self, end: Deadline, commands: Sequence[Command]) -> Plan[list[Answer | Failed]]:
-        """The answers to commands for one key each, Failed for reads that nobody answered."""
+        """Return the answers to commands for one key each, Failed for reads that nobody answered."""
         return (yield from self.calls.router.ask(commands, end))
 
     @timed
@@ -94,7 +94,7 @@ class Plans:
 
     @timed
     def of_keys(self, end: Deadline, keys: Sequence[PageKey | bytes]) -> Plan[list[Value | None]]:
-        """The values of keys, those of pages as strings or in blocks."""
+        """Return the values of keys, those of pages as strings or in blocks."""
         pages = [key for key in keys if isinstance(key, PageKey)]
         values = iter((yield from self.values(pages)(end)) if pages else ())
         others = [simple(b"GET", key) for key in keys if not isinstance(key, PageKey)]
@@ -199,7 +199,7 @@ def keep_memory() -> None:
 
 
 def cluster_url(nodes: str) -> str:
-    """The URL for `cluster-nodes`, which is a URL or a list of nodes. Raises ValueError."""
+    """Return the URL for `cluster-nodes`, which is a URL or a list of nodes. Raises ValueError."""
     url = nodes if "://" in nodes else f"{next(iter(SCHEMES))}://{nodes}"
     Address(url)
     return url
@@ -233,7 +233,7 @@ class _PendingBlocks(_Counted):
             self.set(sum(map(_size, task.result())))
 
     def end(self) -> None:
-        """The values were taken, or nobody wants them any more."""
+        """End the call: the values were taken, or are not needed any more."""
         if self.task is not None:
             _cancel(self.task)
         self.task = None
@@ -326,7 +326,7 @@ class Upstream:
         return asyncio.get_running_loop().create_task(self._done(plan))
 
     async def _done(self, plan: Timed[T]) -> T:
-        """The result of a plan. Raises ReplyError."""
+        """Return the result of a plan. Raises ReplyError."""
         try:
             async with self._turns:
                 found = await self.client.carry_out(plan)
@@ -338,7 +338,9 @@ class Upstream:
         return found
 
     def _refusal(self, error: PageClientError) -> ReplyError:
-        """The error that a client gets for it, which has to be no variable of a frame that it is raised through."""
+        """Return the error that a client gets for it, which has to be no variable of a frame that it is raised
+        through.
+        """
         refusal = _told(error)
         if _is_of_the_cluster(error):
             self._note(str(refusal))
@@ -356,14 +358,14 @@ class Upstream:
 
 
 def _is_of_the_cluster(error: PageClientError) -> bool:
-    """Whether the cluster has failed, and not just one command."""
+    """Return whether the cluster has failed, and not just one command."""
     if isinstance(error, Refused):
         return error.code in _OF_THE_CLUSTER
     return isinstance(error, Disconnected | DeadlineExceeded | WrongReply)
 
 
 def _told(error: PageClientError) -> ReplyError:
-    """The error that a client of the gateway gets."""
+    """Return the error that a client of the gateway gets."""
     if isinstance(error, Refused) and error.code in _OUR_RIGHTS:
         return ReplyError(f"ERR the cluster refuses this gateway's user: {error}")
     if isinstance(error, Refused):

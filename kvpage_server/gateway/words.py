@@ -30,7 +30,7 @@ class Borrowed:
 
 
 def bulk_reply(value: Value | None) -> Reply:
-    """A value as a bulk string."""
+    """Return a value as a bulk string."""
     if value is None:
         return None
     if value is NO_PAGE:
@@ -39,7 +39,7 @@ def bulk_reply(value: Value | None) -> Reply:
 
 
 def reply_of(answer: Answer | Failed) -> Reply:
-    """A node's answer as a reply; null for a read that no node answered."""
+    """Return a node's answer as a reply; null for a read that no node answered."""
     if isinstance(answer, memoryview):
         return bulk_reply((answer,))
     if isinstance(answer, bytes):
@@ -48,7 +48,7 @@ def reply_of(answer: Answer | Failed) -> Reply:
 
 
 def passed(words: Sequence[Argument], *, writes: bool) -> Command:
-    """The client's command, unchanged. Its second word is its key."""
+    """Return the client's command, unchanged. Its second word is its key."""
 
     def pieces() -> Iterator[Piece]:
         yield b"*%d\r\n" % len(words)

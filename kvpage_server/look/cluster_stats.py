@@ -31,13 +31,13 @@ from kvpage_server.system.text import as_size, how_many
 
 
 def is_cluster(url: str) -> bool:
-    """Whether a URL names a cluster by some of its nodes."""
+    """Return whether a URL names a cluster by some of its nodes."""
     return urlsplit(url).scheme in SCHEMES
 
 
 @contextmanager
 def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
-    """The store that the masters are together. Raises RedisError, ValueError, LookError."""
+    """Yield the store that the masters are together. Raises RedisError, ValueError, LookError."""
     address = Address(args.url)
     slots = _slots(address)
 
@@ -57,7 +57,7 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
         as_one = MultiStore(stores, server_of)
 
         def changed() -> bool:
-            """Whether slots are served by other masters now, as one says that still answers."""
+            """Return whether slots are served by other masters now, as one says that still answers."""
             told = as_one.of_each(b"CLUSTER", b"SLOTS").items()
             server, answer = next((server, answer) for server, answer in told if not isinstance(answer, Unavailable))
             return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
@@ -77,7 +77,7 @@ def _client(address: Address, node: Node) -> redis.Redis:
 
 
 def _slots(address: Address) -> SlotMap:
-    """The first node of the URL that answers knows them all."""
+    """Return the first node of the URL that answers knows them all."""
     failure: redis.RedisError | None = None
     for seed in address.seeds:
         try:
@@ -90,15 +90,13 @@ def _slots(address: Address) -> SlotMap:
     raise failure or LookError("no node of the cluster is named")
 
 
-# -- shares ------------------------------------------------------------------------------------------------------------
+# -- Statistics of several servers, and their sums ---------------------------------------------------------------------
 #
-# The statistics of several servers, and their sums: `kvpage status` of a cluster, `kvpage top` of several.
-#
-# The servers are kvpage-servers, or the masters of a Valkey or Redis Cluster, whose INFO knows of memory, keys and
-# reads, and nothing of pages.
+# The servers are kvpage-servers, or masters of a Valkey or Redis Cluster. INFO of such a master reports memory, keys
+# and reads, but no pages.
 
 Share = dict[str, Any]  # the statistics of a server; only `url` and `error` if it does not answer
-_COUNTS = {
+_COUNTS = {  # fields of INFO, by name in a share
     "used_bytes": "used_memory",
     "limit_bytes": "maxmemory",
     "hits": "keyspace_hits",
@@ -109,16 +107,16 @@ _COUNTS = {
     "bytes_in": "total_net_input_bytes",
     "bytes_out": "total_net_output_bytes",
 }
-_RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")
+_RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted_keys")  # counts that are shown per second
 
 
 def _shares_of(several: MultiStore) -> list[Share]:
-    """Return the statistics of each server. Raises RedisError when none answers, or one refuses to."""
+    """Return the statistics of each server. Raises RedisError if no server answers, or one refuses INFO."""
     return [_share(shown(server.url), answer) for server, answer in several.of_each(b"INFO", b"EVERYTHING").items()]
 
 
 def _shares_now(several: MultiStore, args: argparse.Namespace) -> list[Share]:
-    """The same. Raises SlotsMoved if a server does not answer because another one has taken over."""
+    """Return the same. Raises SlotsMoved if a server does not answer because another one has taken over."""
     shares = _shares_of(several)
     if any("error" in share for share in shares) and args.changed():
         raise SlotsMoved
@@ -162,7 +160,7 @@ def _total(shares: list[Share]) -> dict[str, int]:
 
 
 def status_of_several(several: MultiStore, args: argparse.Namespace) -> bool:
-    """Show it once, or every `args.watch` seconds; whether all answered."""
+    """Show the statistics of each server once, or every `args.watch` seconds. Returns whether all servers answered."""
     shares: list[Share] = []
 
     def frame() -> RenderableType:
@@ -214,13 +212,13 @@ def top_of_several(several: MultiStore, store: QueriedStore, args: argparse.Name
 
 
 class _ViewOfSeveral:
-    """Servers as shown on the screen."""
+    """Screen of `kvpage top` for several servers."""
 
     def __init__(self, several: MultiStore, store: QueriedStore, args: argparse.Namespace) -> None:
         self._several, self._args = several, args
         self._whose = MemoryByAgent(store, holdings_of_store)
         self._engines = [*_listening(several, args.url)]
-        self._before: tuple[float, list[Share]] = 0.0, []  # the time and the result of the last request
+        self._before: tuple[float, list[Share]] = 0.0, []  # monotonic time and statistics of the last frame
 
     def frame(self) -> RenderableType:
         """Return the current screen."""
@@ -256,7 +254,7 @@ class _ViewOfSeveral:
             raise
 
     def _connected(self) -> list[EngineFigures]:
-        """Each engine publishes to all servers."""
+        """Return each engine publishes to all servers."""
         found: dict[str, EngineFigures] = {}
         for heard in self._engines:
             with suppress(*NO_ANSWER):

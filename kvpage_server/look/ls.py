@@ -29,8 +29,8 @@ from kvpage_server.system.terminal import for_people, out, print_json, readable,
 from kvpage_server.system.text import as_size, how_many
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
-ROWS = 50  # of a table
-_MOST_NAMED = 3  # agents of a shared prefix
+ROWS = 50  # of a table, unless --limit is given
+_MOST_NAMED = 3  # agents in the row of a shared prefix
 _MOST_LETTERS = 128  # of a name: as many as an agent's has in an engine
 
 
@@ -56,7 +56,7 @@ def ls(store: QueriedStore, args: argparse.Namespace) -> bool:
 
 
 def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
-    """Print how many of each are not in the tables."""
+    """Print the number of rows of each kind that the tables omit."""
     more = {noun: count - args.limit for noun, count in counts.items() if 0 < args.limit < count}
     if more:
         said = " and ".join(
@@ -66,13 +66,13 @@ def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
 
 
 def raise_if_blind(store: QueriedStore, holdings: Holdings) -> None:
-    """Raises the store's ResponseError if it refuses to list its keys, as a gateway does, so that nothing was found."""
+    """Raise the store's ResponseError if nothing was found because it refuses to list its keys, as a gateway does."""
     if holdings.cut and not (holdings.agents or holdings.requests or holdings.unreadable):
         store.execute_command(b"SCAN", b"0")
 
 
 def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[RenderableType]:
-    """A table of each kind, without empty ones, with at most `rows` rows."""
+    """Yield a table of each kind, without empty ones, with at most `rows` rows."""
     if holdings.agents:
         yield _agents(holdings.agents[:rows])
     if holdings.prefixes:
@@ -109,7 +109,7 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
 
 
 def ago(seconds: float | None) -> str:
-    """The time since something happened, in its largest unit."""
+    """Return the time since something happened, in its largest unit."""
     return "" if seconds is None else " ".join(for_people(seconds).split(" ")[:2])
 
 

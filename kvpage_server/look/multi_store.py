@@ -1,4 +1,4 @@
-"""Several servers, or the masters of a cluster, as one store. Each key belongs to one of them."""
+"""Several servers, or the masters of a cluster, as one store. Each key belongs to one server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvpage_server.observe.asking import Command, text
 from kvpage_server.system.program import say
 
 NO_ANSWER = redis.ConnectionError, redis.TimeoutError
-_LEFT_ALONE = 60.0  # seconds for which a server that hangs is not asked, as each question to it takes seconds
-_CHANGING = AskError, ClusterDownError, TryAgainError  # a MovedError is an AskError
-_GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # stands for the answer of a server that does not answer
+_LEFT_ALONE = 60.0  # seconds without commands to a server that timed out, because each command would wait again
+_CHANGING = AskError, ClusterDownError, TryAgainError  # while slots move; MovedError is a subclass of AskError
+_GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # replies for an unreachable server, by command
 
 
 class Unavailable(redis.ResponseError):
-    """Stands for the answer of a server that gives none; the message says why."""
+    """Error in place of the reply of an unreachable server; the message says why."""
 
 
 class SlotsMoved(Exception):
@@ -38,20 +38,23 @@ def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
 
 
 class MultiStore:
-    """Answers as `redis.Redis` does. The keys of an unreachable server look missing; a message says once that it is."""
+    """Several servers with the interface of `redis.Redis`.
+
+    Keys of an unreachable server look missing. A message on stderr says when a server becomes unreachable.
+    """
 
     def __init__(self, stores: dict[ServerUrl, redis.Redis], server_of: Callable[[bytes], ServerUrl]) -> None:
-        """`server_of` says which of the servers a key or a request belongs to."""
+        """Take a client for each server. `server_of` returns the server of a key or a request."""
         self.stores = stores
         self._servers = list(stores)
         self._server_of = server_of
-        self._gone: dict[ServerUrl, str] = {}  # the error of each server that did not answer
-        self._missed: set[ServerUrl] = set()  # servers that failed to answer once, even if they answer now
-        self._with_strays: set[ServerUrl] = set()
-        self._silent_until: dict[ServerUrl, float] = {}  # not asked before then
+        self._gone: dict[ServerUrl, str] = {}  # the last error of each unreachable server
+        self._missed: set[ServerUrl] = set()  # servers that were ever unreachable
+        self._with_strays: set[ServerUrl] = set()  # servers whose misplaced requests were reported
+        self._silent_until: dict[ServerUrl, float] = {}  # monotonic seconds; no commands before
 
     def execute_command(self, *words: Any) -> Any:
-        """Asks the server that has the key, or, for CLIENT, all servers. Raises RedisError."""
+        """Return the reply of the key's server; send CLIENT to all servers. Raises RedisError, LookError."""
         servers = self._servers if encoded(words[0]) == b"CLIENT" else [self._server(words)]
         answers = [self._answers(server, [words])[0] for server in servers]
         if refusal := next((answer for answer in answers if isinstance(answer, redis.ResponseError)), None):
@@ -59,23 +62,24 @@ class MultiStore:
         return answers[0]
 
     def home(self, key: bytes) -> str:
-        """The URL of the server that a key or a request belongs to."""
+        """Return the URL of the server that a key or a request belongs to."""
         return shown(self._server_of(key).url)
 
     @property
     def unreachable(self) -> list[str]:
-        """The URLs of servers that gave no answer."""
+        """URLs of servers that were unreachable at least once."""
         return sorted(shown(server.url) for server in self._missed)
 
     def of_each(self, *words: Any) -> dict[ServerUrl, Any]:
-        """Each server's answer to a command; Gone, or the error of a refusal."""
+        """Return each server's answer to a command; Gone, or the error of a refusal."""
         return {server: self._answers(server, [words])[0] for server in self._servers}
 
     def pipeline(self, transaction: bool) -> Pipeline:
-        """Collects commands, and sends each to its server."""
+        """Return a pipeline that sends each command to its server."""
         return Pipeline(self.answers)
 
     def answers(self, commands: Sequence[Command]) -> list[Any]:
+        """Return the replies to commands in their order. Each server gets one pipeline."""
         parts: dict[ServerUrl, list[int]] = defaultdict(list)
         asked = [*commands]
         for i, command in enumerate(commands):
@@ -124,7 +128,7 @@ class MultiStore:
         return [_GONE.get(encoded(command[0]), gone) for command in commands]
 
     def _scanned(self, server: ServerUrl, answer: Any) -> Any:
-        """SCAN's answer with our cursor, which goes on to the next server when this one has no more keys."""
+        """Return SCAN's reply with the cursor of this store, which continues on the next server after the last key."""
         if isinstance(answer, redis.ResponseError) and not isinstance(answer, Unavailable):
             return answer
         cursor, keys = (0, []) if isinstance(answer, Unavailable) else answer
@@ -134,7 +138,7 @@ class MultiStore:
         return [b"%d" % upcoming, keys]
 
     def _find_misplaced(self, server: ServerUrl, keys: Sequence[bytes]) -> None:
-        """Say once of a server that it has requests that nobody looks for there, as with another list of servers."""
+        """Report a server, once, that has requests of other servers, as after a change of the list of servers."""
         requests = [key[len(b"kv:") : -len(b":index")] for key in keys if key.endswith(b":index")]
         stray = next((name for name in requests if self._server_of(name) != server), None)
         if stray is not None and server not in self._with_strays:
@@ -144,7 +148,7 @@ class MultiStore:
 
 
 class Pipeline:
-    """Collects commands, and has them answered together."""
+    """Queue of commands that are sent together."""
 
     def __init__(self, answers: Callable[[Sequence[Command]], list[Any]]) -> None:
         self._answers = answers

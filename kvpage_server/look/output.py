@@ -18,7 +18,7 @@ from kvpage_server.system.terminal import Terminal, out, print_json
 
 
 class LookError(Exception):
-    """There is nothing to show; the message says why."""
+    """Error: there is nothing to show; the message says why."""
 
 
 def watch(
@@ -28,7 +28,7 @@ def watch(
     *,
     screen: bool = False,
 ) -> bool:
-    """Show a frame every `args.watch` seconds, or one if that is None. In a terminal, each replaces the last one."""
+    """Show a frame every `args.watch` seconds, or once if that is None. In a terminal, it replaces the last frame."""
     replaces = out.is_terminal and not args.json and args.watch is not None
     live = Live(console=Terminal(highlight=False), auto_refresh=False, screen=screen) if replaces else nullcontext()
     with live as shown:
@@ -45,7 +45,7 @@ def watch(
 
 
 def titled(rows: Iterable[Iterable[Any]]) -> Table:
-    """A table without a header, whose first column is bold."""
+    """Return a table without a header, whose first column is bold."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     for row in rows:
@@ -54,7 +54,7 @@ def titled(rows: Iterable[Iterable[Any]]) -> Table:
 
 
 def leave_no_trace(store: QueriedStore) -> None:
-    """Make the following reads not count as uses, if the user has the right to."""
+    """Set CLIENT NO-TOUCH, so that the following reads do not count as uses, if the user has the right to."""
     try:
         store.execute_command("CLIENT", "NO-TOUCH", "ON")
     except redis.ResponseError:

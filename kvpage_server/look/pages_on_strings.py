@@ -1,8 +1,8 @@
 """Page commands for a Valkey or Redis Cluster, which stores blocks and pages as strings.
 
-It knows strings alone: a block is one (client/cluster/commands.py), and so is a page that was written by itself.
-Reasons of misses and leases are unknown, and omitted. The blocks of a request are known when a scan has met them; those
-of an agent need none, as they are page 0, and page 1 for a state.
+A block is one string (client/cluster/commands.py), and so is a page that was written alone. The cluster has no leases
+and no reasons of misses, so replies omit them. A scan finds the blocks of a request. The blocks of an agent need no
+scan, because their page id is 0, or 1 for a state.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from kvpage_server.observe.memory_by_agent import holdings_of_agent, literally
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
 Answers: TypeAlias = list[Any]
-# the commands of a request, and the function that decodes their replies
+# commands for strings, and the function that decodes their replies
 Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]
-_OF_AGENTS = (0, 1)  # the page ids of an agent's block
-_THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # leases are unknown
-ABSENT = "absent"
-_SCANS = 1_000_000  # of a request's keys
+_OF_AGENTS = (0, 1)  # page ids of an agent's blocks: of tokens, and of the state after them
+_THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # fields of KVPAGESTAT; leases are unknown
+ABSENT = "absent"  # the reason of every miss
+_SCANS = 1_000_000  # most SCAN calls for the keys of a request
 
 
 class PagesOnStrings:
-    """Answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings. The rest the store
-    answers."""
+    """Store that answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings.
+
+    The cluster answers other commands.
+    """
 
     def __init__(self, store: MultiStore) -> None:
         self._store = store
-        self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids, by request
-        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that were written one by one
+        self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids of blocks, by request
+        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that were written alone, by request
 
     def execute_command(self, *words: Any) -> Any:
-        """One command. Of its request, all strings are looked for first."""
+        """Return one command. Of its request, all strings are looked for first."""
         name = encoded(words[0])
         if name == b"KVPAGESTAT":
             return self._stat(PageKey(encoded(words[1]), *map(int, words[2:])))
@@ -56,10 +58,11 @@ class PagesOnStrings:
         return read([self._store.execute_command(*command) for command in commands])
 
     def pipeline(self, transaction: bool) -> Pipeline:
-        """Collect commands, and send the commands that they expand to in one pipeline."""
+        """Return a pipeline that sends all commands for strings together."""
         return Pipeline(self.answers)
 
     def answers(self, commands: Sequence[Command]) -> Answers:
+        """Return the replies to commands in their order, with one pipeline for strings."""
         asked = [self._asked(command) for command in commands]
         pipeline = self._store.pipeline(transaction=False)
         for some, _ in asked:
@@ -69,6 +72,7 @@ class PagesOnStrings:
         return [read([next(told) for _ in some]) for some, read in asked]
 
     def _look_for(self, req_id: bytes) -> None:
+        """Scan for the strings of a request, to fill `_blocks` and `_pages`. Raises ResponseError."""
         cursor = b"0"
         for _ in range(_SCANS):
             (answer,) = self.answers(
@@ -81,13 +85,14 @@ class PagesOnStrings:
                 return
 
     def _asked(self, command: Command) -> Asked:
-        if command[0] == b"SCAN" and b"MAXLEN" in command:  # which Valkey does not know
+        """Return the commands for strings that a command needs, and the decoder of their replies."""
+        if command[0] == b"SCAN" and b"MAXLEN" in command:  # an argument that Valkey does not have
             at = command.index(b"MAXLEN")
             command = [*command[:at], *command[at + 2 :]]
         name, req_id, *more = command
         assert isinstance(req_id, bytes)
         if name == b"SCAN" and more[-1] == b"set":
-            if req_id == b"0":  # the start of a scan: the results of an earlier one may be outdated
+            if req_id == b"0":  # a new scan: results of the last one may be outdated
                 self._blocks.clear()
                 self._pages.clear()
             return [[*command[:-1], b"string"]], self._requests
@@ -104,7 +109,7 @@ class PagesOnStrings:
         return [command], lambda told: told[0]
 
     def _stat(self, key: PageKey) -> dict[str, Any] | None:
-        """KVPAGESTAT's answer for a page, which is a string of its own or in that of its block."""
+        """Return KVPAGESTAT's reply for a page, which is a string of its own or a part of its block's string."""
         ask, place = self._store.execute_command, (bytes(key), 0, HEADER_SIZE - 1)
         block = block_key((key.req_id, key.page))
         shape = shape_of(ask(b"GETRANGE", block, 0, OPENING_SIZE - 1))
@@ -121,7 +126,7 @@ class PagesOnStrings:
         return told | named | _THERE | left
 
     def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
-        """KVPAGEVERIFY's answer. Read one string after the other; delete corrupt strings."""
+        """Return KVPAGEVERIFY's reply. Read one string at a time, and delete corrupt strings."""
         checked, unchecked, corrupt = 0, 0, list[bytes]()
         blocks = [number for number in sorted(self._blocks[req_id]) if not pages or number in pages]
         for name in ((req_id, number) for number in blocks):
@@ -137,7 +142,7 @@ class PagesOnStrings:
         return {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
 
     def _deleted(self, key: bytes, pages: list[bytes]) -> list[bytes]:
-        """Delete a string; return the keys of its pages."""
+        """Delete a string. Returns `pages`, the keys of its pages."""
         self._store.execute_command(b"UNLINK", key)
         return pages
 
@@ -162,7 +167,7 @@ class PagesOnStrings:
         return [cursor, sorted(found)]
 
     def _parts(self, req_id: bytes) -> Asked:
-        """Asks for the openings and lengths of blocks, and the lengths of pages; reads them as KVPAGEINDEX's answer."""
+        """Return commands for the openings and lengths of blocks and pages, and the decoder to KVPAGEINDEX's reply."""
         numbers = sorted({*_OF_AGENTS, *self._blocks.get(req_id, ())})
         pages = sorted(self._pages.get(req_id, ()), key=bytes)
         asked: list[Command] = []
@@ -194,7 +199,7 @@ class PagesOnStrings:
 
 
 def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
-    """Return whether a block is intact, and the keys of its pages, or its own key if its pages are unknown."""
+    """Return whether a block is intact, and the keys of its pages, or the block's key if its pages are unknown."""
     view, shape = memoryview(value), shape_of(value[:OPENING_SIZE])
     before = head_size(shape) if shape else 0
     if shape is None or len(view) != before + shape.nbytes:
@@ -214,7 +219,7 @@ def _checked_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
 
 
 def _why(parts: Any) -> Any:
-    """KVPAGEWHY's answer for a request."""
+    """Return KVPAGEWHY's reply for a request."""
     if isinstance(parts, redis.ResponseError):
         return parts
     if not parts:
@@ -239,7 +244,7 @@ def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None
 
 
 def _total(parts: Any) -> Any:
-    """Returns the reply of KVPAGEINDEX with TOTAL."""
+    """Return KVPAGEINDEX's reply with TOTAL."""
     if isinstance(parts, redis.ResponseError) or not parts:
         return parts
     sums = {name: sum(part[name] for part in parts) for name in ("pages", "bytes", "memory")}
@@ -249,7 +254,7 @@ def _total(parts: Any) -> Any:
 
 
 def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """The blocks of pages that were written by themselves."""
+    """Return the blocks of pages that were written by themselves."""
     blocks: dict[int, list[tuple[PageKey, int]]] = defaultdict(list)
     for key, length in zip(keys, lengths, strict=True):
         if length > HEADER_SIZE:
@@ -265,16 +270,18 @@ def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str,
     return found
 
 
-# -- What to type next, as messages say it. Every hint can be pasted into a shell --------------------------------------
+# -- Hints for the next command, in messages. Every hint can be pasted into a shell ------------------------------------
 
 
 def typed(name: str) -> str:
-    """A name of the command line as a shell takes it; empty if it cannot be pasted, as bytes that are not UTF-8."""
+    """Return a name of the command line as a shell takes it; empty if it cannot be pasted, as bytes that are not
+    UTF-8.
+    """
     return shlex.quote(name) if name.isprintable() and not name.startswith("-") else ""
 
 
 def is_an_agent(store: QueriedStore, name: bytes) -> str:
-    """Returns a message with the commands that show an agent; empty if no agent has this name."""
+    """Return a message with the commands that show an agent; empty if no agent has this name."""
     holdings = ask(store, holdings_of_agent(name))
     if not holdings.agents and not holdings.unreadable:
         return ""

@@ -28,7 +28,7 @@ from kvpage_server.system.text import as_size, how_many
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Show it once, or every `args.watch` seconds."""
+    """Show the state of a store once, or every `args.watch` seconds."""
 
     def frame() -> RenderableType:
         now = overview(store, args.url)
@@ -39,7 +39,7 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def _as_json(store: redis.Redis, url: str) -> dict[str, Any]:
-    """The server hides these values from restricted users, so they are null."""
+    """Return the server hides these values from restricted users, so they are null."""
     now = overview(store, url)
     found = {"url": shown(url)} | asdict(now)
     if not now.everything:
@@ -54,7 +54,7 @@ def _requests_of(store: redis.Redis) -> int:
 
 
 def overview(store: redis.Redis, url: str) -> Overview:
-    """The store in numbers. Raises LookError if the server is another Redis."""
+    """Return the store in numbers. Raises LookError if the server is another Redis."""
     try:
         return ask(store, overview_of_store())
     except NotAStore as other:
@@ -66,7 +66,7 @@ def is_gateway(now: Overview) -> bool:
 
 
 def headline(url: str, now: Overview) -> Text:
-    """The server's version, address and uptime."""
+    """Return the server's version, address and uptime."""
     uptime = for_people(now.server.uptime)
     return Text.assemble((f"kvpage-server {now.server.version}", "bold"), f" at {shown(url)}, up {uptime}\n")
 

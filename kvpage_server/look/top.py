@@ -26,21 +26,21 @@ from kvpage_server.system.text import as_size, how_many
 
 # -- Engine statistics, received from the store, for `kvpage top` ------------------------------------------------------
 
-_DROP = "pool", "files", "shared", "memory", "store", "model"  # columns, in a narrow terminal
-_MOST_MESSAGES = 1000  # that are read in one go
+_DROP = "pool", "files", "shared", "memory", "store", "model"  # columns that a narrow terminal drops
+_MOST_MESSAGES = 1000  # read for one frame
 
 
 class EngineSubscription:
-    """The engines whose messages the user may receive: all, or the engines that use the same account."""
+    """Subscription to the statistics of all engines, or of the user's own if the user may not receive all."""
 
     def __init__(self, store: redis.Redis, url: str) -> None:
-        """Raises RedisError when the store does not answer."""
+        """Subscribe. Raises RedisError if the store does not answer."""
         self._engines = Engines()
         self._channel = store.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
         self._listens = self._subscribed(ALL_CHANNELS) or self._subscribed(b"%b:%b" % (CHANNEL, user_of(url).encode()))
 
     def _subscribed(self, channel: bytes) -> bool:
-        """Whether the user may listen to a channel, or to all that match a pattern."""
+        """Return whether the user may listen to a channel, or to all that match a pattern."""
         try:
             (self._channel.psubscribe if channel == ALL_CHANNELS else self._channel.subscribe)(channel)
             self._channel.get_message(timeout=1.0)  # the confirmation, or the refusal
@@ -50,7 +50,7 @@ class EngineSubscription:
         return True
 
     def connected(self) -> list[EngineFigures]:
-        """Return the engines by name that have published since this object subscribed. Raises RedisError."""
+        """Return the connected engines, by name, that have published since the subscription. Raises RedisError."""
         if self._listens:
             for _ in range(_MOST_MESSAGES):
                 message = self._channel.get_message(timeout=0)
@@ -79,20 +79,20 @@ def engines_table(engines: Sequence[EngineFigures]) -> Table:
     return table
 
 
-_OTHER_LINES = 22  # lines of the terminal that agents, shared prefixes and requests do not use
-_ROWS = 10  # of a table, where there is no terminal
+_OTHER_LINES = 22  # lines of the terminal outside the tables of agents, shared prefixes and requests
+_ROWS = 10  # of a table without a terminal
 _SHORTEST_LINE = 8  # characters of a row of blocks
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def top(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Show it every `args.watch` seconds."""
+    """Show the rates of a store and the memory by agent every `args.watch` seconds."""
     view = _View(store, args.url)
     return watch(args, view.frame, view.as_json, screen=True)
 
 
 class _View:
-    """The store's last minutes, as shown on the screen."""
+    """Screen of `kvpage top` for one store, with the history of its rates."""
 
     def __init__(self, store: redis.Redis, url: str) -> None:
         self._store = store
@@ -130,15 +130,15 @@ class _View:
 
 
 class MemoryByAgent:
-    """Memory by agent. It is looked for again when it is old, and less often the longer that takes."""
+    """Memory by agent. It is read again after HOLDINGS_SECONDS, and less often if a reading takes long."""
 
     def __init__(self, store: QueriedStore, look: Callable[[], Reading[Holdings]]) -> None:
         self._store, self._look = store, look
         self._holdings = Holdings()
-        self._until = 0.0  # monotonic seconds: until then the holdings are good enough
+        self._until = 0.0  # monotonic seconds of the next reading
 
     def now(self) -> Holdings:
-        """Return the latest known state."""
+        """Return the last holdings, or read them again if they are too old."""
         began = time.monotonic()
         if began >= self._until:
             self._holdings = ask(self._store, self._look())
@@ -151,7 +151,7 @@ _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted", "exp
 
 
 def room_for_rows(more_lines: int = 0) -> int:
-    """Rows of a table of which two are shown, below the figures and `more_lines`."""
+    """Return the number of rows for each of two tables below the statistics and `more_lines`."""
     return max((out.height - _OTHER_LINES - more_lines) // 2, 3) if out.is_terminal else _ROWS
 
 
@@ -199,7 +199,7 @@ def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list
 
 
 def _line(values: list[float], room: int) -> str:
-    """The last minute, or as much of it as there is room for, as a row of blocks."""
+    """Return the last minute, or as much of it as there is room for, as a row of blocks."""
     some = values[-min(room, 60) :]
     most = max(some, default=0)
     return "".join(_LEVELS[round(8 * value / most)] if most else " " for value in some)

@@ -92,7 +92,7 @@ def _no_agent(store: QueriedStore, name: str) -> str:
     """Return the hint for a name that is not an agent."""
     try:
         blocks = store.execute_command("KVPAGEINDEX", os.fsencode(name))
-    except redis.ResponseError:  # it can be no request either
+    except redis.ResponseError:  # not a valid request id either
         blocks = []
     if not blocks:
         return f"{name} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE"
@@ -124,7 +124,7 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
 
 
 def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Namespace) -> dict[str, Any]:
-    """An agent's context and its blocks."""
+    """Return an agent's context and its blocks."""
     blocks = [
         {
             "url": args.home(place.block.name),
@@ -146,7 +146,7 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
 
 
 def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Check the pages of a request, or of an agent's contexts. Returns whether all are there and intact."""
+    """Check the pages of a request, or of an agent's contexts. Returns whether all are stored and intact."""
     name = os.fsencode(args.req)
     with out.status("hashing"):
         found = _verified(store, name, args.pages)
@@ -178,20 +178,22 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
 
 
 def _verified(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict[str, Any]:
-    """KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of the `corrupt` pages."""
+    """Return KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of `corrupt` pages."""
     found = named(store.execute_command("KVPAGEVERIFY", req, *pages))
     return {count: found[count] for count in ("checked", "unchecked", "corrupt")}
 
 
-_MOST_MISSING = 20  # blocks that are named
-_MOST_RUNS = 5  # runs of page ids that are named
-_UNKNOWN = "never stored", "gone", ABSENT  # the reasons of a name that no request has
-Answer = dict[str, Any]  # KVPAGEWHY's
+_MOST_MISSING = 20  # missing blocks in the output
+_MOST_RUNS = 5  # runs of page ids in the output
+_UNKNOWN = "never stored", "gone", ABSENT  # reasons for a name without a stored request
+Answer = dict[str, Any]  # KVPAGEWHY's reply
 
 
 def why(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Print why reading a request, its page with this layer, head, page id and type, or a string, or loading an agent,
-    would miss. Returns whether it would not."""
+    """Print why a read of a request, a page or a string, or the load of an agent, would miss.
+
+    `args.name` has layer, head, page id and type of a page. Returns whether it would hit.
+    """
     if args.name and len(args.name) != 4:
         raise LookError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
     name = os.fsencode(args.req)
@@ -221,7 +223,7 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
 
 
 def _show(args: argparse.Namespace, found: Answer, answer: Answer) -> bool:
-    """Print an answer. Returns whether a read would not miss."""
+    """Print an answer. Returns whether a read would hit."""
     if args.json:
         print_json({key: value for key, value in found.items() if key != "page_ids"})
     else:
@@ -238,7 +240,7 @@ def _page_key(name: bytes) -> PageKey | None:
 
 
 def _of_pages(store: QueriedStore, name: bytes, page: Sequence[int]) -> Answer:
-    """Returns KVPAGEWHY's reply, or "never stored" for an invalid name of a request."""
+    """Return KVPAGEWHY's reply, or "never stored" for an invalid request id."""
     if not page:
         try:
             check_req_id(name)
@@ -255,7 +257,7 @@ def _texts(answer: Answer) -> Answer:
 
 
 def _of_string(store: QueriedStore, key: bytes) -> Answer | None:
-    """Returns that a string is stored, or the reason of its removal; None if the store knows nothing of the key."""
+    """Return "stored", or the reason of a string's removal; None if the store has no record of the key."""
     if isinstance(store, PagesOnStrings):
         return None
     (idle,) = ask(store, _idle(key))
@@ -266,12 +268,12 @@ def _of_string(store: QueriedStore, key: bytes) -> Answer | None:
 
 
 def _idle(key: bytes) -> Reading[list[Any]]:
-    """Asks how long a key was not used, which does not count as a read."""
+    """Query the idle time of a key, which does not count as a use."""
     return (yield [[b"OBJECT", b"IDLETIME", key]])
 
 
 def _lost(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
-    """Returns removed strings that match, the latest first, and the start of the records in unix ms; 0 without them."""
+    """Return removed strings that match, the latest first, and the start of the records in unix ms; 0 without records."""
     if isinstance(store, PagesOnStrings):
         return [], 0
     try:
@@ -280,7 +282,7 @@ def _lost(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
             if isinstance(store, MultiStore)
             else [store.execute_command(b"KVLOST", pattern)]
         )
-    except redis.ResponseError:  # a gateway, a server of an earlier version, or a pattern that is too long
+    except redis.ResponseError:  # from a gateway, an earlier version, or for a long pattern
         return [], 0
     told = [named(answer) for answer in answers if not refused(answer)]
     losses = [_texts(named(loss)) for answer in told for loss in answer["strings"]]
@@ -296,7 +298,7 @@ def _said(req: str, answer: Answer) -> Iterator[str]:
         return
     pages, block = answer["page_ids"], answer["block"]
     yield f"{how_many(answer['pages'], 'page')} stored, in {_blocks(pages)}"
-    if not answer["whole_blocks"]:  # somebody reads it page by page
+    if not answer["whole_blocks"]:  # a request that is read page by page
         how = f": kvpage why {word} LAYER HEAD PAGE TYPE tells of a page" if (word := typed(req)) else ""
         yield f"no block is complete{how}"
     first = "nothing" if block == 0 else "block 0" if block == 1 else f"blocks 0 to {block - 1:,}"
@@ -305,7 +307,7 @@ def _said(req: str, answer: Answer) -> Iterator[str]:
 
 
 def _blocks(pages: Sequence[int]) -> str:
-    """Blocks by their page ids, with runs of them as one."""
+    """Return page ids of blocks as text, with a range for each run."""
     starts = [pages[0], *(after for before, after in pairwise(pages) if after != before + 1)]
     ends = [*(before for before, after in pairwise(pages) if after != before + 1), pages[-1]]
     runs = [f"{start:,}" if start == end else f"{start:,} to {end:,}" for start, end in zip(starts, ends, strict=True)]
@@ -330,7 +332,7 @@ def _explained(reason: str, answer: Answer) -> str:
 
 
 def _show_agent(store: QueriedStore, args: argparse.Namespace, holdings: Holdings, losses: list[Answer]) -> bool:
-    """Print an agent's contexts, also the removed ones. Returns whether a load would find all of one."""
+    """Print an agent's contexts, including removed ones. Returns whether a load would find a complete context."""
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     whole = any(not agent.missing for agent in holdings.agents)
     if args.json:

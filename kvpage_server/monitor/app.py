@@ -52,7 +52,7 @@ OTHERS = "(others)"
 
 
 def exposition(overview: Overview, closed: Mapping[str, int], engines: EnginesSeen) -> bytes:
-    """All of it; `closed` are connections of HTTP that were, by reason."""
+    """Return all of it; `closed` are connections of HTTP that were, by reason."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(overview, closed, engines))
     return generate_latest(registry)
@@ -229,7 +229,7 @@ def _labels(label: str) -> list[str]:
 
 
 def _few(counts: Mapping[str, int]) -> Mapping[str, int]:
-    """The largest values, and the sum of the others."""
+    """Return the largest values, and the sum of the others."""
     if len(counts) <= MOST_LABELS:
         return counts
     ordered = sorted(counts.items(), key=lambda item: -item[1])
@@ -255,7 +255,7 @@ class NotLoggedIn(Exception):
 def make_app(
     logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute], origins: Sequence[str] = ()
 ) -> Starlette:
-    """The application. `closed` counts closed connections by reason. `pages` are further routes.
+    """Return the application. `closed` counts closed connections by reason. `pages` are further routes.
     `origins` are the sites under which proxies offer the page.
 
     A page calls `login_of(request)` for its user. The page at /login has a form, which is sent back to /login.
@@ -284,9 +284,10 @@ def make_app(
 
 
 async def login_of(request: Request) -> Login:
-    """The login of a request, by its cookie or by the token in its Authorization header. Raises NotLoggedIn, or
+    """Return the login of a request, by its cookie or by the token in its Authorization header. Raises NotLoggedIn, or
     RedisError if the store refuses or does not answer. A user and a password in that header may be meant for a proxy,
-    so they are not tried."""
+    so they are not tried.
+    """
     logins: Logins = request.app.state.logins
     login = logins.of_cookie(request.cookies.get(cookie_name(request), ""))
     if login is not None:
@@ -298,7 +299,9 @@ async def login_of(request: Request) -> Login:
 
 
 async def _metrics(request: Request) -> Response:
-    """All figures for the token. A user and a password, or the cookie of a login, give the figures of that user."""
+    """Return all figures for the token. A user and a password, or the cookie of a login, give the figures of that
+    user.
+    """
     logins: Logins = request.app.state.logins
     who = credentials(request)
     observer: Observer | None
@@ -347,7 +350,7 @@ async def log_in(request: Request, user: str, password: str) -> Response:
 
 
 async def _body(request: Request) -> str:
-    """The request's body. Raises HTTPException if it is too long or too slow."""
+    """Return the request's body. Raises HTTPException if it is too long or too slow."""
     if int(request.headers.get("content-length", 0)) > MOST_BODY:  # reject before 100 Continue
         raise HTTPException(413, headers={"Connection": "close"})
     raw = b""

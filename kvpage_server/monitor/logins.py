@@ -62,8 +62,9 @@ class Logins:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     async def log_in(self, user: str, password: str, address: str) -> str:
-        """A new cookie. `password` may be the token, for a user without a password. Raises AuthenticationError for a
-        wrong password, RedisError if the store does not answer."""
+        """Return a new cookie. `password` may be the token, for a user without a password. Raises AuthenticationError
+        for a wrong password, RedisError if the store does not answer.
+        """
         key = await self._enter(user, password, address)
         cookie = secrets.token_urlsafe(32)
         self._sessions[_digest(cookie)] = _Session(key, time.monotonic())
@@ -75,15 +76,15 @@ class Logins:
         self._sessions.pop(_digest(cookie), None)
 
     async def of_password(self, user: str, password: str, address: str) -> Login:
-        """The login for a password that is sent with each request. Raises as `log_in`."""
+        """Return the login for a password that is sent with each request. Raises as `log_in`."""
         return self._logins[await self._enter(user, password, address)]
 
     def is_token(self, word: str) -> bool:
-        """Whether this is the token, found out in a time that says nothing about it."""
+        """Return whether this is the token, found out in a time that says nothing about it."""
         return hmac.compare_digest(self._token, word.encode("utf-8", "surrogateescape"))
 
     def of_cookie(self, cookie: str) -> Login | None:
-        """The login of a browser, or None if it has to log in first."""
+        """Return the login of a browser, or None if it has to log in first."""
         digest, now = _digest(cookie), time.monotonic()
         session = self._sessions.get(digest)
         if session is None:
@@ -103,7 +104,7 @@ class Logins:
         await login.observer.close()
 
     async def _enter(self, user: str, password: str, address: str) -> bytes:
-        """The key of a login whose password the store accepts, or accepted a moment ago."""
+        """Return the key of a login whose password the store accepts, or accepted a moment ago."""
         key = hashlib.blake2b(f"{user}\0{password}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
         known = self._logins.get(key)
         if known is not None and time.monotonic() - known.checked < CHECKED_SECONDS:
@@ -130,13 +131,13 @@ class Logins:
 
 
 def address_of(request: Request) -> str:
-    """The address of the viewer, as the server writes it."""
+    """Return the address of the viewer, as the server writes it."""
     host, port = request.client or ("", 0)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def cookie_name(request: Request) -> str:
-    """The name of the cookie. It has the port, since a browser sends cookies to all ports of a machine."""
+    """Return the name of the cookie. It has the port, since a browser sends cookies to all ports of a machine."""
     return f"kvpage-{(request.scope.get('server') or ('', 0))[1]}"
 
 

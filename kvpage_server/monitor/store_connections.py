@@ -32,7 +32,7 @@ class Entrance:
         self._channel = channel
 
     def open(self, words: str) -> socket.socket:
-        """A new connection to the store. Raises OSError."""
+        """Return a new connection to the store. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             hand_over(self._channel, theirs, words)
@@ -45,8 +45,9 @@ class Entrance:
         return ours
 
     def store(self, words: str, user: str = "", password: str = "") -> redis.asyncio.Redis:
-        """A client of the store, with one connection. `words` is MONITOR, the address of the viewer, or
-        WITH_TOKEN and the address."""
+        """Return a client of the store, with one connection. `words` is MONITOR, the address of the viewer, or
+        WITH_TOKEN and the address.
+        """
         options: dict[str, Any] = {"username": user, "password": password} if user or password else {}
         pool = redis.asyncio.BlockingConnectionPool(
             connection_class=HandedConnection,

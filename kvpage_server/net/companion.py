@@ -132,7 +132,7 @@ async def _tell(process: Process) -> None:
 
 
 async def _end(process: Process) -> None:
-    """The channel is closed, so it ends; if it does not, at once."""
+    """Close the channel, which ends the process; kill it if it does not end."""
     try:
         await asyncio.wait_for(process.wait(), _LAST_SECONDS)
     except TimeoutError:

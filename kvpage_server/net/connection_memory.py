@@ -42,7 +42,7 @@ def of_frames(config: Config) -> Limits:
 
 
 def hashed(server: Server) -> frozenset[bytes]:
-    """The commands whose long words the parser of a new connection hashes while they arrive."""
+    """Return the commands whose long words the parser of a new connection hashes while they arrive."""
     if not server.config.page_checksums:
         return frozenset()
     found = {word: spec for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes)}
@@ -65,7 +65,7 @@ def keep(client: Client) -> None:
 
 
 def output_limit(client: Client) -> OutputLimit:
-    """How much may wait to be read by a client."""
+    """Return how much may wait to be read by a client."""
     return client.server.config.client_output_buffer_limit["pubsub" if client.listens else "normal"]
 
 
@@ -144,7 +144,7 @@ class ConnectionMemory:
         self._look()
 
     def unqueue(self) -> int:
-        """The queued commands do not wait any more: how many bytes they were."""
+        """Return the queued commands do not wait any more: how many bytes they were."""
         queued = self._queued
         self.queue(-queued)
         return queued

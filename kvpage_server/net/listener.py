@@ -184,7 +184,7 @@ class Listener:
 
 @contextmanager
 def _closed_on_disconnect(sock: socket.socket) -> Iterator[None]:
-    """A peer that disconnects before the greeting has no address and receives nothing."""
+    """Yield a peer that disconnects before the greeting has no address and receives nothing."""
     sock.setblocking(False)
     try:
         yield
@@ -230,7 +230,7 @@ def _open(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def _open_unix(path: str, permissions: int, backlog: int) -> socket.socket:
-    """A unix socket that nobody can connect to before it has its permissions."""
+    """Return a unix socket that nobody can connect to before it has its permissions."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
@@ -273,7 +273,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def name_of(sock: socket.socket, *, peer: bool = False) -> str:
-    """An end of a connection, as CLIENT LIST shows it."""
+    """Return an end of a connection, as CLIENT LIST shows it."""
     if sock.family == socket.AF_UNIX:
         return f"{os.fsdecode(sock.getsockname())}:0"
     host, port = (sock.getpeername() if peer else sock.getsockname())[:2]

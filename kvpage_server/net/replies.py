@@ -216,14 +216,14 @@ class _BackgroundReply:
 
 
 def _size_of(message: Reply) -> int:
-    """Bytes of a message, which is spelt already if it is long."""
+    """Return bytes of a message, which is spelt already if it is long."""
     if isinstance(message, bytes):
         return len(message)
     return sum(map(_size_of, message)) if isinstance(message, tuple) else _SHORT
 
 
 def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """The same steps without their replies, for a client that asked for silence."""
+    """Yield the same steps without their replies, for a client that asked for silence."""
     return (step if type(step) is Wait else () for step in steps)
 
 

@@ -88,7 +88,7 @@ class RunQueue:
         self.join(_Unfinished(self, steps))
 
     def note_completed(self) -> None:
-        """One of these is complete, or has broken off."""
+        """Note that a command is complete, or has failed."""
         self._rests -= 1
 
 
@@ -100,7 +100,7 @@ class _Unfinished:
         self._steps = steps
 
     def take_turn(self) -> None:
-        """Do some of it."""
+        """Run the session for one turn."""
         goes_on = False
         try:
             goes_on = self._take_batch()

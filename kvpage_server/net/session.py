@@ -267,7 +267,7 @@ class Session:
             transport.attend()
 
     def _stumble(self, error: Exception) -> None:
-        """A command could not be read, or not be run now."""
+        """Process a command that could not be parsed, or cannot run now."""
         if isinstance(error, ProtocolError):
             self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
         elif isinstance(error, Paused):
@@ -328,7 +328,7 @@ class Session:
             self.abort()
 
     def _go_on(self) -> None:
-        """The disk has finished or failed. Send the waiting replies, or an error if their writes are not on disk."""
+        """Send the replies that waited for the disk, or an error if their writes are not on disk."""
         self._awaited -= 1
         if self._awaited or not self._move(SessionEvent.ALL_CAME):
             return
@@ -388,7 +388,7 @@ class Session:
             self.client.durable_before_reply = position
 
     def _is_held_back(self) -> bool:
-        """Whether replies have to wait until changes are on disk."""
+        """Return whether replies have to wait until changes are on disk."""
         tiered, durable_before_reply = self._server.tiered, self.client.durable_before_reply
         assert tiered is not None
         if tiered.behind.durable >= durable_before_reply:

@@ -65,7 +65,7 @@ _WHENEVER = (SessionEvent.TURN, SessionEvent.DRAINED, SessionEvent.PAUSE_OVER)
 
 
 def after(state: SessionState, event: SessionEvent) -> SessionState:
-    """The state that an event leads to. Raises RuntimeError when it cannot happen then."""
+    """Return the state that an event leads to. Raises RuntimeError when it cannot happen then."""
     to = MOVES[state].get(event)
     if to is None:
         if event not in _WHENEVER:

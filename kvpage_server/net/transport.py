@@ -120,7 +120,7 @@ class SocketTransport:
         self._outbox.renew()
 
     def _go_on(self) -> None:
-        """The kernel takes more."""
+        """Send more output."""
         try:
             self.bytes_out += self._outbox.send(self._descriptor)
         except OSError:
@@ -235,7 +235,7 @@ class TLSTransport(asyncio.Protocol):
         self._crowded = self._crowded or self.queued > HIGH_WATER
 
     def renew(self) -> None:
-        """Nothing is to be done: where a piece is, is looked up when it is sent."""
+        """Do nothing, because a piece's address is read when it is sent."""
 
     def _flush(self) -> None:
         while self._queue and not self._full:
@@ -250,7 +250,7 @@ class TLSTransport(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._reader.drained)
 
     def _take_part(self) -> bytes:
-        """The next bytes of the queue, copied: the loop may keep them longer than their owner does."""
+        """Return the next bytes of the queue, copied: the loop may keep them longer than their owner does."""
         parts: list[bytes | memoryview] = []
         room = _PART
         while self._queue and room:

@@ -26,14 +26,14 @@ class QueriedStore(Protocol):
     """A client of one server, or of several as one."""
 
     def execute_command(self, *words: Any) -> Any:
-        """The answer to a command. Raises RedisError."""
+        """Return the answer to a command. Raises RedisError."""
 
     def pipeline(self, transaction: bool) -> Any:
         """Collects commands and sends them together."""
 
 
 def ask(store: QueriedStore, reading: Reading[T]) -> T:
-    """The result of a reading. `store` speaks RESP3. Raises RedisError when the store cannot be reached."""
+    """Return the result of a reading. `store` speaks RESP3. Raises RedisError when the store cannot be reached."""
     try:
         commands = next(reading)
         while True:
@@ -46,7 +46,7 @@ def ask(store: QueriedStore, reading: Reading[T]) -> T:
 
 
 async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
-    """The same, in an event loop."""
+    """Return the same, in an event loop."""
     answers: list[Any] | None = None
     while True:
         commands, ended, result = await asyncio.to_thread(_step, reading, answers)
@@ -58,7 +58,9 @@ async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
 
 
 def _step(reading: Reading[Any], answers: list[Any] | None) -> tuple[list[Command], bool, Any]:
-    """The next commands of a reading, whether it has ended, and its result. A thread cannot raise StopIteration."""
+    """Return the next commands of a reading, whether it has ended, and its result. A thread cannot raise
+    StopIteration.
+    """
     try:
         return reading.send(answers), False, None  # type: ignore[arg-type]  # None begins it
     except StopIteration as end:
@@ -74,12 +76,12 @@ def _pipelines(store: Any, commands: list[Command], at_once: int) -> Iterator[An
 
 
 def refused(answer: Any) -> bool:
-    """Whether the answer is an error: the user may not run the command, or the server does not know it."""
+    """Return whether the answer is an error: the user may not run the command, or the server does not know it."""
     return isinstance(answer, redis.ResponseError)
 
 
 def named(answer: dict[Any, Any]) -> dict[str, Any]:
-    """A map with its keys as text."""
+    """Return a map with its keys as text."""
     return {key.decode() if isinstance(key, bytes) else key: value for key, value in answer.items()}
 
 
@@ -89,5 +91,5 @@ def parts_of(answer: Any) -> list[dict[str, Any]]:
 
 
 def text(raw: Any) -> str:
-    """A string of the answer as text. Bytes that are not UTF-8 are shown as escapes."""
+    """Return a string of the answer as text. Bytes that are not UTF-8 are shown as escapes."""
     return raw.decode("utf-8", "backslashreplace") if isinstance(raw, bytes) else str(raw)

@@ -50,7 +50,7 @@ class Pages:
 
 
 def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
-    """Where the blocks of an agent's context are stored, in order, for the first MOST_BLOCKS of them."""
+    """Return where the blocks of an agent's context are stored, in order, for the first MOST_BLOCKS of them."""
     blocks = agent.blocks[:MOST_BLOCKS]
     reasons = yield [[b"KVPAGEWHY", block.name] for block in blocks]
     indexes = yield [[b"KVPAGEINDEX", block.name, b"TOTAL"] for block in blocks]
@@ -85,8 +85,9 @@ def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any)
 
 
 def pages_of(name: bytes) -> Reading[Pages | None]:
-    """A block's pages with their norms; None if the block is not complete, or too large. The pages are read in pieces
-    of PIECE_BYTES, so a large block holds up nothing else."""
+    """Return a block's pages with their norms; None if the block is not complete, or too large. The pages are read in
+    pieces of PIECE_BYTES, so a large block holds up nothing else.
+    """
     (index,) = yield [[b"KVPAGEINDEX", name, b"TOTAL"]]
     if not all(total["blocks"] <= _MOST_PARTS and total["bytes"] <= MOST_BYTES for total in parts_of(index)):
         return None
@@ -129,7 +130,7 @@ _NUMPY = {
 
 
 def _norm(body: bytes, dtype: DType) -> float:
-    """The root of the mean square of a page's values; NaN without values."""
+    """Return the root of the mean square of a page's values; NaN without values."""
     raw = np.frombuffer(body, _NUMPY[dtype])
     bfloat16 = dtype is DType.BFLOAT16
     values = (raw.astype(np.uint32) << 16).view(np.float32) if bfloat16 else raw.astype(np.float32)

@@ -85,7 +85,7 @@ class Engines:
             self._last.popitem(last=False)
 
     def seen(self, by: str | None = None) -> EnginesSeen:
-        """The engines of a user; without one, all of them."""
+        """Return the engines of a user; without one, all of them."""
         since = self._clock() - SILENT_SECONDS
         found = [told for (user, _), (at, told) in self._last.items() if at >= since and by in (None, user)]
         counts = [each for user, each in self._tokens.items() if by in (None, user)]

@@ -51,8 +51,9 @@ class Manifest:
 
 
 def parse(key: bytes, raw: bytes) -> Manifest | None:
-    """The manifest at a key, from its whole value or from the first HEAD_BYTES or MOST_BYTES. None if it is damaged, or
-    if more of it is needed. Long names of the model and of the process that saved it are cut."""
+    """Return the manifest at a key, from its whole value or from the first HEAD_BYTES or MOST_BYTES. None if it is
+    damaged, or if more of it is needed. Long names of the model and of the process that saved it are cut.
+    """
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
         told = _told(raw)
@@ -112,7 +113,7 @@ def _told(raw: bytes) -> Any:
 
 
 def _block_tokens(tokens: int, blocks: int) -> int:
-    """The tokens a block of a manifest that does not say: the usual number if it fits."""
+    """Return the tokens a block of a manifest that does not say: the usual number if it fits."""
     usual = _USUAL_BLOCK
     return usual if (blocks - 1) * usual < tokens <= blocks * usual else -(-tokens // max(blocks, 1))
 
@@ -242,7 +243,7 @@ class KnownManifest(NamedTuple):
     at: float  # before it was read, in monotonic seconds
 
     def is_as_it_was(self, idle: Any) -> bool:
-        """Whether nobody can have written it since. `idle` are its idle seconds, by a clock of seconds."""
+        """Return whether nobody can have written it since. `idle` are its idle seconds, by a clock of seconds."""
         return isinstance(idle, int) and idle > time.monotonic() - self.at + 2
 
 
@@ -306,7 +307,7 @@ def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[byt
 
 
 def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
-    """The contexts of one agent, for every model. Other agents that share its blocks are not looked for."""
+    """Return the contexts of one agent, for every model. Other agents that share its blocks are not looked for."""
     looked, key, limits = _Looked(), PREFIX + agent_id, LookLimits(requests=0)
     pattern = literally(key) + b":*"
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
@@ -316,7 +317,7 @@ def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
 
 
 def literally(name: bytes) -> bytes:
-    """A pattern that matches this name alone."""
+    """Return a pattern that matches this name alone."""
     return re.sub(rb"([*?\[\]\\])", rb"\\\1", name)
 
 
@@ -440,7 +441,7 @@ def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[di
 
 
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
-    """The block from KVPAGEINDEX's answer: page 0 has the tokens, page 1 the state after them."""
+    """Return the block from KVPAGEINDEX's answer: page 0 has the tokens, page 1 the state after them."""
     for total in parts_of(answer):
         return ContextBlock(name, tokens, total["bytes"], total["memory"], total["pages"], bool(total["complete"]))
     return ContextBlock(name, tokens)
@@ -468,8 +469,9 @@ def _requests(
 
 
 def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[bytes, str]]:
-    """The labels of those blocks of contexts that have one. Keys that do not exist are not read: that would count as a
-    miss."""
+    """Return the labels of those blocks of contexts that have one. Keys that do not exist are not read: that would
+    count as a miss.
+    """
     blocks = [name for name in names if _CHAIN_HASH.search(name)]
     if not blocks:
         return {}
@@ -481,7 +483,7 @@ def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[
 
 
 def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:
-    """The requests, those with the same label as one."""
+    """Return the requests, those with the same label as one."""
     found: dict[str | bytes, OtherRequest] = {}
     for one in requests:
         key = one.label or one.req_id
@@ -518,7 +520,7 @@ def _agent(
 def _prefixes(
     found: Sequence[Manifest], blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, tuple[str, ...]]
 ) -> list[SharedPrefix]:
-    """The prefixes that agents share. A prefix ends at a block that more agents have than any block after it."""
+    """Return the prefixes that agents share. A prefix ends at a block that more agents have than any block after it."""
     longest: Counter[bytes] = Counter()  # by block: the most agents that any next block has
     for manifest in found:
         for name, after in zip(manifest.blocks, manifest.blocks[1:], strict=False):

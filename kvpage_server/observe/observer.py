@@ -101,7 +101,7 @@ def _between(before: Overview, now: Overview, at: float) -> Moment:
 
 
 def _slowest(before: Overview, now: Overview) -> dict[str, float]:
-    """The 99th percentile of the calls between two overviews, in seconds, by family of commands."""
+    """Return the 99th percentile of the calls between two overviews, in seconds, by family of commands."""
     found = {}
     for name, calls in now.families.items():
         was = before.families.get(name)
@@ -144,7 +144,7 @@ class Observer:
         self._keys = 0  # in the store when it was last looked through
 
     async def overview(self) -> Overview:
-        """The store in numbers, at most a second old. Each new overview is added to the history."""
+        """Return the store in numbers, at most a second old. Each new overview is added to the history."""
         last = self._overview
         async with last.lock:
             if last.value is None or time.monotonic() >= last.until:
@@ -156,7 +156,7 @@ class Observer:
             return last.value
 
     async def engines(self) -> EnginesSeen:
-        """The engines that the user may see."""
+        """Return the engines that the user may see."""
         return self._engines.seen(None if (await self.overview()).everything else self._user)
 
     async def holdings(self) -> Holdings:
@@ -174,13 +174,15 @@ class Observer:
             return last.value
 
     async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
-        """The contexts of an agent, one for each model, with the places of their blocks; empty if it is unknown."""
+        """Return the contexts of an agent, one for each model, with the places of their blocks; empty if it is
+        unknown.
+        """
         holdings = await self.holdings()
         found = [agent for agent in holdings.agents if agent.agent_id == agent_id]
         return [(agent, await self.read(context_of(agent, holdings))) for agent in found]
 
     async def read(self, reading: Reading[T]) -> T:
-        """The result of any reading."""
+        """Return the result of any reading."""
         return await ask_async(self.store, reading)
 
     async def close(self) -> None:

@@ -32,19 +32,19 @@ _FULL = 0.95  # of the room for values on disk
 
 
 def _of(name: str, default: Any = 0) -> Any:
-    """A field that INFO has under another name."""
+    """Return a field that INFO has under another name."""
     return field(default=default, metadata={"read": lambda told: type(default)(told.get(name) or default)})
 
 
 def _read(kind: Callable[..., F], told: Mapping[str, str], **others: Any) -> F:
-    """The fields that INFO has, and others."""
+    """Return the fields that INFO has, and others."""
     return kind(
         **{each.name: each.metadata["read"](told) for each in fields(cast(Any, kind)) if each.metadata}, **others
     )
 
 
 def hit_ratio(hits: float, misses: float) -> float | None:
-    """The share of reads that found something; None if there were no reads."""
+    """Return the share of reads that found something; None if there were no reads."""
     return hits / (hits + misses) if hits + misses else None
 
 
@@ -62,7 +62,7 @@ class CallFigures:
     within: tuple[int, ...] = ()
 
     def since(self, before: CallFigures) -> CallFigures:
-        """The calls since an earlier overview."""
+        """Return the calls since an earlier overview."""
         return CallFigures(
             self.count - before.count,
             self.seconds - before.seconds,
@@ -72,7 +72,9 @@ class CallFigures:
         )
 
     def percentile(self, share: float) -> float:
-        """The seconds within which a share (0 to 1) of the calls ended, rounded up to a bound. 0 without calls."""
+        """Return the seconds within which a share (0 to 1) of the calls ended, rounded up to a bound. 0 without
+        calls.
+        """
         wanted = share * self.count
         found = next((bound for bound, calls in zip(BOUNDS, self.within, strict=False) if calls >= wanted), BOUNDS[-1])
         return found if self.count else 0.0
@@ -222,7 +224,7 @@ def overview_of_store() -> Reading[Overview]:
 
 
 def parse(info: str) -> Overview:
-    """The reply to INFO EVERYTHING. Raises NotAStore."""
+    """Return the reply to INFO EVERYTHING. Raises NotAStore."""
     told = dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
     if "kvpage_version" not in told:
         raise NotAStore(f"{told.get('redis_mode', 'some')} Redis {told.get('redis_version', '')}".strip())
@@ -277,7 +279,7 @@ def parse(info: str) -> Overview:
 
 
 def _misses(*counts: Mapping[str, int]) -> dict[str, int]:
-    """The sums of counts by reason."""
+    """Return the sums of counts by reason."""
     reasons = dict.fromkeys(reason for some in counts for reason in some)
     return {reason.replace("_", " "): sum(some.get(reason, 0) for some in counts) for reason in reasons}
 

@@ -126,7 +126,7 @@ def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -
 
 
 def _corrupt(contents: FileContents) -> Iterator[str]:
-    """The keys of pages and strings that do not match their checksum."""
+    """Yield the keys of pages and strings that do not match their checksum."""
     with opened(contents) as file:
         for span in contents.spans:
             entry = span.entry

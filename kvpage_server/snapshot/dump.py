@@ -48,7 +48,9 @@ _SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole secon
 
 
 def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
-    """Whether the server has everything in a file, to the byte. For a page without a checksum this is unknown."""
+    """Return whether the server has everything in a file, to the byte. For a page without a checksum this is
+    unknown.
+    """
     entries = [span.entry for span in contents.spans]
     pages = [entry for entry in entries if isinstance(entry, PageTensor)]
     strings = [entry for entry in entries if isinstance(entry, String)]
@@ -76,7 +78,7 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
 
 
 def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
-    """Whether a key with `left_ms` to live when the file was written has the same expiry now."""
+    """Return whether a key with `left_ms` to live when the file was written has the same expiry now."""
     if FOREVER in (left_ms, expires_ms):
         return left_ms == expires_ms
     return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT
@@ -138,14 +140,14 @@ def dump(
 
 
 def _size(group: list[Tensor]) -> tuple[int, ...]:
-    """The bytes of some tensors, their number, their pages, and the bytes of their names."""
+    """Return the bytes of some tensors, their number, their pages, and the bytes of their names."""
     entries = [tensor.entry for tensor in group]
     pages, names = sum(len(entry.checksums) for entry in entries), sum(len(entry.name) for entry in entries)
     return sum(tensor.nbytes for tensor in group), len(group), pages, names
 
 
 def _divided(group: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors of a block together, or one by one if they are too many for a header."""
+    """Yield the tensors of a block together, or one by one if they are too many for a header."""
     if any(map(gt, _size(group)[1:], _MOST_OF_FILE)):
         return ([tensor] for tensor in group)
     return iter([group])
@@ -194,7 +196,7 @@ class _Dump:
     # -- existing files ------------------------------------------------------------------------------------------------
 
     def _unchanged(self, files: list[Path]) -> Iterator[tuple[str, str]]:
-        """The names and digests of the files that stay."""
+        """Yield the names and digests of the files that stay."""
         for file, contents in format.read_all(files, None):
             if isinstance(contents, BadFile) or contents.bad:
                 continue
@@ -218,7 +220,7 @@ class _Dump:
     # -- new files -----------------------------------------------------------------------------------------------------
 
     def _full(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
-        """The tensors of each file. Those of a block stay together, unless they are too many for a header."""
+        """Yield the tensors of each file. Those of a block stay together, unless they are too many for a header."""
         tensors: dict[str, Tensor] = {}  # by name: a scan may show a key twice
         used, most = _size([]), (self._file_bytes, *_MOST_OF_FILE)
         for group in chain.from_iterable(map(_divided, groups)):
@@ -232,7 +234,7 @@ class _Dump:
             yield kind, list(tensors.values())
 
     def _strings(self) -> Iterator[list[Tensor]]:
-        """The plain strings that are selected, a tensor each."""
+        """Yield the plain strings that are selected, a tensor each."""
         if self._selection.requests:
             return
         for found in self._store.strings(self._selection.match):
@@ -249,7 +251,7 @@ class _Dump:
                 self._done(len(keys))
 
     def _pages(self) -> Iterator[list[Tensor]]:
-        """The blocks that are selected: their planes and pages, block by block."""
+        """Yield the blocks that are selected: their planes and pages, block by block."""
         requests: Iterable[bytes] = self._selection.requests or chain.from_iterable(self._store.requests())
         for blocks in batches(self._wanted(self._store.blocks(requests, self._selection.match)), BATCH_BYTES):
             keys = list(chain.from_iterable(blocks))
@@ -260,7 +262,7 @@ class _Dump:
             self._done(len(keys))
 
     def _wanted(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
-        """The pages of each block that are in no file yet, and about how many bytes they have."""
+        """Yield the pages of each block that are in no file yet, and about how many bytes they have."""
         for keys, nbytes in blocks:
             wanted = [key for key in keys if not self._is_kept(key)] if self._kept else keys
             self._done(len(keys) - len(wanted))
@@ -268,7 +270,7 @@ class _Dump:
                 yield wanted, nbytes + len(wanted) * KEY_COSTS
 
     def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
-        """The intact pages of a block, and strings that have replaced some of them since they were listed."""
+        """Return the intact pages of a block, and strings that have replaced some of them since they were listed."""
         pages, strings = [], []
         for key, value in block:
             try:
@@ -295,5 +297,5 @@ class _Dump:
         return Tensor(String(key, len(data), self._left(expires_ms), checksum(data)), [data])
 
     def _left(self, expires_ms: int) -> int:
-        """The time to live that a key had when the dump began."""
+        """Return the time to live that a key had when the dump began."""
         return expires_ms if expires_ms == FOREVER else max(expires_ms - self._began_ms, 0)

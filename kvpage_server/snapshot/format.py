@@ -68,23 +68,23 @@ _FOREIGN = re.compile("[\udc80-\udcff]")  # surrogates that surrogateescape make
 
 
 def text_of(raw: bytes) -> str:
-    """Bytes as text, readable where they are UTF-8. `bytes_of` is its inverse."""
+    """Return bytes as text, readable where they are UTF-8. `bytes_of` is its inverse."""
     text = raw.replace(b"%", b"%25").decode("utf-8", "surrogateescape")
     return _FOREIGN.sub(lambda found: f"%{ord(found[0]) - 0xDC00:02X}", text)
 
 
 def bytes_of(text: str) -> bytes:
-    """The bytes that a text stands for."""
+    """Return the bytes that a text stands for."""
     return unquote_to_bytes(text)
 
 
 def plane_name(req_id: bytes, page: int, kv_type: int) -> str:
-    """The name of a plane's tensor."""
+    """Return the name of a plane's tensor."""
     return f"kv:{text_of(req_id)}:*:*:{page}:{kv_type}"
 
 
 def string_name(key: bytes) -> str:
-    """The name of a plain string's tensor."""
+    """Return the name of a plain string's tensor."""
     return f"string:{text_of(key)}"
 
 
@@ -169,17 +169,17 @@ class PageTensor:
         return self.geometry.body_size
 
     def key(self, number: int) -> PageKey:
-        """The key of a page, by its number in the tensor."""
+        """Return the key of a page, by its number in the tensor."""
         layer, head = divmod(number, self.grid[1])
         first = self.first
         return PageKey(first.req_id, first.layer + layer, first.head + head, first.page, first.kv_type)
 
     def keys(self) -> Iterator[PageKey]:
-        """The pages' keys, in the order in which their bodies lie in the tensor."""
+        """Yield the pages' keys, in the order in which their bodies lie in the tensor."""
         return map(self.key, range(len(self.checksums)))
 
     def header(self, number: int) -> PageHeader:
-        """The header of a page as it was stored, by its number in the tensor."""
+        """Return the header of a page as it was stored, by its number in the tensor."""
         dtype, page_size, head_dim, body_size = self.geometry
         key, written = self.key(number), self.written
         checksum = 0 if written.unchecked[number] else self.checksums[number]
@@ -187,7 +187,7 @@ class PageTensor:
         return PageHeader(dtype, key.kv_type, page_size, head_dim, *about)
 
     def headers(self) -> Iterator[PageHeader]:
-        """The pages' headers, in the order of `keys`."""
+        """Yield the pages' headers, in the order of `keys`."""
         return map(self.header, range(len(self.checksums)))
 
     def note(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ Entry = PageTensor | String
 
 
 def _folded(values: list[Any]) -> Any:
-    """One value for all, if they are equal."""
+    """Return one value for all, if they are equal."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -265,7 +265,7 @@ def _unfolded(value: Any, count: int, kind: type[T]) -> list[T]:
 
 
 def entry_of(name: str, note: str, nbytes: int, most_pages: int = MAX_BLOCK_PAGES) -> Entry:
-    """The entry of a tensor of `nbytes` bytes, from its note in the metadata.
+    """Return the entry of a tensor of `nbytes` bytes, from its note in the metadata.
 
     Raises ValueError, KeyError, TypeError or AttributeError for a malformed note, for the note of another tensor, and
     for more than `most_pages` pages.
@@ -341,7 +341,7 @@ class FoundPage(NamedTuple):
 
 
 def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
-    """The tensors that hold the pages of a block."""
+    """Yield the tensors that hold the pages of a block."""
     pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
     for _, plane in groupby(pages, lambda page: page.key.kv_type):
         some = list(plane)
@@ -350,7 +350,7 @@ def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
 
 
 def _is_whole(plane: list[FoundPage]) -> bool:
-    """Whether these are all pages of a plane, and have one geometry."""
+    """Return whether these are all pages of a plane, and have one geometry."""
     last, first = plane[-1].key, plane[0].header
     geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
     return MAX_BLOCK_PAGES >= len(plane) == (last.layer + 1) * (last.head + 1) and all(
@@ -488,7 +488,7 @@ def _digest_field(digest: str) -> bytes:
 
 
 def _digest(header: bytes) -> str:
-    """The digest of a header that has zeros in its place."""
+    """Return the digest of a header that has zeros in its place."""
     return xxhash.xxh3_64_hexdigest(header)
 
 
@@ -496,7 +496,7 @@ def _digest(header: bytes) -> str:
 
 
 def read_contents(path: Path) -> FileContents:
-    """The header of a file; its data is not read. Raises BadFile."""
+    """Return the header of a file; its data is not read. Raises BadFile."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -547,7 +547,7 @@ def _contents(path: Path, size: int, text: bytes) -> FileContents:
 
 
 def _header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors and the metadata. Raises BadFile."""
+    """Return the tensors and the metadata. Raises BadFile."""
     try:
         header = bounded.parse(text, containers=3 * MAX_TENSORS, strings=8 * MAX_TENSORS, values=12 * MAX_TENSORS)
     except bounded.TooMuchError as error:
@@ -573,7 +573,9 @@ def _is_intact(header: bytes, digest: str) -> bool:
 
 
 def _end_of(told: dict[str, Any], begin: int) -> int:
-    """The end of a tensor's data, if it begins there and is as long as its shape. Raises ValueError, KeyError."""
+    """Return the end of a tensor's data, if it begins there and is as long as its shape. Raises ValueError,
+    KeyError.
+    """
     numbers, shape = told["data_offsets"], told["shape"]
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in [*numbers, *shape[:_MAX_DIMENSIONS]]):
         raise ValueError("sizes and offsets are whole numbers of 0 or more")
@@ -589,7 +591,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def opened(contents: FileContents) -> Iterator[BufferedReader]:
-    """The file, to read its data. Raises BadFile."""
+    """Yield the file, to read its data. Raises BadFile."""
     try:
         file = open_regular(contents.path)
     except OSError as error:
@@ -599,7 +601,7 @@ def opened(contents: FileContents) -> Iterator[BufferedReader]:
 
 
 def read_data(file: BufferedReader, contents: FileContents, start: int, stop: int) -> memoryview:
-    """The bytes of a file's data from `start` to before `stop`. Raises BadFile."""
+    """Return the bytes of a file's data from `start` to before `stop`. Raises BadFile."""
     data = np.empty(stop - start, np.uint8).data
     filled = 0
     while filled < len(data):
@@ -614,7 +616,7 @@ def read_data(file: BufferedReader, contents: FileContents, start: int, stop: in
 
 
 def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Iterator[bool]:
-    """Whether each page of a tensor, or the string, matches its checksum. Reads some megabytes at a time."""
+    """Return whether each page of a tensor, or the string, matches its checksum. Reads some megabytes at a time."""
     size = span.entry.body_size
     for number, digest in enumerate(span.entry.checksums):
         found, start = xxhash.xxh3_64(), span.start + number * size
@@ -662,7 +664,7 @@ def locked(path: Path, *, to_write: bool) -> Iterator[None]:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """The content of dump.json; None if there is none. Raises BadFile, which names dump.json."""
+    """Return the content of dump.json; None if there is none. Raises BadFile, which names dump.json."""
     try:
         raw = read_regular(path / SUMMARY, _MAX_SUMMARY)
         told = bounded.parse(raw, containers=_DIRECTORY_MEMBERS, strings=2 * _MAX_FILES, values=_MAX_FILES)
@@ -694,12 +696,12 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def dump_files(path: Path) -> list[Path]:
-    """The files with names of a dump, in the order of writing: pages before strings."""
+    """Return the files with names of a dump, in the order of writing: pages before strings."""
     return sorted(file for file in path.iterdir() if _FILE.match(file.name))
 
 
 def size_of(path: Path) -> int:
-    """The bytes of the files with names of a dump, as far as they can be read. Raises OSError."""
+    """Return the bytes of the files with names of a dump, as far as they can be read. Raises OSError."""
     nbytes = 0
     for file in dump_files(path):
         with suppress(OSError):
@@ -725,7 +727,7 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
-    """Each file's header, or the error in it. `summary` has its digest."""
+    """Yield each file's header, or the error in it. `summary` has its digest."""
     for file in files:
         try:
             contents = read_contents(file)
@@ -738,7 +740,7 @@ def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[P
 
 
 def files_of(path: Path, summary: Summary | None) -> list[Path]:
-    """The files of a dump, pages before strings. Raises DumpError if there is no dump, OSError."""
+    """Return the files of a dump, pages before strings. Raises DumpError if there is no dump, OSError."""
     if summary is not None:
         return [path / name for name in sorted(summary.files)]
     files = dump_files(path)

@@ -68,7 +68,7 @@ class Slice(NamedTuple):
 
 
 def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """The pieces of some tensors, a part at a time.
+    """Yield the pieces of some tensors, a part at a time.
 
     The planes of a block are in the same part unless they have more than `most_bytes`, or more pages than a block may
     have. So a part has at most PART_BYTES, one block, or one body.
@@ -88,7 +88,7 @@ def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
 
 
 def _together(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """The pieces of each block that belong into the same part, or a single piece; strings last."""
+    """Yield the pieces of each block that belong into the same part, or a single piece; strings last."""
     blocks: dict[tuple[bytes, int], list[Slice]] = defaultdict(list)
     strings: list[Slice] = []
     for span in spans:
@@ -111,7 +111,7 @@ def _cut(plane: Slice) -> Iterator[Slice]:
 
 
 def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -> list[memoryview]:
-    """The bytes of each piece. Pieces that lie side by side in the file are read at once. Raises BadFile."""
+    """Return the bytes of each piece. Pieces that lie side by side in the file are read at once. Raises BadFile."""
     bodies = [memoryview(b"")] * len(part)
     order = sorted(range(len(part)), key=lambda number: part[number].start)
     at = 0
@@ -167,7 +167,9 @@ class Plan:
 
 
 def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Plan:
-    """The commands for some pieces of tensors and their bytes, `age_ms` after their times to live were counted."""
+    """Return the commands for some pieces of tensors and their bytes, `age_ms` after their times to live were
+    counted.
+    """
     made = Plan()
     blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
     for piece, body in zip(part, bodies, strict=True):
@@ -191,7 +193,7 @@ def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Pl
 
 
 def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
-    """The pages of a piece, or the string, that match their checksums."""
+    """Yield the pages of a piece, or the string, that match their checksums."""
     entry, size = piece.span.entry, piece.span.entry.body_size
     for number in range(piece.first, piece.stop):
         start = (number - piece.first) * size
@@ -203,7 +205,7 @@ def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
 
 
 def _item(entry: Entry, number: int, body: memoryview) -> Item:
-    """A page of a tensor, or the string."""
+    """Return a page of a tensor, or the string."""
     left = min(entry.ttl_left_ms[number], MAX_LEFT_MS)
     if isinstance(entry, PageTensor):
         return Item(bytes(entry.key(number)), [bytes(entry.header(number)), body], left, True)
@@ -211,7 +213,7 @@ def _item(entry: Entry, number: int, body: memoryview) -> Item:
 
 
 def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
-    """The items that have not expired, with the time that they have left."""
+    """Yield the items that have not expired, with the time that they have left."""
     for item in items:
         left = item.ttl_left_ms
         if left == FOREVER:
@@ -223,7 +225,7 @@ def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
 
 
 def _shape(planes: list[PageTensor]) -> BlockShape | None:
-    """The shape of the block that these planes make; None if they do not make one."""
+    """Return the shape of the block that these planes make; None if they do not make one."""
     first = planes[0]
     page_size = first.geometry.page_size
     if any((plane.is_plane, plane.grid, plane.geometry.page_size) != (True, first.grid, page_size) for plane in planes):
@@ -236,7 +238,7 @@ def _shape(planes: list[PageTensor]) -> BlockShape | None:
 
 
 def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
-    """A block's body, by layer and plane, from its planes by layer."""
+    """Yield a block's body, by layer and plane, from its planes by layer."""
     for layer in range(layers):
         for plane in planes:
             nbytes = len(plane) // layers
@@ -310,7 +312,7 @@ class _Restore:
         return self._restored
 
     def _plans(self) -> Iterator[tuple[int, Plan]]:
-        """The commands for each part of each file, and the bytes of the part."""
+        """Yield the commands for each part of each file, and the bytes of the part."""
         summary, corrupt = self._read_summary(), self._restored.corrupt
         for file, contents in format.read_all(format.files_of(self._path, summary), summary):
             if isinstance(contents, BadFile):
@@ -345,7 +347,7 @@ class _Restore:
         return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.first.req_id in self._requests)
 
     def _fits(self, span: EntrySpan) -> bool:
-        """Whether the server takes a page of the tensor, or the string, in one command."""
+        """Return whether the server takes a page of the tensor, or the string, in one command."""
         entry = span.entry
         nbytes = entry.body_size + (HEADER_SIZE if isinstance(entry, PageTensor) else len(entry.key))
         if nbytes <= self._largest - _AROUND_BYTES:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items. Two of them are in memory at a time."""
+    """Yield the same items. Two of them are in memory at a time."""
     with ThreadPoolExecutor(1, "kvpage-ahead") as thread:
         coming = thread.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -137,7 +137,7 @@ class RunningStore:
         self._pool.close()
 
     def ask(self, commands: Sequence[bytes]) -> list[Any]:
-        """The replies to commands that are sent together. Raises Refused when one of them is an error."""
+        """Return the replies to commands that are sent together. Raises Refused when one of them is an error."""
         return self._ask(list(commands), len(commands))
 
     def _ask(self, pieces: list[Piece], replies: int, *, with_errors: bool = False) -> list[Any]:
@@ -149,25 +149,25 @@ class RunningStore:
         return self._connection.ask(request, Deadline(_WITHIN))
 
     def largest_command(self) -> int:
-        """The most bytes of a command that the server accepts."""
+        """Return the most bytes of a command that the server accepts."""
         (text,) = self.ask([command(b"INFO", b"memory")])
         found = re.search(rb"^largest_command_bytes:(\d+)", bytes(text), re.MULTILINE)
         return int(found[1]) if found else _USUAL_LARGEST
 
     def now_ms(self) -> int:
-        """The server's time, unix milliseconds."""
+        """Return the server's time, unix milliseconds."""
         ((seconds, microseconds),) = self.ask([command(b"TIME")])
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     # -- listing -------------------------------------------------------------------------------------------------------
 
     def requests(self) -> Iterator[list[bytes]]:
-        """The requests that have pages, some at a time."""
+        """Yield the requests that have pages, some at a time."""
         for keys in self._scan(b"TYPE", b"set"):
             yield [key.removeprefix(b"kv:").removesuffix(b":index") for key in keys]
 
     def blocks(self, requests: Iterable[bytes], match: bytes) -> Iterator[Listed]:
-        """The blocks of requests, and of their pages those whose keys match."""
+        """Yield the blocks of requests, and of their pages those whose keys match."""
         left = iter(requests)
         while some := list(islice(left, _REQUESTS)):
             yield from self._blocks(some, match)
@@ -186,7 +186,7 @@ class RunningStore:
                 ((cursor, keys),) = self.ask([_sscan(req_id, int(cursor), match)])
 
     def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes]]:
-        """The page keys that each block ``(req_id, page_id)`` has."""
+        """Return the page keys that each block ``(req_id, page_id)`` has."""
         # SSCAN of an index key proceeds block by block, starting with this cursor's page id
         replies = self.ask([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
         suffixes = [b":%d" % page for _, page in blocks]
@@ -219,7 +219,7 @@ class RunningStore:
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
-        """The values of the keys that exist, each with the expiry that it has at the same moment."""
+        """Return the values of the keys that exist, each with the expiry that it has at the same moment."""
         # a block may have more pages than a client can watch keys; each key's moment may be another
         return list(chain.from_iterable(map(self._values, _parts_of(keys, _KEYS_PER_QUERY))))
 
@@ -243,13 +243,13 @@ class RunningStore:
         return bool(is_page), found[0] if found else None
 
     def _at_one_moment(self, key: bytes, *others: bytes) -> list[Any]:
-        """A key's value and expiry, and the replies to other commands. This loads values that are on disk."""
+        """Return a key's value and expiry, and the replies to other commands. This loads values that are on disk."""
         asked = [command(b"MULTI"), command(b"GET", key), command(b"PEXPIRETIME", key), *others, command(b"EXEC")]
         replies: list[Any] = self.ask(asked)[-1]
         return replies
 
     def headers(self, keys: Sequence[bytes]) -> list[Value]:
-        """The headers of the pages that exist."""
+        """Return the headers of the pages that exist."""
         asked = [command(b"GETRANGE", key, 0, HEADER_SIZE - 1) + command(b"PEXPIRETIME", key) for key in keys]
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _living(keys, replies[::2], replies[1::2])
@@ -292,12 +292,12 @@ def _connected(connection: PageConnection) -> None:
 
 
 def _parts_of(keys: Sequence[bytes], most: int) -> list[Sequence[bytes]]:
-    """The keys in their order, at most so many in each part."""
+    """Return the keys in their order, at most so many in each part."""
     return [keys[start : start + most] for start in range(0, len(keys), most)]
 
 
 def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
-    """The values that exist, with their expiry from PEXPIRETIME."""
+    """Return the values that exist, with their expiry from PEXPIRETIME."""
     return [
         Value(key, memoryview(value), expires)
         for key, value, expires in zip(keys, values, expires_ms, strict=True)
@@ -306,7 +306,7 @@ def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[i
 
 
 def _map(reply: Any) -> dict[str, Any]:
-    """A map, which is an array in RESP2."""
+    """Return a map, which is an array in RESP2."""
     items = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {name.decode(): value for name, value in items}
 
@@ -316,7 +316,7 @@ def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
 
 
 def _index_of(key: bytes) -> bytes | None:
-    """The index key that lists a page's key."""
+    """Return the index key that lists a page's key."""
     try:
         return index_key(PageKey.parse(key).req_id)
     except PageError:

@@ -69,7 +69,7 @@ class LostStrings:
             self.since = max(self.since, oldest.at)
 
     def of(self, key: bytes) -> Loss | None:
-        """How a string was last removed. It may have been stored again since."""
+        """Return how a string was last removed. It may have been stored again since."""
         return self._losses.get(_name(key))
 
     def latest(self) -> Iterator[bytes]:
@@ -103,22 +103,22 @@ class Tier(Protocol):
         """Process the removal of a string, or of a block's last page, which another value may have replaced."""
 
     def block_removed(self, block: Block) -> None:
-        """A block is about to be removed with all its pages."""
+        """Process the removal of a block with all its pages."""
 
     def admit_split(self, block: Block) -> None:
-        """A block that was stored whole is to be split. Raises OverLimit if there is no room for its pages."""
+        """Check that a block that was stored whole can be split. Raises OverLimit without space for its pages."""
 
     def splits(self, block: Block) -> None:
-        """A block that was stored whole is about to be split."""
+        """Prepare the split of a block that was stored whole."""
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
-        """The pages of a block have entries now; `pages` has them by key."""
+        """Process a split: `pages` has the block's new entries by key."""
 
     def retimes(self, key: bytes, entry: Entry) -> None:
-        """A value's expiry is about to change."""
+        """Prepare a change of a value's expiry."""
 
     def retimed(self, key: bytes) -> None:
-        """A key's expiry has changed."""
+        """Process a change of a key's expiry."""
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Contents:
         self.texts = 0  # bytes of short strings
 
     def find(self, key: bytes) -> Entry | None:
-        """The living value of a key, without counting it as a use."""
+        """Return the living value of a key, without counting it as a use."""
         entry = self.catalogue.get(key)
         if entry is not None and entry.expires and entry.expires <= unix_ms():
             self.expire(key)
@@ -168,11 +168,11 @@ class Contents:
         return entry
 
     def expires_of(self, key: bytes) -> int:
-        """A key's expiry in unix milliseconds; 0 if it has none or does not exist. Wakes no block."""
+        """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Wakes no block."""
         return self.catalogue.expires_of(key)
 
     def living(self, block: Block) -> Block | None:
-        """A block without its overdue pages; None if no pages are left."""
+        """Return a block without its overdue pages; None if no pages are left."""
         now = unix_ms()
         if not block.soonest or block.soonest > now:
             return block
@@ -195,7 +195,9 @@ class Contents:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def own(self, key: bytes) -> Entry | None:
-        """The entry of a key that is about to change by itself. Raises OverLimit if the disk has no room for that."""
+        """Return the entry of a key that is about to change by itself. Raises OverLimit if the disk has no room for
+        that.
+        """
         if self.index.resting:
             self.catalogue.get(key)  # this wakes its block
         entry = self.catalogue.entries.get(key)
@@ -218,7 +220,7 @@ class Contents:
             self.tier.was_split(block, pages)
 
     def grow(self, unit: Unit, size: int) -> None:
-        """A unit has grown by so many bytes of memory, which may be negative."""
+        """Count a unit's growth in bytes of memory, which may be negative."""
         if isinstance(unit, Block):
             unit.footprint += size
         self.leases.grew(unit, size)
@@ -269,7 +271,9 @@ class Contents:
         return sum(map(self.delete, keys))
 
     def _block_of_one(self, key: bytes) -> Block | None:
-        """The block of a page if it was stored whole, and has no other: it need not be split to remove the page."""
+        """Return the block of a page if it was stored whole, and has no other: it need not be split to remove the
+        page.
+        """
         page = self.catalogue.page_in_extent(key) if key not in self.catalogue.entries else None
         block = cast(Block, page.unit) if page is not None else None
         return block if block is not None and block.pages == 1 else None
@@ -384,6 +388,6 @@ class Contents:
 
 
 def unit_of(key: bytes, entry: Entry) -> Unit:
-    """The unit with which a value is evicted."""
+    """Return the unit with which a value is evicted."""
     unit = entry.unit
     return unit if type(unit) is Block else key

@@ -104,7 +104,7 @@ class Protection:
         return self._disk.most if self._disk is not None else 0
 
     def _share(self, unit: Unit, room: int) -> int:
-        """A quota's share of the room. Quotas that add up to more than there is are reduced."""
+        """Return a quota's share of the room. Quotas that add up to more than there is are reduced."""
         quotas = self._contents.evictor.quotas
         quota, promised = self._contents.evictor.limit_of(unit), quotas.limits if quotas is not None else 0
         if not room:
@@ -177,7 +177,7 @@ class Keyspace:
         self._admit([[*coming]])
 
     def _admit(self, parts: Sequence[list[PendingWrite]]) -> Sequence[ReservationParts]:
-        """The same for parts of a batch. Return the reservations in quotas."""
+        """Return the same for parts of a batch. Return the reservations in quotas."""
         if self.tier is not None:
             self.tier.limit.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.quotas is not None else ()
@@ -445,7 +445,7 @@ class Keyspace:
 
 
 def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
-    """The events of a block's keys when it is stored whole. `had`: the keys before, and their expiry."""
+    """Yield the events of a block's keys when it is stored whole. `had`: the keys before, and their expiry."""
     for key in keys:
         if key not in had:
             yield "new", key
@@ -484,7 +484,8 @@ Steps = Generator[tuple[()], None, T]  # others may have their turn after each
 
 
 def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tuple[Piece, ...] | None]:
-    """A complete block's bulk string, in pieces; None if it is not complete. Counts as a use, and a hit or a miss.
+    """Yield a complete block's bulk string, in pieces; None if it is not complete. Counts as a use, and a hit or a
+    miss.
 
     It must be in memory, or `lent` as a whole. If the disk cannot be read, it is a miss.
     """
@@ -509,12 +510,12 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tu
 
 
 def has_block(keyspace: Keyspace, block: Block | None) -> Steps[bool]:
-    """Whether a block is complete, without counting it as a use."""
+    """Return whether a block is complete, without counting it as a use."""
     return block is not None and (yield from gathered(keyspace, block)).shape is not None
 
 
 def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
-    """The pages of a block, some a step; none if it was stored whole. Overdue pages must have been removed.
+    """Yield the pages of a block, some a step; none if it was stored whole. Overdue pages must have been removed.
 
     If it changes meanwhile, all pages are looked at again, in the end without steps.
     """
@@ -552,7 +553,7 @@ def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> Non
 
 
 def _shape_of(block: Block, planes: Mapping[int, _Geometry]) -> BlockShape | None:
-    """The shape of a full block, if its pages agree on one."""
+    """Return the shape of a full block, if its pages agree on one."""
     if _NONE in planes.values() or len({rows for _, rows, _, _ in planes.values()}) > 1:
         return None
     if block.pages > MAX_BLOCK_PAGES:

@@ -32,7 +32,7 @@ class TierBelow(Protocol):
         """Bytes that were fetched to be used in a moment. They do not count until then."""
 
     def holds(self, unit: Unit) -> bool:
-        """Whether somebody is about to use a unit."""
+        """Return whether somebody is about to use a unit."""
 
     def demote(self, unit: Unit) -> bool:
         """Drop a unit, or evict it if it is in memory only. False if it has to stay."""
@@ -41,7 +41,7 @@ class TierBelow(Protocol):
         """Evict a unit. False if it waits to be written, or memory would gain nothing."""
 
     def drops_any(self) -> bool:
-        """Whether there may be something to drop, whatever the policy."""
+        """Return whether there may be something to drop, whatever the policy."""
 
     def hurry(self) -> None:
         """Write to disk soon, since memory has to drop more."""

@@ -79,7 +79,7 @@ class QuotaLimit:
         return [wanted.items() for wanted in taken]
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """The same for a block that is stored whole."""
+        """Admit a block that is stored whole."""
         quotas = self._contents.evictor.quotas
         quota = quotas.named(block_name(req_id)) if quotas is not None else None
         if quota is not None:
@@ -126,7 +126,7 @@ class QuotaLimit:
         return sum(HEADER_SIZE + entries[key].size for key in unit.page_keys())
 
     def grew(self, block: Block, size: int) -> None:
-        """A block's pages have grown by so many bytes."""
+        """Count the growth of a block's pages, in bytes."""
         quota = self._contents.evictor.quota_of(block)
         if quota is not None:
             known = block in quota.sizes
@@ -146,8 +146,8 @@ class QuotaLimit:
                 yield
 
     def _every_unit(self) -> Iterator[Unit]:
-        """The units that there were at the start of the counting and that still exist. New units are counted when they
-        are stored.
+        """Yield the units that there were at the start of the counting and that still exist. New units are counted when
+        they are stored.
 
         Between two units anything may happen, a flush too. So only names are kept, and looked up when it is their turn.
         """

@@ -40,7 +40,7 @@ class Reader:
         self._touching = True  # whether reading counts as a use
 
     def look(self, key: bytes) -> Entry | None:
-        """A key's living value. Counts as a hit or a miss, not as a use."""
+        """Return a key's living value. Counts as a hit or a miss, not as a use."""
         entry = self._contents.find(key)
         if entry is None:
             self._missed(key)
@@ -49,7 +49,7 @@ class Reader:
         return entry
 
     def read(self, key: bytes) -> Entry | None:
-        """A key's living value. Counts as a use, and as a hit or a miss."""
+        """Return a key's living value. Counts as a use, and as a hit or a miss."""
         entry = self._catalogue.entries.get(key) or self._catalogue.get(key)
         if entry is None or (entry.expires and self._contents.find(key) is None):
             self._missed(key)
@@ -99,7 +99,7 @@ class Reader:
             self._touching = True
 
     def find_pages(self, names: PageNames) -> Sequence[Entry | None]:
-        """The living values of pages' keys, without counting them as uses."""
+        """Return the living values of pages' keys, without counting them as uses."""
         return self._look_up(names, 0, len(names), ANY).entries
 
     def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
@@ -134,7 +134,7 @@ class Reader:
         return found
 
     def _page_in(self, block: Block | None, names: PageNames, i: int) -> Entry | None:
-        """A page that had no entry when it was looked up, in its block."""
+        """Return a page that had no entry when it was looked up, in its block."""
         if block is None:
             return None
         if block.extent is None:
@@ -155,19 +155,19 @@ class Reader:
             found.units.append(unit)
 
     def idle(self, key: bytes) -> int:
-        """Seconds since a living key, or its block, was used, as far as this is known."""
+        """Return seconds since a living key, or its block, was used, as far as this is known."""
         entry = self._catalogue.get(key)
         assert entry is not None
         units, cold = self._contents.evictor.units, cold_body(entry)
         return units.idle(unit_of(key, entry)) if cold is None else max(units.now - cold.used, 0)
 
     def block(self, req_id: bytes, page: int) -> Block | None:
-        """One block of a request with its living pages; None when it has none."""
+        """Return one block of a request with its living pages; None when it has none."""
         block = self._contents.index.block(req_id, page)
         return None if block is None else self._contents.living(block)
 
     def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
-        """The pages that exist. Overdue ones must have been removed: see `block`."""
+        """Return the pages that exist. Overdue ones must have been removed: see `block`."""
         return [cast(Page, self._catalogue.get(key)) for key in keys]
 
     def use_block(self, block: Block) -> None:
@@ -193,20 +193,20 @@ class Listing:
         return self.living(self.places())
 
     def names(self) -> list[bytes]:
-        """Every key, including overdue ones."""
+        """Return every key, including overdue ones."""
         return [name for place in self.places() for name in self._catalogue.names_at(place)]
 
     def places(self) -> list[Place]:
-        """Where keys are: see `living`."""
+        """Return where keys are: see `living`."""
         return self._catalogue.places()
 
     def living(self, places: Iterable[Place]) -> list[bytes]:
-        """The keys at some places that exist."""
+        """Return the keys at some places that exist."""
         now, living_at = unix_ms(), self._catalogue.living_at
         return [name for place in places for name in living_at(place, now)]
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and the living keys in the next places of the order of scans.
+        """Return the next cursor, 0 at the end, and the living keys in the next places of the order of scans.
 
         There are `count` places, or fewer if they have many keys: a block stored whole is one place.
         """
@@ -220,7 +220,7 @@ class Listing:
         return cursor, found
 
     def random_key(self) -> bytes | None:
-        """A living key; None if there is none."""
+        """Return a living key; None if there is none."""
         while len(self._catalogue):
             key = self._catalogue.draw()
             if key is not None and self._contents.find(key) is not None:
@@ -228,16 +228,16 @@ class Listing:
         return None
 
     def blocks_of(self, req_id: bytes) -> list[Block]:
-        """The blocks of a request with their living pages, by page id."""
+        """Return the blocks of a request with their living pages, by page id."""
         return [block for block in self._contents.index.of(req_id) if self._contents.living(block)]
 
     def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
+        """Return the next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
         cursor, req_ids = self._contents.index.scan(cursor, count, monotonic_ms())
         return cursor, list(filter(self.has_pages, req_ids))
 
     def has_pages(self, req_id: bytes) -> bool:
-        """Whether a request has a living page."""
+        """Return whether a request has a living page."""
         index = self._contents.index
         blocks = (index.block(req_id, page) for page in index.page_ids(req_id))
         return any(block is not None and self._contents.living(block) for block in blocks)

@@ -42,17 +42,17 @@ class Damaged(Exception):
 
 
 def name_of_key(key: bytes) -> bytes:
-    """The name of a string or a page."""
+    """Return the name of a string or a page."""
     return b"k" + key
 
 
 def name_of_block(req_id: bytes, page: int) -> bytes:
-    """The name of a block that is stored whole."""
+    """Return the name of a block that is stored whole."""
     return b"b%b:%d" % (req_id, page)
 
 
 def database_key(name: bytes) -> bytes:
-    """The key under which a name is stored."""
+    """Return the key under which a name is stored."""
     return name if len(name) <= _LONGEST_KEY else b"h" + blake2b(name, digest_size=32).digest()
 
 
@@ -102,7 +102,7 @@ class Record:
 
     @classmethod
     def parse(cls, stored_under: bytes, data: Buffer) -> Record:
-        """The record of a database key. Raises Damaged."""
+        """Return the record of a database key. Raises Damaged."""
         raw = bytes(data)
         start = _DIGEST.size + _HEAD.size
         if len(raw) < start or _DIGEST.unpack_from(raw)[0] != checksum(raw[_DIGEST.size :] + stored_under):
@@ -164,7 +164,7 @@ PREFIX = b"p"
 
 
 def place_of(name: bytes) -> tuple[bytes, Spot] | None:
-    """The database key of a page's sheet, and its spot there; None if the name is not a page's."""
+    """Return the database key of a page's sheet, and its spot there; None if the name is not a page's."""
     found = _NAME.match(name)
     if found is None:
         return None
@@ -174,20 +174,20 @@ def place_of(name: bytes) -> tuple[bytes, Spot] | None:
 
 
 def is_in(name: bytes, key: bytes) -> bool:
-    """Whether the page of that name has its row in this sheet."""
+    """Return whether the page of that name has its row in this sheet."""
     place = place_of(name)
     return place is not None and place[0] == key
 
 
 def block_of(key: bytes) -> tuple[bytes, bytes, int]:
-    """The name, request and page of a sheet's block."""
+    """Return the name, request and page of a sheet's block."""
     name = key[1:].rsplit(b":", 2)[0]
     req_id, _, page = name.rpartition(b":")
     return b"b" + name, req_id, int(page)
 
 
 def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
-    """The bytes of a sheet with these rows."""
+    """Return the bytes of a sheet with these rows."""
     body = b"".join(rows.values())
     expiries = np.frombuffer(body, _COLUMNS)["expires"]
     expiring = expiries[expiries > 0]
@@ -196,7 +196,7 @@ def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
 
 
 def unpack(key: bytes, raw: Buffer) -> tuple[int, bytes]:
-    """A sheet's soonest expiry and its rows. Raises Damaged."""
+    """Return a sheet's soonest expiry and its rows. Raises Damaged."""
     data = bytes(raw)
     if len(data) < _START.size or (len(data) - _START.size) % ROW:
         raise Damaged("its record has a wrong length")
@@ -207,13 +207,13 @@ def unpack(key: bytes, raw: Buffer) -> tuple[int, bytes]:
 
 
 def by_spot(rows: bytes) -> dict[Spot, bytes]:
-    """The rows by their spots."""
+    """Return the rows by their spots."""
     starts = range(0, len(rows), ROW)
     return {_ROW.unpack_from(rows, i)[:3]: rows[i : i + ROW] for i in starts}
 
 
 def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
-    """Where each page's body is, by the page's name."""
+    """Return where each page's body is, by the page's name."""
     _, req_id, page = block_of(key)
     before, between = name_of_key(b"kv:%b:" % req_id), b":%d:" % page
     return {
@@ -223,7 +223,7 @@ def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
 
 
 def body_of(rows: bytes, spot: Spot) -> Body | None:
-    """Where a page's body is; None if it has no row."""
+    """Return where a page's body is; None if it has no row."""
     kv_type, layer, head = spot
     looked_for = _PLACE.pack(layer, head) + rows[_PAGE : _PAGE + 8]
     found = rows.find(looked_for)
@@ -237,18 +237,18 @@ def body_of(rows: bytes, spot: Spot) -> Body | None:
 
 
 def row_of(record: Record) -> bytes:
-    """The row of a page. The record's meta is its header."""
+    """Return the row of a page. The record's meta is its header."""
     return record.meta + _TIMES.pack(record.expires, record.used, record.body.digest, record.body.first)
 
 
 def record_of(name: bytes, row: bytes) -> Record:
-    """The record that a row stands for."""
+    """Return the record that a row stands for."""
     _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
     return Record(name, row[:HEADER_SIZE], expires, used, Body(size, digest, first))
 
 
 def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:
-    """The key of each page, its spot, its expiry and its last use."""
+    """Yield the key of each page, its spot, its expiry and its last use."""
     before, between = b"kv:%b:" % req_id, b":%d:" % page
     for kv_type, layer, head, _, expires, used, _, _ in _ROW.iter_unpack(rows):
         yield b"%b%d:%d%b%d" % (before, layer, head, between, kv_type), (kv_type, layer, head), expires, used
@@ -259,12 +259,12 @@ def headers(rows: bytes) -> Iterator[bytes]:
 
 
 def size_of(header: bytes) -> int:
-    """Bytes of a page's body."""
+    """Return bytes of a page's body."""
     return int.from_bytes(header[_SIZE : _SIZE + 4], "little")
 
 
 def records(key: bytes, rows: bytes) -> Iterator[Record]:
-    """The records that the rows of a sheet stand for."""
+    """Yield the records that the rows of a sheet stand for."""
     _, req_id, page = block_of(key)
     for i, (name, *_) in enumerate(pages(req_id, page, rows)):
         yield record_of(name_of_key(name), rows[i * ROW : (i + 1) * ROW])
@@ -277,7 +277,7 @@ def expires_of(rows: bytes, spot: Spot) -> int:
 
 
 def expiring(rows: bytes) -> tuple[int, bytes]:
-    """How many pages will expire, and the row of the first; there is at least one."""
+    """Return how many pages will expire, and the row of the first; there is at least one."""
     expires = np.frombuffer(rows, _COLUMNS)["expires"]
     some = np.flatnonzero(expires)
     first = int(some[expires[some].argmin()])
@@ -298,6 +298,6 @@ def footprint_of(id_size: int, size: int) -> int:
 
 
 def sheet_footprint(id_size: int, rows: bytes) -> int:
-    """The same for the pages of these rows."""
+    """Return the same for the pages of these rows."""
     sizes, counts = np.unique(np.frombuffer(rows, _COLUMNS)["size"], return_counts=True)
     return sum(footprint_of(id_size, int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))

@@ -44,6 +44,6 @@ class Reservation:
             self.commit()
 
     def commit(self) -> None:
-        """The next part is about to be stored, in the same step."""
+        """Release the reservation of the next part, which is stored in the same step."""
         for account, size in self._parts.popleft() if self._parts else ():
             account.promised -= size

@@ -1,4 +1,4 @@
 """The operating system: durable files, signals, memory, the terminal, and exit codes.
 
-Imports nothing of ours from outside this folder, so every room may use it.
+The modules of this package import only each other, so every package may import them.
 """

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def batches(sized: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
-    """Yield items, each given with its size, in lists of at most `most` bytes; a larger item is alone."""
+    """Yield lists of items of at most `most` bytes, from pairs of an item and its size; a larger item is alone."""
     some: list[T] = []
     total = 0
     for thing, nbytes in sized:

@@ -1,10 +1,9 @@
 """Files that survive a crash or a power failure: they appear complete or not at all, and their names stay.
 
-A file is written under a temporary name, flushed to the disk, and renamed; then its directory is flushed. Before the
-rename the file is not there, after it all of it is. A half-written file of a crash has a special name, and is not
-locked.
+A file is written under a temporary name, flushed to disk and renamed; then its directory is flushed. A temporary name
+ends with `.tmp`, and its file is locked while a process writes it. So a `.tmp` file without a lock is left from a crash.
 
-Only the owner can read these files, whatever the umask, since they may have confidential text of tenants.
+Only the owner can read these files, whatever the umask, because they may contain confidential text of tenants.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ log = logging.getLogger("kvpage")
 
 
 def private(path: str | Path, flags: int) -> int:
-    """An opener for `open`. A file that it creates can be used by its owner only."""
+    """Return an opener for `open`. A file that it creates can be used by its owner only."""
     return os.open(path, flags, _PRIVATE_FILE)
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory and its missing parents, for the owner only. Raises OSError."""
+    """Create a directory and its missing parents, for the owner only. Raises OSError."""
     try:
         path.mkdir(_PRIVATE_DIRECTORY, exist_ok=True)
     except FileNotFoundError:
@@ -43,9 +42,9 @@ def private_directory(path: Path) -> None:
 
 
 def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
-    """Remove all other rights from an existing file. If that fails, the log says so.
+    """Remove all rights except `leave` from an existing file, or log a warning. Other things, as /dev/null, stay.
 
-    Something that is not a file, such as /dev/null, is left alone.
+    Raises OSError if `file` does not exist.
     """
     mode = os.stat(file).st_mode
     if stat.S_ISREG(mode) and stat.S_IMODE(mode) & ~leave:
@@ -56,7 +55,7 @@ def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
 
 
 def flush(descriptor: int) -> None:
-    """Flush to the disk itself, which fsync does not guarantee on macOS."""
+    """Flush a file through the disk's own cache, which fsync does not do on macOS. Raises OSError."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
@@ -64,7 +63,7 @@ def flush(descriptor: int) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Make sure that the names in a directory are on the disk, too."""
+    """Flush the names of a directory to disk. Raises OSError."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -76,7 +75,7 @@ def flush_directory(path: Path) -> None:
 def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file, which replaces `path` on success; otherwise `path` is unchanged.
 
-    Only its owner may read it. With `keep_group` the group keeps its rights. Raises OSError.
+    Only the owner may read it. With `keep_group`, owner and group keep their rights to `path`. Raises OSError.
     """
     file, unfinished = _create(path)
     with file:
@@ -105,7 +104,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> int:
-    """Remove files that crashes left half-written, but none that are being written now. Returns how many."""
+    """Delete temporary files that crashes left; files that are being written are locked, and stay. Returns their number."""
     removed = 0
     for path in directory.glob(f".*{_UNFINISHED}"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
@@ -116,11 +115,11 @@ def remove_unfinished(directory: Path) -> int:
 
 
 def _create(path: Path) -> tuple[BinaryIO, Path]:
-    """Create a file in the same directory as `path`, locked for as long as it is open."""
+    """Create a temporary file in the directory of `path`, locked as long as it is open."""
     while True:
         descriptor, name = mkstemp(_UNFINISHED, f".{path.stem}-", path.parent)
         file, unfinished = os.fdopen(descriptor, "r+b"), Path(name)
         fcntl.flock(file, fcntl.LOCK_EX)
-        if unfinished.exists():  # it may have been tidied up before it was locked
+        if unfinished.exists():  # `remove_unfinished` may delete it before it is locked
             return file, unfinished
         file.close()

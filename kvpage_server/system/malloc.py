@@ -1,11 +1,11 @@
-"""Controls how much freed memory glibc's malloc keeps. Does nothing with another C library."""
+"""Settings of glibc's malloc for freed memory. With another C library, these functions do nothing."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 
-TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # of mallopt(3)
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
 
 _libc = ctypes.CDLL(None)
 IS_THERE = hasattr(_libc, "gnu_get_libc_version")
@@ -17,6 +17,6 @@ def tune(settings: Mapping[int, int]) -> bool:
 
 
 def trim() -> None:
-    """Return free memory to the system, also from the middle of the heap."""
+    """Return free memory to the system, including memory in the middle of the heap."""
     if IS_THERE:
         _libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Exit of our programs: one line for a person, an exit code for a script, and no traceback for expected errors."""
+"""The exit of programs: a line on stderr, an exit code, and no traceback for expected errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from io import TextIOWrapper
 
 from kvpage_server.system.text import printable
 
-# -- Standard streams of a terminal whose encoding is not UTF-8, such as ASCII or Latin-1 ------------------------------
+# -- Standard streams in an encoding other than UTF-8, such as ASCII or Latin-1 ----------------------------------------
 
 _ERRORS = "kvpage-terminal"
-_SIMILAR = {**dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)), "…": "~"}  # as wide, so that columns stay in line
+_SIMILAR = {**dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)), "…": "~"}  # of the same width, to align columns
 
 
 def fit_streams() -> None:
-    """Make every character printable, and let ASCII input be UTF-8, which contains it."""
+    """Replace characters that the encoding of an output stream lacks, and read ASCII input as UTF-8, its superset."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
@@ -28,7 +28,7 @@ def fit_streams() -> None:
 
 
 def prints_every_character() -> bool:
-    """Whether standard output encodes in one of the UTFs."""
+    """Return whether standard output encodes in one of the UTFs."""
     return not isinstance(sys.stdout, TextIOWrapper) or _codec(sys.stdout).startswith("utf")
 
 
@@ -37,7 +37,7 @@ def _codec(stream: TextIOWrapper) -> str:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """ASCII for characters that the encoding lacks: a similar one for a decoration, and JSON's escape for others."""
+    """Return ASCII for characters that the encoding lacks: a similar one for a decoration, JSON's escape for others."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -47,14 +47,16 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_ERRORS, _similar)
 
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
 @contextmanager
 def ends_quietly(program: str) -> Iterator[None]:
-    """Wraps a program. Ctrl-C ends it with one line, and a closed pipe on its output with none. Characters that the
-    terminal's encoding lacks are replaced."""
+    """Exit with a line on Ctrl-C, and without one when a pipe on standard output is closed.
+
+    Characters that the encoding of the output lacks are replaced.
+    """
     fit_streams()
     try:
         try:
@@ -64,18 +66,18 @@ def ends_quietly(program: str) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(say(program, "interrupted", INTERRUPTED))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest that the interpreter flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         sys.exit(PIPE_CLOSED)
 
 
 def say(program: str, message: str, code: int) -> int:
-    """Print on stderr, in one line, why a program ends. Returns the exit code."""
+    """Print a message of a program on stderr, in one line. Returns `code`."""
     print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
-    """The message for a missing package of an extra. Raises the error if the missing module is our own."""
+    """Return the message for a missing package of an extra. Raises the error if the missing module is our own."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "kvpage_server", "engine"):
         raise error

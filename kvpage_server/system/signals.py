@@ -1,10 +1,9 @@
-"""Signals of a server. docs/operations.md has the same as a table.
+"""Signals of a server. docs/operations.md has a table of them.
 
-Every signal that normally ends a process is a request to stop: acknowledged writes are saved first. SIGHUP has two
-meanings. For a process with a terminal, the terminal has been closed, and the process stops. For a service, which has
-none, its log file and certificates are to be reloaded. If SIGHUP was ignored at the start, as under nohup, it stays
-ignored. Signals that mean nothing to a server are ignored, so that they don't end it. Signals of a crash are left as
-they are.
+A signal in `STOP` stops the server after acknowledged writes are saved. SIGHUP also stops a server with a terminal,
+because the terminal has been closed. A service has no terminal: SIGHUP makes it open its log file again and reload its
+certificates. SIGHUP stays ignored if it was ignored at the start, as under nohup. Signals without a meaning for a server
+are ignored, because by default they would end it. Signals of a crash keep their default action.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0  # between two checks of the terminal
 
 
 def _those(*names: str) -> list[int]:
-    """The signals with these names that the system has."""
+    """Return the signals with these names that the system has."""
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
@@ -31,15 +30,15 @@ if hasattr(signal, "SIGRTMIN"):
 
 
 def begin() -> None:
-    """Ignore the signals that mean nothing to the server. Until `attend`, the others end it at once."""
+    """Ignore the signals without a meaning for a server. Until `attend`, the others end it immediately."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be cleaned up, so no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to clean up yet, so no traceback
 
 
 def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: Callable[[], None]) -> None:
-    """Let a loop call `stop` with the number of a signal to stop, and `renew` when a service gets SIGHUP."""
+    """Make a loop call `stop` with the number of a signal of `STOP`, and `renew` when a service gets SIGHUP."""
     for number in STOP:
         loop.add_signal_handler(number, stop, number)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -51,14 +50,14 @@ def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: 
     hang_up = partial(stop, signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     watch = select.poll()
-    watch.register(terminal, 0)  # a hangup is reported unasked
+    watch.register(terminal, 0)  # poll reports a hangup even without events
     _look(loop, terminal, watch, hang_up, True)
 
 
 def finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Ignore all signals. A process that has done all it had to is not to be ended by one: its exit code says so.
+    """Ignore all signals, so that none changes the exit code of a server that has finished its work.
 
-    A loop that is closed would give the signals that it attends to their usual meaning.
+    Without this, closing the loop would restore the default action of its signals.
     """
     for number in (*STOP, signal.SIGHUP):
         loop.remove_signal_handler(number)
@@ -66,7 +65,7 @@ def finish(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _terminal() -> int | None:
-    """The controlling terminal of the process, wherever its input and output go. A service has none."""
+    """Return the controlling terminal of the process, wherever its input and output go. A service has none."""
     try:
         return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
@@ -76,10 +75,11 @@ def _terminal() -> int | None:
 def _look(
     loop: asyncio.AbstractEventLoop, terminal: int, watch: select.poll, hang_up: Callable[[], None], in_front: bool
 ) -> None:
-    """Check periodically whether the terminal has been closed.
+    """Check periodically whether the terminal has been closed, and stop the server if it was in the foreground.
 
-    The system notifies only the first process of a terminal. A shell passes it on. make does not, if a window or an ssh
-    runs nothing else, and waits for the server. A server in the background of its terminal goes on.
+    The system sends SIGHUP only to the session leader. A shell forwards it. If make is the session leader, as in a
+    window or an ssh session that runs only make, it forwards nothing, and waits for the server. A server in the
+    background continues. `in_front` is whether it was in the foreground at the last check.
     """
     if watch.poll(0):
         if in_front:

@@ -19,14 +19,14 @@ from rich.text import Text
 from kvpage_server.system.program import prints_every_character
 from kvpage_server.system.text import printable
 
-_NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
+_NO_TERMINAL = 200  # columns of a pipe or a file, where no line has to wrap
 
 
 class Terminal(Console):
-    """rich's console, but a closed pipe raises BrokenPipeError instead of ending the process."""
+    """Console of rich in which a closed pipe raises BrokenPipeError instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
-        """Called while the BrokenPipeError is handled."""
+        """Raise the BrokenPipeError that rich is handling."""
         raise
 
 
@@ -34,10 +34,10 @@ out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty(
 
 
 class FittingTable(Table):
-    """A table that fits into a terminal: columns are dropped, then text is cut. Elsewhere, long text is folded."""
+    """Table that drops columns and then cuts text to fit into a terminal. Without a terminal, it folds long text."""
 
     def __init__(self, drop: Sequence[str]) -> None:
-        """`drop` has headers of columns in the order in which they are dropped; the others follow, the last first."""
+        """Take the headers of columns in the order in which they are dropped; the others follow, the last first."""
         super().__init__(box=None, header_style="bold", pad_edge=False)
         self._drop = drop
 
@@ -48,7 +48,7 @@ class FittingTable(Table):
         return Table.__rich_console__(shown, console, options)
 
     def _fitting(self, room: int) -> list[Column]:
-        """Copies of the columns that fit into so many characters, each with its width."""
+        """Return copies of the columns that fit into `room` characters, each with its width."""
         columns = [*self.columns]
         rest = [column for column in reversed(columns[1:]) if column.header not in self._drop]
         dropped = iter([*(column for name in self._drop for column in columns if column.header == name), *rest])
@@ -69,7 +69,7 @@ class FittingTable(Table):
 
 
 _GAP = 2  # characters between two columns
-_LEAST_NAME = 12  # characters of text to which a column may be cut before one is dropped
+_LEAST_NAME = 12  # characters: a column of text is cut to this width before a column is dropped
 
 
 def _width(column: Column) -> int:
@@ -78,13 +78,14 @@ def _width(column: Column) -> int:
 
 
 def _least_width(column: Column) -> int:
-    """Numbers are never cut."""
+    """Return the width to which a column may be cut; numbers are never cut."""
     return min(_width(column), _LEAST_NAME) if column.justify == "left" else _width(column)
 
 
 def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Table:
-    """A table. The columns from `numbers_from` on are numbers. In a narrow terminal, those of `drop` are dropped, the
-    first one first, and then the last ones."""
+    """Return a table. The columns from `numbers_from` on are numbers. In a narrow terminal, those of `drop` are
+    dropped, the first one first, and then the last ones.
+    """
     made = FittingTable(drop)
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i >= numbers_from else "left", overflow="fold")
@@ -92,31 +93,32 @@ def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Tabl
 
 
 def print_json(found: Any) -> None:
-    """For programs: an object on one line. Bytes that are no text are shown as `\\xNN`."""
+    """Print an object as JSON on one line. Bytes that are not UTF-8 are shown as `\\xNN`."""
     escapes = not prints_every_character()
     said = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=escapes)
-    if not said.isprintable():  # it may be read in a terminal, too
+    if not said.isprintable():  # control characters could act on a terminal
         said = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in said)
     print(said, flush=True)
 
 
 def readable(name: bytes | str, most: int | None = None) -> Text:
-    """Return a name from outside, such as a request's, with escapes for characters that cannot be printed. It is cut
-    after `most` letters.
+    """Return a name from outside, such as a request id, with escapes for unprintable characters.
+
+    It is cut to `most` characters.
     """
     said = printable(name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name)
     return Text(said if most is None or len(said) <= most else f"{said[: most - 1]}…")
 
 
 def when(unix_ms: int) -> str:
-    """A moment, and how long ago it was."""
+    """Return a moment, and how long ago it was."""
     at = datetime.fromtimestamp(unix_ms / 1000)
     ago = time.time() - unix_ms / 1000
     return f"{at:%Y-%m-%d %H:%M:%S} ({for_people(ago)} ago)" if ago >= 1 else "just now"
 
 
 def for_people(seconds: float) -> str:
-    """A duration in its two largest units."""
+    """Return a duration in its two largest units."""
     seconds = int(seconds)
     units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
     shown = [f"{count} {unit}" for unit, count in units.items() if count]

@@ -1,8 +1,7 @@
-"""Text of durations, counts, sizes, log lines and names that may contain any character.
+"""Durations, counts, sizes, log lines and names from clients as text, and the monotonic clock.
 
-Nobody can set this clock. Leases, idle times and pauses last as long as they should when the wall clock is set. Times
-to live, time stamps and all that is written to disk use the wall clock, `page.unix_ms`. To count a duration costs no
-more than an addition.
+Leases, idle times and pauses use the monotonic clock, so a change of the wall clock does not affect them. TTLs,
+timestamps and everything on disk use the wall clock, `page.unix_ms`.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
-BUCKETS = 64
-FIRST, LAST = 12, 34  # the reported powers of two: 4 microseconds to 17 seconds
+BUCKETS = 64  # of a histogram
+FIRST, LAST = 12, 34  # reported powers of two, in nanoseconds: 4 microseconds to 17 seconds
 
 
 def monotonic_ms() -> int:
-    """Milliseconds since some moment in the past. Another process may count from another moment."""
+    """Return milliseconds of the monotonic clock. Its start is arbitrary, and may differ between processes."""
     return time.monotonic_ns() // 1_000_000
 
 
 class Durations:
-    """Durations of one kind of work. `histogram[i]` counts those of at least 2**(i-1) and below 2**i nanoseconds."""
+    """Durations of one kind of work. `histogram[i]` counts durations from 2**(i-1) up to 2**i nanoseconds."""
 
     __slots__ = ("histogram", "nanoseconds")
 
@@ -31,17 +30,17 @@ class Durations:
         self.histogram = [0] * BUCKETS
 
     def note(self, nanoseconds: int) -> None:
-        """Count one that took so long."""
+        """Count a duration."""
         self.nanoseconds += nanoseconds
         self.histogram[nanoseconds.bit_length()] += 1
 
     def as_text(self) -> str:
-        """The field of INFO."""
+        """Return the field of INFO."""
         return f"calls={sum(self.histogram)},usec={self.nanoseconds // 1000},within={within(self.histogram)}"
 
 
 def within(histogram: Sequence[int]) -> str:
-    """How many took less than 2**FIRST nanoseconds, and so on up to 2**LAST."""
+    """Return how many took less than 2**FIRST nanoseconds, and so on up to 2**LAST."""
     return "/".join(map(str, [*accumulate(histogram)][FIRST : LAST + 1]))
 
 
@@ -54,7 +53,7 @@ def how_many(count: int, noun: str) -> str:
 
 
 def as_size(nbytes: int) -> str:
-    """Bytes in units of 1,024, as a configuration means them, too: "1 byte", "1.5 KiB", "12 GiB"."""
+    """Return bytes in units of 1,024, as a configuration means them, too: "1 byte", "1.5 KiB", "12 GiB"."""
     size, unit = float(nbytes), ""
     for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if size < 1024:
@@ -63,12 +62,14 @@ def as_size(nbytes: int) -> str:
     return how_many(nbytes, "byte") if not unit else f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
 
 
-# -- Text of others, such as names that clients chose, made harmless for terminals, logs and formats of l --------------
+# -- Text from clients, such as names, made harmless for terminals, logs and line formats ------------------------------
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes for characters that cannot be printed: control characters, ends of lines, invisible
-    characters, characters that reverse the direction of writing, and bytes that are not UTF-8.
+    """Return the text with escapes for unprintable characters.
+
+    Unprintable are control and invisible characters, line ends, characters that reverse the direction of writing, and
+    bytes that are not UTF-8.
     """
     return text if text.isprintable() else "".join(map(_shown, text))
 
@@ -81,17 +82,16 @@ def _shown(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
 
 
-# -- Lines of a log for people, to which no client can add one ---------------------------------------------------------
+# -- Log lines that clients cannot forge -------------------------------------------------------------------------------
 
 _CONTINUES = "    "
 
 
 class LogLines(logging.Formatter):
-    """Formatter that escapes whatever cannot be printed.
+    """Formatter that escapes unprintable characters.
 
-    A message may have names that clients chose. An end of line in a name would begin a line that looks like another
-    record, and an escape sequence would be a command to the terminal that shows the log. A message takes one line, and
-    the lines of a traceback are indented.
+    A message may contain names that clients chose. A line end in a name could forge a record, and an escape sequence
+    could control the terminal that shows the log. A message takes one line, and the lines of a traceback are indented.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -35,7 +35,7 @@ Shown = dict[str, Any]
 
 
 def slow_calls() -> Reading[list[Shown] | None]:
-    """The last slow calls, newest first; None if the user lacks the right."""
+    """Return the last slow calls, newest first; None if the user lacks the right."""
     (answer,) = yield [[b"SLOWLOG", b"GET", SLOW_CALLS]]
     if refused(answer):
         return None
@@ -53,7 +53,7 @@ def _slow(call: Any) -> Shown:
 
 
 def connected_clients() -> Reading[Shown | None]:
-    """The connections; None if the user lacks the right."""
+    """Return the connections; None if the user lacks the right."""
     (answer,) = yield [[b"CLIENT", b"LIST"]]
     if refused(answer):
         return None
@@ -160,7 +160,7 @@ class Feed:
 
 
 def _slow_events(holdings: Holdings, store: str, more: views.Shown) -> bytes:
-    """The events, in a thread: there may be thousands of agents and blocks."""
+    """Return the events, in a thread: there may be thousands of agents and blocks."""
     return views.event("holdings", views.holdings(holdings, store)) + views.event("more", more)
 
 
@@ -176,7 +176,9 @@ MOST_WATCHERS = 64  # of one user
 
 
 async def index(request: Request) -> Response:
-    """The page itself has no data. A browser that is not logged in is sent to /login, unless it has the token."""
+    """Return the page itself has no data. A browser that is not logged in is sent to /login, unless it has the
+    token.
+    """
     if token := request.query_params.get("token"):
         return await log_in(request, DEFAULT, token)
     await login_of(request)
@@ -184,12 +186,12 @@ async def index(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
-    """The form is sent to the monitor's /login."""
+    """Return the form is sent to the monitor's /login."""
     return FileResponse(PAGE / "login.html")
 
 
 async def events(request: Request) -> Response:
-    """The store's state every second, and its agents when they change."""
+    """Return the store's state every second, and its agents when they change."""
     login = await login_of(request)
     await login.observer.overview()  # raises if the user lacks permission
     feed = feed_of(login.observer)
@@ -200,14 +202,14 @@ async def events(request: Request) -> Response:
 
 
 async def agent(request: Request) -> Response:
-    """The contexts of an agent, one for each model, block by block."""
+    """Return the contexts of an agent, one for each model, block by block."""
     login = await login_of(request)
     found = await login.observer.agent(request.query_params.get("id", ""))
     return await asyncio.to_thread(lambda: JSONResponse([views.context(agent, places) for agent, places in found]))
 
 
 async def block(request: Request) -> Response:
-    """One block, page by page; null if it is not complete."""
+    """Return one block, page by page; null if it is not complete."""
     login = await login_of(request)
     try:
         name = bytes.fromhex(request.query_params.get("name", ""))

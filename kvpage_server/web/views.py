@@ -26,12 +26,12 @@ Shown = dict[str, Any]
 
 
 def event(name: str, data: object) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), json.dumps(data, separators=(",", ":")).encode())
 
 
 def overview(now: Overview, user: str, engines: EnginesSeen) -> Shown:
-    """The store in numbers, as `user` may see it."""
+    """Return the store in numbers, as `user` may see it."""
     shown = asdict(now)
     for unshown in ("commands", "errors"):
         del shown[unshown]
@@ -101,7 +101,7 @@ def holdings(found: Holdings, store: str) -> Shown:
 
 
 def _names(agents: Sequence[str]) -> list[str]:
-    """The first names, each cut to MOST_LETTERS."""
+    """Return the first names, each cut to MOST_LETTERS."""
     return [name[:MOST_LETTERS] for name in agents[:MOST_NAMES]]
 
 
@@ -172,7 +172,7 @@ def context(agent: Agent, places: list[BlockPlace]) -> Shown:
 
 
 def pages(found: Pages) -> Shown:
-    """One block, page by page: norms by layer, plane and head."""
+    """Return one block, page by page: norms by layer, plane and head."""
     return {
         "name": text(found.name),
         "tokens": found.tokens,
@@ -186,7 +186,7 @@ def pages(found: Pages) -> Shown:
 
 
 def _finite(norms: Any) -> Any:
-    """The numbers rounded, with null for NaN and infinity."""
+    """Return the numbers rounded, with null for NaN and infinity."""
     if isinstance(norms, list):
         return [_finite(norm) for norm in norms]
     return round(norms, 4) if math.isfinite(norms) else None

@@ -38,12 +38,12 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """The error for a request that is not understood or not possible."""
+    """Return the error for a request that is not understood or not possible."""
     return ApiError(400, message, param, code)
 
 
 def shortened(value: object) -> str:
-    """A value from the client, shortened for a message."""
+    """Return a value from the client, shortened for a message."""
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
     plain = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)

@@ -51,7 +51,7 @@ class Prompts:
         self._keeps_space: bool | None = None  # unknown before the first conversation
 
     async def of_chat(self, body: ChatBody) -> list[int]:
-        """The tokens of a conversation, up to the answer, as mlx-lm makes them. Raises ApiError."""
+        """Return the tokens of a conversation, up to the answer, as mlx-lm makes them. Raises ApiError."""
         tools = body.tools  # also with tool_choice none, so that the prompt begins like those before it
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
@@ -65,7 +65,7 @@ class Prompts:
         return self._keeps_space is not False
 
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a text, as mlx-lm's own generate makes them. Raises ApiError."""
+        """Return the tokens of a text, as mlx-lm's own generate makes them. Raises ApiError."""
         return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
 
     async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
@@ -100,7 +100,7 @@ class Prompts:
         return self._fitting(list(tokens), "messages")
 
     def _template(self, tools: Offered) -> str | None:
-        """The template for a conversation with these tools; None for one that is written in Python."""
+        """Return the template for a conversation with these tools; None for one that is written in Python."""
         own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
         if self._tokenizer._chat_template or own is not PreTrainedTokenizerBase.apply_chat_template:
             return None
@@ -110,8 +110,9 @@ class Prompts:
     def _rendered(
         self, messages: list[dict[str, Any]], template: str | None, tools: Offered, *, asks: bool = True
     ) -> str:
-        """The text of a conversation, as mlx-lm makes it; with `asks`, up to the next answer. Raises
-        TemplateFailedError."""
+        """Return the text of a conversation, as mlx-lm makes it; with `asks`, up to the next answer. Raises
+        TemplateFailedError.
+        """
         asked = {"tools": tools, "add_generation_prompt": asks}
         if template is not None:
             asked |= {**self._tokenizer.special_tokens_map, "enable_thinking": self._tokenizer.has_thinking}
@@ -128,7 +129,7 @@ class Prompts:
         return self._controls[template]
 
     def _plain(self, message: Message, i: int, template: str | None, tools: Offered) -> dict[str, Any]:
-        """A message for the template: its content as text, the arguments of calls as the template takes them."""
+        """Return a message for the template: its content as text, the arguments of calls as the template takes them."""
         plain = message.model_dump(exclude_none=True)
         plain.setdefault("content", "")
         if plain["role"] == "developer":
@@ -142,7 +143,7 @@ class Prompts:
         return plain
 
     def _takes_text(self, template: str | None, tools: Offered) -> bool:
-        """Whether the template takes the arguments of calls as text."""
+        """Return whether the template takes the arguments of calls as text."""
         if template not in self._text_arguments:
             self._text_arguments[template] = takes_text(
                 lambda messages: self._rendered(messages, template, tools), TemplateFailedError
@@ -180,7 +181,7 @@ class Prompts:
 
 
 def _parsed(arguments: str, param: str) -> Any:
-    """The arguments of a tool call. Raises ApiError."""
+    """Return the arguments of a tool call. Raises ApiError."""
     try:
         return json.loads(arguments)
     except ValueError:

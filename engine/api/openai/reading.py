@@ -31,7 +31,7 @@ class Marks:
         object.__setattr__(self, "pattern", re.compile("|".join(map(re.escape, longest_first)) or never))
 
     def begun(self, text: str) -> int:
-        """How many characters at the end of `text` may be the beginning of a mark, at most."""
+        """Return how many characters at the end of `text` may be the beginning of a mark, at most."""
         longest = max(map(len, self.following), default=0)
         lengths = range(min(longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in self.following)), 0)
@@ -50,18 +50,17 @@ class Markup:
         self.endless = not tokenizer.tool_call_end  # whether calls have no end mark
 
     def marks(self, state: str, *, calls: bool) -> Marks:
-        """The marks that end `state`; without `calls`, those of tool calls are plain text."""
+        """Return the marks that end `state`; without `calls`, those of tool calls are plain text."""
         return (self._with_calls if calls else self._without_calls).get(state) or Marks({})
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The calls in the text between the marks of a call. Raises any exception of
-        mlx-lm's parsers."""
+        """Return the calls in the text between the marks of a call. Raises any exception of mlx-lm's parsers."""
         parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
         parsed = parser(text, list(tools))
         return parsed if isinstance(parsed, list) else [parsed]
 
     def start(self, prompt: Sequence[int]) -> str:
-        """The state in which an answer to `prompt` begins: a thought that the prompt opened, or another one."""
+        """Return the state in which an answer to `prompt` begins: a thought that the prompt opened, or another one."""
         if initial := self._tokenizer.response_initial_state:
             return str(initial)
         if not self._tokenizer.has_thinking:
@@ -71,7 +70,7 @@ class Markup:
 
 
 def _transitions(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:
-    """The marks of mlx-lm's make_text_state_machine, by state, with their next states."""
+    """Return the marks of mlx-lm's make_text_state_machine, by state, with their next states."""
     following: dict[str, dict[str, str]] = {NORMAL: {}}
     if tokenizer.has_thinking:
         following[NORMAL][tokenizer.think_start] = REASONING
@@ -155,7 +154,7 @@ class Reader:
         return said
 
     def finish(self, reason: str) -> Said:
-        """The rest. `reason` is the answer's finish_reason: a call that "length" cut is text."""
+        """Return the rest. `reason` is the answer's finish_reason: a call that "length" cut is text."""
         said = Said()
         self._put_held(said)
         if self._state == TOOL:
@@ -228,7 +227,7 @@ class Reader:
         self.cut = not self._several
 
     def _calls(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """The calls in a text; none if it is something else, or is not whole."""
+        """Return the calls in a text; none if it is something else, or is not whole."""
         if not ended and (self._parsed(text.rstrip()[:-1]) or not (self._markup.endless or _is_json(text))):
             return []  # some of mlx-lm's parsers accept calls that are cut
         calls = self._parsed(text)
@@ -260,7 +259,7 @@ def _is_json(text: str) -> bool:
 
 
 def _arguments(given: Any) -> str:
-    """The arguments of a call as JSON. A model may write them as a text that is JSON, or leave them out."""
+    """Return the arguments of a call as JSON. A model may write them as a text that is JSON, or leave them out."""
     arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
@@ -270,7 +269,7 @@ def _arguments(given: Any) -> str:
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool for mlx-lm's parsers. They need an object for each parameter, although a schema may be `true`."""
+    """Return a tool for mlx-lm's parsers. They need an object for each parameter, although a schema may be `true`."""
     function = tool["function"]
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties")

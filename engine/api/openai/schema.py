@@ -117,7 +117,7 @@ MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 
 
 def _only(*allowed: object) -> AfterValidator:
-    """A field of OpenAI's API for which only these values are supported."""
+    """Return a field of OpenAI's API for which only these values are supported."""
 
     def check(value: object) -> object:
         if value not in allowed:
@@ -129,7 +129,7 @@ def _only(*allowed: object) -> AfterValidator:
 
 
 def _text(content: Any) -> Any:
-    """The text of a content in parts. Kinds of parts other than texts and refusals are refused."""
+    """Return the text of a content in parts. Kinds of parts other than texts and refusals are refused."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -149,7 +149,9 @@ def _listed(value: Any) -> Any:
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """A text, token ids, or a list with one of these. Ids are checked in Python so that other threads run meanwhile."""
+    """Return a text, token ids, or a list with one of these. Ids are checked in Python so that other threads run
+    meanwhile.
+    """
     name = "prompt"
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         name, prompt = "prompt[0]", prompt[0]
@@ -341,7 +343,7 @@ _CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsuppo
 
 
 def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
-    """The error for the first wrong field, with the nearest of the alternatives."""
+    """Return the error for the first wrong field, with the nearest of the alternatives."""
     alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
     field = closest.get("ctx", {}).get("field")

@@ -61,7 +61,9 @@ class TextLikelihoods:
         return _shown(self._token_text.bytes_of(token))
 
     def _top(self, token: Token) -> dict[str, float]:
-        """The likeliest tokens by their text. If two have the same text, the less likely one has its id instead."""
+        """Return the likeliest tokens by their text. If two have the same text, the less likely one has its id
+        instead.
+        """
         top: dict[str, float] = {}
         for likely, logprob in token.top[: self._count]:
             text = self._text(likely)
@@ -69,14 +71,14 @@ class TextLikelihoods:
         return top
 
     def _offset(self, token: int) -> int:
-        """The place of the next token in the answer's text, or of the character of which it is a part."""
+        """Return the place of the next token in the answer's text, or of the character of which it is a part."""
         offset = len(self._answer.text)
         self._answer.add_token(token)
         return offset
 
 
 def _shown(spelled: bytes | None) -> str:
-    """The text of a token's bytes. Bytes that are not whole characters are escaped, as in OpenAI's API."""
+    """Return the text of a token's bytes. Bytes that are not whole characters are escaped, as in OpenAI's API."""
     return REPLACEMENT if spelled is None else spelled.decode("utf-8", "backslashreplace")
 
 
@@ -95,7 +97,7 @@ class Envelope:
         return {"id": f"{prefix}-{self._id}", "object": kind, **self._common, "choices": choices, **usage, **more}
 
     def whole(self, prefix: str, kind: str, choice: Reply, answer: Answer) -> Reply:
-        """The reply that isn't streamed."""
+        """Return the reply that isn't streamed."""
         return self.chunk(prefix, kind, [choice], usage=usage(answer), kvpage=self.kvpage(answer))
 
     def kvpage(self, answer: Answer) -> Reply:

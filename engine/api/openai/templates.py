@@ -46,7 +46,7 @@ class ControlTokens:
         self._tokenizer = tokenizer
 
     def marked(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message whose content has marks, if its role is one of ROLES."""
+        """Return a message whose content has marks, if its role is one of ROLES."""
         if message["role"] not in ROLES:
             return message
         content = message["content"].replace(MARK, "\ufffd")
@@ -54,7 +54,7 @@ class ControlTokens:
         return {**message, "content": MARK.join(content[a:b] for a, b in pairwise(cuts))}
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a rendered conversation, without its marks."""
+        """Return the tokens of a rendered conversation, without its marks."""
         first, *rest = text.split(MARK)
         tokens = self._encode(first)
         if rest:
@@ -81,8 +81,9 @@ _ID = "probe0000"  # Mistral's have nine characters
 
 
 def takes_text(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception]) -> bool:
-    """Whether a template takes the arguments of calls as a text. `render` renders messages with it, and raises
-    `refusals` if that fails."""
+    """Return whether a template takes the arguments of calls as a text. `render` renders messages with it, and raises
+    `refusals` if that fails.
+    """
     try:
         return repr(_OBJECT) in render(_conversation(_OBJECT))  # it would write Python, not JSON
     except refusals:
@@ -184,7 +185,7 @@ class Renderer:
         self._ready = False
 
     def render(self, messages: list[dict[str, Any]], template: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a conversation. `arguments` are those of transformers' `render_jinja_template`.
+        """Return the text of a conversation. `arguments` are those of transformers' `render_jinja_template`.
 
         Raises TemplateFailedError.
         """

@@ -83,12 +83,12 @@ def block_key(name: BlockName) -> bytes:
 
 
 def head_size(shape: BlockShape) -> int:
-    """The number of bytes before the body."""
+    """Return the number of bytes before the body."""
     return OPENING_SIZE + HEADER_SIZE * shape.pages
 
 
 def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> bytes:
-    """The bytes before a body. If the body is in several pieces, each must hold whole pages."""
+    """Return the bytes before a body. If the body is in several pieces, each must hold whole pages."""
     headers = _blank_headers(shape).copy()
     fields = headers.view(_HEADERS)
     fields["page"], fields["created"], fields["ttl"] = page, created_ms, ttl
@@ -113,7 +113,7 @@ def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, 
 
 
 def shape_of(opening: bytes | memoryview) -> BlockShape | None:
-    """The shape of the block whose value begins with `opening`; None if it is not a block."""
+    """Return the shape of the block whose value begins with `opening`; None if it is not a block."""
     if len(opening) != OPENING_SIZE:
         return None
     magic, version, planes, reserved, layers, heads, page_size = _FIELDS.unpack_from(opening)
@@ -128,7 +128,7 @@ def shape_of(opening: bytes | memoryview) -> BlockShape | None:
 
 
 def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The first and last byte of a page's header, and of its body; None if the block has no such page."""
+    """Return the first and last byte of a page's header, and of its body; None if the block has no such page."""
     try:
         span = shape.page_span(key.layer, key.head, key.kv_type)
     except PageError:
@@ -140,7 +140,7 @@ def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tu
 
 
 def whole_pages(shape: BlockShape, body: Sequence[memoryview]) -> Sequence[memoryview]:
-    """The body in pieces of whole pages: unchanged, or joined if a page is cut."""
+    """Return the body in pieces of whole pages: unchanged, or joined if a page is cut."""
     if len(body) == 1:
         return body
     bounds = {0, *(span.stop for span in _spans(shape))}
@@ -161,7 +161,7 @@ def _opening(shape: BlockShape) -> bytes:
 
 @lru_cache(16)
 def _blank_headers(shape: BlockShape) -> Headers:
-    """The pages' headers without the fields that differ from write to write."""
+    """Return the pages' headers without the fields that differ from write to write."""
 
     def header(layer: int, plane: Plane, head: int) -> bytes:
         about = plane.dtype, plane.kv_type, shape.page_size, plane.head_dim, layer, head
@@ -221,7 +221,7 @@ def ask_lines(texts: Sequence[bytes]) -> Request[list[bytes]]:
 
 
 def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) -> Command:
-    """A command in a few words, of which the second is its key."""
+    """Return a command in a few words, of which the second is its key."""
     text, key = command(*words), bytes(words[1]) if isinstance(words[1], bytes) else b""
     return Command(key, lambda: iter((text,)), writes=writes, at_primary=at_primary)
 
@@ -266,7 +266,7 @@ def set_page(page: Page, ttl: int, created_ms: int) -> Command:
 
 
 def around_value(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
-    """The bytes before and after the value of a SET."""
+    """Return the bytes before and after the value of a SET."""
     before, after = around_set(ttl)
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after
 
@@ -285,11 +285,11 @@ class Scattered:
     shape: BlockShape
 
     def singly(self) -> Iterator[Command]:
-        """A command for each page."""
+        """Yield a command for each page."""
         return (simple(b"UNLINK", bytes(key), writes=True) for key, *_ in pages_of_block(self.name, self.shape))
 
     def spelled(self) -> tuple[list[int], list[bytes]]:
-        """The same commands as they are sent, and their slots."""
+        """Return the same commands as they are sent, and their slots."""
         req_id, page = self.name[0], b"%d" % self.name[1]
         texts, endings = _apart(self.shape, len(req_id) + len(page))
         begun = crc_hqx(b"kv:%b:" % req_id, 0)
@@ -324,7 +324,7 @@ def _endings(shape: BlockShape) -> Iterator[bytes]:
 
 
 def _words(shape: BlockShape, nbytes: int) -> list[bytes]:
-    """The keys, of which request and page id have so many bytes together."""
+    """Return the keys, of which request and page id have so many bytes together."""
     return [b"$%d\r\nkv:%b:%b\r\n" % (len(ending) + 3 + nbytes, _REQUEST, ending) for ending in _endings(shape)]
 
 
@@ -337,7 +337,7 @@ def _together(shape: BlockShape, nbytes: int) -> list[bytes]:
 
 @lru_cache(16)
 def _apart(shape: BlockShape, nbytes: int) -> tuple[bytes, bytes]:
-    """The commands, and the ends of their keys."""
+    """Return the commands, and the ends of their keys."""
     opening = b"*2\r\n" + word(b"UNLINK")
     return _NEXT.join(opening + key for key in _words(shape, nbytes)), _NEXT.join(_endings(shape))
 
@@ -378,16 +378,17 @@ class Router:
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """The same, but raises the first error if all commands fail."""
+        """Return the same, but raises the first error if all commands fail."""
         answers = yield from self.answers(commands, end)
         if answers and all(isinstance(answer, Failed) for answer in answers):
             raise answers[0].error.again()
         return answers
 
     def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """The answers, Failed for each read that no node answered; TRYAGAIN for what can be done apart.
+        """Return the answers, Failed for each read that no node answered; TRYAGAIN for what can be done apart.
 
-        Raises refusals, and the error of a write that couldn't be done until `end`."""
+        Raises refusals, and the error of a write that couldn't be done until `end`.
+        """
         late = Failed(end.exceeded())
         ways = [
             _Attempt(answer=late, from_replica=self.read_from_replicas and not (one.writes or one.at_primary))
@@ -427,7 +428,9 @@ class Router:
     def _by_node(
         self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Attempt]
     ) -> tuple[dict[tuple[Node, bool, bool], list[int]], list[int]]:
-        """The commands by node, use of ASKING, and use as a replica; and the commands whose slot nobody serves."""
+        """Return the commands by node, use of ASKING, and use as a replica; and the commands whose slot nobody
+        serves.
+        """
         groups: dict[tuple[Node, bool, bool], list[int]] = defaultdict(list)
         lost, turn = [], next(self._turn)
         for i in left:
@@ -510,7 +513,7 @@ class Router:
     # -- one node after the other ------------------------------------------------------------------------------------
 
     def home(self, key: bytes) -> Plan[Node]:
-        """The node that has a key. Raises Refused if nobody serves its slot."""
+        """Return the node that has a key. Raises Refused if nobody serves its slot."""
         if self.outdated:
             yield from self._refresh()
         shard = self.slots.shard(slot_of(key))
@@ -520,7 +523,7 @@ class Router:
         return shard.primary
 
     def strayed(self, error: PageClientError) -> bool:
-        """Whether to try again after this error, because the cluster is changing or its map was out of date."""
+        """Return whether to try again after this error, because the cluster is changing or its map was out of date."""
         if not isinstance(error, Refused):
             self.outdated = True
             return not isinstance(error, WrongReply)

@@ -52,13 +52,13 @@ class Peers:
                 pool.close()
 
     def unless_closed(self, outcomes: list[Any]) -> list[Any]:
-        """The outcomes of a round. Raises Closed if errands failed because the client was closed."""
+        """Return the outcomes of a round. Raises Closed if errands failed because the client was closed."""
         if self._closed and any(isinstance(outcome, Failed) for outcome in outcomes):
             raise Closed
         return outcomes
 
     def silence(self, end: Deadline) -> float:
-        """The seconds for which a node may be silent in a call. They leave time to ask another."""
+        """Return the seconds for which a node may be silent in a call. They leave time to ask another."""
         return min(self._silence, end.left() / 2)
 
     def pool(self, node: Hashable, replica: bool) -> PagePool:

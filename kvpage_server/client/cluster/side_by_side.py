@@ -46,12 +46,12 @@ class ServerUrl:
 
 
 def lists_several(url: str) -> bool:
-    """Whether it is a list of URLs separated by commas, or an attempt at one."""
+    """Return whether it is a list of URLs separated by commas, or an attempt at one."""
     return len(urls_of(url)) > 1 or "," in urlsplit(url).netloc.rpartition("@")[2]
 
 
 def servers_of(urls: str) -> list[ServerUrl]:
-    """The servers in ``redis://a:9221,redis://b:9221``. Raises ValueError for a server that is listed twice."""
+    """Return the servers in ``redis://a:9221,redis://b:9221``. Raises ValueError for a server that is listed twice."""
     found = [ServerUrl(url) for url in urls_of(urls)]
     names = Counter(map(str, found))
     for name, times in names.items():
@@ -63,7 +63,9 @@ def servers_of(urls: str) -> list[ServerUrl]:
 
 
 def segment_of(req_id: bytes) -> bytes:
-    """The part of a request's name that decides its server: the part in the first braces, as in a cluster, or all."""
+    """Return the part of a request's name that decides its server: the part in the first braces, as in a cluster, or
+    all.
+    """
     _, opened, rest = req_id.partition(b"{")
     tag, closed, _ = rest.partition(b"}")
     return tag if opened and closed and tag else req_id
@@ -77,7 +79,7 @@ class Rendezvous:
         self._seeds = [(server, xxhash.xxh3_64_intdigest(str(server).encode())) for server in servers]
 
     def server(self, segment: bytes) -> ServerUrl:
-        """The server of a segment, whatever the order of the servers."""
+        """Return the server of a segment, whatever the order of the servers."""
         return max(self._seeds, key=lambda each: (xxhash.xxh3_64_intdigest(segment, each[1]), str(each[0])))[0]
 
 
@@ -156,7 +158,7 @@ class SideBySideCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """The number of complete blocks, from the first one. Each server leases up to its own first hole."""
+        """Return the number of complete blocks, from the first one. Each server leases up to its own first hole."""
         check_names(names)
         parts = self._parts(
             [req_id for req_id, _ in names],
@@ -198,7 +200,7 @@ class SideBySideCalls:
 
     @timed
     def home(self, end: Deadline, key: bytes) -> Plan[ServerUrl]:
-        """The server that a key belongs to."""
+        """Return the server that a key belongs to."""
         yield from ()
         return self.rendezvous.server(segment_of(key))
 
@@ -214,7 +216,7 @@ class SideBySideCalls:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _parts(self, req_ids: Sequence[bytes], call: Callable[[list[int]], Call[Any]]) -> list[_Part]:
-        """The part of each server, with its items of the batch. Raises the errors of the arguments."""
+        """Return the part of each server, with its items of the batch. Raises the errors of the arguments."""
         items: dict[ServerUrl, list[int]] = defaultdict(list)
         servers: dict[bytes, ServerUrl] = {}
         for i, req_id in enumerate(req_ids):
@@ -225,7 +227,7 @@ class SideBySideCalls:
         return [_Part(server, some, call(some)) for server, some in items.items()]
 
     def _ask(self, parts: Sequence[_Part]) -> Plan[list[tuple[_Part, Any]]]:
-        """Each server's answer, or Failed. Raises refusals, and the first error if all servers fail."""
+        """Return each server's answer, or Failed. Raises refusals, and the first error if all servers fail."""
         answers: dict[ServerUrl, Any] = {}
         for _ in range(_TRIES):
             left = [p for p in parts if p.server not in answers or _is_retryable(answers[p.server])]
@@ -248,7 +250,7 @@ class SideBySideCalls:
         return [(part, part.read(answers[part.server])) for part in parts]
 
     def _gathered(self, count: int, nothing: Any, answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
-        """The answers for all items, in order, with `nothing` for items whose server did not answer."""
+        """Return the answers for all items, in order, with `nothing` for items whose server did not answer."""
         found = [nothing] * count
         for part, answer in answers:
             if isinstance(answer, Failed):
@@ -268,13 +270,13 @@ class _Part:
     call: Call[Any]
 
     def request(self, to: BlobCommands) -> Request[Any]:
-        """The request, in the server's commands."""
+        """Return the request, in the server's commands."""
         (part,) = self.call.parts
         request: Request[Any] = self.call.ask(to, part)
         return request
 
     def read(self, answer: Any) -> Any:
-        """The method's result for these items."""
+        """Return the method's result for these items."""
         return answer if isinstance(answer, Failed) else self.call.read([answer])
 
 
@@ -287,7 +289,7 @@ def _is_retryable(answer: Any) -> bool:
 
 
 def _all_done(answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
-    """The answers. Raises the error of the first server that failed."""
+    """Return the answers. Raises the error of the first server that failed."""
     for _, answer in answers:
         if isinstance(answer, Failed):
             raise answer.error.again()

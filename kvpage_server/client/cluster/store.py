@@ -192,7 +192,7 @@ class ClusterCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """The number of blocks that exist as blocks, from the first one. They are kept from expiring."""
+        """Return the number of blocks that exist as blocks, from the first one. They are kept from expiring."""
         check_names(names)
         asked = [commands.get_opening(name) for name in names]
         leased = [_lease(name, lease_ms, at_primary=True) for name in names] if lease_ms else []
@@ -232,12 +232,12 @@ class ClusterCalls:
 
     @timed
     def home(self, end: Deadline, key: bytes) -> Plan[Node]:
-        """The node that has a key."""
+        """Return the node that has a key."""
         return (yield from self.router.home(key))
 
     @timed
     def nodes(self, end: Deadline) -> Plan[list[Node]]:
-        """The nodes that have keys."""
+        """Return the nodes that have keys."""
         return (yield from self.router.primaries())
 
     def strayed(self, error: PageClientError) -> bool:
@@ -318,14 +318,14 @@ class ClusterCalls:
     def _with_blocks(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[list[tuple[Answer | Failed, bool]]]:
-        """The answer to a command for each page, and whether the page is in a block."""
+        """Return the answer to a command for each page, and whether the page is in a block."""
         answers, shapes = yield from self._with_shapes(keys, asked, end)
         return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=True)]
 
     def _with_shapes(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[tuple[list[Answer | Failed], dict[BlockName, BlockShape]]]:
-        """The answer to a command for each page, and the shapes of the blocks that the pages would belong to."""
+        """Return the answer to a command for each page, and the shapes of the blocks that the pages would belong to."""
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
         return answers[: len(keys)], _shapes(names, answers[len(keys) :])
@@ -369,7 +369,7 @@ def _reason(answer: Answer | Failed) -> str | None:
 
 
 def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[BlockName, BlockShape]:
-    """The shapes of the blocks that exist."""
+    """Return the shapes of the blocks that exist."""
     found = {}
     for name, opening in zip(names, answers, strict=True):
         if isinstance(opening, memoryview) and (shape := commands.shape_of(opening)):
@@ -415,14 +415,15 @@ class Several:
 
 
 def names_several(url: str) -> bool:
-    """Whether a URL names more than one server."""
+    """Return whether a URL names more than one server."""
     return urlsplit(url).scheme in SCHEMES or lists_several(url)
 
 
 def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
-    """The store that a URL names; None when it is one server's. `options` are those of `PageClient`.
+    """Return the store that a URL names; None when it is one server's. `options` are those of `PageClient`.
 
-    Raises ValueError."""
+    Raises ValueError.
+    """
     if not names_several(url):
         return None
     address = Address(url) if urlsplit(url).scheme in SCHEMES else None

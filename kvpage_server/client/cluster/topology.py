@@ -66,7 +66,7 @@ _TLS: dict[str, _Kind] = {
 
 
 def options_of(query: str, *, tls: bool) -> dict[str, Any]:
-    """The options in a URL's query. Raises ValueError with the problem and the allowed values."""
+    """Return the options in a URL's query. Raises ValueError with the problem and the allowed values."""
     allowed, found = {**_ALL, **_TLS} if tls else _ALL, dict[str, Any]()
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name in _TLS and not tls:
@@ -92,7 +92,7 @@ _TAG = re.compile(rb"[^{]*\{[^}]+\}")
 
 
 def has_tag(name: bytes) -> bool:
-    """Whether braces in a name decide alone which slot a key with this name in it is in."""
+    """Return whether braces in a name decide alone which slot a key with this name in it is in."""
     return _TAG.match(name) is not None
 
 
@@ -118,13 +118,13 @@ class SlotMap:
     """The shard of each slot, as far as known. Only `moved` changes it; a new map replaces it."""
 
     def __init__(self, ranges: Iterable[tuple[int, int, Shard]] = ()) -> None:
-        """Each range has a first and a last slot."""
+        """Create a map; each range has a first and a last slot."""
         self._shards: list[Shard | None] = [None] * SLOTS
         for first, last, shard in ranges:
             self._shards[first : last + 1] = [shard] * (last + 1 - first)
 
     def shard(self, slot: int) -> Shard | None:
-        """The shard that serves a slot, or None if unknown."""
+        """Return the shard that serves a slot, or None if unknown."""
         return self._shards[slot]
 
     def moved(self, slot: int, to: Node) -> None:
@@ -137,7 +137,7 @@ class SlotMap:
         return list(dict.fromkeys(shard.primary for shard in self._shards if shard))
 
     def nodes(self) -> list[Node]:
-        """All nodes, primaries first."""
+        """Return all nodes, primaries first."""
         shards = dict.fromkeys(shard for shard in self._shards if shard)
         return [*dict.fromkeys([*(s.primary for s in shards), *(node for s in shards for node in s.replicas)])]
 
@@ -166,7 +166,7 @@ def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
 
 
 def redirection(line: str, asked: Node) -> tuple[int, Node] | None:
-    """The slot and node in the MOVED or ASK error of a node; None if it is malformed."""
+    """Return the slot and node in the MOVED or ASK error of a node; None if it is malformed."""
     _, _, rest = line.partition(" ")
     slot, _, address = rest.partition(" ")
     host, _, port = address.rpartition(":")
@@ -194,7 +194,7 @@ class Address:
         self.seeds = [_node(host, wanted) for host in hosts.split(",")]
 
     def url(self, node: Node) -> str:
-        """The URL of a node."""
+        """Return the URL of a node."""
         return f"{self._scheme}://{self._user}{node}"
 
 

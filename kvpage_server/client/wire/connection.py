@@ -45,32 +45,32 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def part(self, node: Hashable, seconds: float) -> Deadline:
-        """The time that one of several servers may take of it."""
+        """Return the time that one of several servers may take of it."""
         seconds = min(seconds, self.left())
         return Deadline(seconds, lambda: self.late(node, f"did not answer within {seconds:.3g} s"))
 
     def left(self) -> float:
-        """The seconds left, more than 0. Raises DeadlineExceeded."""
+        """Return the seconds left, more than 0. Raises DeadlineExceeded."""
         left = self.seconds_left()
         if left <= 0:
             raise self.exceeded()
         return left
 
     def seconds_left(self) -> float:
-        """The same without an error: 0 or less after the deadline."""
+        """Return the same without an error: 0 or less after the deadline."""
         return self._end - time.monotonic()
 
     def exceeded(self) -> DeadlineExceeded:
-        """The error for an exceeded deadline."""
+        """Return the error for an exceeded deadline."""
         return self._error() if self._error else DeadlineExceeded(f"not done within {self._seconds:g} s")
 
     def late(self, node: Hashable, why: str) -> DeadlineExceeded:
-        """The error for one of several servers that is late."""
+        """Return the error for one of several servers that is late."""
         left = max(self.seconds_left(), 0)
         return DeadlineExceeded(f"{node} {why}; {left:.3g} of the call's {self._seconds:g} s left")
 
     def spent(self) -> str:
-        """How much of it is over, for people."""
+        """Return how much of it is over, for people."""
         return f"{self._seconds - max(self.seconds_left(), 0):.3g} of {self._seconds:g} s"
 
 
@@ -97,7 +97,7 @@ class PageConnection(AbstractConnection):
         """Do nothing: the pool would connect when it lends the connection. `open` does that here."""
 
     def can_read(self, timeout: float = 0) -> bool:
-        """The pool asks whether bytes of an earlier answer are left. `is_ready` does that here."""
+        """Return the pool asks whether bytes of an earlier answer are left. `is_ready` does that here."""
         return False
 
     # -- connecting ------------------------------------------------------------------------------------------------
@@ -159,12 +159,14 @@ class PageConnection(AbstractConnection):
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request[T], deadline: Deadline) -> T:
-        """The server's answer. Raises any PageClientError, and then closes the connection, except for Refused."""
+        """Return the server's answer. Raises any PageClientError, and then closes the connection, except for
+        Refused.
+        """
         self.open(deadline)
         return self.converse(request, deadline)
 
     def converse(self, request: Request[T], deadline: Deadline) -> T:
-        """The same, on the connection as it is."""
+        """Return the same, on the connection as it is."""
         conversation = self.conversation(request)
         try:
             wait_through(conversation, deadline)
@@ -173,7 +175,7 @@ class PageConnection(AbstractConnection):
             self.close_unless(conversation.over)
 
     def conversation(self, request: Request[T]) -> Conversation[T]:
-        """A request on the open connection."""
+        """Return a request on the open connection."""
         assert self._sock is not None
         return Conversation(self._sock, request)
 
@@ -239,7 +241,7 @@ class PagePool(ConnectionPool):
     closed = False
 
     def lend(self) -> PageConnection:
-        """A connection, to be released. Raises Closed, and Disconnected when there are no more."""
+        """Return a connection, to be released. Raises Closed, and Disconnected when there are no more."""
         try:
             connection = cast(PageConnection, self.get_connection())
         except redis.ConnectionError as error:
@@ -251,7 +253,7 @@ class PagePool(ConnectionPool):
 
     @contextmanager
     def lent(self) -> Iterator[PageConnection]:
-        """The same for a while."""
+        """Yield the same for a while."""
         connection = self.lend()
         try:
             with self.in_use():
@@ -292,7 +294,7 @@ def _check_scheme(url: str) -> None:
 
 
 def page_pool(url: str, options: dict[str, Any]) -> PagePool:
-    """A pool for a redis://, rediss:// or unix:// URL; `options` as redis-py's ConnectionPool takes them.
+    """Return a pool for a redis://, rediss:// or unix:// URL; `options` as redis-py's ConnectionPool takes them.
 
     Raises ValueError for another URL.
     """
@@ -306,7 +308,7 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """A client of redis-py's own, which asks the server nothing by itself but how to speak with it.
+    """Return a client of redis-py's own, which asks the server nothing by itself but how to speak with it.
 
     Raises ValueError for a URL that is not redis://, rediss:// or unix://.
     """
@@ -315,8 +317,9 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
 
 
 def pause_before_retry(connection: PageConnection, failures: int, deadline: Deadline, error: Disconnected) -> float:
-    """Seconds to wait, as the connection's redis-py Retry says. Raises `error` when it was tried often enough, when the
-    deadline would pass meanwhile, and when the connection is of no use any more."""
+    """Return seconds to wait, as the connection's redis-py Retry says. Raises `error` when it was tried often enough,
+    when the deadline would pass meanwhile, and when the connection is of no use any more.
+    """
     retry = connection.retry
     pause: float = retry._backoff.compute(failures)  # Retry.call_with_retry would sleep past the deadline
     if connection.interrupted or 0 <= retry.get_retries() < failures or pause >= deadline.left():

@@ -32,7 +32,7 @@ def command(*words: bytes | int) -> bytes:
 
 
 def around_set(ttl: int) -> tuple[bytes, bytes]:
-    """The bytes before the key and after the value of a SET; `ttl` in seconds, 0 for none."""
+    """Return the bytes before the key and after the value of a SET; `ttl` in seconds, 0 for none."""
     if ttl:
         return b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)
     return b"*3\r\n" + word(b"SET"), b"\r\n"
@@ -128,7 +128,7 @@ class Conversation(Generic[T]):
         return self._outgoing.done and self._receiver.done and not self._broken
 
     def result(self) -> T:
-        """The answer. Raises Refused, or WrongReply for an answer that does not fit; then it is not `over`."""
+        """Return the answer. Raises Refused, or WrongReply for an answer that does not fit; then it is not `over`."""
         try:
             answer = self._receiver.result()
         except ErrorAnswer as error:

@@ -40,11 +40,11 @@ class Receiver(Protocol):
         """Take bytes that were received by other means. Raises WrongReply."""
 
     def result(self) -> Any:
-        """The answer. Raises Refused if it is an error."""
+        """Return the answer. Raises Refused if it is an error."""
 
 
 def refusal(line: bytes) -> Refused:
-    """The error for an error line without its '-'."""
+    """Return the error for an error line without its '-'."""
     return Refused(line.decode("utf-8", "replace"))
 
 
@@ -126,7 +126,7 @@ class Values:
             self._received(count)
 
     def result(self) -> list[Any]:
-        """The replies. Raises Refused."""
+        """Return the replies. Raises Refused."""
         for value in self._values:
             if isinstance(value, Refused) and not self._with_errors:
                 raise value.again()
@@ -138,7 +138,7 @@ class Values:
         return [*self._into, self._scratch[: self._wanted_behind()]] if self._into else [self._scratch]
 
     def _wanted_behind(self) -> int:
-        """The number of bytes up to the body of the next string, if it has a place."""
+        """Return the number of bytes up to the body of the next string, if it has a place."""
         after = len(self._values) + 1
         place = self._places[after] if self._places and after < len(self._places) else None
         return 2 + MAX_FRAME + len(place.head) if place else len(self._scratch)
@@ -280,7 +280,7 @@ class Lines:
             raise WrongReply(f"instead of lines came {bytes(self._received[-40:])!r}")
 
     def result(self) -> list[bytes]:
-        """The lines."""
+        """Return the lines."""
         return bytes(self._received).split(b"\r\n")[:-1]
 
 
@@ -299,14 +299,14 @@ def _mapping(items: list[Any]) -> dict[Any, Any]:
 
 
 def number(digits: bytes) -> int:
-    """The number in a line. Raises WrongReply."""
+    """Return the number in a line. Raises WrongReply."""
     if not digits.removeprefix(b"-").isdigit() or len(digits) > 20:
         raise WrongReply(f"{digits[:40]!r} is no number")
     return int(digits)
 
 
 def bulk_size(digits: bytes) -> int:
-    """The length of a bulk string. Raises WrongReply for one that no value of ours has."""
+    """Return the length of a bulk string. Raises WrongReply for one that no value of ours has."""
     size = number(digits)
     if not 0 <= size <= MAX_BULK:
         raise WrongReply(f"a bulk string is said to have {size} bytes")

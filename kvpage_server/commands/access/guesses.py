@@ -40,7 +40,7 @@ class _Failures:
     next_try: float = 0.0
 
     def left(self, now: float) -> float:
-        """The failures that are not forgiven yet; a fraction for the one that is being forgiven."""
+        """Return the failures that are not forgiven yet; a fraction for the one that is being forgiven."""
         return max(0.0, self.count - (now - self.counted) / _FORGIVEN_SECONDS)
 
     def are_many(self, now: float) -> bool:
@@ -57,7 +57,7 @@ class Guesses:
         return len(self._failures)
 
     def take_turn(self, address: str) -> float:
-        """The seconds that a try from an address ("host:port") has to wait, usually 0. Raises TooMany."""
+        """Return the seconds that a try from an address ("host:port") has to wait, usually 0. Raises TooMany."""
         found = self._failures.get(_network(address))
         now = time.monotonic()
         if found is None or not found.are_many(now):

@@ -112,14 +112,14 @@ class _Rights(NamedTuple):
     accesses: frozenset[int]
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Whether they allow this for a matching key, or for all keys with a Prefix."""
+        """Return whether they allow this for a matching key, or for all keys with a Prefix."""
         if type(key) is KeyPrefix and not self.open_ended:
             return False
         return any(given & access == access for given in self.accesses)
 
 
 def spelt(access: int, pattern: bytes) -> bytes:
-    """The rule that gives access to the keys of a pattern: `%R~news:*`."""
+    """Return the rule that gives access to the keys of a pattern: `%R~news:*`."""
     return _SPELT[access] + pattern
 
 
@@ -149,15 +149,15 @@ class KeyRules:
         self._given[pattern, access] = None
 
     def all(self, access: int) -> bool:
-        """Whether the rules allow this for every key."""
+        """Return whether the rules allow this for every key."""
         return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Whether the rules allow this for a key, or for all keys with a Prefix."""
+        """Return whether the rules allow this for a key, or for all keys with a Prefix."""
         return any(rights.cover(key, access) for rights in self._rights.matching(key))
 
     def readable(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys among some that may be read."""
+        """Return the keys among some that may be read."""
         return [key for key in keys if self.cover(key, READ)]
 
     @property
@@ -193,7 +193,7 @@ Change = Callable[["User"], None]  # applies a rule; raises RuleError
 
 
 def has_spaces(word: bytes) -> bool:
-    """Whether a name or pattern has white space or a null character, which ends a word of an ACL file.
+    """Return whether a name or pattern has white space or a null character, which ends a word of an ACL file.
 
     These are the characters that Redis refuses.
     """
@@ -233,7 +233,7 @@ class Denial(NamedTuple):
 
 
 def digest(password: bytes) -> str:
-    """The SHA-256 of a password, in hexadecimal."""
+    """Return the SHA-256 of a password, in hexadecimal."""
     return hashlib.sha256(password).hexdigest()
 
 
@@ -260,21 +260,21 @@ class User:
         return b"*" in self.channels
 
     def may_use_all(self, access: int) -> bool:
-        """Whether the user may access every key in this way."""
+        """Return whether the user may access every key in this way."""
         return self.keys.all(access)
 
     def may_use(self, key: bytes, access: int) -> bool:
-        """Whether it may access a key in this way, or all keys with a Prefix."""
+        """Return whether it may access a key in this way, or all keys with a Prefix."""
         return self.keys.cover(key, access)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
-        """Whether it may use a channel. A pattern must be exactly one of its own."""
+        """Return whether it may use a channel. A pattern must be exactly one of its own."""
         if as_pattern:
             return self.every_channel or channel in self.channels
         return any(True for _ in self.channels.matching(channel))
 
     def accepts(self, password: bytes) -> bool:
-        """Whether the user can log in with that password."""
+        """Return whether the user can log in with that password."""
         given = digest(password)
         # compare all of them, so that the time reveals nothing
         known = [hmac.compare_digest(given, kept) for kept in self.passwords]
@@ -285,7 +285,9 @@ class User:
         return next(filter(None, self.checks(spec, args)), None)
 
     def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
-        """The same, one key or channel after the other: a Denial or None for each. `cost` is the cost of a check."""
+        """Yield the same, one key or channel after the other: a Denial or None for each. `cost` is the cost of a
+        check.
+        """
         if spec.name not in self.commands:
             yield Denial("command", spec.name.encode(), spec.name, self.name)
         if spec.all_keys and not self.may_use_all(spec.access):
@@ -306,11 +308,11 @@ class User:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def changed(self, rules: Iterable[bytes]) -> User:
-        """A copy of this user, changed by some rules. Raises RuleError, which names the rule."""
+        """Return a copy of this user, changed by some rules. Raises RuleError, which names the rule."""
         return self.after((rule, change_of(rule)) for rule in rules)
 
     def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """The user after prepared rules."""
+        """Return the user after prepared rules."""
         user = copy(self)
         user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
         user.keys, user.channels = self.keys.copy(), self.channels.copy()
@@ -411,7 +413,7 @@ class User:
         return b" ".join(b"&" + channel for channel in self.channels)
 
     def __bytes__(self) -> bytes:
-        """The line of a configuration or ACL file for this user."""
+        """Return the line of a configuration or ACL file for this user."""
         words = [b"user", self.name, b"on" if self.enabled else b"off"]
         words += [b"nopass"] if self.no_password else []
         words += [b"#" + hashed.encode() for hashed in self.passwords]
@@ -422,7 +424,9 @@ class User:
 
 
 def change_of(rule: bytes) -> Change:
-    """The change that a rule makes to a user. It compiles patterns, which takes some milliseconds for long ones."""
+    """Return the change that a rule makes to a user. It compiles patterns, which takes some milliseconds for long
+    ones.
+    """
     word = rule.lower()
     if word in _WORDS:
         return _WORDS[word]
@@ -437,7 +441,7 @@ def _refuse(why: str, user: User) -> None:
 
 
 def _argued(rule: bytes, word: bytes) -> Change:
-    """The change that a rule with an argument makes. Raises RuleError, PatternTooLong."""
+    """Return the change that a rule with an argument makes. Raises RuleError, PatternTooLong."""
     sign = rule[:1]
     found = _KEY_RULE.match(rule)
     if (found or sign == b"&") and has_spaces(rule):
@@ -461,7 +465,7 @@ def _argued(rule: bytes, word: bytes) -> Change:
 
 @cache
 def _commands_named(name: str) -> frozenset[str]:
-    """The commands that a rule names, including those of Redis that do not exist here. Raises RuleError."""
+    """Return the commands that a rule names, including those of Redis that do not exist here. Raises RuleError."""
     if name[:1] == "@":
         if name[1:] not in CATEGORIES:
             raise RuleError(_UNKNOWN)

@@ -49,7 +49,7 @@ class Users:
         return self.by_name[DEFAULT]
 
     def authenticate(self, name: bytes, password: bytes) -> User | None:
-        """The user of that name, if the password is right."""
+        """Return the user of that name, if the password is right."""
         user = self.by_name.get(name)
         return user if user is not None and user.accepts(password) else None
 
@@ -119,12 +119,12 @@ class Users:
         self.load(lines_of(path))
 
     def lines(self) -> list[bytes]:
-        """Every user as a line of a file, sorted by name."""
+        """Return every user as a line of a file, sorted by name."""
         return [bytes(self.by_name[name]) for name in sorted(self.by_name)]
 
 
 def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
-    """The place and the words of each line of an aclfile. Raises UserFileError, OSError."""
+    """Return the place and the words of each line of an aclfile. Raises UserFileError, OSError."""
     lines = []
     for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
         words = line.split()

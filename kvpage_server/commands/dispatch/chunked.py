@@ -37,7 +37,7 @@ _RIGHTS = 16 * _CHECKS
 
 
 def begin(client: Client, spec: Spec, words: Command) -> Stream:
-    """The reply to a command of very many words. Raises ReplyError, Paused."""
+    """Return the reply to a command of very many words. Raises ReplyError, Paused."""
     if queues(client, spec):
         raise too_much_queued()
     if not client.fast_path_ok:
@@ -51,12 +51,12 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
 
 
 def are_many_rights(client: Client, words: Command) -> bool:
-    """Whether checking the rights takes long, because very many keys are compared with very many patterns."""
+    """Return whether checking the rights takes long, because very many keys are compared with very many patterns."""
     return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
 
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
-    """The reply to such a command. Checks the rights in steps, then runs it. Raises ReplyError, Paused."""
+    """Return the reply to such a command. Checks the rights in steps, then runs it. Raises ReplyError, Paused."""
     admit(client, spec)
     client.last_command = spec.name
 
@@ -77,7 +77,7 @@ def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
 
 
 def freed_after(error: ReplyError, words: Command) -> Stream:
-    """An error as the reply to a command of very many words, which are freed in steps."""
+    """Return an error as the reply to a command of very many words, which are freed in steps."""
 
     def steps() -> Iterator[Reply]:
         yield error
@@ -113,7 +113,7 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
 
 
 def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
-    """The words of each part."""
+    """Yield the words of each part."""
     first = spec.words + parts.first
     size = _PART * parts.width
     return (words[:first] + words[start : start + size] for start in range(first, len(words), size))
@@ -138,7 +138,7 @@ def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
 
 
 def _flat(reply: Reply) -> Iterator[Reply]:
-    """The items of a streamed reply."""
+    """Yield the items of a streamed reply."""
     if not isinstance(reply, Stream):
         yield reply
         return
@@ -171,7 +171,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
 
 
 def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
-    """The items of an array without its header. An error instead of the array is repeated for each item."""
+    """Yield the items of an array without its header. An error instead of the array is repeated for each item."""
     begun = False
     for step in _flat(reply):
         if begun or type(step) is Wait or step == ():
@@ -186,7 +186,7 @@ def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
 
 
 def execute(client: Client, words: Command) -> Reply:
-    """The reply to one command; errors are replies, too. Raises Paused and Postponed if it has to wait."""
+    """Return the reply to one command; errors are replies, too. Raises Paused and Postponed if it has to wait."""
     spec = None
     try:
         count = len(words)

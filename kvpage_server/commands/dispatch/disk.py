@@ -63,7 +63,7 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
 
 
 def is_at_hand(client: Client, tiered: DiskTier, spec: Spec) -> bool:
-    """Whether a command, not EXEC, needs nothing of the disk: then it may run, as after `prepare`."""
+    """Return whether a command, not EXEC, needs nothing of the disk: then it may run, as after `prepare`."""
     if (spec.stores or spec.writes_keys) and (tiered.behind.failing or tiered.behind.full):
         return False
     if tiered.any_cold and spec.waits:
@@ -85,7 +85,7 @@ def _require_durable_state(client: Client, tiered: DiskTier) -> None:
 
 
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:
-    """The same for what EXEC is about to run, all of it."""
+    """Prepare all commands that EXEC is about to run."""
     transaction = client.transaction
     if transaction is None or transaction.refused or client.watched_changed:
         return
@@ -128,7 +128,7 @@ def _cold_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> li
 
 
 def _failed(tiered: DiskTier, value: Cold) -> bool:
-    """Whether somebody who still holds it has tried to read it, and the disk could not be read.
+    """Return whether somebody who still holds it has tried to read it, and the disk could not be read.
 
     The client whose load failed may have disconnected. The load is tried again, because the disk may work now.
     """
@@ -231,7 +231,7 @@ class ReadAhead(Generic[T]):
         self._at += 1
 
     def borrowed_read_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
-        """The pieces of a step that was lent as a whole, ready to be sent."""
+        """Return the pieces of a step that was lent as a whole, ready to be sent."""
         loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
         return None if loan is None else loan.pieces(entries)
 
@@ -287,13 +287,13 @@ class Paused(Exception):
 
 
 def is_unqueued(words: Command) -> bool:
-    """Whether a command is run even after MULTI."""
+    """Return whether a command is run even after MULTI."""
     spec = named(words[0])
     return spec is not None and spec.unqueued
 
 
 def queues(client: Client, spec: Spec) -> bool:
-    """Whether the command is queued for EXEC."""
+    """Return whether the command is queued for EXEC."""
     return client.transaction is not None and not spec.unqueued
 
 
@@ -326,13 +326,15 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
 
 
 def refused(client: Client, denial: Denial) -> ReplyError:
-    """The error for a client that lacks a right. Adds it to the ACL log."""
+    """Return the error for a client that lacks a right. Adds it to the ACL log."""
     client.server.refuse(client, denial.kind, denial.what)
     return ReplyError(denial.message)
 
 
 def takes_memory(client: Client, spec: Spec) -> bool:
-    """Whether a command needs room: if it stores something, if it is queued, or if it is EXEC and runs such a one."""
+    """Return whether a command needs room: if it stores something, if it is queued, or if it is EXEC and runs such a
+    one.
+    """
     if client.transaction is None:
         return spec.stores
     if spec.runs_queued:
@@ -356,7 +358,7 @@ def have_room(client: Client) -> None:
 
 
 def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:
-    """The error as the reply to a command that was not run."""
+    """Return the error as the reply to a command that was not run."""
     stats = client.server.stats
     stats.note_error(str(error))
     if spec is not None:
@@ -375,13 +377,13 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
 
 
 def end_caching(client: Client, spec: Spec | None) -> None:
-    """A command has run, or was refused: what CLIENT CACHING has said was for it, or for its transaction."""
+    """End the effect of CLIENT CACHING, which applies to one command, or to one transaction."""
     if client.tracking is not None and client.transaction is None and not (spec is not None and spec.keeps_caching):
         client.tracking.asked = False
 
 
 def _writes(client: Client, spec: Spec) -> bool:
-    """Whether the command changes the store; for EXEC, whether a queued command does."""
+    """Return whether the command changes the store; for EXEC, whether a queued command does."""
     if spec.runs_queued and client.transaction is not None:
         return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
     return bool(spec.flags & {"write", "may_replicate"})

@@ -28,7 +28,7 @@ _ALL_SHOWN = 32 * 1024  # bytes of all words together, because every byte is esc
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
-    """A command's first words as other users may see them. Long words are cut, so that no page is copied."""
+    """Return a command's first words as other users may see them. Long words are cut, so that no page is copied."""
     cut: list[bytes] = []
     left = _ALL_SHOWN
     for at, word in enumerate(words[:_MOST_SHOWN]):
@@ -152,7 +152,7 @@ def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
-    """The whole reply to a command of a transaction, encoded in the client's current protocol."""
+    """Return the whole reply to a command of a transaction, encoded in the client's current protocol."""
     reply, pieces = _run_queued(client, spec, words), list[Piece]()
     try:
         if type(reply) is Stream:
@@ -192,7 +192,7 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
-    """A streamed reply. Before its first part, it may still become an error."""
+    """Return a streamed reply. Before its first part, it may still become an error."""
     assert not spec.waits, f"what {spec.name} needs may leave memory between its steps"
     if reply.length is not None:
         return reply
@@ -235,7 +235,7 @@ def caller_of(client: Client, parser: Parser) -> Caller:
 
 
 def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
-    """The reply to a command that was called and handed back. Raises Postponed."""
+    """Return the reply to a command that was called and handed back. Raises Postponed."""
     if error is None:
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     return error_reply(client, spec, words, error)
@@ -255,7 +255,7 @@ def _row(spec: Spec) -> Callee:
 
 
 def _may_run(client: Client, spec: Spec, words: Command) -> bool:
-    """Whether a command needs no decision, and waits for nothing. Its row says when this is asked."""
+    """Return whether a command needs no decision, and waits for nothing. Its row says when this is asked."""
     tiered = client.server.tiered
     if spec.stores and client.keyspace.memory.is_full:
         return False

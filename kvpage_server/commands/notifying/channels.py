@@ -71,7 +71,7 @@ class Recipient(Protocol):
         """Whether it may read every key."""
 
     def sees(self, key: bytes) -> bool:
-        """Whether it may know that a key exists."""
+        """Return whether it may know that a key exists."""
 
 
 Listeners = dict[Recipient, None]  # in order of subscription
@@ -203,7 +203,7 @@ class Channels:
         self._do(steps(), at_once=False)
 
     def _told(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
-        """The listeners, grouped by the message that they get."""
+        """Return the listeners, grouped by the message that they get."""
         listeners = self.by_name.get(channel)
         told: list[tuple[Listeners, list[Reply]]] = []
         if listeners:
@@ -240,7 +240,7 @@ class Channels:
 
 
 def _size_of(pattern: bytes) -> int:
-    """Bytes of a pattern that a client listens to."""
+    """Return bytes of a pattern that a client listens to."""
     return _CHANNEL + _COMPILED * len(pattern)
 
 

@@ -114,7 +114,7 @@ class KeyEvents:
         self._notify(event, key)
 
     def _happened_to_block(self, keys: Sequence[bytes], events: Iterable[tuple[str, bytes]]) -> None:
-        """The same for all keys of a block at once, as there may be thousands."""
+        """Process an event of all keys of a block, which may be thousands."""
         if self._watchers:
             for key in self._watchers.keys() & keys:
                 self._mark(key)
@@ -133,7 +133,7 @@ class KeyEvents:
             self._channels.publish(channel, message, about)
 
     def _messages(self, event: str, key: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """The messages for an event: channel, message, and key."""
+        """Yield the messages for an event: channel, message, and key."""
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
             if "K" in self._notified:

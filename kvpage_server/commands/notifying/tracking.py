@@ -64,7 +64,7 @@ class Prefixes(Generic[T]):
         return self._count
 
     def get(self, prefix: bytes) -> T | None:
-        """The value of a prefix, or None."""
+        """Return the value of a prefix, or None."""
         node = self._path(prefix)[-1]
         return node.value if node is not None else None
 
@@ -96,7 +96,7 @@ class Prefixes(Generic[T]):
                 node = parent
 
     def of(self, name: bytes, longer_than: int = -1) -> Iterator[T]:
-        """The values of the prefixes of a name, the shortest first, that have more than so many bytes."""
+        """Yield the values of the prefixes of a name, the shortest first, that have more than so many bytes."""
         node, at = self._root, 0
         while True:
             if node.value is not None and at > longer_than:
@@ -107,7 +107,7 @@ class Prefixes(Generic[T]):
             node, at = child, at + len(child.label)
 
     def extend(self, name: bytes) -> bool:
-        """Whether there are prefixes that begin with a name and are longer."""
+        """Return whether there are prefixes that begin with a name and are longer."""
         node, at = self._root, 0
         while at < len(name):
             child = node.below.get(name[at])
@@ -121,7 +121,7 @@ class Prefixes(Generic[T]):
         return bool(node.below)
 
     def _path(self, prefix: bytes) -> list[_Node[T] | None]:
-        """The nodes down to that of a prefix; the last one is None if there is no node for it."""
+        """Return the nodes down to that of a prefix; the last one is None if there is no node for it."""
         path: list[_Node[T] | None] = [self._root]
         node, at = self._root, 0
         while at < len(prefix):
@@ -134,12 +134,12 @@ class Prefixes(Generic[T]):
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """The number of bytes with which both begin. `other` is not the longer one."""
+    """Return the number of bytes with which both begin. `other` is not the longer one."""
     return next((at for at, byte in enumerate(other) if byte != one[at]), len(other))
 
 
 def _divided(node: _Node[T], at: int) -> _Node[T]:
-    """A node with the first bytes of a node's label, above that node."""
+    """Return a node with the first bytes of a node's label, above that node."""
     upper = _Node[T](node.label[:at])
     node.label = node.label[at:]
     upper.below[node.label[0]] = node
@@ -321,7 +321,7 @@ class Tracking:
         client.keep(nbytes)
 
     def _loser(self) -> _Reader:
-        """The client that has the most bytes, of the user whose clients have the most."""
+        """Return the client that has the most bytes, of the user whose clients have the most."""
         if self._losing is not None:
             reader, left = self._losing
             if left and reader.keys and reader.client is not None:
@@ -499,7 +499,7 @@ class Tracking:
             to.push(_spelt(messages, to.protocol))
 
     def _told(self, client: Recipient) -> Recipient | None:
-        """The connection that gets a client's messages, or None."""
+        """Return the connection that gets a client's messages, or None."""
         mode, to = client.tracking, client
         assert mode is not None
         if mode.redirect:
@@ -521,7 +521,7 @@ def _request_read(name: bytes) -> bytes:
 
 
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
-    """The messages about changed keys. For RESP2 they come from a channel."""
+    """Return the messages about changed keys. For RESP2 they come from a channel."""
     opening = _OPENING[protocol]
     return Raw(b"".join([opening + _encoded_keys(keys, protocol) for keys in messages]))
 

@@ -54,11 +54,11 @@ class Memory:
         return some
 
     def sizes(self) -> list[int]:
-        """The bytes of each."""
+        """Return the bytes of each."""
         return list(map(len, self._views))
 
     def views(self) -> list[memoryview]:
-        """Each as bytes."""
+        """Return each as bytes."""
         return self._views
 
 
@@ -178,7 +178,7 @@ class Outbox:
         return buffers
 
     def sent(self, count: int) -> None:
-        """The kernel took so many bytes."""
+        """Remove the bytes that the kernel has taken."""
         if not 0 <= count <= self.nbytes:
             raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
         self._sent += count
@@ -192,7 +192,7 @@ class Outbox:
             self._gone = gone
 
     def renew(self) -> None:
-        """The memory has moved: look at each piece where it is now."""
+        """Read each piece's address again, because memory has moved."""
         self._buffers = _views(self._pieces)
 
     def clear(self) -> None:
@@ -229,16 +229,16 @@ class PageKeys:
         return PageKeys(self.names[part])
 
     def words(self) -> bytes:
-        """The five words of each, as page commands take them: req_id, layer, head, page, kv_type."""
+        """Return the five words of each, as page commands take them: req_id, layer, head, page, kv_type."""
         return b"".join(map(words_of, self.names))
 
     def keys(self) -> bytes:
-        """The key of each, one word."""
+        """Return the key of each, one word."""
         return spelt(*map(bytes, self.names))
 
 
 def words_of(name: PageKey) -> bytes:
-    """The five words of one."""
+    """Return the five words of one."""
     return spelt(name.req_id, name.layer, name.head, name.page, name.kv_type)
 
 
@@ -273,7 +273,7 @@ class SentPages:
         return some
 
     def misfit(self) -> int:
-        """The first whose body is not as long as its shape says, or whose shape is none; -1 if there is none."""
+        """Return the first whose body is not as long as its shape says, or whose shape is none; -1 if there is none."""
         for i, ((dtype, page_size, head_dim), nbytes) in enumerate(zip(self.shapes, self.bodies.sizes(), strict=True)):
             if not (0 < page_size <= MAX_U32 and 0 < head_dim <= MAX_U32 and nbytes <= MAX_U32):
                 return i
@@ -282,7 +282,7 @@ class SentPages:
         return -1
 
     def as_words(self, start: int, ttl: int) -> Chunk:
-        """The arguments of a page command that writes, of some pages from `start` on."""
+        """Return the arguments of a page command that writes, of some pages from `start` on."""
         pieces: list[bytes | memoryview] = []
         stop = self._stop(start)
         before = b""
@@ -311,7 +311,7 @@ class SentPages:
         return zip(self.names.names[part], self.shapes[part], self.bodies.views()[part], strict=True)
 
     def _stop(self, start: int) -> int:
-        """Where a chunk from `start` on ends."""
+        """Return where a chunk from `start` on ends."""
         nbytes = 0
         for stop in range(start, min(start + PAGES_PER_CHUNK, len(self))):
             if nbytes >= SEND_BYTES:
@@ -406,7 +406,7 @@ class Bodies:
         self._start, self._end = 0, len(left)
 
     def _wanted(self, direct: memoryview) -> int:
-        """Bytes up to the next long body."""
+        """Return bytes up to the next long body."""
         wanted = MAX_FRAME
         item = self._item
         if self._next in (Bodies._take_body, Bodies._take_dropped, Bodies._take_crlf):

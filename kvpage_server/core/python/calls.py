@@ -143,7 +143,7 @@ def _is_plain(reply: object) -> bool:
 
 
 def _spelt(reply: bytes | int | tuple[Piece, ...] | None, protocol: int) -> tuple[Piece, ...]:
-    """A plain reply as it is sent. A tuple and a subclass of bytes are that already."""
+    """Return a plain reply as it is sent. A tuple and a subclass of bytes are that already."""
     if isinstance(reply, tuple):
         return reply
     if reply is None:

@@ -152,7 +152,7 @@ class Parser:
         self._fault: ProtocolError | MemoryError | None = None  # that `next` is to raise
 
     def trust(self, trusted: bool) -> None:
-        """Whether the client has authenticated."""
+        """Set whether the client has authenticated."""
         self.trusted = trusted
 
     @property
@@ -219,7 +219,7 @@ class Parser:
                 self._were_long = False
 
     def _completes(self) -> bool:
-        """Whether a command is whole, or something is wrong with it: `next` returns either."""
+        """Return whether a command is whole, or something is wrong with it: `next` returns either."""
         try:
             return self._is_whole()
         except (ProtocolError, MemoryError) as fault:
@@ -237,7 +237,7 @@ class Parser:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def next(self) -> Command | None:
-        """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        """Return the next whole command, or None when more bytes are needed. Raises ProtocolError."""
         if self._fault is not None:
             try:
                 raise self._fault
@@ -255,7 +255,7 @@ class Parser:
         return False
 
     def _taken(self) -> Command:
-        """The words of the command that was under way."""
+        """Return the words of the command that was under way."""
         words, self._words = self._words, []
         self.received, self.receiving = self.receiving, 0
         self.taken_bytes = self._size + WORD * len(words)
@@ -278,7 +278,7 @@ class Parser:
         return line is not None
 
     def _line(self, end: bytes, too_long: str) -> bytes | None:
-        """The line at the cursor, or None when it has not arrived."""
+        """Return the line at the cursor, or None when it has not arrived."""
         start = self._pos
         stop = self._data.find(end, start + self._scanned)
         if (len(self._data) - len(end) + 1 if stop < 0 else stop) - start > MAX_LINE:
@@ -364,7 +364,7 @@ class Parser:
         return slot
 
     def _arrived(self, part: memoryview) -> None:
-        """Bytes of the long word are in its slot."""
+        """Note received bytes of the long word in its slot."""
         if self._digest is not None:
             self._digest.update(part[: max(self._length - self._filled, 0)])
         self._filled += len(part)

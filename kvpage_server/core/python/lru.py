@@ -89,6 +89,6 @@ def _link_last(columns: Columns, place: int, queue: int) -> None:
 
 
 def _unlink(columns: Columns, place: int) -> None:
-    """A place that is in no queue is its own neighbour's: nothing changes."""
+    """Take a place out of its queue. A place in no queue is its own neighbour, so nothing changes."""
     before, after = columns.before[place], columns.after[place]
     columns.after[before], columns.before[after] = after, before

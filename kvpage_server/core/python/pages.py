@@ -92,15 +92,15 @@ class PageSet:
         self.version += 1
 
     def has(self, layer: int, head: int, kv_type: int) -> bool:
-        """Whether there is a page."""
+        """Return whether there is a page."""
         return bool(self._rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
 
     def each_row(self) -> Iterator[tuple[int, int]]:
-        """Every row that has heads, and these, in the order of a block's body, as they are now."""
+        """Yield every row that has heads, and these, in the order of a block's body, as they are now."""
         return iter([(row, heads) for row, heads in sorted(self._rows.items()) if heads])
 
     def outline(self) -> tuple[int, int, int]:
-        """One more than the last layer, one more than the last head, and the planes, a bit each."""
+        """Return one more than the last layer, one more than the last head, and the planes, a bit each."""
         layers = heads_end = planes = 0
         for row, heads in self._rows.items():
             if heads:
@@ -152,11 +152,11 @@ class PageNames:
         return [name.key for name in self._names]
 
     def name(self, i: int) -> PageName:
-        """One of them."""
+        """Return one of them."""
         return self._names[i]
 
     def block(self, i: int) -> BlockName:
-        """The block of one of them."""
+        """Return the block of one of them."""
         return self._names[i].req_id, self._names[i].page
 
     def blocks(self) -> list[BlockName]:
@@ -208,7 +208,7 @@ class NewPages(PageNames):
 
     @classmethod
     def one(cls, name: PageName, slot: Slot, expires: int) -> NewPages:
-        """A page whose slot has its header."""
+        """Return a page whose slot has its header."""
         pages = cls.__new__(cls)
         pages._names, pages.slots, pages._expires = [name], [slot], [expires]
         return pages

@@ -124,7 +124,7 @@ class Slot:
         return b"$%d\r\n%b" % (HEADER_SIZE + self.size, bytes(self.header)), self.part(0, self.size), b"\r\n"
 
     def part(self, start: int, stop: int) -> Part:
-        """The bytes of the body from `start` to before `stop`."""
+        """Return the bytes of the body from `start` to before `stop`."""
         return Part(self, start, stop)
 
     @property
@@ -180,7 +180,7 @@ class Arena:
         return self._in_chunks + self._regions.spare
 
     def allocate(self, size: int) -> Slot:
-        """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
+        """Return a slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
         if size < 0:
             raise ValueError(f"a slot has 0 bytes or more, got {size}")
         self._take_back()

@@ -57,7 +57,7 @@ class StoredBodies:
         return True if digest == body.digest else Damaged(_WRONG_BODY)
 
     def find(self, name: bytes, size: int) -> Found:
-        """The pieces of a body of this size, which was read and is intact."""
+        """Return the pieces of a body of this size, which was read and is intact."""
         try:
             body = self._body(name)
             if body is None or body.size != size:
@@ -68,7 +68,7 @@ class StoredBodies:
         return pieces if _digest_of(pieces) == body.digest else Damaged(_WRONG_BODY)
 
     def check(self, name: bytes) -> int:
-        """The size of a body that was read and is intact; 0 if there is none. Raises Damaged."""
+        """Return the size of a body that was read and is intact; 0 if there is none. Raises Damaged."""
         body = self._body(name)
         if body is None:
             return 0
@@ -131,7 +131,7 @@ def _copy(piece: memoryview, into: memoryview) -> None:
 
 
 def _digest_of(pieces: Iterable[memoryview]) -> int:
-    """The XXH3-64 of bytes of the map."""
+    """Return the XXH3-64 of bytes of the map."""
     digest = xxhash.xxh3_64()
     for piece in pieces:
         if 0 < len(piece) <= _HASHED_WITH_GIL:

@@ -115,7 +115,7 @@ class Mapped:
         self._reading = None
 
     def view(self, at: int) -> memoryview:
-        """Where the bytes of a piece are now."""
+        """Return where the bytes of a piece are now."""
         return self._views[at]
 
 

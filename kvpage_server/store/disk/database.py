@@ -63,7 +63,7 @@ class LostPieces:
         return len(lost)
 
     def _lost(self, txn: _Txn) -> Iterator[bytes]:
-        """The keys of pieces that no record has."""
+        """Yield the keys of pieces that no record has."""
         ranges = iter(sorted((body.pieces.start, body.pieces.stop) for body in self._bodies(txn) if body.first))
         start, stop = next(ranges, (0, 0))
         for key in txn.cursor(self.pieces).iternext(keys=True, values=False):
@@ -401,7 +401,7 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
-        """The sheets in the order of their database keys, see `sheet.unpack`. One transaction."""
+        """Yield the sheets in the order of their database keys, see `sheet.unpack`. One transaction."""
         with lmdb_errors(self.path), self._env.begin() as txn:
             cursor = txn.cursor(self._records)
             if not cursor.set_range(records.PREFIX):
@@ -415,7 +415,7 @@ class Disk:
                     yield key, damage
 
     def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
-        """The records that follow a database key, each with its database key. One transaction.
+        """Yield the records that follow a database key, each with its database key. One transaction.
 
         Without `after`, only records outside of sheets. At most `most` database records are read; a sheet is one of
         them.
@@ -463,6 +463,6 @@ class Disk:
         return StoredBodies(txn, self._records, self._pieces, known, whole_sheets=wanted >= _MANY)
 
     def check(self, name: bytes) -> int:
-        """The size of a value that was read and found intact; 0 if there is none. Raises Damaged, DiskError."""
+        """Return the size of a value that was read and found intact; 0 if there is none. Raises Damaged, DiskError."""
         with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
             return self._bodies(txn, _MANY).check(name)

@@ -77,7 +77,7 @@ Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt | Retime
 
 
 def change_of(name: bytes, value: Value) -> Change:
-    """The change that stores a value. If the value is on disk already, only its expiry changes."""
+    """Return the change that stores a value. If the value is on disk already, only its expiry changes."""
     if isinstance(value, Retime):
         return value
     if isinstance(value, tuple):
@@ -101,7 +101,9 @@ def _encode_shape(extent: Extent) -> bytes:
 
 
 def extent_of(record: Record, block: Block, used: int) -> Extent:
-    """A block stored whole, whose body stays on disk. It was `used` at these monotonic seconds. Raises Damaged."""
+    """Return a block stored whole, whose body stays on disk. It was `used` at these monotonic seconds. Raises
+    Damaged.
+    """
     try:
         layers, heads, page_size, created, ttl = _SHAPE.unpack_from(record.meta)
         planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(record.meta[28:])]
@@ -129,7 +131,7 @@ class Sheets:
         self.damaged = False  # one of them was, so it is not known where its pages' pieces lie
 
     def of(self, key: bytes) -> dict[Spot, bytes]:
-        """The rows of a sheet. A damaged one has none, since it is not known where its pages lie."""
+        """Return the rows of a sheet. A damaged one has none, since it is not known where its pages lie."""
         rows = self._rows.get(key)
         if rows is None:
             data = self._txn.get(key, db=self._records)

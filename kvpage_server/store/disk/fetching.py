@@ -137,7 +137,7 @@ class Fetching:
         self._end_looks()
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
-        """Whether values that a long reply reads should stay in memory. If not, they are lent."""
+        """Return whether values that a long reply reads should stay in memory. If not, they are lent."""
         needs = 2 * sum(map(_SIZE, values))  # upper bound: slots are larger than their values
         memory = self._memory
         if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
@@ -239,7 +239,7 @@ class Fetching:
         self._stored.counts.fetched += len(values)
 
     def _note_borrowed(self, unit: Block) -> None:
-        """A lent block was used. It may be on disk only; then the policy does not know it."""
+        """Note a use of a borrowed block. A block on disk only is unknown to the policy."""
         evictor = self._contents.evictor
         self._stored.usage.use(name_of_unit(unit))
         if unit in evictor.units:

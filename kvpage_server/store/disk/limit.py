@@ -75,7 +75,7 @@ class Chains:
                 self._extensions[before] = self._extensions.get(before, 0) + 1
 
     def _descends(self, block: Block, ancestor: Block) -> bool:
-        """Whether a block extends another, directly or not. Assumed if there are too many steps."""
+        """Return whether a block extends another, directly or not. Assumed if there are too many steps."""
         if ancestor not in self._extensions:
             return block is ancestor
         at: Block | None = block
@@ -86,7 +86,7 @@ class Chains:
         return True
 
     def is_extended(self, req_id: bytes, page: int) -> bool:
-        """Whether any block extends this one."""
+        """Return whether any block extends this one."""
         request = self._index.requests.get(req_id, {})
         return page + 1 in request or request.get(page) in self._extensions
 
@@ -159,11 +159,11 @@ class DiskLimit:
 
     @staticmethod
     def least_for(size: int) -> int:
-        """The least `maxdisk` with room for values of this size in bytes."""
+        """Return the least `maxdisk` with room for values of this size in bytes."""
         return ceil(size / _SHARE_OF_DISK)
 
     def size_of(self, unit: Unit) -> int:
-        """Bytes of the disk that a unit takes."""
+        """Return bytes of the disk that a unit takes."""
         return self._stored.usage.size_of_unit(name_of_unit(unit))
 
     def admit(self, coming: Collection[PendingWrite]) -> None:
@@ -200,7 +200,7 @@ class DiskLimit:
         return found
 
     def _blocks_of(self, coming: Collection[PendingWrite]) -> set[Block]:
-        """The blocks that there are of pages, and of those whose keys will be strings'."""
+        """Return the blocks that there are of pages, and of those whose keys will be strings'."""
         index, get = self._contents.index, self._contents.catalogue.get
         names = {value.block for value in coming if value.block is not None}
         blocks = {block for name in names if (block := index.block(*name)) is not None}
@@ -210,7 +210,7 @@ class DiskLimit:
         return blocks
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """The same for a block that is stored whole."""
+        """Admit a block that is stored whole."""
         if not self._stored.maxdisk:
             return
         name, block = name_of_block(req_id, page), self._contents.index.block(req_id, page)
@@ -219,12 +219,12 @@ class DiskLimit:
         self._ensure_space(sizes, {name})
 
     def admit_split(self, block: Block) -> None:
-        """The same for a block that was stored whole, whose pages will be values of their own."""
+        """Admit the split of a block that was stored whole, whose pages become separate values."""
         if self._stored.maxdisk and (sizes := self._split_sizes(block)):
             self._ensure_space(sizes, sizes)
 
     def _split_sizes(self, block: Block) -> Sizes:
-        """The footprint of all pages of a block that is on disk as a whole, in its name; nothing for others."""
+        """Return the footprint of all pages of a block that is on disk as a whole, in its name; nothing for others."""
         name = name_of_unit(block)
         if block.extent is None or not self._stored.keeps(name):
             return {}
@@ -256,7 +256,7 @@ class DiskLimit:
                 raise TooMuchAtOnce(maxdisk, with_it)
 
     def _exceeds_reserve(self, growth: int, at_once: int) -> bool:
-        """Whether these bytes do not fit, although values may take a part of LMDB's space for a while."""
+        """Return whether these bytes do not fit, although values may take a part of LMDB's space for a while."""
         usage, maxdisk = self._stored.usage, self._stored.maxdisk
         return (
             usage.expected + growth > maxdisk * _SHARE_FOR_NOW
@@ -342,7 +342,7 @@ class DiskLimit:
             yield from self._also_in_memory(last=True)
 
     def _oldest_on_disk_only(self) -> Iterator[Unit]:
-        """The units on disk only. A unit that others extend is deferred."""
+        """Yield the units on disk only. A unit that others extend is deferred."""
         usage, passed = self._stored.usage, 0
         most = min(_MOST_PASSED, usage.units_on_disk_only)
         if self._policy != PREFIX:  # it deferred some before the policy was changed

@@ -56,7 +56,7 @@ class Witness:
         self._boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
     def vouches(self) -> bool:
-        """Whether the file is as it was when it was closed, or at the last commit in this boot."""
+        """Return whether the file is as it was when it was closed, or at the last commit in this boot."""
         said, seen = os.pread(self._note, 200, 0).decode("ascii", "replace").strip(), self._seen()
         return said == seen or bool(self._boot and said == f"{seen} {self._boot}")
 
@@ -128,7 +128,7 @@ def claim(path: Path) -> IO[bytes]:
 
 
 def _taken(file: IO[bytes]) -> bool:
-    """Whether the lock is ours now. LMDB locks other parts of a file of its own, so it is not affected."""
+    """Return whether the lock is ours now. LMDB locks other parts of a file of its own, so it is not affected."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -63,7 +63,7 @@ class Loader:
         return bool(used)
 
     def _in_order(self, units: list[bytes], used: NDArray[np.int64], pieces: list[int]) -> Iterable[bytes]:
-        """The units, each once, in the order of their last use, which is the order of their eviction.
+        """Yield the units, each once, in the order of their last use, which is the order of their eviction.
 
         The links between blocks are not on disk. A context is usually written at once, from its beginning. So of the
         units that were used in the same seconds, `allkeys-prefix` evicts the one first that was written last. Pieces
@@ -146,7 +146,7 @@ class Loader:
         return text
 
     def _seconds(self, used: int) -> int:
-        """The monotonic seconds of a use, which is at `used` unix milliseconds.
+        """Return the monotonic seconds of a use, which is at `used` unix milliseconds.
 
         Negative for a use before the machine started. If the clock was set back since, the use may lie in the future:
         then it counts as one at the start.

@@ -16,12 +16,12 @@ _MOST_SHOWN = 256  # bytes of a key
 
 
 def name_of_unit(unit: Unit) -> bytes:
-    """The name of a unit."""
+    """Return the name of a unit."""
     return name_of_key(unit) if isinstance(unit, bytes) else name_of_block(unit.req_id, unit.page)
 
 
 def each_name_in(unit: Unit) -> Iterator[bytes]:
-    """The names of a unit's values, one by one, as there may be many."""
+    """Yield the names of a unit's values, one by one, as there may be many."""
     if isinstance(unit, bytes):
         yield name_of_key(unit)
     elif unit.extent is not None:
@@ -31,23 +31,23 @@ def each_name_in(unit: Unit) -> Iterator[bytes]:
 
 
 def names_in(unit: Unit) -> Sequence[bytes]:
-    """The same as a list."""
+    """Return the same as a list."""
     return [*each_name_in(unit)]
 
 
 def unit_of_cold(value: Cold) -> Unit:
-    """The unit of a value."""
+    """Return the unit of a value."""
     return value.unit if type(value.unit) is Block else value.name[1:]
 
 
 def parse_block(name: bytes) -> tuple[bytes, int]:
-    """The request and page id in a block's name."""
+    """Return the request and page id in a block's name."""
     req_id, _, page = name[1:].rpartition(b":")
     return req_id, int(page)
 
 
 def described(name: bytes) -> str:
-    """A value of that name as a log shows it: a block by its request and page id, anything else by its key."""
+    """Return a value of that name as a log shows it: a block by its request and page id, anything else by its key."""
     if name[:1] == b"b":
         req_id, page = parse_block(name)
         return f"block {page} of request {printable(req_id.decode('utf-8', 'surrogateescape'))}"
@@ -56,13 +56,13 @@ def described(name: bytes) -> str:
 
 
 def block_name_of(name: bytes) -> bytes | None:
-    """The name of the block that a page of this name belongs to; None if no page can have it."""
+    """Return the name of the block that a page of this name belongs to; None if no page can have it."""
     page = page_named(name[1:]) if name[:4] == b"kkv:" else None
     return name_of_block(page.req_id, page.page) if page is not None else None
 
 
 def value_named(contents: Contents, name: bytes) -> Entry | Extent:
-    """The value of a name. It must exist."""
+    """Return the value of a name. It must exist."""
     if name[:1] == b"k":
         return contents.catalogue.entries[name[1:]]
     block = contents.index.block(*parse_block(name))
@@ -72,7 +72,7 @@ def value_named(contents: Contents, name: bytes) -> Entry | Extent:
 
 
 def unit_named(contents: Contents, name: bytes) -> Unit | None:
-    """The unit of that name; None if there is none. A page may have the key that a string had."""
+    """Return the unit of that name; None if there is none. A page may have the key that a string had."""
     if name[:1] == b"b":
         return contents.index.block(*parse_block(name))
     entry = contents.catalogue.entries.get(name[1:])
@@ -80,14 +80,14 @@ def unit_named(contents: Contents, name: bytes) -> Unit | None:
 
 
 def is_there(contents: Contents, unit: Unit) -> bool:
-    """Whether a unit exists. Does not wake its block."""
+    """Return whether a unit exists. Does not wake its block."""
     if isinstance(unit, Block):
         return contents.index.has(unit.req_id, unit.page)
     return unit in contents.catalogue.entries
 
 
 def is_removed(contents: Contents, name: bytes) -> bool:
-    """Whether there is nothing of that name any more, nor the block that it was a part of."""
+    """Return whether there is nothing of that name any more, nor the block that it was a part of."""
     if name[:1] == b"b":
         return not contents.index.has(*parse_block(name))
     page = page_named(name[1:])
@@ -97,6 +97,6 @@ def is_removed(contents: Contents, name: bytes) -> bool:
 
 
 def is_cold_named(contents: Contents, name: bytes) -> bool:
-    """Whether a value's bytes are on disk only."""
+    """Return whether a value's bytes are on disk only."""
     value = value_named(contents, name)
     return isinstance(value.slot if isinstance(value, Extent) else value, Cold)

@@ -24,7 +24,7 @@ class Needs:
         self.index = contents.index
 
     def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
-        """The values that must be fetched before these keys can be read."""
+        """Return the values that must be fetched before these keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
         if are_cold(entries):
             return [*dict.fromkeys(entries)]
@@ -34,7 +34,7 @@ class Needs:
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
 
     def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
-        """The values that must be fetched before a block can be read whole."""
+        """Return the values that must be fetched before a block can be read whole."""
         block = self.index.block(req_id, page)
         if block is None:
             return []

@@ -61,7 +61,7 @@ class Changes:
         self._limit = limit
 
     def spell(self, name: bytes, value: Value) -> Change:
-        """The change that stores a value. Called in the writing thread."""
+        """Return the change that stores a value. Called in the writing thread."""
         return change_of(name, value)
 
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
@@ -69,7 +69,7 @@ class Changes:
         return self._limit.give_up(error, size)
 
     def is_removed(self, name: bytes) -> bool:
-        """Whether the store has nothing of that name."""
+        """Return whether the store has nothing of that name."""
         return is_removed(self._contents, name)
 
     def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
@@ -221,7 +221,7 @@ class DiskTier:
         self.stored.store(name_of_unit(block), block.extent)
 
     def splits(self, block: Block) -> None:
-        """A block stored whole is about to be split. Raises Absent if it is not in memory."""
+        """Prepare the split of a block stored whole. Raises Absent if it is not in memory."""
         assert block.extent is not None
         if isinstance(block.extent.slot, Cold):
             raise Absent(block.extent.slot.name)
@@ -244,7 +244,7 @@ class DiskTier:
     # -- removed values ------------------------------------------------------------------------------------------------
 
     def pages_dropped(self, block: Block) -> None:
-        """A block is about to lose its pages to one that is stored whole."""
+        """Process the replacement of a block's pages by a block that is stored whole."""
         if block.extent is None:
             for key in block.page_keys():
                 self.stored.remove(name_of_key(key), replaced=True)
@@ -281,7 +281,9 @@ class DiskTier:
         return self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
 
     def drops_any(self) -> bool:
-        """Whether there may be something to drop, under any policy: not if short strings alone exceed maxmemory."""
+        """Return whether there may be something to drop, under any policy: not if short strings alone exceed
+        maxmemory.
+        """
         return not (self._keeps_texts and self._contents.texts > self._memory.maxmemory)
 
     def hurry(self) -> None:
@@ -311,7 +313,7 @@ class DiskTier:
         return True
 
     def _waits(self, unit: Unit) -> bool:
-        """Whether a part of a unit waits to be written. Usually all of it does, or nothing."""
+        """Return whether a part of a unit waits to be written. Usually all of it does, or nothing."""
         return not self.behind.settled and any(map(self.behind.waits, each_name_in(unit)))
 
     def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
@@ -344,7 +346,7 @@ class DiskTier:
     # -- the disk's side -------------------------------------------------------------------------------------------
 
     def _found_damaged(self, name: bytes) -> None:
-        """The scrubber found a value or sheet damaged. It is written again if memory has it."""
+        """Process a damaged value or sheet. It is written again if memory has it."""
         if name.startswith(records.PREFIX):
             block = self._contents.index.block(*parse_block(records.block_of(name)[0]))
             for one in [] if block is None else names_in(block):

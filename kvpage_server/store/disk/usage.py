@@ -60,16 +60,16 @@ class DiskUsage:
             self.replaced += there
 
     def to_replace(self, names: Iterable[bytes]) -> int:
-        """The bytes on disk of values that are not among those `replaced` yet."""
+        """Return the bytes on disk of values that are not among those `replaced` yet."""
         return sum(self._sizes.get(name, 0) for name in names if name not in self._replaced)
 
     def size_of(self, name: bytes) -> int:
-        """A value's footprint when all that waits is written; 0 if it will not be there."""
+        """Return a value's footprint when all that waits is written; 0 if it will not be there."""
         size = self._expected.get(name)
         return self._sizes.get(name, 0) if size is None else size
 
     def size_of_unit(self, unit: bytes) -> int:
-        """A unit's footprint; 0 for a block that was loaded, until somebody asks for one of its pages."""
+        """Return a unit's footprint; 0 for a block that was loaded, until somebody asks for one of its pages."""
         return self._sizes.get(unit, 0) + self._blocks.get(unit, 0)
 
     def is_stray_string(self, name: bytes) -> bool:
@@ -77,7 +77,7 @@ class DiskUsage:
         return name in self._strays
 
     def note_stray(self, name: bytes, block: bytes) -> None:
-        """A string has the name of a page of that block."""
+        """Note that a string has the name of a page of that block."""
         if name not in self._strays:
             self._grow(name, block, -self._sizes.get(name, 0))
             self._strays.add(name)
@@ -128,7 +128,7 @@ class DiskUsage:
         self.used = self.expected = size
 
     def know(self, name: bytes, unit: bytes, size: int) -> None:
-        """A value that the start found."""
+        """Note a value that was found at the start."""
         self._sizes[name] = size
         self._grow(name, unit, size)
 
@@ -143,12 +143,12 @@ class DiskUsage:
             self.is_alone(unit)
 
     def is_alone(self, unit: bytes) -> None:
-        """A unit is not in memory any more."""
+        """Note that a unit is on disk only."""
         self.remove_unit(unit)
         self._alone[unit] = None
 
     def is_on_disk_only(self, unit: bytes) -> bool:
-        """Whether a unit is on disk only."""
+        """Return whether a unit is on disk only."""
         return unit in self._alone or unit in self._deferred
 
     @property
@@ -225,11 +225,11 @@ class Stored:
         self.counts = DiskCounters()
 
     def has(self, name: bytes) -> bool:
-        """Whether a value is on disk or waits to be written."""
+        """Return whether a value is on disk or waits to be written."""
         return name in self.usage or self.behind.waits(name)
 
     def keeps(self, name: bytes) -> bool:
-        """Whether a value will be on disk when all that waits is written."""
+        """Return whether a value will be on disk when all that waits is written."""
         waiting = self.behind.waiting(name)
         return name in self.usage if waiting is None else waiting[0] is not None
 

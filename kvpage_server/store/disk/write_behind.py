@@ -66,7 +66,7 @@ class Batch(Generic[T]):
                 self.removed.pop(name, None)
 
     def has_whole(self, name: bytes) -> bool:
-        """Whether it has a value, and not only its removal or another expiry."""
+        """Return whether it has a value, and not only its removal or another expiry."""
         value = self.changes.get(name, (None, 0))[0]
         return value is not None and not isinstance(value, Retime)
 
@@ -100,11 +100,11 @@ class DiskWriter(Generic[T]):
         self._jobs.put((batch, False, done))
 
     def remove(self, batch: Batch[T], done: Done) -> None:
-        """The same for removals, when the disk has no room for anything else."""
+        """Start a commit of removals only, because the disk is full."""
         self._jobs.put((batch, True, done))
 
     def _run(self) -> None:
-        """The thread holds nothing of a batch when it calls back, since memory is freed on the loop only."""
+        """Run the thread. It keeps no reference to a batch when it calls back, because only the loop frees memory."""
         while (job := self._next_job()) is not None:
             batch, makes_room, done = job
             error = self._error_of(batch, makes_room)
@@ -112,7 +112,7 @@ class DiskWriter(Generic[T]):
             self._loop.call_soon_threadsafe(done, error)
 
     def _next_job(self) -> tuple[Batch[T], bool, Done] | None:
-        """The next job. If there is none for a while, memory is returned to the system."""
+        """Return the next job. If there is none for a while, memory is returned to the system."""
         try:
             return self._jobs.get(timeout=_SPARE_FOR)
         except Empty:
@@ -231,7 +231,7 @@ MOVES: dict[State, dict[Event, State]] = {
 
 
 def after(state: State, event: Event) -> State:
-    """The state after an event. Raises RuntimeError if the event cannot happen in this state."""
+    """Return the state after an event. Raises RuntimeError if the event cannot happen in this state."""
     to = MOVES[state].get(event)
     if to is None:
         if event not in _WAITING:
@@ -244,7 +244,7 @@ class Owner(Protocol[T]):
     """The store whose values these are."""
 
     def spell(self, name: bytes, value: T) -> Change:
-        """The change that stores a value. Called in the writing thread."""
+        """Return the change that stores a value. Called in the writing thread."""
 
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
         """Yield after each step, on the loop, of noting a committed batch."""
@@ -253,7 +253,7 @@ class Owner(Protocol[T]):
         """Steps, on the loop, that may evict values, since the disk is full and so many bytes wait."""
 
     def is_removed(self, name: bytes) -> bool:
-        """Whether the store has nothing of that name."""
+        """Return whether the store has nothing of that name."""
 
 
 class WriteBehind(Generic[T]):
@@ -290,7 +290,7 @@ class WriteBehind(Generic[T]):
         self._changed()
 
     def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
-        """The same for several values."""
+        """Queue several changed values."""
         self._next.note_all(names, values, sizes)
         self.position += len(names)
         self._changed()
@@ -308,25 +308,27 @@ class WriteBehind(Generic[T]):
             self._plan(self._delay())
 
     def waits(self, name: bytes) -> bool:
-        """Whether a value's last change is not on disk yet."""
+        """Return whether a value's last change is not on disk yet."""
         if self._next.clears:
             return True
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
 
     def waiting(self, name: bytes) -> tuple[T | None, int] | None:
-        """A value's last change, None for a removal, if it is not on disk yet; and its size."""
+        """Return a value's last change, None for a removal, if it is not on disk yet; and its size."""
         found = self._next.changes.get(name)
         if found is not None or self._next.clears or self._now is None:
             return found
         return self._now.changes.get(name)
 
     def retimes(self, name: bytes, value: object, expires: int) -> None:
-        """The expiry of a value is about to change. The write in progress keeps the old expiry."""
+        """Prepare a change of a value's expiry. The write in progress keeps the old expiry."""
         if self._now is not None and (change := self._now.changes.get(name)) is not None and change[0] is value:
             self._now.expiries.setdefault(name, expires)
 
     def waits_again(self, name: bytes) -> bool:
-        """Whether a value, and not only its expiry, has changed since the batch was begun that is being written."""
+        """Return whether a value, and not only its expiry, has changed since the batch was begun that is being
+        written.
+        """
         change = self._next.changes.get(name)
         return self._next.clears or (change is not None and not isinstance(change[0], Retime))
 
@@ -467,7 +469,7 @@ class WriteBehind(Generic[T]):
         self._writer.remove(removals, self._space_freed)
 
     def _take_removals(self) -> Batch[T] | None:
-        """The removals that may be written before anything else; None if they would not help."""
+        """Return the removals that may be written before anything else; None if they would not help."""
         batch, made_at = self._next, self._room_made_at
         gone = sorted(name for name in batch.removed if self._owner.is_removed(name))
         if not gone and not batch.clears and made_at == self.commits:

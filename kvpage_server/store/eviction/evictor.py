@@ -53,11 +53,11 @@ class Evictor:
         return self.quotas.all if self.quotas is not None else ()
 
     def quota_of(self, unit: Unit) -> Quota | None:
-        """The quota that a unit counts for, or None."""
+        """Return the quota that a unit counts for, or None."""
         return self.quotas.of(unit) if self.quotas is not None else None
 
     def limit_of(self, unit: Unit) -> Quota | None:
-        """The quota of a key, if that quota has a limit."""
+        """Return the quota of a key, if that quota has a limit."""
         quota = self.quota_of(unit)
         return quota if quota is not None and quota.limit else None
 
@@ -98,7 +98,7 @@ class Evictor:
         return True
 
     def _policies(self) -> list[Queues]:
-        """The policy of all units, and those of quotas."""
+        """Return the policy of all units, and those of quotas."""
         if isinstance(self.units, Quotas):
             return [self.units.every, *(quota.units for quota in self.units.all)]
         return [self.units]

@@ -47,7 +47,7 @@ class Expirer:
             self._drop_stale()
 
     def due(self, now: int) -> Iterator[bytes]:
-        """The keys whose second of expiry has passed at `now` (unix milliseconds). Each is returned once."""
+        """Yield the keys whose second of expiry has passed at `now` (unix milliseconds). Each is returned once."""
         if self._spared and (min(self._spared) + 1) * 1000 <= now:
             self._put_back()
         while (second := self._first_second()) is not None and (second + 1) * 1000 <= now:
@@ -56,8 +56,9 @@ class Expirer:
                 yield key
 
     def nearest(self, elapsed: int) -> Iterator[bytes]:
-        """The keys that expire, by second. A key that still exists afterwards was spared. `elapsed`: monotonic
-        milliseconds."""
+        """Yield the keys that expire, by second. A key that still exists afterwards was spared. `elapsed`: monotonic
+        milliseconds.
+        """
         if elapsed >= self._again:
             self._put_back()
             self._again = elapsed + _SPARED_FOR
@@ -79,13 +80,13 @@ class Expirer:
                     self._notes += 1
 
     def _first_second(self) -> int | None:
-        """The first second that has a key in its bucket. Empty buckets before it are dropped."""
+        """Return the first second that has a key in its bucket. Empty buckets before it are dropped."""
         while self._seconds and not self._buckets[self._seconds[0]]:
             del self._buckets[heapq.heappop(self._seconds)]
         return self._seconds[0] if self._seconds else None
 
     def _take(self, second: int) -> bytes:
-        """A key out of a bucket that has some."""
+        """Return a key out of a bucket that has some."""
         self._notes -= 1
         return self._buckets[second].pop()
 

@@ -94,17 +94,17 @@ class Ghosts:
             del self._requests[req_id]
 
     def has_block(self, req_id: bytes, page: int) -> bool:
-        """Whether removals of pages of a block are remembered."""
+        """Return whether removals of pages of a block are remembered."""
         return (req_id, page) in self._blocks
 
     def of_page(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Ghost | None:
-        """How a page was last removed."""
+        """Return how a page was last removed."""
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         ghosts = self._blocks.get((req_id, page), {})
         return next((ghost for ghost in ghosts.values() if ghost.rows.get(row, 0) & bit), None)
 
     def of_block(self, req_id: bytes, page: int, block: Block | None = None) -> Ghost | None:
-        """How a block lost a page that is still missing. `block` is the remaining part of it."""
+        """Return how a block lost a page that is still missing. `block` is the remaining part of it."""
         ghosts = self._blocks.get((req_id, page))
         if ghosts is None:
             return None
@@ -115,7 +115,7 @@ class Ghosts:
         return None
 
     def of_request(self, req_id: bytes) -> Ghost | None:
-        """How a request lost its last page."""
+        """Return how a request lost its last page."""
         ghosts = (self.of_block(req_id, page) for page in self._requests.get(req_id, ()))
         return max((ghost for ghost in ghosts if ghost), key=lambda ghost: ghost.at, default=None)
 

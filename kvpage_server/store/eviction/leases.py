@@ -69,7 +69,7 @@ class Leases:
         return sum(size.memory for size in self._bytes.values())
 
     def beside(self, unit: Unit) -> Bytes:
-        """The bytes of all protected units of the same account."""
+        """Return the bytes of all protected units of the same account."""
         return self._bytes.get(self._account_of(unit), _NOTHING)
 
     def recount(self) -> None:
@@ -88,11 +88,11 @@ class Leases:
             self._bytes.pop(lease.account, None)
 
     def of(self, unit: Unit) -> Lease:
-        """The lease of a unit; an empty one if it is not protected."""
+        """Return the lease of a unit; an empty one if it is not protected."""
         return self._leases.get(unit, _NONE)
 
     def spares(self, unit: Unit, now: int) -> bool:
-        """Whether a unit is protected."""
+        """Return whether a unit is protected."""
         lease = self._leases.get(unit)
         return lease is not None and (lease.pinned or lease.until > now)
 
@@ -123,7 +123,7 @@ class Leases:
         return lease
 
     def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
-        """Whether a unit's account has room for it."""
+        """Return whether a unit's account has room for it."""
         beside = self.beside(unit)
         return beside.memory + size.memory <= most.memory and beside.disk + size.disk <= most.disk
 
@@ -138,7 +138,7 @@ class Leases:
         return True
 
     def grew(self, unit: Unit, size: int) -> None:
-        """A unit has grown by `size` bytes, which may be negative."""
+        """Count a unit's growth by `size` bytes, which may be negative."""
         lease = self._leases.get(unit)
         if lease is not None:
             lease.size += size

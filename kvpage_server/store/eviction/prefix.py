@@ -68,7 +68,7 @@ class Worth:
         self._worth = [[factor] * _AGES for factor in expected]
 
     def began(self, kind: int, last: int) -> None:
-        """A unit has become of a kind, and was used at that time."""
+        """Count a unit that now belongs to a kind, with its last use."""
         slots, slot = self._last_used[kind], last >> _SLOT
         slots[slot] = slots.get(slot, 0) + 1
 
@@ -92,7 +92,7 @@ class Worth:
         self._last_used[kind][last >> _SLOT] -= 1
 
     def used_again(self, kind: int, last: int, now: int) -> None:
-        """The unit was used again, and leaves this kind and age."""
+        """Count another use of a unit, which leaves this kind and age."""
         self.ended(kind, last)
         self._again[kind][_age(last, now)] += 1
 
@@ -135,7 +135,7 @@ class Worth:
 
 
 def _best_means(of_age: list[float]) -> list[float]:
-    """The highest mean, from each age on, over any time to wait."""
+    """Return the highest mean, from each age on, over any time to wait."""
     best = [0.0] * _AGES
     later: list[tuple[float, int]] = []  # sums and times of later ages, the next one last
     for age in range(_AGES - 1, -1, -1):
@@ -226,7 +226,7 @@ class Prefix(Queues):
                 self._worth.learn(self._time, len(self._places))
 
     def _uses_before(self, unit: Unit) -> int:
-        """How often a new unit was used, including now, as far as is remembered."""
+        """Return how often a new unit was used, including now, as far as is remembered."""
         if not self._ghosts:
             return 1
         ghost = self._ghosts.pop(name_of(unit), None)
@@ -277,7 +277,7 @@ class Prefix(Queues):
         return parent == NOBODY or self._units[parent] is None
 
     def _descends(self, place: int, ancestor: int) -> bool:
-        """Whether a unit extends another, directly or not. Assumed if there are too many steps."""
+        """Return whether a unit extends another, directly or not. Assumed if there are too many steps."""
         if not self._children[ancestor]:
             return place == ancestor
         for _ in range(_MOST_STEPS):
@@ -296,7 +296,7 @@ class Prefix(Queues):
             self._requeue(parent, _ONCE)
 
     def _abandon(self, child: int) -> None:
-        """A unit does not extend its parent any more."""
+        """Remove the link from a unit to its parent."""
         parent = self._parent[child]
         if parent == NOBODY:
             return
@@ -401,7 +401,7 @@ class Prefix(Queues):
                 self.follows((before, unit))
 
     def _next(self) -> int | None:
-        """The place of the next victim, which nothing extends."""
+        """Return the place of the next victim, which nothing extends."""
         after, home, now, worth_of = self._after, self._home, self._time, self._worth.of
         while True:
             found = fresh = None

@@ -80,7 +80,7 @@ class Queues(ABC):
         return len(self._places)
 
     def __iter__(self) -> Iterator[Unit]:
-        """Every unit, in the order of use as far as it is known."""
+        """Yield every unit, in the order of use as far as it is known."""
         return iter(self._places)
 
     def __contains__(self, unit: Unit) -> bool:
@@ -88,14 +88,14 @@ class Queues(ABC):
 
     @abstractmethod
     def used(self, unit: Unit) -> None:
-        """The unit was written or read."""
+        """Note a write or read of a unit."""
 
     @abstractmethod
     def victims(self) -> Iterator[Unit]:
-        """The units in the order they should go. One that still exists when the next is asked for is spared."""
+        """Yield the units in the order they should go. One that still exists when the next is asked for is spared."""
 
     def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use; 0 if `now` is older than that."""
+        """Return seconds since a unit's last use; 0 if `now` is older than that."""
         return max(self.now - self._at[self._places[unit]], 0)
 
     def used_all(self, units: list[Unit]) -> None:
@@ -104,10 +104,10 @@ class Queues(ABC):
             self.used(unit)
 
     def follows(self, units: Sequence[Unit]) -> None:  # noqa: B027 - most policies ignore it
-        """Each of these extends the one before it, without which it is useless. An unknown unit ends a run."""
+        """Note that each unit extends the one before it. An unknown unit ends a run."""
 
     def removed(self, unit: Unit) -> None:
-        """The unit was deleted or has expired, if it is known."""
+        """Forget a deleted or expired unit."""
         place = self._places.pop(unit, None)
         if place is not None:
             self.leave(place)
@@ -115,7 +115,7 @@ class Queues(ABC):
             self._give_back(place)
 
     def evicted(self, unit: Unit) -> None:
-        """The unit, if it is known, was evicted."""
+        """Forget an evicted unit."""
         self.removed(unit)
 
     def leave(self, place: int) -> None:
@@ -134,7 +134,7 @@ class Queues(ABC):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def _place_of(self, unit: Unit) -> int:
-        """A place for a new unit."""
+        """Return a place for a new unit."""
         if not self._free:
             self._make_places()
         place = self._free.pop()
@@ -210,7 +210,7 @@ class Queues(ABC):
         return found
 
     def _left_over(self) -> int:
-        """The place of a unit that waits and is in no queue. Looks at some places; NOBODY if it finds none.
+        """Return the place of a unit that waits and is in no queue. Looks at some places; NOBODY if it finds none.
 
         Places of removed units are released.
         """
@@ -230,7 +230,7 @@ class Queues(ABC):
             self._older = -1
 
     def _is_older(self, place: int) -> bool:
-        """Whether a unit waits to be taken over."""
+        """Return whether a unit waits to be taken over."""
         return 0 <= self._queue[place] - 1 - self._older < QUEUES
 
     def _waits(self, place: int) -> bool:
@@ -238,10 +238,10 @@ class Queues(ABC):
 
     @abstractmethod
     def inherit(self, place: int) -> None:
-        """A unit was used before all that are in the queues."""
+        """Insert a unit with a last use before all units in the queues."""
 
     def _older_victims(self) -> Iterator[Unit]:
-        """The units that wait, the least recently used first. A spared one is taken over."""
+        """Yield the units that wait, the least recently used first. A spared one is taken over."""
         while self.hands_over:
             ends = self._after[self._older + 1 : self._older + QUEUES + 1]
             place = min((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
@@ -256,7 +256,7 @@ class Queues(ABC):
 
 
 def successor(old: Queues, kind: type[Queues]) -> Queues:
-    """A policy that takes over from another; the same one if it is of that kind already."""
+    """Return a policy that takes over from another; the same one if it is of that kind already."""
     if type(old) is kind:
         return old
     new = kind()

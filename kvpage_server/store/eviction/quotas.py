@@ -28,7 +28,7 @@ def block_name(req_id: bytes) -> bytes:
 
 
 def text_size(key: bytes, size: int) -> int:
-    """Bytes that a string of `size` bytes counts as."""
+    """Return bytes that a string of `size` bytes counts as."""
     return len(key) + size + TEXT_OVERHEAD
 
 
@@ -74,7 +74,7 @@ class Quota(Account):
         return self.bytes > self.limit > 0
 
     def resize(self, unit: Unit, size: int) -> None:
-        """A unit takes `size` bytes now."""
+        """Set the size of a unit, in bytes."""
         self.bytes += size - self.sizes.get(unit, 0)
         self.sizes[unit] = size
 
@@ -121,7 +121,7 @@ class Quotas:
     # -- whose ------------------------------------------------------------------------------------------------------
 
     def named(self, name: bytes) -> Quota | None:
-        """The quota of a string's key, or of a block: see `block_name`."""
+        """Return the quota of a string's key, or of a block: see `block_name`."""
         try:
             return self._names[name]
         except KeyError:
@@ -131,16 +131,16 @@ class Quotas:
             return found
 
     def of(self, unit: Unit) -> Quota | None:
-        """The quota of a unit, if it has one."""
+        """Return the quota of a unit, if it has one."""
         return self.named(block_name(unit.req_id) if isinstance(unit, Block) else unit)
 
     def resize(self, unit: Unit, size: int) -> None:
-        """A unit takes `size` bytes now."""
+        """Set the size of a unit, in bytes."""
         if quota := self.of(unit):
             quota.resize(unit, size)
 
     def grew(self, unit: Unit, size: int) -> None:
-        """A unit takes so many bytes more, or less."""
+        """Change the size of a unit by a number of bytes."""
         quota = self.of(unit)
         if quota is not None and unit in quota.sizes:
             quota.resize(unit, quota.sizes[unit] + size)
@@ -172,11 +172,11 @@ class Quotas:
             quota.remove(unit)
 
     def evicted(self, unit: Unit) -> None:
-        """The unit leaves memory for want of room: it may still be on disk, and is its quota's until it is removed."""
+        """Note that a unit was evicted from memory: it may be on disk, and counts for its quota until it is removed."""
         self.every.evicted(unit)
 
     def victims(self) -> Iterator[Unit]:
-        """The units in the order they should go: those of quotas that are exceeded, then all."""
+        """Yield the units in the order they should go: those of quotas that are exceeded, then all."""
         for quota in self._quotas:
             if quota.is_over:
                 for unit in quota.units.victims():

@@ -52,12 +52,12 @@ class Catalogue:
         return entry
 
     def _block_of(self, key: bytes) -> Block | None:
-        """The block that a page would belong to. It is woken if it rests."""
+        """Return the block that a page would belong to. It is woken if it rests."""
         name = page_named(key)
         return self.index.block(name.req_id, name.page) if name else None
 
     def page_in_extent(self, key: bytes) -> ExtentPage | None:
-        """A page without an entry."""
+        """Return a page without an entry."""
         name = page_named(key) if self._in_extents else None
         block = self.index.block(name.req_id, name.page) if name else None
         if name is None or block is None or block.extent is None:
@@ -65,11 +65,11 @@ class Catalogue:
         return block.extent.page(block, name.page, name.layer, name.head, name.kv_type)
 
     def places(self) -> list[Place]:
-        """Every entry's key, and every block whose pages have none. `names_at` lists the keys of each."""
+        """Return every entry's key, and every block whose pages have none. `names_at` lists the keys of each."""
         return [*self.entries, *(block for block in self.index if block.extent), *self.index.blocks_on_disk()]
 
     def names_at(self, place: Place) -> Iterable[bytes]:
-        """The keys at a place, including overdue ones; none if something else is there now."""
+        """Yield the keys at a place, including overdue ones; none if something else is there now."""
         return self.living_at(place, 0)  # before everything expires
 
     def living_at(self, place: Place, now: int) -> Iterable[bytes]:
@@ -97,11 +97,11 @@ class Catalogue:
         return self._strays.get(place if isinstance(place, tuple) else (place.req_id, place.page), ())
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
-        """The next cursor, 0 at the end, and the next `count` places, including dead ones."""
+        """Return the next cursor, 0 at the end, and the next `count` places, including dead ones."""
         return self._scans.visit(cursor, count, monotonic_ms())
 
     def draw(self) -> bytes | None:
-        """A random name, about half of which exist. None if nothing exists where it was drawn."""
+        """Return a random name, about half of which exist. None if nothing exists where it was drawn."""
         place = self._scans.draw(monotonic_ms())
         names = [*self.names_at(place), *self.strays_at(place)] if place is not None else []
         return random.choice(names) if names else None
@@ -112,7 +112,7 @@ class Catalogue:
         self.index.rest(now)
 
     def expires_of(self, key: bytes) -> int:
-        """A key's expiry in unix milliseconds; 0 if it has none or does not exist. Wakes no block."""
+        """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Wakes no block."""
         if self.index.resting and key not in self.entries and (page := page_named(key)):
             rows = self.index.rows(page.req_id, page.page)
             if rows is not None:
@@ -172,7 +172,7 @@ class Catalogue:
         return block.pages if extent.expires else 0
 
     def note_stray(self, key: bytes) -> None:
-        """A plain string was stored; note it if its key names a page."""
+        """Note a stored string whose key names a page."""
         if key[:3] == b"kv:" and (name := page_named(key)):
             self._strays.setdefault((name.req_id, name.page), set()).add(key)
 
@@ -186,7 +186,7 @@ class Catalogue:
                 del self._strays[name.req_id, name.page]
 
     def strays_in(self, req_id: bytes, page: int, extent: Extent) -> list[bytes]:
-        """The plain strings under keys of an extent's pages."""
+        """Return the plain strings under keys of an extent's pages."""
         names = ((key, page_named(key)) for key in self._strays.get((req_id, page), ()))
         return [key for key, name in names if name and extent.page(None, page, name.layer, name.head, name.kv_type)]
 

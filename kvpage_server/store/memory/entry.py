@@ -42,7 +42,7 @@ def is_page(entry: Entry | None) -> TypeGuard[Page]:
 
 
 def is_cold(page: Page) -> bool:
-    """Whether a page's bytes are on disk only."""
+    """Return whether a page's bytes are on disk only."""
     return type(page) is Cold or (type(page) is ExtentPage and type(page.extent.slot) is Cold)
 
 
@@ -53,18 +53,18 @@ def cold_body(entry: Entry) -> Cold | None:
 
 
 def has_bytes(page: Page) -> bool:
-    """Whether a page's bytes are in memory, or shown."""
+    """Return whether a page's bytes are in memory, or shown."""
     cold = cold_body(page)
     return cold is None or cold.shown is not None
 
 
 def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
-    """Whether the bytes of all of them are on disk only."""
+    """Return whether the bytes of all of them are on disk only."""
     return {*map(type, entries)} == _COLD
 
 
 def page_named(key: bytes) -> PageKey | None:
-    """The page that a key names; None for the key of anything else."""
+    """Return the page that a key names; None for the key of anything else."""
     try:
         return PageKey.parse(key)
     except PageError:

@@ -69,7 +69,7 @@ class ScanOrder(Generic[T]):
             self.current = None
 
     def visit(self, cursor: int, count: int, now: int) -> tuple[int, list[T]]:
-        """The next cursor, 0 at the end, and up to `count` names, some of which may be dead."""
+        """Return the next cursor, 0 at the end, and up to `count` names, some of which may be dead."""
         self._last_used = now
         generation, left = cursor >> _PLACE_BITS, cursor & ((1 << _PLACE_BITS) - 1)
         if generation not in self._lists:
@@ -81,13 +81,13 @@ class ScanOrder(Generic[T]):
         return (generation << _PLACE_BITS | left if left else 0), names[::-1]
 
     def draw(self, now: int) -> T | None:
-        """A random name, about half of which exist; None if there is none."""
+        """Return a random name, about half of which exist; None if there is none."""
         self._last_used = now
         generation, places = self._begin()
         return random.choice(self._lists[generation]) if places else None
 
     def _begin(self) -> tuple[int, int]:
-        """The generation and number of places for a new scan."""
+        """Return the generation and number of places for a new scan."""
         if self.current is None or len(self.current) > 2 * self._count() + _SLACK:
             self.current = self._everything()
             self._generation += 1
@@ -135,7 +135,7 @@ class Extent:
         self._checksums: array[int] | None = None  # of its pages, in the body's order
 
     def page(self, unit: object, page: int, layer: int, head: int, kv_type: int) -> ExtentPage | None:
-        """One of its pages; None if it has no such page. `unit` is its block, and `page` the block's page id."""
+        """Return one of its pages; None if it has no such page. `unit` is its block, and `page` the block's page id."""
         try:
             span = self.shape.page_span(layer, head, kv_type)
         except PageError:
@@ -153,7 +153,7 @@ class Extent:
         return self._checksums is not None or not self.digest or type(self.slot) is not Cold
 
     def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
-        """The XXH3-64 of a page. It is wrong if the body is damaged, so that no reader accepts the page."""
+        """Return the XXH3-64 of a page. It is wrong if the body is damaged, so that no reader accepts the page."""
         if not self.digest:
             return 0
         if self._checksums is None:
@@ -183,7 +183,7 @@ class ExtentPage:
         return self.extent.slot.body[self.start : self.start + self.size]
 
     def part(self, start: int, stop: int) -> Part:
-        """The bytes of the body from `start` to before `stop`."""
+        """Return the bytes of the body from `start` to before `stop`."""
         return self.extent.slot.part(self.start + start, self.start + stop)
 
     @property
@@ -197,7 +197,7 @@ class ExtentPage:
         return self.header_with(extent.checksum_of(self.layer, self.head, extent.shape.plane(self.kv_type)))
 
     def header_with(self, checksum: int) -> bytes:
-        """The header with a given checksum."""
+        """Return the header with a given checksum."""
         extent = self.extent
         plane = extent.shape.plane(self.kv_type)
         return pack_header(
@@ -216,7 +216,7 @@ class ExtentPage:
 
 
 def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
-    """The rows of a block that has every page of a shape, in order, and the heads in each."""
+    """Yield the rows of a block that has every page of a shape, in order, and the heads in each."""
     for layer in range(shape.layers):
         for plane in shape.planes:
             for first in range(0, shape.heads, ROW_HEADS):
@@ -226,7 +226,7 @@ def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def rows_of(shape: BlockShape) -> Mapping[int, int]:
-    """The same as a dictionary."""
+    """Return the same as a dictionary."""
     return MappingProxyType(dict(rows_in(shape)))
 
 
@@ -257,11 +257,11 @@ class Block(PageSet):
         self.extent = None
 
     def page_keys(self) -> Iterator[bytes]:
-        """The keys of its pages in the order of a block's body: layer, plane, head."""
+        """Yield the keys of its pages in the order of a block's body: layer, plane, head."""
         return (key for key, *_ in self.page_names())
 
     def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
-        """The same, each with its layer, head and plane."""
+        """Yield the same, each with its layer, head and plane."""
         for row, heads in self.each_row() if self.extent is None else rows_in(self.extent.shape):
             plane, group = divmod(row, GROUPS)
             layer, kv_type = divmod(plane, TYPES)
@@ -308,7 +308,7 @@ class PageIndex:
         return len(self.requests)
 
     def open(self, req_id: bytes, page: int) -> Block:
-        """The block with that name. It is made if there is none."""
+        """Return the block with that name. It is made if there is none."""
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
@@ -325,7 +325,7 @@ class PageIndex:
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        """Every block that does not rest."""
+        """Yield every block that does not rest."""
         return (block for request in self.requests.values() for block in request.values() if type(block) is Block)
 
     def note_on_disk(self, req_id: bytes, page: int, rows: bytes) -> None:
@@ -353,7 +353,7 @@ class PageIndex:
         return block
 
     def rows(self, req_id: bytes, page: int) -> bytes | None:
-        """The rows of a resting block; None if it does not rest or does not exist."""
+        """Return the rows of a resting block; None if it does not rest or does not exist."""
         found = self.requests.get(req_id, {}).get(page)
         return found if isinstance(found, bytes) else None
 
@@ -372,7 +372,7 @@ class PageIndex:
             del self.requests[block.req_id]
 
     def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
+        """Return the next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
         cursor, req_ids = self._scans.visit(cursor, count, now)
         return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
@@ -381,14 +381,14 @@ class PageIndex:
         self._scans.rest(now)
 
     def page_ids(self, req_id: bytes) -> list[int]:
-        """The page ids of a request's blocks, in no particular order."""
+        """Return the page ids of a request's blocks, in no particular order."""
         return list(self.requests.get(req_id, ()))
 
     def count(self, req_id: bytes) -> int:
         return len(self.requests.get(req_id, ()))
 
     def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
-        """The page ids of a request's blocks in order, beginning with `first`."""
+        """Yield the page ids of a request's blocks in order, beginning with `first`."""
         order = self._order
         if order is None or order[0] != req_id:
             order = self._order = req_id, sorted(self.requests.get(req_id, ()))
@@ -405,7 +405,7 @@ class PageIndex:
         self._order = None
 
     def of(self, req_id: bytes) -> list[Block]:
-        """The blocks of a request, by page id."""
+        """Return the blocks of a request, by page id."""
         pages = sorted(self.requests.get(req_id, ()))
         return [block for page in pages if (block := self.block(req_id, page))]
 
@@ -415,15 +415,15 @@ class PageIndex:
         return block if block is None or type(block) is Block else self._wake(req_id, page)
 
     def has(self, req_id: bytes, page: int) -> bool:
-        """Whether a request has a block. Wakes no block."""
+        """Return whether a request has a block. Wakes no block."""
         return page in self.requests.get(req_id, ())
 
     def still_has(self, block: Block) -> bool:
-        """Whether a block that was found in an earlier step is still there."""
+        """Return whether a block that was found in an earlier step is still there."""
         return self.requests.get(block.req_id, {}).get(block.page) is block
 
     def around(self, block: Block) -> list[Block]:
-        """A block between its neighbours, as far as these exist."""
+        """Return a block between its neighbours, as far as these exist."""
         request, req_id, page = self.requests[block.req_id], block.req_id, block.page
         found = [block]
         if page - 1 in request and (before := self.block(req_id, page - 1)):

@@ -205,7 +205,7 @@ def scan_cursor(word: bytes) -> int:
 
 
 def scan_options(words: list[bytes], *, has_maxlen: bool = False) -> tuple[Matches | None, int, bytes]:
-    """A test of MATCH and MAXLEN (None: every key), COUNT and TYPE, or their defaults. Raises ReplyError."""
+    """Return the filter of MATCH and MAXLEN (None: every key), COUNT and TYPE, or defaults. Raises ReplyError."""
     matches, count, wanted_type, longest = None, 10, b"string", None
     for option, value in zip_longest(words[::2], words[1::2]):
         if value is None:
