@@ -77,7 +77,7 @@ def test_the_keys_of_parts_match_the_documentation(server: RunningServer, client
     remember(client, "bob", "alice")
     looked = told("ls", url=server.url)
     assert PARTS["ls", "an agent"] == [*looked["agents"][0]]
-    assert PARTS["ls", "what is shared"] == [*looked["shared"][0]]
+    assert PARTS["ls", "a shared prefix"] == [*looked["shared"][0]]
     assert PARTS["ls", "a request"] == [*looked["requests"][0]]
     assert set(PARTS["ls REQ", "a block"]) == told("ls", "chat-7", url=server.url)["blocks"][0].keys()
     context = told("stat", "alice", url=server.url)["contexts"][0]
