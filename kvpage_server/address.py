@@ -1,7 +1,7 @@
 """The URL, user and password of a store, from options and the environment.
 
-Everybody who lists the machine's processes can see a password on a command line. So it can also come from the
-environment, or be typed in.
+Every user of the machine can see a password on a command line. So a password can also be set in the environment, or
+typed at a prompt.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from urllib.parse import quote, unquote, urlsplit
 
 DEFAULT_URL = "redis://127.0.0.1:9221"
 URL = "KVPAGE_URL"
-_BETWEEN = re.compile(r",(?=[a-z]+://)")  # a URL and the next
-PASSWORDS = ("KVPAGE_PASSWORD", "REDISCLI_AUTH")  # the first that is set; redis-cli reads the other one, too
+_BETWEEN = re.compile(r",(?=[a-z]+://)")  # between two URLs
+PASSWORDS = ("KVPAGE_PASSWORD", "REDISCLI_AUTH")  # the first one that is set counts; redis-cli reads the second, too
 
 
 def urls_of(servers: str) -> list[str]:
-    """Return the URLs in a list with commas, for servers side by side; or the only one."""
+    """Return the URLs of a comma-separated list."""
     return _BETWEEN.split(servers)
 
 
 def with_credentials(urls: str, user: str = "", password: str = "") -> str:
-    """Return the URL, or each of a list, with user and password in it. If one is not given, the URL's stays. If the URL
-    has no password either, it is taken from the environment.
+    """Return the URL, or the list of URLs, with user and password.
 
-    Raises ValueError for an invalid URL.
+    An empty argument keeps the URL's part. A URL without a password gets that of the environment. Raises ValueError for
+    an invalid URL.
     """
     return ",".join(_with_credentials(url, user, password) for url in urls_of(urls))
 

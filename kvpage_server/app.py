@@ -47,7 +47,7 @@ from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.program import fit_streams
 
-if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as all the rest
+if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as everything else
     from kvpage_server.gateway.upstream import Upstream
 
 _OWN_DESCRIPTORS = 32  # file descriptors of the process itself
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
         server.tls = certificates.load(config)
         apply(server, (name for name in config.parameters() if name != "requirepass"))
         while server.keyspace.quotas.go_on():
-            pass  # writes wait until the use of each quota is counted
+            pass  # count the use of each quota before the first write
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 runner.run(serve(server, upstream))
@@ -126,7 +126,7 @@ def _usage() -> str:
 
 
 def _check(config: Config) -> None:
-    """Raises the errors of a start, as far as possible without touching the store."""
+    """Raise the errors of a start, as far as possible without access to the store."""
     if config.metrics_port and (lacks := missing()):
         raise ConfigError(f"metrics-port: {lacks}")
     if isinstance(config.maxdisk, int) and 0 < config.maxdisk < SMALLEST_DISK:
@@ -139,8 +139,10 @@ def _check(config: Config) -> None:
 
 
 def _check_addresses(config: Config) -> None:
-    """Raises ListenError if this machine does not have an address to listen on. Ports are not tried: the server whose
-    configuration is checked may be running."""
+    """Raise ListenError if this machine does not have an address of the configuration.
+
+    Ports are not tried, because the server whose configuration is checked may be running.
+    """
     some_port = 0
     for used, addresses in ((config.port or config.tls_port, config.bind), (config.metrics_port, config.metrics_bind)):
         if used:
@@ -200,7 +202,7 @@ def _load_users(server: Server) -> None:
 
 
 async def serve(server: Server, upstream: Upstream | None) -> None:
-    """Serve until a signal or SHUTDOWN. Raises ListenError; DiskError if something could not be written to disk."""
+    """Serve until a signal or SHUTDOWN. Raises ListenError; DiskError if values could not be written to disk."""
     loop = asyncio.get_running_loop()
     stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set
@@ -239,11 +241,11 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
             task.cancel()
         try:
             await _end_service(server, listener)
-        finally:  # whatever else fails, the store is saved
+        finally:  # the store is saved even after an error
             lost = await tiered.close() if tiered is not None else ""
             if lost:
                 logger.error(lost)
-            if companion is not None:  # after the store is saved: a process that hangs takes seconds to end
+            if companion is not None:  # last, because a process that hangs takes seconds to end
                 await asyncio.wait([companion])
             if upstream is not None:
                 await upstream.client.close()
@@ -285,7 +287,7 @@ def _write_pid(path: Path) -> None:
 
 
 def _renew(server: Server) -> None:
-    """Make every session send its output from its new place in memory."""
+    """Notify every session that borrowed bytes of its output have moved."""
     for client in server.clients.values():
         client.connection.renew()
 
@@ -304,9 +306,10 @@ def _have_descriptors(config: Config) -> None:
 
 
 def _calm_the_collector() -> None:
-    """Pages hold no cycles; walking millions of them to look for some would stall every client.
+    """Freeze existing objects, and raise the thresholds of the garbage collector.
 
-    New objects are scanned twice, in generations of some ten thousand: each scan takes about a millisecond.
+    Pages have no reference cycles, and a collection that visits millions of them would stall every client. New objects
+    are visited twice, in generations of some ten thousand: each collection takes about a millisecond.
     """
     gc.collect()
     gc.freeze()

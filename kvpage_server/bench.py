@@ -44,7 +44,7 @@ REQ_ID = b"kvpage-bench"
 
 
 class BatchMemory:
-    """Memory of one batch: `written` is the source of writes, `read` the destination of reads, both ``[count, nbytes]``."""
+    """Memory of one batch: the source of writes and the destination of reads, both ``[count, nbytes]``."""
 
     def __init__(self, count: int, nbytes: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -116,12 +116,12 @@ class Blocks(Work):
 
 
 def spell(nbytes: int) -> str:
-    """Return bytes for people: 64 KiB, 5.6 MiB."""
+    """Return bytes as text: "64 KiB", "5.6 MiB"."""
     return f"{nbytes / (1 << 10):.4g} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.2g} MiB"
 
 
 def _model(layers: int, heads: int, head_dim: int, tokens: int) -> BlockShape:
-    """Return a block of K and V in bfloat16."""
+    """Return the shape of a block with K and V in bfloat16."""
     planes = tuple(Plane(kv_type, DType.BFLOAT16, head_dim) for kv_type in (KVType.K, KVType.V))
     return BlockShape(layers, heads, tokens, planes)
 
@@ -235,7 +235,7 @@ Generation = tuple[int, int, int, int]  # generation, connection, number of item
 
 
 def _move(buffers: list[memoryview], step: Callable[[list[memoryview]], int], most: int) -> None:
-    """Pass all buffers to `step`, which is `sendmsg` or `recvmsg_into`, at most `most` bytes in a call. Raises EOFError."""
+    """Pass all buffers to `step`, `sendmsg` or `recvmsg_into`, at most `most` bytes in a call. Raises EOFError."""
     ends = list(accumulate(map(len, buffers)))
     moved = at = 0
     while at < len(buffers):
@@ -512,12 +512,12 @@ class Target:
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
     def room(self) -> int:
-        """Return the bytes of pages that it can hold."""
+        """Return the bytes of pages that may be stored at a time: at most half of `maxmemory`."""
         limit = int(self._admin.info("memory").get("maxmemory", 0))
         return min(_HELD, limit // 2) if limit else _HELD
 
     def unix_socket(self) -> str | None:
-        """Return the path of its unix socket, when that is on this machine."""
+        """Return the path of the server's unix socket if it exists on this machine, otherwise None."""
         try:
             path = self._admin.config_get("unixsocket").get("unixsocket")
         except redis.ResponseError:  # the user may not call CONFIG

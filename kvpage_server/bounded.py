@@ -25,9 +25,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return the content of a file of at most `most` bytes. Raises OSError, also for larger files and as
-    `open_regular`.
-    """
+    """Return the content of a regular file of at most `most` bytes. Raises OSError, also for a larger file."""
     with open_regular(path) as file:
         content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
     if content is None or len(content) > most:
@@ -52,8 +50,8 @@ class TooMuchError(ValueError):
 def parse(raw: bytes, *, containers: int, strings: int, values: int) -> Any:
     """Return the value of a JSON text in UTF-8, within the bounds of `check`.
 
-    Raises ValueError, which says why, for everything else: also for numbers that are no finite number, for a name that
-    an object has twice, and for lists or objects that are nested more deeply than Python can parse.
+    Raises ValueError with the reason for other text, and also for a number that is not finite, a name that an object
+    has twice, and lists or objects that are nested too deeply for Python's parser.
     """
     check(raw, containers=containers, strings=strings, values=values)
     try:

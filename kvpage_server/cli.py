@@ -1,4 +1,4 @@
-"""`kvpage`: the command line for a running store. It uses the commands that any client can use."""
+"""`kvpage`: the command line for a running store. It sends only commands that every client may send."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 from kvpage_server.system.terminal import out, print_json
 
-_OF_ONE = {  # commands for one server, and the command for several
+_OF_ONE = {  # commands that take one server, and the alternative for several
     "restore": "a dump of several has a directory for each, restore each into its server",
     "bench": "measure one after the other",
 }
-_OF_NO_CLUSTER = {  # commands for no cluster, and the alternative
+_OF_NO_CLUSTER = {  # commands that take no cluster, and the alternative
     "dump": "a Valkey or Redis Cluster has BGSAVE",
     "restore": "restore into one kvpage-server",
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command. Returns the exit code."""
     try:
         args.url = _url(args)
         urls = urls_of(args.url)
@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         return _ask_as_one(args) if args.show in (ls, stat, top, verify, why) else _ask_all(args, urls)
     except LookError as failure:
         return say("kvpage", str(failure), 1)
-    except Unavailable:  # it was named when it did not answer
+    except Unavailable:  # `MultiStore` has reported the server
         return 2
     except redis.AuthenticationError:
         return say("kvpage", _access_error(args.url), 2)
@@ -96,7 +96,7 @@ def _ask_cluster(args: argparse.Namespace) -> int:
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
-    """Ask servers side by side as if they were one store, since an agent's blocks are spread over all of them."""
+    """Query several servers as one store, because an agent's blocks are on all of them."""
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
         several = MultiStore(stores, by_segment([*stores]))
@@ -107,7 +107,7 @@ def _ask_as_one(args: argparse.Namespace) -> int:
 def _shown(
     store: redis.Redis | MultiStore | PagesOnStrings, args: argparse.Namespace, several: MultiStore | None = None
 ) -> int:
-    """`several` are the servers that the store is made of. Returns the exit code: 2 if one of them did not answer."""
+    """Run the command. `several` are the servers behind the store. Returns the exit code: 2 if one did not answer."""
     if args.show in (ls, stat, verify, why, top):
         leave_no_trace(store)
     if args.show is top and several:
@@ -124,8 +124,7 @@ def _connected(url: str) -> redis.Redis:
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
-    """Ask servers side by side, one after the other. Each is dumped into its own directory. Returns the worst exit
-    code."""
+    """Query servers, one after another. Each is dumped into its own directory. Returns the highest exit code."""
     if instead := _OF_ONE.get(args.show.__name__):
         raise LookError(f"kvpage {args.show.__name__} takes one server, and --url names several: {instead}")
     every = getattr(args, "watch", None)
@@ -139,7 +138,7 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
 
 
 def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
-    """Yield the exit code of each server."""
+    """Run the command for each server, and yield its exit code."""
     for url in urls:
         of_one = argparse.Namespace(**{**vars(args), "url": url, "watch": None})
         if args.show is dump:

@@ -1,12 +1,12 @@
 """Redis's glob patterns over bytes (`stringmatchlen` in util.c): KEYS, SCAN, PSUBSCRIBE, CONFIG GET, ACL key patterns.
 
-``*`` is any run of bytes, ``?`` one byte, ``[a-z]`` and ``[^ab]`` classes, ``\\`` takes the next byte as it is. What
-Redis does with malformed patterns is kept: an unclosed class ends with the pattern, ``[a-]`` is a range up to ``]``, a
-last ``\\`` stands for itself, and stars alone do not match the empty string, but for a single one where Redis does not
-look any closer. A byte above 127 in a range counts as itself; Redis asks the machine whether its chars have a sign.
+``*`` is any run of bytes, ``?`` one byte, ``[a-z]`` and ``[^ab]`` are classes, ``\\`` quotes the next byte. Malformed
+patterns behave as in Redis: an unclosed class ends with the pattern, ``[a-]`` is a range up to ``]``, a last ``\\`` is
+itself, and stars alone do not match the empty string, except a single star in the places where Redis compares no
+further. A byte above 127 in a range is above 127; in Redis this depends on whether the machine's chars are signed.
 
-A pattern becomes one regular expression. Every part between two stars has a fixed length and is taken as early as it
-is found, never to be reconsidered (an atomic group), so a match costs at most O(pattern x string): no pattern blows up.
+A pattern becomes one regular expression. Every part between two stars has a fixed length, and matches at its first
+occurrence without backtracking (an atomic group). So a match costs at most O(pattern x string).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-LONGEST = 1024  # bytes of a pattern: more is no pattern, and takes long to compile
+LONGEST = 1024  # bytes of a pattern; longer ones are refused, because they take long to compile
 
-Matches = Callable[[bytes], object]  # something true when the bytes match
+Matches = Callable[[bytes], object]  # returns a true value if the bytes match
 
-_STAR = b""  # what `_elements` gives for a star; anything else matches one byte
+_STAR = b""  # a star from `_elements`; any other element matches one byte
 _EVERY = bytes(range(256))
 _SPECIAL = re.compile(rb"[*?[\\]")
 
 
 class PatternTooLong(ValueError):
-    """A pattern of more than `LONGEST` bytes."""
+    """Error: a pattern has more than `LONGEST` bytes."""
 
 
 @lru_cache(maxsize=512)
 def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
-    """Return a test whether bytes match the whole `pattern`. Raises PatternTooLong."""
+    """Return the function that tests whether bytes match the whole `pattern`. Raises PatternTooLong."""
     if len(pattern) > LONGEST:
         raise PatternTooLong(f"a pattern has at most {LONGEST} bytes, got {len(pattern)}")
     if pattern == b"*":
@@ -57,7 +57,7 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
 
 
 def literal(pattern: bytes) -> bytes | None:
-    """Return the only name that a pattern matches, if it has no wildcards; a backslash takes the next byte as it is."""
+    """Return the only name that a pattern matches, if it has no wildcards; a backslash quotes the next byte."""
     plain = re.sub(rb"\\(.)", b"", pattern, flags=re.DOTALL)
     return None if _SPECIAL.search(plain) else re.sub(rb"\\(.)", rb"\1", pattern, flags=re.DOTALL)
 
@@ -69,7 +69,7 @@ def opening_of(pattern: bytes) -> bytes | None:
 
 
 def channel_glob(pattern: bytes) -> Matches:
-    """Return the same for channels, where Redis looks closer: a single star does not match the empty name."""
+    """Return the test for channels: as in Redis, a single star does not match the empty name."""
     return bool if pattern == b"*" else glob(pattern)
 
 
@@ -99,7 +99,7 @@ def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
 
 
 def _class(pattern: bytes, pos: int, ignore_case: bool) -> tuple[bytes, int]:
-    """Return the class whose text starts at `pos`, and the position after it."""
+    """Return the regular expression of the class at `pos`, and the position after the class."""
     size = len(pattern)
     negated = pattern[pos : pos + 1] == b"^"
     pos += negated
@@ -143,12 +143,10 @@ def _one_of(members: set[int]) -> bytes:
     return b"[^%b]" % told if negated and told else b"[%b]" % told if told else b"."
 
 
-# -- patterns ----------------------------------------------------------------------------------------------------------
+# -- Sets of many glob patterns, for rights to keys and channels, and for subscriptions --------------------------------
 #
-# Very many glob patterns, and which of them match a name. Used for rights to keys and channels, and for listeners.
-#
-# Most patterns are a prefix and a star. These are looked up by the prefixes of a name. All other patterns are tried
-# one by one. Cost for a name: O(different lengths of prefixes that are not longer than the name + other patterns).
+# Most patterns are a prefix and a star. These are looked up by the prefixes of a name. All other patterns are compared
+# one by one. The cost for a name is O(different lengths of prefixes, up to the name's + other patterns).
 
 T = TypeVar("T")
 
@@ -157,11 +155,11 @@ class Patterns(Generic[T]):
     """Patterns in the order of adding, each with a value."""
 
     def __init__(self) -> None:
-        self._all: dict[bytes, T] = {}
-        self._openings: dict[bytes, T] = {}  # by the literal prefix of the names
-        self._lengths: Counter[int] = Counter()  # of these
-        self._in_order: list[int] = []  # the lengths, each once
-        self._others: dict[bytes, tuple[Matches, T]] = {}
+        self._all: dict[bytes, T] = {}  # in the order of adding
+        self._openings: dict[bytes, T] = {}  # patterns of a prefix and a star, by prefix
+        self._lengths: Counter[int] = Counter()  # number of prefixes of each length
+        self._in_order: list[int] = []  # the lengths, ascending
+        self._others: dict[bytes, tuple[Matches, T]] = {}  # all other patterns, compiled
 
     def __len__(self) -> int:
         return len(self._all)
@@ -217,7 +215,7 @@ class Patterns(Generic[T]):
 
     @property
     def cost(self) -> int:
-        """The number of patterns that a name is compared with."""
+        """Number of comparisons for a name."""
         return len(self._lengths) + len(self._others)
 
     def copy(self) -> Patterns[T]:

@@ -1,5 +1,6 @@
-"""Shared parts of the engine's API and the page server's web page: connection limits, checks of requests, and a server
-that stops on request. Needs uvicorn and starlette, and no other module of this project.
+"""HTTP for the engine's API and the server's web page: connection limits, checks of requests, and uvicorn's server.
+
+This module needs uvicorn and starlette, and imports no other module of this project.
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# -- guards ------------------------------------------------------------------------------------------------------------
+# -- Protection against other sites: headers of every reply, and checks of every request -------------------------------
 #
-# Protection against other sites: headers of every reply, and checks of every request.
-#
-# A page of another site can make a browser send requests to this server, by its address or by a name that the site
-# has pointed at it. So the Host of a request must be a name of this machine. A request from another site is answered
-# only if the user followed a link.
+# A page of another site can make a browser send requests to this server, under its address or under a name that the
+# site resolves to it (DNS rebinding). So the Host of a request must be a name of this machine. A request from another
+# site is answered only if the user followed a link.
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -41,12 +40,12 @@ SAID = {
     "Content-Security-Policy": CSP,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "same-origin",  # with no-referrer, the Origin of our own forms would be null
+    "Referrer-Policy": "same-origin",  # with no-referrer, forms of this server's pages would send Origin: null
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # nobody can own such names, and names without a dot
+NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # names that no site can own
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
@@ -56,11 +55,13 @@ def own_names() -> frozenset[str]:
 
 
 class Guards:
-    """Wraps an application. A header that a reply already has is kept."""
+    """ASGI middleware that refuses requests of other sites, and adds headers to replies. Existing headers are kept."""
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
-        """`names` are those of this machine; any address is accepted as well. `origins` are sites, such as
-        https://chat.example, whose pages may send requests, and whose names this machine may have."""
+        """Wrap an application. `names` are those of this machine; any IP address is accepted, too.
+
+        `origins` are sites, such as https://chat.example, whose pages may send requests, and whose names are accepted.
+        """
         self._app = app
         self._names = {*names, *(urlsplit(origin).hostname for origin in origins)}
         self._origins = frozenset(origins)
@@ -89,7 +90,7 @@ class Guards:
 
 
 def _is_own(hosts: list[str], names: Collection[str | None]) -> bool:
-    if not hosts:  # no browser leaves it out
+    if not hosts:  # every browser sends it
         return True
     found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
     if found is None:
@@ -107,7 +108,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_from_here(method: str, headers: Headers) -> bool:
-    """Return whether the request comes from our own page, or from a link that the user followed."""
+    """Return whether the request is from a page of this server, or from a link that the user followed."""
     site = headers.get("sec-fetch-site", "none")
     if site not in ("none", "same-origin"):
         followed = headers.get("sec-fetch-mode") == "navigate"
@@ -116,25 +117,23 @@ def _is_from_here(method: str, headers: Headers) -> bool:
     return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
-# -- connections -------------------------------------------------------------------------------------------------------
+# -- Limits: the number of connections, the time for which one may be silent, and the bytes parsed at a time -----------
 #
-# Limits: how many connections there may be, how long one may be silent, and how much is parsed at a time.
-#
-# uvicorn has no such limits. A client that connects and stays silent keeps a socket for ever, and all headers and
+# uvicorn has no such limits. A client that connects and sends nothing keeps a socket forever, and all headers and
 # chunks of one read, up to 256 KB, are parsed without a pause.
 
 HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
 IDLE_SECONDS = 30  # between two requests; clients close idle connections sooner
-UNREAD_SECONDS = 10.0  # limit for a client to read its output
+UNREAD_SECONDS = 10.0  # for a client to receive its output
 SLICE_BYTES = 2048  # parsed before other connections have their turn: at worst some 500 chunks or headers
 MAX_HEADERS_BYTES = 16_384
 MAX_HEADER_LINES = 512
-MAX_CHUNK_LINES = 65_536  # two a chunk; a chunk takes as long to parse as kilobytes of a plain body
-BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # between two requests, or within headers
+MAX_CHUNK_LINES = 65_536  # two per chunk, which takes as long to parse as kilobytes of a plain body
+BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # states of h11 between two requests, or within headers
 
 
 class Unanswered(NamedTuple):
-    """Why a request is refused. `retry_after` is in seconds, or None if trying again is of no use."""
+    """Refusal of a request. `retry_after` is in seconds, or None if a retry does not help."""
 
     status: int
     message: str
@@ -147,15 +146,17 @@ TOO_MANY = Unanswered(503, "too many connections", "too_many_connections", 1)
 
 
 class ConnectionTable:
-    """Connections of everybody, or of one address."""
+    """All connections, or those of one address, up to a limit."""
 
     def __init__(self, limit: int) -> None:
-        """At the limit, a new connection replaces the one that has been silent longest. There always is a silent one,
-        since a part of the limit is not available for connections with a request. A connection counts as silent until
-        its request is there as a whole, so requests that are never finished take no place from others."""
+        """Set the limit. At the limit, a new connection replaces the one that has been silent longest.
+
+        There is always a silent one, because requests are refused if more than 15/16 of the limit have one. A
+        connection is silent until its request is complete, so incomplete requests do not exclude other clients.
+        """
         self._limit = limit
         self._asked_limit = limit - max(1, limit // 16)
-        self._silent: dict[HttpConnection, None] = {}  # without a whole request, the longest silent one first
+        self._silent: dict[HttpConnection, None] = {}  # without a complete request, the longest silent one first
         self._asked: set[HttpConnection] = set()  # with a request that is being answered
 
     def __len__(self) -> int:
@@ -163,7 +164,7 @@ class ConnectionTable:
 
     @property
     def full(self) -> bool:
-        """Whether too many connections have a request."""
+        """Whether a further request should be refused, because too many connections have one."""
         return len(self._asked) > self._asked_limit
 
     def join(self, connection: HttpConnection) -> None:
@@ -186,7 +187,7 @@ class ConnectionTable:
 
 
 class ConnectionLimiter:
-    """Lets connections in, up to the limits."""
+    """Limiter of connections, in total and for each address."""
 
     def __init__(
         self,
@@ -197,8 +198,11 @@ class ConnectionLimiter:
         refused: Callable[[Unanswered], Response],
         always: Collection[str],
     ) -> None:
-        """At most `connections` in all, and `for_each` from one address. `closed` is called with the reason when one is
-        closed. `refused` makes the reply to a refused request. The paths in `always` are never refused."""
+        """Allow `connections` in total, and `for_each` from one address.
+
+        `closed` is called with the reason when the limiter closes a connection. `refused` makes the reply to a refused
+        request. Paths in `always` are never refused.
+        """
         self.closed = closed
         self.refused = refused
         self.always = always
@@ -207,7 +211,7 @@ class ConnectionLimiter:
         self._addresses: dict[str, ConnectionTable] = {}
 
     def join(self, connection: HttpConnection, host: str) -> tuple[ConnectionTable, ConnectionTable]:
-        """Returns the crowds that it belongs to."""
+        """Add a connection. Returns its tables: all connections, and those of its address."""
         crowds = (self._everybody, self._addresses.setdefault(_address(host), ConnectionTable(self._for_each)))
         for crowd in crowds:
             crowd.join(connection)
@@ -223,9 +227,7 @@ class ConnectionLimiter:
 
 
 def _address(host: str) -> str:
-    """Return the address that is counted. For IPv6 it is the network, since a client has all addresses of its
-    network.
-    """
+    """Return the address that is counted: for IPv6 the /64 network, because a client has all its addresses."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:  # a unix socket, or a connection that is closed already
@@ -234,7 +236,7 @@ def _address(host: str) -> str:
 
 
 class _Flow(FlowControl):
-    """Continues reading only when everything read so far is parsed."""
+    """Flow control that resumes reading only when all received bytes are parsed."""
 
     def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
@@ -246,7 +248,7 @@ class _Flow(FlowControl):
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection, with the limits."""
+    """Connection of uvicorn with the limits of a `ConnectionLimiter`."""
 
     def __init__(self, *args: Any, door: ConnectionLimiter, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -254,10 +256,10 @@ class HttpConnection(H11Protocol):
         self._app, self.app = self.app, self._answer
         self._host = ""
         self._crowds: tuple[ConnectionTable, ...] = ()
-        self._incoming = bytearray()  # read, and not parsed yet
-        self._lines = 0  # of incomplete headers, or of a chunked body
+        self._incoming = bytearray()  # received, and not parsed yet
+        self._lines = 0  # number of lines of incomplete headers, or of a chunked body
         self._chunked = False  # whether the body has chunked transfer encoding
-        self._requests = 0  # being answered
+        self._requests = 0  # number of requests that are being answered
         self._silence: asyncio.TimerHandle | None = None  # closes a silent connection
         self._unread: asyncio.TimerHandle | None = None  # closes a connection whose client does not read
 
@@ -276,7 +278,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def drop(self, reason: str) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         self._door.closed(reason)
         for crowd in self._crowds:
             crowd.leave(self)
@@ -343,18 +345,17 @@ class HttpConnection(H11Protocol):
                 crowd.asked(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Called for bytes that make no sense. The answer to the request that they belong to, if there is one, ends
-        here, since the connection is closed."""
+        """Refuse malformed bytes, and close the connection, which ends the reply to its current request."""
         if self.cycle:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:  # too late for this answer
+        else:  # the reply has begun
             self.transport.close()
 
     def _refusal(self, scope: Scope) -> Unanswered | None:
-        """Why the request is refused; None if it is not."""
+        """Return the refusal of a request, or None."""
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have used the other one
             return BOTH_LENGTHS
@@ -384,18 +385,18 @@ class HttpConnection(H11Protocol):
             self._unread = None
 
 
-# -- Logs repeated failures rarely, so that a client that can cause a failure can't fill the log -----------------------
+# -- Filter for repeated failures in the log, so that a client that causes failures cannot fill it ---------------------
 
 EVERY_SECONDS = 60.0
 MOST_KINDS = 256  # further kinds count as one
 
 
 class RateLimitedLog(logging.Filter):
-    """Logs an exception once a minute for each place that raises it. Records without an exception always pass."""
+    """Log filter that passes an exception once a minute for each line that raises it, and all other records."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._again: dict[tuple[object, ...], float] = {}  # when the next of a kind may pass, in monotonic seconds
+        self._again: dict[tuple[object, ...], float] = {}  # monotonic seconds when the next record of a kind may pass
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -412,7 +413,7 @@ class RateLimitedLog(logging.Filter):
 
 
 def _place(error: BaseException) -> tuple[str, int]:
-    """Return the file and line that raised it."""
+    """Return the file and line that raised an exception."""
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
@@ -422,14 +423,14 @@ def _place(error: BaseException) -> tuple[str, int]:
 SELDOM = RateLimitedLog()
 
 
-# -- uvicorn, with our connections, and without its signal handlers ----------------------------------------------------
+# -- The server of uvicorn, with these connections, and without its signal handlers ------------------------------------
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us. uvicorn would end the process as if the signal had killed it."""
+    """uvicorn's server without its signal handlers, which would end the process as if the signal had killed it."""
 
     def __init__(self, app: ASGIApp, door: ConnectionLimiter, *, grace: float) -> None:
-        """At a stop, running requests have `grace` seconds to finish."""
+        """Configure uvicorn. At a stop, running requests have `grace` seconds to finish."""
         super().__init__(
             uvicorn.Config(
                 app,

@@ -7,9 +7,9 @@ vLLM      for each layer, keys ``[num_kv_heads, head_size/x, block_size, x]`` wi
           values ``[num_kv_heads, head_size, block_size]``: ``split_kv_cache`` in vllm/attention/ops/paged_attn.py
 ========= ===================================================================================================
 
-Elements are moved, never converted; since numpy has neither bfloat16 nor float8, a body's are unsigned integers of the
-same width. Every function but `from_mlx` returns a view where strides permit: a write into the view changes the source,
-and ``np.ascontiguousarray`` of it is a copy in the new order.
+Elements are moved, never converted. numpy has neither bfloat16 nor float8, so the elements of a body are unsigned
+integers of the same width. Every function except `from_mlx` returns a view if strides permit: a write into the view
+changes the source, and ``np.ascontiguousarray`` of it is a copy in the new order.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kvpage_server.page import BlockShape, DType, PageError
 
 Array = NDArray[Any]
 
-VLLM_VECTOR = 16  # bytes of a key that lie together
+VLLM_VECTOR = 16  # contiguous bytes of a key
 
 
 def raw_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the unsigned integers as wide as elements of `dtype`, little-endian as bodies are."""
+    """Return the dtype of unsigned integers as wide as elements of `dtype`, little-endian like bodies."""
     return np.dtype(f"<u{dtype.itemsize}")
 
 
 def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
-    """For each layer of a block its planes by kv_type, each a view ``[heads, tokens, dim]`` of `body`.
+    """Return the planes of each layer by kv_type, each a view ``[heads, tokens, dim]`` of `body`.
 
-    Raises PageError when `body` has not the length of a block of `shape`.
+    Raises PageError if `body` does not have the length of a block of `shape`.
     """
     view = memoryview(body).cast("B")
     if len(view) != shape.nbytes:
@@ -55,9 +55,9 @@ def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
 
 
 def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytearray:
-    """Return the body of the block that has these planes; the inverse of `to_mlx`.
+    """Return the body of a block with these planes; the inverse of `to_mlx`.
 
-    The arrays may be of any dtype as wide as their plane's, in any strides. Raises PageError when one is missing or has
+    The arrays may have any dtype as wide as their plane's, and any strides. Raises PageError if one is missing or has
     another shape or width.
     """
     body = bytearray(shape.nbytes)
@@ -78,7 +78,7 @@ def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytear
 
 
 def keys_to_vllm(keys: Array) -> Array:
-    """``[..., tokens, dim]`` as ``[..., dim/x, tokens, x]``; leading axes, as heads or blocks, stay as they are.
+    """Return ``[..., tokens, dim]`` as ``[..., dim/x, tokens, x]``; leading axes, such as heads or blocks, stay.
 
     Raises PageError unless dim is a multiple of x.
     """
@@ -92,7 +92,7 @@ def keys_to_vllm(keys: Array) -> Array:
 
 
 def keys_from_vllm(keys: Array) -> Array:
-    """``[..., dim/x, tokens, x]`` as ``[..., tokens, dim]``. A copy unless `keys` is a view made by `keys_to_vllm`.
+    """Return ``[..., dim/x, tokens, x]`` as ``[..., tokens, dim]``: a copy, unless `keys` is from `keys_to_vllm`.
 
     Raises PageError unless the last axis holds 16 bytes.
     """
@@ -103,10 +103,10 @@ def keys_from_vllm(keys: Array) -> Array:
 
 
 def values_to_vllm(values: Array) -> Array:
-    """``[..., tokens, dim]`` as ``[..., dim, tokens]``."""
+    """Return ``[..., tokens, dim]`` as ``[..., dim, tokens]``."""
     return values.swapaxes(-2, -1)
 
 
 def values_from_vllm(values: Array) -> Array:
-    """``[..., dim, tokens]`` as ``[..., tokens, dim]``."""
+    """Return ``[..., dim, tokens]`` as ``[..., tokens, dim]``."""
     return values.swapaxes(-2, -1)

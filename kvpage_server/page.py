@@ -1,8 +1,8 @@
 """The page contract: names of KV pages, and their 64-byte header.
 
-Everything else imports this file; it imports nothing of ours. A *page* is a matrix
+All packages may import this module; it imports no other module of the project. A *page* is a matrix
 ``[page_size, head_dim]`` of one request, layer, head and plane. It is stored as a *blob*:
-a 64-byte little-endian header followed by the *body*, the tensor's bytes.
+a 64-byte little-endian header, followed by the *body*, the tensor's bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_BLOCK_PAGES = 131_072  # 128 layers of 128 heads with 6 planes are fewer
 MAX_U32 = 0xFFFF_FFFF
 MAX_I64 = 0x7FFF_FFFF_FFFF_FFFF
 MAX_U64 = 0xFFFF_FFFF_FFFF_FFFF
-MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; leaves room to add it to a unix time in milliseconds
+MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; in milliseconds, it can be added to a unix time without an overflow
 
-# The header, field by field: its name, and its type as `struct` spells it.
+# The fields of the header in order: name, and format character of `struct`.
 _FIELDS = {
     "magic": "4s",
     "version": "B",
@@ -52,9 +52,7 @@ _FIELDS = {
 
 
 def header_fields(*names: str) -> struct.Struct:
-    """Return a struct that reads some fields of a header, in the header's order, and skips the others; all fields if
-    none is named.
-    """
+    """Return a struct of these fields of a header, in the header's order; of all fields without arguments."""
     passed_over = {name: f"{struct.calcsize('<' + code)}x" for name, code in _FIELDS.items()}
     wanted = names or tuple(_FIELDS)
     return struct.Struct("<" + "".join(_FIELDS[n] if n in wanted else passed_over[n] for n in _FIELDS))
@@ -67,7 +65,7 @@ def _places() -> Iterator[tuple[str, int]]:
         at += struct.calcsize("<" + code)
 
 
-FIELD_AT = dict(_places())  # where each field begins
+FIELD_AT = dict(_places())  # offset of each field in bytes
 LAYOUT = header_fields()
 assert LAYOUT.size == HEADER_SIZE
 
@@ -80,7 +78,7 @@ class PageError(ValueError):
 
 
 class DType(IntEnum):
-    """Element types a body may hold; the value is the header's dtype byte. A number never changes its meaning."""
+    """Element types of a body; the value is the header's dtype byte. A number never changes its meaning."""
 
     FLOAT16 = 1
     FLOAT32 = 2
@@ -100,16 +98,16 @@ class DType(IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Bytes per element."""
         return _FORMS[self][0]
 
     @property
     def safetensors(self) -> str:
-        """Its name in safetensors files."""
+        """Name in safetensors files."""
         return _FORMS[self][1]
 
 
-_FORMS = {  # bytes an element, and the name
+_FORMS = {  # bytes per element, and name in safetensors
     DType.FLOAT16: (2, "F16"),
     DType.FLOAT32: (4, "F32"),
     DType.INT8: (1, "I8"),
@@ -130,7 +128,7 @@ ALLOWED_DTYPES = ", ".join(f"{d.value} {d.name.lower()}" for d in DType)
 
 
 class KVType(IntEnum):
-    """Planes: which tensor of the layer a page belongs to."""
+    """Planes: the tensors of a layer that pages belong to."""
 
     K = 0
     V = 1
@@ -141,8 +139,10 @@ class KVType(IntEnum):
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:
-    """`value` when ``low <= value <= high``; PageError naming the field and the range otherwise. Raises TypeError
-    for another type than int: a float would be narrowed."""
+    """Return `value` if ``low <= value <= high``. Raises PageError with the field and the range otherwise.
+
+    Raises TypeError for another type than int, because a float would be narrowed.
+    """
     try:
         number = index(value)
     except TypeError:
@@ -153,8 +153,10 @@ def check_range(name: str, value: int, low: int, high: int) -> int:
 
 
 def check_req_id(req_id: bytes) -> bytes:
-    """`req_id` when it is 1 to 256 bytes without ':', spaces or control characters; PageError otherwise. Raises
-    TypeError for another type than bytes."""
+    """Return `req_id` if it is 1 to 256 bytes without ':', spaces or control characters. Raises PageError otherwise.
+
+    Raises TypeError for another type than bytes.
+    """
     if not isinstance(req_id, bytes):
         raise TypeError(f"req_id must be bytes, got {type(req_id).__name__}")
     if not _REQ_ID.match(req_id):
@@ -163,7 +165,7 @@ def check_req_id(req_id: bytes) -> bytes:
 
 
 def check_dtype(value: int) -> DType:
-    """Return the DType of a number; PageError listing the known ones otherwise."""
+    """Return the DType of a number. Raises PageError with the allowed numbers for another one."""
     try:
         return DType(value)
     except ValueError:
@@ -172,7 +174,7 @@ def check_dtype(value: int) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class PageKey:
-    """Names one page: ``kv:{req_id}:{layer}:{head}:{page}:{kv_type}``."""
+    """Key of one page: ``kv:{req_id}:{layer}:{head}:{page}:{kv_type}``."""
 
     req_id: bytes
     layer: int
@@ -192,7 +194,7 @@ class PageKey:
 
     @classmethod
     def parse(cls, key: bytes) -> PageKey:
-        """Return the PageKey spelt by `key`; PageError when it is not the canonical spelling of one."""
+        """Return the PageKey of `key`. Raises PageError if `key` is not a page key in canonical form."""
         found = _KEY.match(key)
         if not found:
             raise PageError("a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}, numbers without leading zeros")
@@ -201,7 +203,7 @@ class PageKey:
 
 
 def index_key(req_id: bytes) -> bytes:
-    """Return the read-only key under which a request's page keys are listed."""
+    """Return the read-only key of the set of a request's page keys."""
     return b"kv:%b:index" % check_req_id(req_id)
 
 
@@ -209,7 +211,7 @@ checksum: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest  # XXH3-64 of a bod
 
 
 def unix_ms() -> int:
-    """Now, in unix milliseconds."""
+    """Return the time in unix milliseconds."""
     return time.time_ns() // 1_000_000
 
 
@@ -232,24 +234,24 @@ def pack_header(
     digest: int,
     flags: int = 0,
 ) -> bytes:
-    """Return the 64 bytes of a header whose fields, PageHeader's, have been checked."""
+    """Return the 64 bytes of a header. Its fields, those of PageHeader, must have been checked."""
     about = dtype, kv_type, flags, page_size, head_dim, layer, head, page
     return LAYOUT.pack(MAGIC, VERSION, *about, created_ms, ttl, body_size, 0, digest)
 
 
 @dataclass(frozen=True, slots=True)
 class PageHeader:
-    """The 64 bytes before a body, field for field as they lie in memory (little-endian)."""
+    """The fields of the 64 little-endian bytes before a body."""
 
     dtype: DType
     kv_type: int
     page_size: int  # token rows in this body
-    head_dim: int  # elements a row
+    head_dim: int  # elements per row
     layer: int
     head: int
     page: int
     created_ms: int  # unix milliseconds
-    ttl: int  # seconds given at write, 0 for none; the living ttl is the store's
+    ttl: int  # seconds given at the write, 0 for none; the store has the current TTL
     body_size: int  # bytes
     checksum: int  # XXH3-64 of the body; 0 when it was written with checksums turned off
     flags: int = 0
@@ -277,9 +279,9 @@ class PageHeader:
 
     @classmethod
     def parse(cls, blob: Buffer) -> PageHeader:
-        """Return the header that opens `blob`.
+        """Return the header at the start of `blob`.
 
-        Raises PageError for a short blob, a foreign magic, another version or any field out of range.
+        Raises PageError for a short blob, another magic or version, or a field out of range.
         """
         view = memoryview(blob).cast("B")
         if len(view) < HEADER_SIZE:
@@ -311,11 +313,11 @@ class PageHeader:
 
     @property
     def tensor_size(self) -> int:
-        """Bytes of a body that fills the declared shape."""
+        """Bytes of a body of the declared shape."""
         return self.page_size * self.head_dim * self.dtype.itemsize
 
     def names(self, key: PageKey) -> bool:
-        """Return whether this header belongs to the page that `key` names (req_id is not in the header)."""
+        """Return whether this is the header of the page with `key` (req_id is not in the header)."""
         return (self.layer, self.head, self.page, self.kv_type) == (key.layer, key.head, key.page, key.kv_type)
 
 
@@ -330,7 +332,7 @@ def encode_page(
     created_ms: int | None = None,
     with_checksum: bool = True,
 ) -> bytes:
-    """Return the blob of a page: header and body in one.
+    """Return the blob of a page: header and body.
 
     `body` is the C-contiguous tensor ``[page_size, head_dim]``; `ttl` is in seconds, 0 for none.
     Raises PageError for a field outside the contract.
@@ -355,8 +357,8 @@ def encode_page(
 def decode_page(blob: Buffer, *, verify: bool = True) -> tuple[PageHeader, memoryview]:
     """Return the header of a blob and a view (no copy) of its body.
 
-    Raises PageError when the header is invalid, the body's length differs from the header's,
-    or, with `verify`, the body does not hash to the header's checksum.
+    Raises PageError if the header is invalid, the body's length differs from the header's,
+    or, with `verify`, the body does not match the header's checksum.
     """
     header = PageHeader.parse(blob)
     body = memoryview(blob).cast("B")[HEADER_SIZE:]
@@ -369,7 +371,7 @@ def decode_page(blob: Buffer, *, verify: bool = True) -> tuple[PageHeader, memor
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One tensor kind of a block: ``[layers, heads, page_size, head_dim]`` of one dtype."""
+    """One kind of tensor of a block: ``[layers, heads, page_size, head_dim]`` of one dtype."""
 
     kv_type: int
     dtype: DType
@@ -383,7 +385,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Every page of one ``(req_id, page_id)``. Body order: layer, plane, head, token, dim."""
+    """Shape of a block: all pages of one ``(req_id, page_id)``. Order of its body: layer, plane, head, token, dim."""
 
     layers: int
     heads: int
@@ -405,7 +407,7 @@ class BlockShape:
 
     @property
     def pages(self) -> int:
-        """Pages a complete block has."""
+        """Number of pages of a complete block."""
         return self.layers * len(self.planes) * self.heads
 
     @property
@@ -419,18 +421,18 @@ class BlockShape:
         return self.heads * sum(map(self.page_nbytes, self.planes))
 
     def page_nbytes(self, plane: Plane) -> int:
-        """Return bytes of one page of `plane`."""
+        """Return the bytes of one page of `plane`."""
         return self.page_size * plane.head_dim * plane.dtype.itemsize
 
     def plane(self, kv_type: int) -> Plane:
-        """Return the plane of that kv_type. Raises PageError for one that the block has not."""
+        """Return the plane of a kv_type. Raises PageError if the block has no such plane."""
         for plane in self.planes:
             if plane.kv_type == kv_type:
                 return plane
         raise PageError(f"kv_type must be one of {[int(p.kv_type) for p in self.planes]}, got {kv_type}")
 
     def page_spans(self) -> Iterator[slice]:
-        """Return where in the body the pages lie, in its order."""
+        """Yield the range of each page in the body, in order."""
         start = 0
         for _ in range(self.layers):
             for plane in self.planes:
@@ -440,7 +442,7 @@ class BlockShape:
                     start += size
 
     def page_span(self, layer: int, head: int, kv_type: int) -> slice:
-        """Return the position of a page in the body. Raises PageError for a page outside the block's shape."""
+        """Return the range of a page in the body. Raises PageError for a page outside the block's shape."""
         check_range("layer_idx", layer, 0, self.layers - 1)
         check_range("head_idx", head, 0, self.heads - 1)
         wanted = self.plane(kv_type)
@@ -453,24 +455,23 @@ class BlockShape:
         return slice(start + head * size, start + (head + 1) * size)
 
 
-# -- segments ----------------------------------------------------------------------------------------------------------
+# -- Segments of a prompt: consecutive blocks on the same server -------------------------------------------------------
 #
-# Segments of a prompt. A segment is a few neighbouring blocks that are kept by the same server. So a long context is
-# spread over all servers.
-#
-# The first block of a prompt is a segment by itself. Very many prompts begin with the same block, and otherwise the
-# blocks after it would be on one server for all of them.
+# The segments of a long context are distributed over all servers. The first block of a prompt is a segment of its own,
+# because very many prompts begin with the same block: otherwise the blocks after it would be on one server for all of
+# them.
 
-SEGMENT = 4  # blocks, after the first
+SEGMENT = 4  # blocks of a segment after the first one
 
 
 def first_of(index: int, together: int) -> int:
-    """Return the first block of the segment that has block `index`."""
+    """Return the index of the first block of the segment of block `index`. `together` is the length of a segment."""
     return index - (index - 1) % together if index else 0
 
 
 def tag_of(names: Sequence[str], index: int, together: int) -> str:
-    """Return the tag before the name of block `index` in keys: the name of the first block of its segment, in braces. A
-    segment has `together` blocks; 0 means that there is only one server, and no tag.
+    """Return the tag before the name of block `index` in keys: the name of its segment's first block, in braces.
+
+    A segment has `together` blocks; 0 means that there is one server, and no tag.
     """
     return f"{{{names[first_of(index, together)]}}}" if together else ""

@@ -45,7 +45,7 @@ class TracedPrompt:
 
 
 def read_trace(path: Path) -> list[TracedPrompt]:
-    """Return every request, in order. Raises TraceError, OSError."""
+    """Return all requests in order. Raises TraceError, OSError."""
     names: dict[int, bytes] = {}
     requests = []
     with open_regular(path) as lines:
@@ -86,9 +86,7 @@ _NEVER = -1  # the next request of a block without one
 
 
 def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """Return the best possible outcome of a trace with room for `capacity` blocks. O(n log n) in the requested
-    blocks.
-    """
+    """Return the best possible outcome of a trace with a capacity in blocks. O(n log n) in the requested blocks."""
     outcome = Outcome()
     due = _next_uses(trace)
     there: dict[bytes, int] = {}  # stored blocks, with the index of their next request
@@ -147,7 +145,7 @@ Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # from a trace an
 
 
 def simulate(make: Callable[[], Queues], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """Return the outcome of a trace under a policy, with room for `capacity` blocks."""
+    """Return the outcome of a trace under a policy, with a capacity in blocks."""
     policy, outcome = make(), Outcome()
     there: set[bytes] = set()
     for request in trace:
@@ -219,7 +217,7 @@ SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
 
 @dataclass(slots=True)
 class NodeLoad:
-    """Requests and hits of one node."""
+    """Load of one node: its blocks and prompts."""
 
     blocks: int = 0  # read or written
     prompts: int = 0  # with blocks on this node
@@ -324,7 +322,7 @@ def table(replays: list[Replay], block_bytes: int) -> Table:
 
 
 def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path) -> None:
-    """Write all figures, in blocks. `ratio` is the share of requested blocks that were found."""
+    """Write all outcomes, in blocks. `ratio` is the share of requested blocks that are hits."""
     rows = [
         {"policy": replay.policy, "capacity": replay.capacity, "ratio": replay.outcome.ratio, **asdict(replay.outcome)}
         for replay in replays
@@ -489,7 +487,7 @@ def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destin
 
 
 def _read(trace: Path, to: Destination) -> list[TracedPrompt]:
-    """Return the requests. Prints how many there are. Raises as `run`."""
+    """Return the requests of a trace, and print their number. Raises as `run`."""
     if to.plot:
         importlib.import_module("matplotlib")
     requests = read_trace(trace)

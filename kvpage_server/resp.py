@@ -1,4 +1,4 @@
-"""The replies of the Redis protocol: values in, pieces of bytes out, without sockets. `core` parses the requests."""
+"""The encoder of replies in RESP2 and RESP3: values in, pieces of bytes out, without I/O. `core` parses requests."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 
 from kvpage_server.core.pieces import Piece
 
-# -- reply -------------------------------------------------------------------------------------------------------------
+# -- Replies -----------------------------------------------------------------------------------------------------------
 #
-# Values in, buffers out: the reply half of RESP2 and RESP3, without I/O.
-#
-# A command answers with Python values: None, int, bytes, str (a bulk string too), bool, float, list, dict, set (or a
-# dict's keys, in their order), and the few classes below where RESP knows more than Python. A tuple is a reply in
-# pieces that are already as they go over the wire: bytes, and for a value in the store its slot, borrowed, never
-# copied.
+# A command returns Python values: None, int, bytes, str (sent as a bulk string, too), bool, float, list, dict, set (or
+# a dict's keys, in their order), and the classes below for types that Python lacks. A tuple is an encoded reply in
+# pieces: bytes, and borrowed parts of slots for values in the store, which are never copied.
 
-Reply = Any  # one of the values named above; the types of nested values are not worth their spelling
+Reply = Any  # one of these values; a precise type of nested values would be too long
 
 
 class Raw(bytes):
@@ -30,28 +27,28 @@ QUEUED = Raw(b"+QUEUED\r\n")
 
 
 def simple(text: str) -> Raw:
-    """Return a simple string."""
+    """Return a simple string. `text` has no line breaks."""
     return Raw(b"+%b\r\n" % text.encode())
 
 
 class ReplyError(Exception):
-    """Error reply; its first word is the code that clients evaluate."""
+    """Error reply. The first word of its message is the code that clients evaluate."""
 
     @property
     def line(self) -> bytes:
-        """Return the error as one line of RESP; line breaks become spaces."""
+        """The error as one line of RESP; line breaks become spaces."""
         text = str(self).encode("utf-8", "surrogateescape")
         return b"-%b\r\n" % text.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
 def bare(error: ReplyError) -> ReplyError:
-    """Return the error without its traceback, whose frames keep the command and the error itself alive."""
+    """Return the error after its traceback was removed, because the frames of the traceback keep the command alive."""
     error.__traceback__ = error.__context__ = None
     return error
 
 
 class NullArray:
-    """Reply of EXEC after a change of a watched key: a null array in RESP2."""
+    """Reply of EXEC after a change of a watched key: a null array in RESP2, null in RESP3."""
 
 
 NULL_ARRAY = NullArray()
@@ -59,7 +56,7 @@ NULL_ARRAY = NullArray()
 
 @dataclass(frozen=True, slots=True)
 class Verbatim:
-    """Text for people: RESP3 says so, RESP2 sends a bulk string."""
+    """Text for people: a verbatim string in RESP3, a bulk string in RESP2."""
 
     text: bytes
     format: bytes = b"txt"
@@ -67,16 +64,16 @@ class Verbatim:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """An out-of-band message: RESP3's push type, an array in RESP2."""
+    """Out-of-band message: a push in RESP3, an array in RESP2."""
 
     items: list[Reply]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Postponed continuation: `start` receives the function to call when the wait is over.
+    """Postponed reply: `start` receives the function to call when the wait is over.
 
-    `now`, if given, performs the awaited action synchronously: within a transaction, which does not wait.
+    `now`, if given, does the awaited work synchronously. It is called within a transaction, which does not wait.
     """
 
     start: Callable[[Callable[[], None]], object]
@@ -85,20 +82,20 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An array whose items are made while it is being sent; without a length, one reply that takes a while to make.
+    """Array whose items are made while it is sent; with `length` None, a single reply that takes long to make.
 
-    Each step of `items` is a bounded piece of work, after which other clients may have their turn. An empty tuple is a
-    step with nothing to say yet, a `Wait` one that cannot go on yet.
+    Each step of `items` is a limited piece of work, after which other clients have their turn. An empty tuple is a step
+    without output, and a `Wait` a step that has to wait.
     """
 
     length: int | None
     items: Iterator[Reply]
-    whole: bool = False  # it changes something, and is done to its end even when nobody waits for the reply any more
-    aside: bool = False  # the client's next commands run meanwhile; their replies follow this one
+    whole: bool = False  # whether it changes data, and is completed even if the client has disconnected
+    aside: bool = False  # whether the client's next commands run meanwhile; their replies follow this one
 
 
 def encode(value: Reply, protocol: int, out: list[Piece]) -> None:
-    """Append the pieces of `value` in RESP `protocol` (2 or 3) to `out`."""
+    """Append the pieces of `value` in RESP `protocol` (2 or 3) to `out`. Raise TypeError if RESP has no type for it."""
     kind = type(value)
     if kind is Raw:
         out.append(value)
@@ -137,7 +134,7 @@ def _encode_rare(value: Reply, protocol: int, out: list[Piece]) -> None:
         encode(Raw(b",%b\r\n" % digits) if protocol == 3 else digits, protocol, out)
     elif isinstance(value, set | frozenset):
         _encode_items(b"~" if protocol == 3 else b"*", sorted(value), protocol, out)
-    elif isinstance(value, KeysView):  # a set in its order
+    elif isinstance(value, KeysView):  # a set in a given order
         _encode_items(b"~" if protocol == 3 else b"*", list(value), protocol, out)
     elif isinstance(value, Push):
         _encode_items(b">" if protocol == 3 else b"*", value.items, protocol, out)

@@ -28,8 +28,10 @@ logger = logging.getLogger("kvpage")
 
 
 def greet(server: Server, addresses: list[str], http: list[str], token: str) -> None:
-    """Log the limits, the access rules and the addresses: `addresses` for clients, `http` for the page, which needs the
-    `token` where no password is set."""
+    """Log limits, access rules and addresses.
+
+    `addresses` are those for clients, `http` those of the web page, which needs the `token` if no password is set.
+    """
     config, users = server.config, server.users
     limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
     if "maxmemory" in config.chosen:
@@ -94,7 +96,7 @@ def _only_local(addresses: list[str]) -> bool:
 
 
 async def renew_when(told: asyncio.Event, server: Server) -> None:
-    """Renew whenever the event is set, until cancelled."""
+    """Reopen the log file and reload the certificates whenever the event is set, until cancelled."""
     while True:
         await told.wait()
         told.clear()
@@ -118,7 +120,7 @@ async def _renew_log(server: Server) -> None:
 
 
 async def _renew_certificates(server: Server) -> None:
-    """Renew them for new connections; open ones go on. Clients are served while the certificates are read."""
+    """Load certificates for new connections; open ones continue. Clients are served meanwhile."""
     if not server.config.tls_port:
         return
     asked = copy(server.config)
@@ -138,15 +140,15 @@ _STEPS = {"log file": _renew_log, "certificates": _renew_certificates}
 # -- Periodic tasks ----------------------------------------------------------------------------------------------------
 
 SWEEP_EVERY = 0.1  # seconds
-SWEEP_MOST = 400  # keys a sweep: some milliseconds
+SWEEP_MOST = 400  # keys per sweep: some milliseconds
 WATCH_EVERY = 1.0  # seconds
-AGAIN_AFTER = 1.0  # seconds
+AGAIN_AFTER = 1.0  # seconds after an error
 
 
 def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
-    """Yield each as a task without an end.
+    """Yield the periodic tasks, which never end.
 
-    They delete expired keys, evict down to a lowered limit, and disconnect clients above their limits.
+    They delete expired keys, evict after `maxmemory` is lowered, and disconnect clients above their limits.
     """
     yield _again(partial(_sweep, server))
     yield _again(partial(_shrink, server))
@@ -170,7 +172,7 @@ async def _sweep(server: Server) -> None:
 
 
 async def _shrink(server: Server) -> None:
-    """Evict at once when maxmemory was lowered, not only with the next write. A pause postpones this."""
+    """Evict as soon as `maxmemory` is lowered, and not only at the next write. A pause postpones this."""
     memory = server.keyspace.memory
     most = memory.maxmemory
     while True:

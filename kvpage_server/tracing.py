@@ -24,14 +24,14 @@ except ImportError:
 else:
     INSTALLED = True
 
-FLUSH_SECONDS = 2.0  # where nobody takes spans, exporters try for longer than anybody wants to wait
-PREFIX = "kvpage."  # of every attribute's name
+FLUSH_SECONDS = 2.0  # limit of `flush`; without a collector, exporters retry for longer
+PREFIX = "kvpage."  # of all names of attributes
 Value = str | int | float | None
 _ENDS = (CancelledError, GeneratorExit)  # exceptions that end a span without being an error
 
 
 class TraceSpan:
-    """A span. As a context manager it is the parent of spans that start within it, and ends at exit."""
+    """Span of a trace. As a context manager, it is the parent of spans that start within it, and ends at exit."""
 
     __slots__ = ()
 
@@ -42,17 +42,17 @@ class TraceSpan:
         pass
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context within which new spans are its children. The span continues afterwards, until `end`."""
+        """Return a context in which new spans are children of this one, which continues after it, until `end`."""
         return nullcontext()
 
     def set(self, **attributes: Value) -> None:
-        """Say something of it; None says nothing."""
+        """Set attributes. A None sets nothing."""
 
     def add(self, **counts: int) -> None:
-        """Count something that happens more than once."""
+        """Add to counters, each of which is an attribute."""
 
     def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
-        """It is over, or was `at` that time of `time.perf_counter()`. Only the first call counts."""
+        """End the span now, or `at` a time of `time.perf_counter()`. Only the first call counts."""
 
 
 UNSEEN = TraceSpan()
@@ -60,7 +60,7 @@ _inner: ContextVar[TraceSpan] = ContextVar("span", default=UNSEEN)
 
 
 def span(name: str, *, client: bool = False, began: float | None = None) -> TraceSpan:
-    """Begin one, or one that `began` at that time of `time.perf_counter()`. `client`: another process is asked."""
+    """Start a span, now or at the time `began` of `time.perf_counter()`; `client`: for a request to another process."""
     tracer = _tracer() if INSTALLED else None
     if tracer is None:
         return UNSEEN
@@ -69,17 +69,17 @@ def span(name: str, *, client: bool = False, began: float | None = None) -> Trac
 
 
 def current() -> TraceSpan:
-    """Return the span that was entered last and has not ended. To be asked where counts are known, for `seen`."""
+    """Return the innermost span that is active as a context manager."""
     return _inner.get()
 
 
 def is_seen(some: TraceSpan) -> bool:
-    """Return whether it is worth finding out what to say of it."""
+    """Return whether a span is recorded. If not, its attributes need not be computed."""
     return isinstance(some, _Seen) and some.is_recording
 
 
 def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[object]:
-    """Return a context within which new spans belong to the trace in HTTP's `headers`, unless a span is active."""
+    """Return a context in which new spans belong to the trace of HTTP `headers`, unless a span is active."""
     if not INSTALLED or _tracer() is None or trace.get_current_span().get_span_context().is_valid:
         return nullcontext()
     carrier = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
@@ -87,7 +87,7 @@ def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[
 
 
 def flush() -> None:
-    """Have all spans handed on that have ended, if that is soon done: for a process that ends at once."""
+    """Export the spans that have ended, for at most `FLUSH_SECONDS`, before a process exits."""
     if INSTALLED and hasattr(provider := trace.get_tracer_provider(), "force_flush"):
         flushing = Thread(target=provider.force_flush, daemon=True)
         flushing.start()
@@ -95,7 +95,7 @@ def flush() -> None:
 
 
 class _Seen(TraceSpan):
-    """A span that somebody takes."""
+    """Span of a configured provider."""
 
     __slots__ = ("_counts", "_made", "_tokens")
 
@@ -145,7 +145,7 @@ def _tracer() -> trace.Tracer | None:
     global _known
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):
-        return None  # nobody has configured one so far
+        return None  # no provider is configured
     if _known is None or _known[0] is not provider:
         _known = provider, provider.get_tracer("kvpage")
     return _known[1]
@@ -161,5 +161,5 @@ def _attached(to: context.Context) -> Iterator[None]:
 
 
 def _wall(moment: float) -> int:
-    """Unix nanoseconds of a time of `time.perf_counter()`."""
+    """Return the unix nanoseconds of a time of `time.perf_counter()`."""
     return time.time_ns() + round((moment - time.perf_counter()) * 1e9)

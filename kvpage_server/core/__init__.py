@@ -1,7 +1,8 @@
-"""The core: bytes, slots and pages. It knows neither users nor tiers.
+"""The core: the hot path of the server, from bytes to slots and pages. It has no users and no tiers.
 
-It is there twice: compiled, and in plain Python, for where it cannot be built. Both have the same names, and `NAME`
-says which one this is: "native" or "python". KVPAGE_CORE=python asks for the plain one.
+There are two implementations with the same names: a compiled one, and the reference implementation in plain Python,
+which is used if the compiled one cannot be built, or if KVPAGE_CORE=python is set. `NAME` is the one in use: "native"
+or "python".
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Words that name and describe a page: the rules for each, and the errors.
+"""The words that name and describe a page: the rule for each, and the errors.
 
-The Python core reads every page with this. The native one reads packed columns, and hands the words of a page that it
-finds fault with to this: so the text of an error is written once.
+The Python core parses every page with these functions. The native core has its own parser, and calls these functions
+for the words of a page that it rejects. So both cores have the same error messages.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvpage_server.page import (
     check_req_id,
 )
 
-NAME_WORDS = 5  # req layer head page type
-PAGE_WORDS = 10  # and dtype page_size head_dim ttl body
+NAME_WORDS = 5  # req_id layer head page_id kv_type
+PAGE_WORDS = 10  # the same, and dtype page_size head_dim ttl body
 LONGEST_WORD = 4 * 1024 * 1024  # bytes of a word that is not a value
 
-Word = Any  # bytes, or a slot where it is a long one
+Word = Any  # bytes, or a slot for a long word
 
 _INTEGER = re.compile(rb"-?(?:0|[1-9]\d{0,18})\Z")
-I64 = (-(2**63), 2**63 - 1)
+I64 = (-(2**63), 2**63 - 1)  # the smallest and the largest 64-bit integer
 
 
 class BadPage(PageError):
-    """A page of a batch breaks the contract. `place` is the index of the page in the batch."""
+    """Error: a page of a batch breaks the contract. `place` is the index of the page in the batch."""
 
     def __init__(self, text: str, place: int) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class BadPage(PageError):
 
 
 class PageName(NamedTuple):
-    """A page's key and the parts it is spelt from."""
+    """A page's key and its parts."""
 
     key: bytes
     req_id: bytes
@@ -63,10 +63,10 @@ class Shape(NamedTuple):
 
 
 def as_integer(word: Word) -> int | None:
-    """Return a 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
+    """Return a word as a 64-bit integer; None if it is none ('+1', ' 1', '01' and '-0' are no integers)."""
     if type(word) is not bytes:
         return None
-    if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # the usual ones, quickly
+    if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # common numbers, without a pattern
         return int(word)
     if not _INTEGER.match(word) or word == b"-0":
         return None
@@ -75,7 +75,7 @@ def as_integer(word: Word) -> int | None:
 
 
 def integer_in(name: str, word: Word, low: int, high: int) -> int:
-    """Return an integer in a range. Raises PageError, which names the argument and the range."""
+    """Return a word as an integer from `low` to `high`. Raise PageError with the argument's name and the range."""
     value = as_integer(word)
     if value is None or not low <= value <= high:
         shown = shorten(plain(word))
@@ -84,9 +84,7 @@ def integer_in(name: str, word: Word, low: int, high: int) -> int:
 
 
 def plain(word: Word) -> bytes:
-    """Return the bytes of a word, copied out of its slot when it is a long one. Raises PageError for one that is too
-    long.
-    """
+    """Return the bytes of a word, copied from its slot if it is long. Raise PageError above LONGEST_WORD bytes."""
     if isinstance(word, bytes):
         return word
     if word.size > LONGEST_WORD:
@@ -95,12 +93,12 @@ def plain(word: Word) -> bytes:
 
 
 def shorten(raw: bytes, most: int = 32) -> str:
-    """Return client bytes as text for an error message, cut at `most` bytes or at a NUL; invalid UTF-8 is preserved."""
+    """Return bytes of a client as text for an error message, cut at `most` bytes or at a NUL. Keep invalid UTF-8."""
     return raw[:most].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
 def page_name(words: Sequence[Word]) -> PageName:
-    """Return the page that five words name. Raises PageError saying which of them is wrong."""
+    """Return the page that five words name. Raise PageError with the name of the wrong word."""
     req_id = check_req_id(plain(words[0]))
     layer = integer_in("layer_idx", words[1], 0, MAX_LAYER)
     head = integer_in("head_idx", words[2], 0, MAX_HEAD)
@@ -110,9 +108,9 @@ def page_name(words: Sequence[Word]) -> PageName:
 
 
 def page_shape(words: Sequence[Word], nbytes: int, *, strict: bool) -> Shape:
-    """Return the shape from the four words before a body of `nbytes`. Raises PageError, which names the wrong word.
+    """Return the shape from the four words before a body of `nbytes`. Raise PageError with the name of the wrong word.
 
-    In `strict` mode the body has to fill its shape.
+    With `strict`, the body must have exactly the bytes of its shape.
     """
     check_range("body length", nbytes, 0, MAX_U32)
     dtype = integer_in("dtype", words[0], 0, 255)

@@ -1,4 +1,4 @@
-"""The choice of the core: the compiled one if it is complete, else, or on request, the reference implementation."""
+"""The choice of the core: the compiled one, or on request or if that cannot be used, the reference implementation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ STALE = "it was compiled from other sources than are there now"
 
 
 def choose() -> tuple[str, str]:
-    """Return the core's name; and why it is "python" although nobody asked for that, or nothing."""
+    """Return the core's name, and the reason if it is "python" without a request, or "".
+
+    Raise SystemExit if KVPAGE_CORE has another value than "python".
+    """
     asked = os.environ.get(VARIABLE, "")
     if asked == "python":
         return "python", ""
-    if asked:  # any program: the requested core does not exist, and no other was requested
+    if asked:  # no other core can be requested; this is raised in every program that imports the core
         raise SystemExit(f"{VARIABLE} is {asked!r}: set it to python, or leave it unset for the compiled core")
     fault = _fault()
     return ("python", fault) if fault else ("native", "")

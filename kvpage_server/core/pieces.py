@@ -1,6 +1,6 @@
-"""Pieces of output: bytes, or borrowed memory.
+"""Pieces of output: bytes, or borrowed memory. And rules that both cores share: buffers, replies, and rows of pages.
 
-A value is sent with its frame before it and `END` behind it, as a slot holds it.
+A value is sent with its `frame` before it and `END` after it. A slot contains both.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ END = b"\r\n"
 
 
 class Span(Protocol):
-    """Memory that contains a part of a reply in wire format. It is not reused while the object lives."""
+    """Memory that contains a part of a reply in wire format. It is not reused while the object exists."""
 
     @property
     def view(self) -> memoryview:
-        """The bytes."""
+        """The bytes of the reply."""
 
     @property
     def size(self) -> int:
-        """How many of them are a value's."""
+        """The number of bytes that belong to a value, without frame and CRLF."""
 
 
 Piece = bytes | Span
 
 
 def lent(pieces: Iterable[Piece]) -> int:
-    """Return bytes of values that they borrow."""
+    """Return the bytes of values that some pieces borrow."""
     return sum([piece.size for piece in pieces if not isinstance(piece, bytes)])
 
 
@@ -41,11 +41,11 @@ def frame(size: int) -> bytes:
     return b"$%d\r\n" % size
 
 
-# -- Memory of the caller's as bytes: numpy arrays, mx.arrays, bytearrays, memoryviews, never copied -------------------
+# -- Buffers of the caller as bytes, without a copy: numpy arrays, mx.arrays, bytearrays, memoryviews ------------------
 
 
 class Unusable(ValueError):
-    """A buffer can't be sent from or received into: which one of several, and why not."""
+    """Error: a buffer can't be sent from or received into. `index` is its position among several, `why` the reason."""
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(f"buffer {index}: {why}")
@@ -54,7 +54,10 @@ class Unusable(ValueError):
 
 
 def as_bytes(buffer: Buffer, index: int = 0, *, writable: bool = False) -> memoryview:
-    """Return the bytes of a C-contiguous buffer of any element type. Raises Unusable."""
+    """Return the bytes of a C-contiguous buffer of any element type, without a copy.
+
+    Raise Unusable if the object is no such buffer, or with `writable` is read-only. `index` is used in the error.
+    """
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
@@ -71,17 +74,17 @@ def as_bytes(buffer: Buffer, index: int = 0, *, writable: bool = False) -> memor
 
 # -- Replies other than bodies -----------------------------------------------------------------------------------------
 
-MAX_LINE = 64 * 1024  # bytes of an error
-MAX_FRAME = 24  # and of a line before a body, CRLF included
-MAX_BULK = 0xFFFF_FFFF + 64  # the longest blob
+MAX_LINE = 64 * 1024  # bytes of an error reply
+MAX_FRAME = 24  # bytes of the line before a body, CRLF included
+MAX_BULK = 0xFFFF_FFFF + 64  # bytes of the longest blob: header and body
 
 
 class WrongAnswer(ValueError):
-    """Error: bytes that are not the expected reply."""
+    """Error: received bytes are not the expected reply."""
 
 
 class ErrorAnswer(Exception):
-    """An error line, without its '-'."""
+    """Error reply of the server. `line` is its text without the '-'."""
 
     def __init__(self, line: bytes) -> None:
         super().__init__(line)
@@ -99,18 +102,18 @@ def wrong_answer(item: int, count: int, found: bytes) -> WrongAnswer:
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 #
-# Which pages a block has, as rows of bits: one bit a head, in rows of up to 64 heads of a (layer, plane).
+# The set of pages of a block, as rows of bits. A row has a bit for each of 64 heads of one (layer, plane).
 #
-# That is a few bytes a page where models have eight heads, and enough to spell every page's key. Rows are numbered by
-# layer, plane and head: the order of a block's body.
+# This takes a few bytes for each page of a model with eight heads, and every page's key can be computed from it. Rows
+# are numbered by layer, plane and head, which is the order of a block's body.
 
-TYPES = MAX_KV_TYPE + 1
-ROW_HEADS = 64
+TYPES = MAX_KV_TYPE + 1  # planes of a layer
+ROW_HEADS = 64  # heads in a row
 GROUPS = (MAX_HEAD + 1) // ROW_HEADS  # rows that the heads of one (layer, plane) may take
 
 
 def row_of(layer: int, head: int, kv_type: int) -> int:
-    """Return the row of a page."""
+    """Return the number of a page's row."""
     return (layer * TYPES + kv_type) * GROUPS + head // ROW_HEADS
 
 

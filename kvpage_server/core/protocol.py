@@ -1,4 +1,4 @@
-"""Rules that both parsers share: limits of a request, and Redis's error messages for invalid ones."""
+"""Rules that both parsers share: limits of requests, and Redis's error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NoReturn
 
 from kvpage_server.core.regions import IN_PLACE
 
-MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
-MAX_ARGUMENTS = 0x7FFF_FFFF
-KEEP_FROM = 512  # a word of so many bytes gets a slot of its own
-MOST_LISTED = 64  # words of a command that is a list; longer ones are `Words`
-WORD = 48  # bytes of a word's overhead
-SCRATCH_SIZE = 128 * 1024
-RECEIVE_TURN = 1024 * 1024  # bytes received in one call: others wait meanwhile
-MUCH = 64 * 1024  # bytes received at once: more may be there already
-AHEAD = 4 * 1024  # bytes received behind a long word: the next may be as long, and these of it have to be copied
-DIRECT = IN_PLACE - AHEAD  # bytes missing of a word that are received into its slot: AHEAD of it may be there already
+MAX_LINE = 64 * 1024  # bytes of a line; PROTO_INLINE_MAX_SIZE of Redis
+MAX_ARGUMENTS = 0x7FFF_FFFF  # words of a command
+KEEP_FROM = 512  # bytes of the shortest word that gets a slot of its own
+MOST_LISTED = 64  # words of a command that is a list; a command with more is a `Words`
+WORD = 48  # bytes that a word takes in addition to its own
+SCRATCH_SIZE = 128 * 1024  # bytes of the receive buffer
+RECEIVE_TURN = 1024 * 1024  # bytes received in one turn, because other clients wait meanwhile
+MUCH = 64 * 1024  # bytes of one call to receive after which another call is worth its cost, as more may have arrived
+AHEAD = 4 * 1024  # bytes received after a long word: few, because they have to be copied if the next word is long, too
+DIRECT = IN_PLACE - AHEAD  # missing bytes of a word from which on they are received into its slot
 
 TOO_LONG = "command exceeds the query buffer limit"
 NO_CRLF = "bulk string is not terminated by CRLF"
@@ -34,20 +34,20 @@ STRANGERS_LENGTH = "unauthenticated bulk length"
 
 
 class ProtocolError(Exception):
-    """The stream is not RESP, or breaks a limit; nothing after this point can be understood."""
+    """Error: the input is not RESP, or exceeds a limit. Nothing after this point can be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of a client's requests. Unauthenticated clients have Redis's smaller limits."""
 
-    max_bulk: int = 512 * 1024 * 1024
-    max_arguments: int = MAX_ARGUMENTS
-    max_command: int = 1024 * 1024 * 1024  # bytes of one command's words
+    max_bulk: int = 512 * 1024 * 1024  # bytes of one word
+    max_arguments: int = MAX_ARGUMENTS  # words of one command
+    max_command: int = 1024 * 1024 * 1024  # bytes of all words of one command
 
 
 def inline_words(line: bytes) -> list[bytes]:
-    """Return the words of an inline command; `line` is without its newline."""
+    """Return the words of an inline command, a line without its newline. Raise ProtocolError for unbalanced quotes."""
     words = split_words(line.removesuffix(b"\r"))
     if words is None:
         raise ProtocolError("unbalanced quotes in request")
@@ -55,7 +55,7 @@ def inline_words(line: bytes) -> list[bytes]:
 
 
 def number(digits: bytes) -> int | None:
-    """Return the number as Redis's string2ll reads it: no plus sign, spaces or leading zeros; None when it is none."""
+    """Return a 64-bit integer by the rules of Redis's string2ll: no plus sign, spaces or leading zeros; or None."""
     unsigned = digits.removeprefix(b"-")
     if not unsigned.isdigit() or len(unsigned) > 19 or (unsigned[:1] == b"0" and digits != b"0"):
         return None
@@ -64,7 +64,11 @@ def number(digits: bytes) -> int | None:
 
 
 def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
-    """Return how many words a command has whose first line is that; none for a negative number."""
+    """Return the number of words of a command from its first line, 0 for a negative number.
+
+    Raise ProtocolError for an invalid number, one that exceeds `limits`, or more than UNAUTHENTICATED_ARGUMENTS if the
+    client is not `trusted`.
+    """
     count = number(line[1:])
     if count is None or count > limits.max_arguments:
         raise ProtocolError(BAD_COUNT)
@@ -74,7 +78,11 @@ def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
 
 
 def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
-    """Return the length of a word that a line announces."""
+    """Return the length in bytes of a word from the line before it.
+
+    Raise ProtocolError for an invalid length, one that exceeds `limits`, or more than UNAUTHENTICATED_BULK if the
+    client is not `trusted`.
+    """
     if not line.startswith(b"$"):
         refuse_word(line[:1] or b"\r")
     length = number(line[1:])
@@ -86,14 +94,14 @@ def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
 
 
 def refuse_word(first: bytes) -> NoReturn:
-    """Raise the error for a word's line that does not begin with a dollar sign."""
+    """Raise ProtocolError for a line before a word that begins with `first` and not with a dollar sign."""
     raise ProtocolError(f"expected '$', got '{first.decode('utf-8', 'surrogateescape')}'")
 
 
-# -- Words of a line as Redis splits them: inline commands and configuration files -------------------------------------
+# -- Words of a line by the rules of Redis: inline commands and configuration files ------------------------------------
 
-# White space, then bare letters, then optionally a string in quotes. Redis skips \v and \f before a word, but they do
-# not end one.
+# One word: white space, then characters without quotes, then optionally a quoted string. As in Redis, \v and \f are
+# skipped before a word, but do not end one.
 _WORD = re.compile(
     rb"""[\ \t\n\r\0\v\f]* ([^\ \t\n\r\0"']*) (?: "((?:[^"\\]|\\.)*)" | '((?:[^'\\]|\\'|\\(?!'))*)' )?""",
     re.DOTALL | re.VERBOSE,
@@ -105,9 +113,10 @@ _LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a"}
 
 
 def split_words(line: bytes) -> list[bytes] | None:
-    r"""Words of an inline command or a configuration line; None for unbalanced quotes. O(bytes).
+    r"""Return the words of an inline command or a configuration line; None for unbalanced quotes. O(bytes).
 
-    As Redis's sdssplitargs: white space separates words; "..." knows \n \r \t \b \a \\ \" and \xHH, '...' only \'.
+    The rules are those of Redis's sdssplitargs: white space separates words; "..." may contain \n \r \t \b \a \\ \" and
+    \xHH, '...' only \'.
     """
     if not _NOT_PLAIN.search(line):
         return line.replace(b"\0", b" ").split()
@@ -115,10 +124,10 @@ def split_words(line: bytes) -> list[bytes] | None:
     pos = 0
     while pos < len(line):
         found = _WORD.match(line, pos)
-        assert found is not None  # it may match nothing, but it does match
+        assert found is not None  # every part of the pattern may be empty
         bare, double, single = found.groups()
         pos = found.end()
-        if pos < len(line) and line[pos] not in _SPACE:  # a quote that never closes, or a letter behind one that does
+        if pos < len(line) and line[pos] not in _SPACE:  # a quote that is not closed, or a character after a closed one
             return None
         quoted = _ESCAPED.sub(_meant, double) if double else (single or b"").replace(b"\\'", b"'")
         if bare or double is not None or single is not None:
@@ -127,6 +136,6 @@ def split_words(line: bytes) -> list[bytes] | None:
 
 
 def _meant(found: re.Match[bytes]) -> bytes:
-    """Return the byte of an escape in double quotes."""
+    """Return the byte that an escape in double quotes stands for."""
     letter: bytes = found[1]
     return bytes.fromhex(letter[1:].decode()) if len(letter) == 3 else _LETTERS.get(letter, letter)

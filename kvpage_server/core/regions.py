@@ -1,15 +1,15 @@
-"""Memory from the system: few large mappings, from which chunks are cut and to which they return.
+"""Memory from the system: a few large mappings, the regions, which are cut into stretches for chunks.
 
-A mapping takes no memory until it is written to. Then the system zeroes it, which costs more than all else that is done
-with it. So memory that returns is spare, and is cut again at once, for chunks of any size. Memory that was spare for a
-while is returned to the system. If no spare memory is large enough for an allocation, the same amount of spare memory
-is returned to the system.
+A page of a mapping takes no memory until it is written to. Then the system zeroes it, which costs more than all other
+work on it. So freed memory stays mapped as *spare* memory, from which the next stretch is cut, for chunks of any size.
+Memory that was spare for SPARE_FOR is returned to the system. If no spare part is large enough for a stretch, unused
+memory of a mapping is taken, and up to the same amount of spare memory is returned to the system.
 
-Memory is handed back in whole huge pages, so that none is split where the system uses them. The server does not ask for
-them (`MADV_HUGEPAGE`). The system zeroes a small page just before a value is written to it, so it is in the processor's
-cache then. Of two megabytes that are zeroed at once, most have left the cache by then.
+Memory is returned in whole huge pages, so that the system does not have to split one. The server does not request huge
+pages (`MADV_HUGEPAGE`), because the system zeroes a small page just before a value is written to it, when it is in the
+processor's cache. Most of a zeroed huge page has left the cache before it is written.
 
-A thread hands memory back, since that takes milliseconds for large values.
+A thread returns the memory, because that takes milliseconds for large values.
 """
 
 from __future__ import annotations
@@ -29,76 +29,79 @@ from kvpage_server.page import HEADER_SIZE
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
 #
-# How large slots and chunks are.
+# The sizes of slots and chunks.
 #
-# A slot holds a value in wire format, so that a reply is one borrowed piece of memory:
+# A slot contains a value in wire format, so that a reply borrows one piece of memory:
 #
 #     [64: header]["$<n>\r\n"][body: n bytes]["\r\n"]
 #
-# The header is a page's, unused for plain strings. Slots are of few sizes, four a doubling: powers of two, as pages
-# are, fit without waste.
+# The header is that of a page. Plain strings do not use it. There are four sizes of slots for each doubling, with the
+# powers of two among them, because the bodies of pages usually are powers of two.
 
-SUFFIX = 2  # bytes of the CRLF behind a body
+SUFFIX = 2  # bytes of the CRLF after a body
 LARGEST = 1 << 47  # bytes of a body: no processor addresses more
-SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20  # bytes, but for slots that are larger
-_SHORT_FRAME, _LONG_FRAME = 8, 16  # bytes kept before a body for its length; the former has room for five digits
-IN_PLACE = 32 << 10  # bytes of a body that the kernel writes into its slot: it does so faster where slots are aligned
+SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20  # bytes; a chunk for one larger slot is larger
+_SHORT_FRAME, _LONG_FRAME = 8, 16  # bytes reserved for the frame; 8 are enough for a length of five digits
+IN_PLACE = 32 << 10  # bytes of a body that the kernel writes into its slot; such slots are aligned, which is faster
 
 
 class SlotShape(NamedTuple):
-    """Geometry of slots of one size: bytes from a slot to the next, and before the first one in a chunk."""
+    """Geometry of the slots of one size."""
 
     capacity: int  # bytes of the longest body
-    pitch: int
-    lead: int
+    pitch: int  # bytes from one slot to the next
+    lead: int  # bytes before the first slot of a chunk
 
 
 class ChunkShape(NamedTuple):
-    """How many bytes a chunk has, and how many slots."""
+    """Size of a chunk in bytes and in slots."""
 
     nbytes: int
     slots: int
 
 
 def capacity_for(size: int) -> int:
-    """Return the smallest of 4 steps a doubling that holds `size`."""
+    """Return the capacity of the smallest slots for a body of `size` bytes: 64, or one of 4 steps per doubling."""
     step = 1 << max((size - 1).bit_length() - 3, 4)
     return max(round_up(size, step), 64)
 
 
 def slot_shape(capacity: int) -> SlotShape:
-    """Slots for bodies of up to `capacity` bytes."""
+    """Return the geometry of slots for bodies of up to `capacity` bytes. The bodies are aligned to 16 or 64 bytes."""
     before = HEADER_SIZE + (_SHORT_FRAME if capacity < 100_000 else _LONG_FRAME)
     align = 16 if capacity < IN_PLACE else 64
     return SlotShape(capacity, round_up(before + capacity + SUFFIX, align), -before % align)
 
 
 def chunk_shape(slots: SlotShape, held: int) -> ChunkShape:
-    """Return the next chunk of a size whose chunks have `held` bytes: as many again, within bounds."""
+    """Return the size of the next chunk for slots whose chunks have `held` bytes now.
+
+    It doubles the bytes for these slots, between SMALLEST_CHUNK and LARGEST_CHUNK, and has at least one slot.
+    """
     wanted = min(max(held, SMALLEST_CHUNK), LARGEST_CHUNK)
     count = max((wanted - slots.lead) // slots.pitch, 1)
     return ChunkShape(round_up(slots.lead + count * slots.pitch, mmap.PAGESIZE), count)
 
 
 def round_up(size: int, step: int) -> int:
-    """Return the least multiple of `step` that is not less."""
+    """Return the smallest multiple of `step` that is at least `size`."""
     return -(-size // step) * step
 
 
-SPARE_FOR = 20.0  # seconds; twice as long at most
-SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30
+SPARE_FOR = 20.0  # seconds after which spare memory is returned to the system, 40 at most
+SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30  # bytes
 HUGE = 2 << 20  # bytes of a huge page
 
-_UNUSED = 4 if sys.platform == "linux" else 5  # madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
-_RETURNED_BYTES_PER_CALL = 16 << 20  # bytes: other threads that change mappings wait meanwhile
-_TOO_SMALL = 16 << 20  # bytes that may be spare, but too small for an allocation
-_SPANS_PER_STEP = 256  # spans that are handed back before others have their turn
-_madvise = ctypes.CDLL(None).madvise  # which lets other threads run meanwhile; `mmap.madvise` does not
+_UNUSED = 4 if sys.platform == "linux" else 5  # argument of madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
+_RETURNED_BYTES_PER_CALL = 16 << 20  # bytes of one madvise(2), because other threads that change mappings wait for it
+_TOO_SMALL = 16 << 20  # bytes of spare memory that stay although their parts are too small for an allocation
+_SPANS_PER_STEP = 256  # spans returned in one call, because other clients wait meanwhile
+_madvise = ctypes.CDLL(None).madvise  # releases the interpreter's lock; `mmap.madvise` does not
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Spans:
-    """Parts of a region, from start to stop, in order, none touching another."""
+    """Parts of a region as (start, stop), in order, with gaps between all of them. Every operation is O(parts)."""
 
     def __init__(self, *spans: tuple[int, int]) -> None:
         self._spans = list(spans)
@@ -107,7 +110,7 @@ class Spans:
         return iter(self._spans)
 
     def cut(self, size: int) -> int | None:
-        """Return where so many bytes begin, which are taken out; None when they are not there side by side."""
+        """Remove `size` consecutive bytes from the first part that has them. Return their start, or None."""
         for i, (start, stop) in enumerate(self._spans):
             if start + size <= stop:
                 self._spans[i : i + 1] = [(start + size, stop)] if start + size < stop else []
@@ -115,7 +118,7 @@ class Spans:
         return None
 
     def cut_pages(self, most: int) -> tuple[int, int] | None:
-        """Return a span of whole huge pages, of up to `most` bytes, which is taken out; None when there is none."""
+        """Remove up to `most` bytes of whole huge pages from the first part that has any. Return the span, or None."""
         for i, (start, stop) in enumerate(self._spans):
             first = round_up(start, HUGE)
             last = min(stop // HUGE * HUGE, first + most)
@@ -125,7 +128,7 @@ class Spans:
         return None
 
     def add(self, start: int, stop: int) -> None:
-        """Have a part more, which is not there."""
+        """Add a part that overlaps no other. Merge it with parts that it touches."""
         i = bisect_left(self._spans, (start, stop))
         if i < len(self._spans) and self._spans[i][0] == stop:
             stop = self._spans.pop(i)[1]
@@ -136,10 +139,10 @@ class Spans:
 
 
 class Region:
-    """One mapping, of whole huge pages. Memory that is not allocated is `fresh`, or `spare` if it may have been
-    written.
+    """A mapping of whole huge pages. Each of its bytes is allocated, or in one of `fresh` and `spare`.
 
-    Raises MemoryError when the system has no more.
+    `fresh` parts take no memory: they were not written to, or were returned to the system. `spare` parts may take
+    memory. The constructor raises MemoryError if the system has no memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -156,12 +159,12 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of it is cut or spare."""
+        """Whether all of the region is fresh."""
         return [*self.fresh] == [(0, self.size)]
 
 
 class Stretch:
-    """Some bytes of a region, from `start` on."""
+    """Allocated bytes of a region: `size` bytes from `start` on."""
 
     __slots__ = ("region", "size", "start")
 
@@ -172,30 +175,35 @@ class Stretch:
 
     @property
     def address(self) -> int:
-        """Where its bytes are. They stay there as long as this is referred to."""
+        """The address of the first byte. It is valid as long as the object exists."""
         return self.region.address + self.start
 
 
 class Regions:
-    """Stretches of any size. Its owner's thread calls it; the thread that it has ends with it."""
+    """Allocator of stretches of any size. Only its owner's thread may call it.
+
+    A second thread returns memory to the system. It starts with the first stretch to return, and ends when the
+    allocator is deleted.
+    """
 
     def __init__(self) -> None:
-        self.spare = 0  # bytes
-        self._least = 0  # that were spare all the time
+        self.spare = 0  # bytes of the spare parts of all regions
+        self._least = 0  # the minimum of `spare` since `_since`: bytes that nobody needed for that long
         self._since = monotonic()
         self._regions: list[Region] = []
-        self._leaving: SimpleQueue[Stretch | None] = SimpleQueue()
-        self._returned: deque[Stretch] = deque()  # by the thread
-        self._begun = False
+        self._leaving: SimpleQueue[Stretch | None] = SimpleQueue()  # to the thread: stretches to return; None ends it
+        self._returned: deque[Stretch] = deque()  # from the thread: stretches that were returned
+        self._begun = False  # whether the thread was started
 
     def __del__(self) -> None:
         self._leaving.put(None)
 
     def take(self, size: int) -> Stretch:
-        """So many bytes. Raises MemoryError when the system has no more."""
+        """Return a stretch of `size` bytes. Raise MemoryError if the system has no memory."""
         self._take_back()
         found = self._cut(size)
         if found is None:
+            # Return as much spare memory as is added, so that parts that are too small do not accumulate.
             self._shrink(min(size, self.spare - _TOO_SMALL))
             self._have_more(round_up(size, HUGE))
             found = self._cut(size)
@@ -204,12 +212,12 @@ class Regions:
         return found
 
     def put(self, stretch: Stretch) -> None:
-        """Nobody refers to its bytes any more."""
+        """Free a stretch to which no references are left. Its bytes become spare."""
         stretch.region.spare.add(stretch.start, stretch.start + stretch.size)
         self.spare += stretch.size
 
     def rest(self) -> None:
-        """Return memory that was spare for long enough; the rest of a large amount in the next call."""
+        """Return memory to the system that was spare for SPARE_FOR, at most _SPANS_PER_STEP spans in one call."""
         now = monotonic()
         if now - self._since >= SPARE_FOR:
             gone = self._shrink(self._least)
@@ -218,6 +226,7 @@ class Regions:
                 self._least, self._since = self.spare, now
 
     def _cut(self, size: int) -> Stretch | None:
+        """Return a stretch of spare memory; None if no spare part is large enough."""
         for region in self._regions:
             start = region.spare.cut(size)
             if start is not None:
@@ -226,7 +235,7 @@ class Regions:
         return None
 
     def _have_more(self, size: int) -> None:
-        """Have so many bytes more to cut from, side by side."""
+        """Make `size` consecutive fresh bytes spare. A region is mapped if no region has them."""
         for region in self._regions:
             start = region.fresh.cut(size)
             if start is not None:
@@ -238,7 +247,11 @@ class Regions:
         self.put(Stretch(region, start, size))
 
     def _map(self, size: int) -> Region:
-        """Return a new region with room for `size` bytes: a large one, as far as the system allows it."""
+        """Map a region of at least `size` bytes, and return it. Raise MemoryError if the system has no memory.
+
+        The region doubles the mapped memory, between SMALLEST_REGION and LARGEST_REGION. If the system refuses that,
+        smaller sizes are tried.
+        """
         mapped = sum(region.size for region in self._regions)
         large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
         while True:
@@ -252,7 +265,7 @@ class Regions:
                 large //= 2
 
     def _shrink(self, most: int) -> int:
-        """Hand up to so many bytes back that are spare, some of them; how many."""
+        """Return up to `most` spare bytes to the system, in at most _SPANS_PER_STEP spans. Return their number."""
         wanted = left = max(most, 0) // HUGE * HUGE
         spans = 0
         for region in reversed(self._regions):
@@ -265,20 +278,20 @@ class Regions:
         return wanted - left
 
     def _hand_over(self, stretch: Stretch) -> None:
-        """Have the thread hand it back to the system."""
+        """Pass a stretch to the thread, which returns it to the system."""
         if not self._begun:
             thread = threading.Thread(target=_hand_all_back, args=(self._leaving, self._returned), daemon=True)
             thread.name = "kvpage-memory"
             try:
                 thread.start()
-            except RuntimeError:  # the system has no memory for one
+            except RuntimeError:  # the system has no memory for a thread
                 _hand_back(stretch, self._returned)
                 return
             self._begun = True
         self._leaving.put(stretch)
 
     def _take_back(self) -> None:
-        """Memory that the thread has returned to the system becomes fresh. A region without used memory is unmapped."""
+        """Make stretches fresh that the thread has returned to the system. Unmap regions that are fresh, except one."""
         while self._returned:
             stretch = self._returned.popleft()
             region = stretch.region
@@ -288,13 +301,14 @@ class Regions:
 
 
 def _hand_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
+    """Return stretches to the system until None is received: the function of the thread."""
     while (stretch := leaving.get()) is not None:
         _hand_back(stretch, returned)
-        del stretch  # or its region would stay until the next
+        del stretch  # otherwise its region would stay mapped until the next stretch
 
 
 def _hand_back(stretch: Stretch, returned: deque[Stretch]) -> None:
-    """Hand memory back to the system."""
+    """Return the memory of a stretch to the system, and append the stretch to `returned`."""
     for at in range(0, stretch.size, _RETURNED_BYTES_PER_CALL):
         _madvise(stretch.address + at, min(_RETURNED_BYTES_PER_CALL, stretch.size - at), _UNUSED)
     returned.append(stretch)

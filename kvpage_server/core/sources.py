@@ -1,4 +1,4 @@
-"""Digest of a compiled core's sources: setup.py writes it into the core, and the loader compares it."""
+"""Digest of the compiled core's sources: setup.py compiles it into the core, and `choice` compares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def digest(folder: Path) -> str:
-    """Return the digest of the names and contents of a folder's Cython sources; empty without sources (a wheel)."""
+    """Return the digest of the names and contents of a folder's Cython sources; "" without sources, as in a wheel."""
     seen = hashlib.blake2b(digest_size=8)
     sources = sorted(folder.glob("*.p[xy][xd]"))
     for source in sources:

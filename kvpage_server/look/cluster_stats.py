@@ -31,13 +31,16 @@ from kvpage_server.system.text import as_size, how_many
 
 
 def is_cluster(url: str) -> bool:
-    """Return whether a URL names a cluster by some of its nodes."""
+    """Return whether a URL lists nodes of a cluster."""
     return urlsplit(url).scheme in SCHEMES
 
 
 @contextmanager
 def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
-    """Yield the store that the masters are together. Raises RedisError, ValueError, LookError."""
+    """Yield the masters of a cluster as one store, and set `args.home`, `args.unreachable` and `args.changed`.
+
+    Raises RedisError, ValueError, LookError.
+    """
     address = Address(args.url)
     slots = _slots(address)
 
@@ -57,7 +60,7 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
         as_one = MultiStore(stores, server_of)
 
         def changed() -> bool:
-            """Return whether slots are served by other masters now, as one says that still answers."""
+            """Return whether other masters serve slots now, according to the first master that answers."""
             told = as_one.of_each(b"CLUSTER", b"SLOTS").items()
             server, answer = next((server, answer) for server, answer in told if not isinstance(answer, Unavailable))
             return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
@@ -77,7 +80,7 @@ def _client(address: Address, node: Node) -> redis.Redis:
 
 
 def _slots(address: Address) -> SlotMap:
-    """Return the first node of the URL that answers knows them all."""
+    """Return the slot map of the first node of the URL that answers. Raises RedisError, LookError."""
     failure: redis.RedisError | None = None
     for seed in address.seeds:
         try:
@@ -116,7 +119,7 @@ def _shares_of(several: MultiStore) -> list[Share]:
 
 
 def _shares_now(several: MultiStore, args: argparse.Namespace) -> list[Share]:
-    """Return the same. Raises SlotsMoved if a server does not answer because another one has taken over."""
+    """Return the statistics of each server. Raises RedisError, and SlotsMoved if another server has replaced one."""
     shares = _shares_of(several)
     if any("error" in share for share in shares) and args.changed():
         raise SlotsMoved
@@ -254,7 +257,7 @@ class _ViewOfSeveral:
             raise
 
     def _connected(self) -> list[EngineFigures]:
-        """Return each engine publishes to all servers."""
+        """Return the engines that at least one server reports, by name; an engine publishes to all servers."""
         found: dict[str, EngineFigures] = {}
         for heard in self._engines:
             with suppress(*NO_ANSWER):

@@ -31,7 +31,7 @@ from kvpage_server.system.text import as_size, how_many
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 ROWS = 50  # of a table, unless --limit is given
 _MOST_NAMED = 3  # agents in the row of a shared prefix
-_MOST_LETTERS = 128  # of a name: as many as an agent's has in an engine
+_MOST_LETTERS = 128  # characters of a name: the limit of an agent id
 
 
 def ls(store: QueriedStore, args: argparse.Namespace) -> bool:
@@ -72,7 +72,7 @@ def raise_if_blind(store: QueriedStore, holdings: Holdings) -> None:
 
 
 def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[RenderableType]:
-    """Yield a table of each kind, without empty ones, with at most `rows` rows."""
+    """Yield a table of agents, of shared prefixes and of requests, without empty tables, with at most `rows` rows."""
     if holdings.agents:
         yield _agents(holdings.agents[:rows])
     if holdings.prefixes:
@@ -109,7 +109,7 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
 
 
 def ago(seconds: float | None) -> str:
-    """Return the time since something happened, in its largest unit."""
+    """Return a duration in its largest unit; "" for None."""
     return "" if seconds is None else " ".join(for_people(seconds).split(" ")[:2])
 
 

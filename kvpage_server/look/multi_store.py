@@ -62,7 +62,7 @@ class MultiStore:
         return answers[0]
 
     def home(self, key: bytes) -> str:
-        """Return the URL of the server that a key or a request belongs to."""
+        """Return the URL of the server of a key or a request."""
         return shown(self._server_of(key).url)
 
     @property
@@ -71,7 +71,7 @@ class MultiStore:
         return sorted(shown(server.url) for server in self._missed)
 
     def of_each(self, *words: Any) -> dict[ServerUrl, Any]:
-        """Return each server's answer to a command; Gone, or the error of a refusal."""
+        """Return each server's reply to a command: Unavailable for an unreachable server, an error for a refusal."""
         return {server: self._answers(server, [words])[0] for server in self._servers}
 
     def pipeline(self, transaction: bool) -> Pipeline:

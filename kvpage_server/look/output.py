@@ -45,7 +45,7 @@ def watch(
 
 
 def titled(rows: Iterable[Iterable[Any]]) -> Table:
-    """Return a table without a header, whose first column is bold."""
+    """Return a table without a header, with a bold first column."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     for row in rows:

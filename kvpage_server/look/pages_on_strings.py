@@ -46,7 +46,10 @@ class PagesOnStrings:
         self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that were written alone, by request
 
     def execute_command(self, *words: Any) -> Any:
-        """Return one command. Of its request, all strings are looked for first."""
+        """Return the reply to a command.
+
+        KVPAGEINDEX, KVPAGEWHY and KVPAGEVERIFY scan for all strings of their request first.
+        """
         name = encoded(words[0])
         if name == b"KVPAGESTAT":
             return self._stat(PageKey(encoded(words[1]), *map(int, words[2:])))
@@ -254,7 +257,7 @@ def _total(parts: Any) -> Any:
 
 
 def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the blocks of pages that were written by themselves."""
+    """Return the blocks of pages that were written alone, in the form of KVPAGEINDEX."""
     blocks: dict[int, list[tuple[PageKey, int]]] = defaultdict(list)
     for key, length in zip(keys, lengths, strict=True):
         if length > HEADER_SIZE:
@@ -274,9 +277,7 @@ def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str,
 
 
 def typed(name: str) -> str:
-    """Return a name of the command line as a shell takes it; empty if it cannot be pasted, as bytes that are not
-    UTF-8.
-    """
+    """Return a name, quoted for a shell; empty if it cannot be pasted, or looks like an option."""
     return shlex.quote(name) if name.isprintable() and not name.startswith("-") else ""
 
 

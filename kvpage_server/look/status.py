@@ -39,7 +39,7 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def _as_json(store: redis.Redis, url: str) -> dict[str, Any]:
-    """Return the server hides these values from restricted users, so they are null."""
+    """Return the state for JSON. Values that the server hides from restricted users are None."""
     now = overview(store, url)
     found = {"url": shown(url)} | asdict(now)
     if not now.everything:
@@ -54,7 +54,7 @@ def _requests_of(store: redis.Redis) -> int:
 
 
 def overview(store: redis.Redis, url: str) -> Overview:
-    """Return the store in numbers. Raises LookError if the server is another Redis."""
+    """Return the statistics of a store. Raises LookError if the server is not a kvpage-server."""
     try:
         return ask(store, overview_of_store())
     except NotAStore as other:
@@ -66,7 +66,7 @@ def is_gateway(now: Overview) -> bool:
 
 
 def headline(url: str, now: Overview) -> Text:
-    """Return the server's version, address and uptime."""
+    """Return the line with the server's version, address and uptime."""
     uptime = for_people(now.server.uptime)
     return Text.assemble((f"kvpage-server {now.server.version}", "bold"), f" at {shown(url)}, up {uptime}\n")
 

@@ -40,7 +40,7 @@ class EngineSubscription:
         self._listens = self._subscribed(ALL_CHANNELS) or self._subscribed(b"%b:%b" % (CHANNEL, user_of(url).encode()))
 
     def _subscribed(self, channel: bytes) -> bool:
-        """Return whether the user may listen to a channel, or to all that match a pattern."""
+        """Subscribe to a channel, or to the pattern of all channels. Returns whether the user may."""
         try:
             (self._channel.psubscribe if channel == ALL_CHANNELS else self._channel.subscribe)(channel)
             self._channel.get_message(timeout=1.0)  # the confirmation, or the refusal
@@ -199,7 +199,7 @@ def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list
 
 
 def _line(values: list[float], room: int) -> str:
-    """Return the last minute, or as much of it as there is room for, as a row of blocks."""
+    """Return a bar for each of the last values: at most a minute, and at most `room` characters."""
     some = values[-min(room, 60) :]
     most = max(some, default=0)
     return "".join(_LEVELS[round(8 * value / most)] if most else " " for value in some)

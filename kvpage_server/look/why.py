@@ -124,7 +124,7 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
 
 
 def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Namespace) -> dict[str, Any]:
-    """Return an agent's context and its blocks."""
+    """Return an agent's context and its blocks for JSON."""
     blocks = [
         {
             "url": args.home(place.block.name),
@@ -273,7 +273,7 @@ def _idle(key: bytes) -> Reading[list[Any]]:
 
 
 def _lost(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
-    """Return removed strings that match, the latest first, and the start of the records in unix ms; 0 without records."""
+    """Return removed strings that match, the latest first, and the start of the records (unix ms; 0: none)."""
     if isinstance(store, PagesOnStrings):
         return [], 0
     try:

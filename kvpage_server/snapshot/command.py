@@ -48,13 +48,13 @@ from kvpage_server.system.text import as_size, how_many
 
 @dataclass(slots=True)
 class Holding:
-    """The pages of a request in a dump, or the plain strings."""
+    """Summary of the pages of one request in a dump, or of the plain strings."""
 
     blocks: set[int] = field(default_factory=set)
     count: int = 0  # pages or strings
     nbytes: int = 0
-    kinds: set[str] = field(default_factory=set)  # of elements
-    soonest_ms: int = FOREVER  # the least time that one of them had to live
+    kinds: set[str] = field(default_factory=set)  # names of element types
+    soonest_ms: int = FOREVER  # the least TTL that one of them had left
 
     def add(self, entry: Entry, nbytes: int) -> None:
         self.count += len(entry.checksums)
@@ -74,7 +74,7 @@ class Inspected:
     sizes: list[int] = field(default_factory=list)  # of the files, in bytes
     requests: dict[bytes, Holding] = field(default_factory=lambda: defaultdict(Holding))
     strings: Holding = field(default_factory=Holding)
-    planes: list[PageTensor] = field(default_factory=list)  # of the requests that were asked for
+    planes: list[PageTensor] = field(default_factory=list)  # of the selected requests
     corrupt: Failures = field(default_factory=Failures)
 
 
@@ -84,9 +84,9 @@ Done = Callable[[int], None]  # called with the number of newly processed bytes
 def inspect(
     path: Path, requests: Collection[bytes] = (), *, verify: bool = False, done: Done = lambda count: None
 ) -> Inspected:
-    """Return the metadata of the files of a directory, or of one file; `verify` hashes their data, too.
+    """Return the metadata of the files of a directory, or of one file; with `verify`, hash their data, too.
 
-    Raises DumpError for a directory that holds no dump, OSError.
+    Raises DumpError for a directory without a dump, OSError.
     """
     found, files = Inspected(None), [path]
     if path.is_dir():
@@ -135,11 +135,11 @@ def _corrupt(contents: FileContents) -> Iterator[str]:
                     yield text_of(bytes(entry.key(number)) if isinstance(entry, PageTensor) else entry.key)
 
 
-_MOST_LISTED = 100  # names of entries that were not restored
+_MOST_LISTED = 100  # failures in the output
 
 
 def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Returns whether everything was dumped."""
+    """Run `kvpage dump`. Returns whether everything was dumped."""
     if "kvpage_version" not in server.info("server"):
         raise DumpError("only a kvpage-server can be dumped, this is another Redis")
     selection = Selection(_requests(args), os.fsencode(args.match))
@@ -160,14 +160,14 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def _keys(server: redis.Redis, selection: Selection) -> int | None:
-    """Return the number of keys to dump; None if only a scan of all keys would reveal it."""
+    """Return the number of keys to dump; None if that needs a scan of all keys."""
     if selection.requests:
         return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
     return server.dbsize() if selection.match == b"*" else None
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Returns whether everything was restored."""
+    """Run `kvpage restore`. Returns whether everything was restored."""
     evicted = server.info("stats").get("evicted_keys", 0)
     nbytes = size_of(args.directory)
     started = time.monotonic()
@@ -197,7 +197,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def run_inspect(args: argparse.Namespace) -> bool:
-    """Returns whether everything can be read and, with --verify, is intact."""
+    """Run `kvpage inspect`. Returns whether everything can be read and, with --verify, is intact."""
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
     if requests and not found.planes and not found.corrupt.count:
@@ -283,7 +283,7 @@ def _counted(what: Amount) -> str:
 
 
 def _none(fate: str, failures: Failures) -> bool:
-    """List the failures, a line each. Returns whether there are none."""
+    """Print the failures, one per line. Returns whether there are none."""
     if failures.count:
         out.print(f"[red]{failures.count:,} {fate}:[/]")
         for text in failures.texts[:_MOST_LISTED]:

@@ -1,11 +1,11 @@
-"""A running server's keys into a directory.
+"""The dump of a running server's keys into a directory.
 
-Strings are read before pages. Strings that refer to pages (a seal, a manifest) are written after the pages, so if the
-store changes meanwhile, the dump has rather a page too many than one too few. A file is filled in memory and then
-written as a whole, while the next one is being filled.
+Strings are read before pages. Clients write a string that refers to pages (a seal, a manifest) after the pages. So a
+write during the dump may add a page without its seal, but no seal without its pages. A file is collected in memory, and
+written while the next one is collected.
 
-A directory that has files of a dump is brought up to date. A file stays if the server still has everything in it,
-unchanged. Everything else is written to new files.
+A directory with files of a dump is brought up to date. A file stays if the server still has all its values, unchanged.
+All other values are written to new files.
 """
 
 from __future__ import annotations
@@ -41,16 +41,14 @@ from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Amount, Listed,
 from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import private_directory, remove_unfinished
 
-# -- Comparison of a file's pages with a server by their headers, without their bodies ---------------------------------
+# -- Comparison of a file with a server: pages by their headers, without their bodies; strings by their values ---------
 
-_PAGES_PER_QUERY = 1000  # pages asked about in one go
-_SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole seconds
+_PAGES_PER_QUERY = 1000  # pages that are compared in one round trip
+_SAME_MOMENT = 2000  # milliseconds: the TTL of a restored block is in whole seconds
 
 
 def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
-    """Return whether the server has everything in a file, to the byte. For a page without a checksum this is
-    unknown.
-    """
+    """Return whether the server has all values of a file, unchanged. A page without a checksum counts as changed."""
     entries = [span.entry for span in contents.spans]
     pages = [entry for entry in entries if isinstance(entry, PageTensor)]
     strings = [entry for entry in entries if isinstance(entry, String)]
@@ -78,14 +76,14 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
 
 
 def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
-    """Return whether a key with `left_ms` to live when the file was written has the same expiry now."""
+    """Return whether `expires_ms` is the expiry of a key that had `left_ms` left at the start of the file's dump."""
     if FOREVER in (left_ms, expires_ms):
         return left_ms == expires_ms
     return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT
 
 
-FILE_BYTES = 128 << 20  # a file's tensors: twice as much is in memory
-_MOST_OF_FILE = 20_000, 200_000, 8 << 20  # tensors, pages, bytes of names: a reader takes five times as many
+FILE_BYTES = 128 << 20  # of a file's tensors; two files are in memory
+_MOST_OF_FILE = 20_000, 200_000, 8 << 20  # tensors, pages, bytes of names; a reader accepts five times as many
 
 Done = Callable[[int], None]  # called with the number of newly processed keys
 
@@ -110,10 +108,10 @@ class Dumped:
     amount: Amount = field(default_factory=Amount)
     files: int = 0
     kept: int = 0  # files that stayed as they were
-    corrupt: Failures = field(default_factory=Failures)  # pages with damaged bytes
+    corrupt: Failures = field(default_factory=Failures)  # damaged pages, and too long keys
 
     def count(self, contents: FileContents) -> None:
-        """Add a file of the dump."""
+        """Count a file of the dump."""
         self.files += 1
         for entry, start, stop in contents.spans:
             self.amount.add(stop - start, len(entry.checksums), are_pages=isinstance(entry, PageTensor))
@@ -130,8 +128,8 @@ def dump(
 ) -> Dumped:
     """Write the server's keys into a directory, which is created if necessary.
 
-    With `update`, a finished dump is brought up to date. Raises DumpError for a directory that holds another dump,
-    OSError, and the errors of `kvpage_server.client.errors`.
+    With `update`, bring a finished dump up to date. Raises DumpError for a directory with another dump, OSError, and
+    the errors of `kvpage_server.client.errors`.
     """
     private_directory(path)
     with format.locked(path, to_write=True):
@@ -140,7 +138,7 @@ def dump(
 
 
 def _size(group: list[Tensor]) -> tuple[int, ...]:
-    """Return the bytes of some tensors, their number, their pages, and the bytes of their names."""
+    """Return the bytes of tensors, the numbers of tensors and pages, and the bytes of their names."""
     entries = [tensor.entry for tensor in group]
     pages, names = sum(len(entry.checksums) for entry in entries), sum(len(entry.name) for entry in entries)
     return sum(tensor.nbytes for tensor in group), len(group), pages, names
@@ -161,8 +159,8 @@ class _Dump:
         self._file_bytes = file_bytes
         self._done = done
         self._dumped = Dumped()
-        self._began_ms = store.now_ms()  # times to live are those of then
-        self._kept: dict[str, tuple[int, int]] = {}  # tensors of files that stay: layers and heads of a plane
+        self._began_ms = store.now_ms()  # by the server's clock; TTLs count from then
+        self._kept: dict[str, tuple[int, int]] = {}  # layers and heads, by tensor of files that stay
 
     def run(self, update: bool) -> Dumped:
         try:
@@ -176,6 +174,7 @@ class _Dump:
         old = format.dump_files(self._path)
         files = dict(self._unchanged(old))
         self._dumped.kept = len(files)
+        # Stale files that dump.json lists stay until the new dump.json is written. Others are left from a crash.
         stale = [file for file in old if file.name not in files]
         finished = summary.files if summary is not None else {}
         format.remove(file for file in stale if file.name not in finished)
@@ -210,7 +209,7 @@ class _Dump:
     def _is_unchanged(self, contents: FileContents) -> bool:
         try:
             return is_unchanged(self._store, contents)
-        except Refused:  # such as for a string with the key of an index
+        except Refused:  # such as a string under the key of an index
             return False
 
     def _is_kept(self, key: PageKey) -> bool:
@@ -220,8 +219,8 @@ class _Dump:
     # -- new files -----------------------------------------------------------------------------------------------------
 
     def _full(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield the tensors of each file. Those of a block stay together, unless they are too many for a header."""
-        tensors: dict[str, Tensor] = {}  # by name: a scan may show a key twice
+        """Yield the tensors of each file. Tensors of a block stay together, unless they are too many for a header."""
+        tensors: dict[str, Tensor] = {}  # by name, because a scan may return a key twice
         used, most = _size([]), (self._file_bytes, *_MOST_OF_FILE)
         for group in chain.from_iterable(map(_divided, groups)):
             more = _size(group)
@@ -234,7 +233,7 @@ class _Dump:
             yield kind, list(tensors.values())
 
     def _strings(self) -> Iterator[list[Tensor]]:
-        """Yield the plain strings that are selected, a tensor each."""
+        """Yield the selected plain strings, one tensor each."""
         if self._selection.requests:
             return
         for found in self._store.strings(self._selection.match):
@@ -251,7 +250,7 @@ class _Dump:
                 self._done(len(keys))
 
     def _pages(self) -> Iterator[list[Tensor]]:
-        """Yield the blocks that are selected: their planes and pages, block by block."""
+        """Yield the planes and pages of each selected block."""
         requests: Iterable[bytes] = self._selection.requests or chain.from_iterable(self._store.requests())
         for blocks in batches(self._wanted(self._store.blocks(requests, self._selection.match)), BATCH_BYTES):
             keys = list(chain.from_iterable(blocks))
@@ -262,7 +261,7 @@ class _Dump:
             self._done(len(keys))
 
     def _wanted(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
-        """Yield the pages of each block that are in no file yet, and about how many bytes they have."""
+        """Yield the pages of each block that no kept file has, and their approximate bytes."""
         for keys, nbytes in blocks:
             wanted = [key for key in keys if not self._is_kept(key)] if self._kept else keys
             self._done(len(keys) - len(wanted))
@@ -270,12 +269,12 @@ class _Dump:
                 yield wanted, nbytes + len(wanted) * KEY_COSTS
 
     def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
-        """Return the intact pages of a block, and strings that have replaced some of them since they were listed."""
+        """Return the intact pages of a block, and strings that have replaced pages since the listing."""
         pages, strings = [], []
         for key, value in block:
             try:
                 pages.append(self._page(key, value))
-            except PageError:  # it is damaged, or was no page as it was read
+            except PageError:  # it is damaged, or was a string when it was read
                 is_page, now = self._store.look(key)
                 if now is not None and not is_page:
                     strings.append(self._string(now))
@@ -297,5 +296,5 @@ class _Dump:
         return Tensor(String(key, len(data), self._left(expires_ms), checksum(data)), [data])
 
     def _left(self, expires_ms: int) -> int:
-        """Return the time to live that a key had when the dump began."""
+        """Return the TTL that a key had when the dump began, in milliseconds."""
         return expires_ms if expires_ms == FOREVER else max(expires_ms - self._began_ms, 0)

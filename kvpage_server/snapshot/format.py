@@ -1,6 +1,6 @@
 """The format of a dump: its directory, its files, their entries, and the encoding of keys and planes.
 
-No server is asked here, and none is known.
+This module does not access a server.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from kvpage_server.bounded import open_regular, read_regular
 from kvpage_server.page import MAX_BLOCK_PAGES, MAX_I64, MAX_LAYER, MAX_TTL, DType, PageHeader, PageKey, checksum
 from kvpage_server.system.durable import flush_directory, replacing
 
-# -- What can be wrong with a dump -------------------------------------------------------------------------------------
+# -- Errors of a dump --------------------------------------------------------------------------------------------------
 
-_MOST_TEXTS = 10_000
+_MOST_TEXTS = 10_000  # failures whose texts are kept
 NOT_WRITTEN = "its bytes are not those that were written"
 
 
 class DumpError(ValueError):
-    """A directory can't be dumped into or restored from; the message says why, and what to do."""
+    """Error: a directory cannot be dumped into or restored from; the message has the reason and a remedy."""
 
 
 class BadFile(DumpError):
-    """A file is incomplete, corrupt, or not from `kvpage dump`; the message says which, without the file's name."""
+    """Error: a file is incomplete, corrupt, or not from `kvpage dump`; the message does not name the file."""
 
 
 @dataclass(slots=True)
 class Failures:
-    """Files, pages and strings that were left out, and why: the number of all, and the text of the first."""
+    """Files, pages and strings that were omitted: their number, and the texts of the first ones with the reasons."""
 
     count: int = 0
     texts: list[str] = field(default_factory=list)
@@ -54,17 +54,15 @@ class Failures:
             self.texts.append(text)
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- Names of tensors --------------------------------------------------------------------------------------------------
 #
-# How tensors are named: by the keys that they hold.
-#
-# ``kv:{req_id}:{layer}:{head}:{page}:{kv_type}``  a page, as its key is spelt
-# ``kv:{req_id}:*:*:{page}:{kv_type}``             a plane of a block, as the pattern that its keys match
+# ``kv:{req_id}:{layer}:{head}:{page}:{kv_type}``  a page: its key
+# ``kv:{req_id}:*:*:{page}:{kv_type}``             a plane of a block: the pattern that its keys match
 # ``string:{key}``                                 a plain string
 #
-# Keys are bytes and names are text: a byte that is not part of UTF-8, and ``%`` itself, is written ``%XX``.
+# Keys are bytes and names are text: a byte that is not part of UTF-8, and ``%`` itself, is encoded as ``%XX``.
 
-_FOREIGN = re.compile("[\udc80-\udcff]")  # surrogates that surrogateescape makes of bytes that are not UTF-8
+_FOREIGN = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as surrogateescape decodes them
 
 
 def text_of(raw: bytes) -> str:
@@ -74,7 +72,7 @@ def text_of(raw: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytes:
-    """Return the bytes that a text stands for."""
+    """Return the bytes of a text from `text_of`."""
     return unquote_to_bytes(text)
 
 
@@ -88,21 +86,19 @@ def string_name(key: bytes) -> str:
     return f"string:{text_of(key)}"
 
 
-# -- entries -----------------------------------------------------------------------------------------------------------
+# -- Entries: the tensors of a dump, and their notes in the file's metadata --------------------------------------------
 #
-# The tensors of a dump, and their description in the file's metadata: a JSON object per tensor, under the tensor's
-# name.
-#
-# Of a page or plane: request, page, kv_type, dtype, page_size, head_dim; layer and head of a page, layers and heads
-# (how many) of a plane; and created_ms, ttl (seconds given at the write), ttl_left_ms (-1: for ever) and checksum
-# (XXH3-64 of the body, hexadecimal), each one value or, where the pages of a plane differ, a list by layer and head.
-# `unchecked` says that a page was stored without a checksum; the one here is then the dump's own. Of a string:
-# ttl_left_ms and checksum.
+# A note is a JSON object under the tensor's name. That of a page or plane has request, page, kv_type, dtype, page_size,
+# head_dim; layer and head of a page, or the numbers of layers and heads of a plane; and created_ms, ttl (seconds given
+# at the write), ttl_left_ms (-1: no expiry) and checksum (XXH3-64 of the body, hexadecimal). `unchecked` is true
+# for a page that was stored without a checksum; its checksum in the note was computed by the dump. Each of the last
+# five is one value or, if the pages of a plane differ, a list by layer and head. The note of a string has ttl_left_ms
+# and checksum.
 
 T = TypeVar("T")
 
 FOREVER = -1  # the PTTL of a key without an expiry
-_MEMBERS = 32  # of a note: more than it has
+_MEMBERS = 32  # most lists and objects in a note; it has fewer
 _DIGEST = re.compile("[0-9a-f]{16}")
 
 
@@ -112,11 +108,11 @@ class Geometry(NamedTuple):
     dtype: DType
     page_size: int
     head_dim: int
-    body_size: int  # bytes of each
+    body_size: int  # bytes of each body
 
 
 class WrittenPages(NamedTuple):
-    """Fields of pages from when they were stored, by layer and head."""
+    """Fields of pages from the time when they were stored, by layer and head."""
 
     created_ms: list[int]
     ttl: list[int]  # seconds given at the write
@@ -127,8 +123,8 @@ class WrittenPages(NamedTuple):
 class PageTensor:
     """The pages of one tensor: a page, or a plane of a block. Lists are by layer and head."""
 
-    first: PageKey  # of the pages
-    grid: tuple[int, int]  # layers and heads; a page by itself has one of each
+    first: PageKey  # key of the first page
+    grid: tuple[int, int]  # numbers of layers and heads
     geometry: Geometry
     written: WrittenPages
     ttl_left_ms: list[int]
@@ -136,12 +132,12 @@ class PageTensor:
 
     @property
     def is_plane(self) -> bool:
-        """Whether it is a plane: a page that stands alone is named for itself."""
+        """Whether the tensor is a plane; a single page has its key as the name."""
         return len(self.checksums) > 1
 
     @property
     def fits(self) -> bool:
-        """Whether a body is as long as its shape says."""
+        """Whether a body has the length of its shape."""
         dtype, page_size, head_dim, body_size = self.geometry
         return body_size == page_size * head_dim * dtype.itemsize
 
@@ -152,12 +148,12 @@ class PageTensor:
 
     @property
     def element(self) -> str:
-        """The tensor's element type, as safetensors spells it."""
+        """Element type in the notation of safetensors."""
         return self.geometry.dtype.safetensors if self.fits else "U8"
 
     @property
     def shape(self) -> list[int]:
-        """``[layers, heads, page_size, head_dim]``, ``[page_size, head_dim]``, or the length of a body of no shape."""
+        """``[layers, heads, page_size, head_dim]``, ``[page_size, head_dim]``, or ``[bytes]`` without a shape."""
         _, page_size, head_dim, body_size = self.geometry
         if not self.fits:
             return [body_size]
@@ -165,7 +161,7 @@ class PageTensor:
 
     @property
     def body_size(self) -> int:
-        """The bytes of each body."""
+        """Bytes of each body."""
         return self.geometry.body_size
 
     def key(self, number: int) -> PageKey:
@@ -175,7 +171,7 @@ class PageTensor:
         return PageKey(first.req_id, first.layer + layer, first.head + head, first.page, first.kv_type)
 
     def keys(self) -> Iterator[PageKey]:
-        """Yield the pages' keys, in the order in which their bodies lie in the tensor."""
+        """Yield the pages' keys, in the order of their bodies in the tensor."""
         return map(self.key, range(len(self.checksums)))
 
     def header(self, number: int) -> PageHeader:
@@ -216,7 +212,7 @@ class String:
 
     key: bytes
     size: int
-    left_ms: int  # to live
+    left_ms: int  # TTL left, -1 for no expiry
     checksum: int
 
     @property
@@ -225,7 +221,7 @@ class String:
 
     @property
     def element(self) -> str:
-        """The tensor's element type: bytes."""
+        """Element type of the tensor: bytes."""
         return "U8"
 
     @property
@@ -253,7 +249,7 @@ Entry = PageTensor | String
 
 
 def _folded(values: list[Any]) -> Any:
-    """Return one value for all, if they are equal."""
+    """Return one value if all are equal, otherwise the list."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -267,8 +263,8 @@ def _unfolded(value: Any, count: int, kind: type[T]) -> list[T]:
 def entry_of(name: str, note: str, nbytes: int, most_pages: int = MAX_BLOCK_PAGES) -> Entry:
     """Return the entry of a tensor of `nbytes` bytes, from its note in the metadata.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for a malformed note, for the note of another tensor, and
-    for more than `most_pages` pages.
+    Raises ValueError, KeyError, TypeError or AttributeError for a malformed note, a note of another tensor, or more
+    than `most_pages` pages.
     """
     most = _MEMBERS * MAX_BLOCK_PAGES
     told = bounded.parse(note.encode(), containers=_MEMBERS, strings=most, values=most)
@@ -328,20 +324,20 @@ def _checksum(digest: Any) -> int:
     return int(digest, 16)
 
 
-# -- The pages of a block as tensors: a plane in one where it is whole and of one geometry, and single pa --------------
+# -- Tensors of a block's pages: one for a complete plane of one geometry, otherwise one for each page -----------------
 
 
 class FoundPage(NamedTuple):
-    """A page as the server has it."""
+    """Page from the server."""
 
     key: PageKey
     header: PageHeader
-    ttl_left_ms: int  # -1: for ever
+    ttl_left_ms: int  # -1 for no expiry
     body: memoryview
 
 
 def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
-    """Yield the tensors that hold the pages of a block."""
+    """Yield the tensors of a block's pages."""
     pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
     for _, plane in groupby(pages, lambda page: page.key.kv_type):
         some = list(plane)
@@ -350,7 +346,7 @@ def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
 
 
 def _is_whole(plane: list[FoundPage]) -> bool:
-    """Return whether these are all pages of a plane, and have one geometry."""
+    """Return whether these are all pages of a plane, with one geometry."""
     last, first = plane[-1].key, plane[0].header
     geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
     return MAX_BLOCK_PAGES >= len(plane) == (last.layer + 1) * (last.head + 1) and all(
@@ -375,30 +371,29 @@ def _entry(pages: list[FoundPage]) -> PageTensor:
     )
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- Files in the format of safetensors --------------------------------------------------------------------------------
 #
-# One file of a dump: safetensors, written and read at the level of bytes.
+# A file has 8 bytes with the little-endian length of the header; the header, JSON that is padded with spaces so that
+# the data is aligned to 64 bytes; and the data of its tensors without gaps
+# (https://github.com/huggingface/safetensors#format). Tensors of wider elements are first, because readers that map a
+# file need each tensor aligned to its elements.
 #
-# A file is 8 bytes, the little-endian length of the header; the header, JSON, padded with spaces so that the data is
-# aligned to 64 bytes; and the data of its tensors without gaps (https://github.com/huggingface/safetensors#format).
-# Tensors of wider elements are first: readers that map a file want each tensor aligned to its elements.
-#
-# Every byte is vouched for: the tensors' by the checksums of the pages and strings in them, the header's by `digest`
-# in its metadata, XXH3-64 of the header with 16 zeros in place of the digest.
+# Checksums cover all bytes: those of pages and strings cover the data, and `digest` in the metadata covers the header.
+# It is the XXH3-64 of the header with 16 zeros in place of the digest.
 
 FORMAT = "kvpage-dump"
 VERSION = "1"
 MAX_HEADER = 64 << 20  # bytes
 MAX_TENSORS = 100_000  # of a file that is read; a dump writes fewer
 MAX_PAGES = 1_000_000  # of a file that is read; a dump writes fewer
-LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the year 9999, the last that Python's clock can show
+LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the year 9999, the last one of Python's datetime
 _ALIGNMENT = 64
 _NO_DIGEST = "0" * 16
 _ITEMSIZE = {dtype.safetensors: dtype.itemsize for dtype in DType}
 _MAX_DIMENSIONS = 8
-_READ_BYTES = 8 << 20
+_READ_BYTES = 8 << 20  # bytes that are hashed at a time
 _MOMENT = re.compile("[0-9]{1,15}")
-_GATHER = 512  # pieces in one writev; IOV_MAX is 1024
+_GATHER = 512  # pieces of one writev; IOV_MAX is 1024
 
 
 class Tensor(NamedTuple):
@@ -413,7 +408,7 @@ class Tensor(NamedTuple):
 
 
 class EntrySpan(NamedTuple):
-    """An entry, and the place of its tensor in the data."""
+    """An entry, and the range of its tensor in the data."""
 
     entry: Entry
     start: int
@@ -421,9 +416,9 @@ class EntrySpan(NamedTuple):
 
 
 class DumpOf(NamedTuple):
-    """The dump of a file: its start, in unix milliseconds of the server, and its keys.
+    """The dump that a file belongs to: its start, in unix milliseconds of the server, and its selection of keys.
 
-    The times to live in the file are those of then.
+    The TTLs in the file count from the start.
     """
 
     dumped_ms: int
@@ -436,18 +431,18 @@ class FileContents:
 
     path: Path
     size: int  # bytes of the whole file
-    data: int  # where the data begins
+    data: int  # offset of the data
     digest: str
     of: DumpOf
     spans: list[EntrySpan]
-    bad: list[str]  # tensors whose notes make no sense: their names, and why
+    bad: list[str]  # tensors with malformed notes: names and reasons
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
-    """Write a file. It appears complete or not at all. Raises OSError."""
+    """Write a file, which appears complete or not at all. Raises OSError."""
     tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
     facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
     metadata = {"digest": _NO_DIGEST, **facts}
@@ -488,7 +483,7 @@ def _digest_field(digest: str) -> bytes:
 
 
 def _digest(header: bytes) -> str:
-    """Return the digest of a header that has zeros in its place."""
+    """Return the digest of a header with zeros in place of the digest."""
     return xxhash.xxh3_64_hexdigest(header)
 
 
@@ -519,7 +514,7 @@ def read_contents(path: Path) -> FileContents:
 
 
 def _contents(path: Path, size: int, text: bytes) -> FileContents:
-    """Raises BadFile, and KeyError, TypeError, ValueError or AttributeError for a malformed header."""
+    """Return the contents of a header. Raises BadFile, KeyError, TypeError, ValueError or AttributeError."""
     header, metadata = _header(text)
     digest = str(metadata.get("digest"))
     if not _is_intact(text, digest):
@@ -573,9 +568,7 @@ def _is_intact(header: bytes, digest: str) -> bool:
 
 
 def _end_of(told: dict[str, Any], begin: int) -> int:
-    """Return the end of a tensor's data, if it begins there and is as long as its shape. Raises ValueError,
-    KeyError.
-    """
+    """Return the end of a tensor's data. Raises ValueError or KeyError if it has another start or length."""
     numbers, shape = told["data_offsets"], told["shape"]
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in [*numbers, *shape[:_MAX_DIMENSIONS]]):
         raise ValueError("sizes and offsets are whole numbers of 0 or more")
@@ -601,7 +594,7 @@ def opened(contents: FileContents) -> Iterator[BufferedReader]:
 
 
 def read_data(file: BufferedReader, contents: FileContents, start: int, stop: int) -> memoryview:
-    """Return the bytes of a file's data from `start` to before `stop`. Raises BadFile."""
+    """Return the bytes of a file's data from `start` up to `stop`. Raises BadFile."""
     data = np.empty(stop - start, np.uint8).data
     filled = 0
     while filled < len(data):
@@ -616,7 +609,7 @@ def read_data(file: BufferedReader, contents: FileContents, start: int, stop: in
 
 
 def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Iterator[bool]:
-    """Return whether each page of a tensor, or the string, matches its checksum. Reads some megabytes at a time."""
+    """Yield whether each page of a tensor, or the string, matches its checksum. Reads some megabytes at a time."""
     size = span.entry.body_size
     for number, digest in enumerate(span.entry.checksums):
         found, start = xxhash.xxh3_64(), span.start + number * size
@@ -625,28 +618,25 @@ def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Ite
         yield found.intdigest() == digest
 
 
-# -- directory ---------------------------------------------------------------------------------------------------------
+# -- The directory: the files of a dump, and ``dump.json``, which is written last and lists them -----------------------
 #
-# The directory of a dump: its files, and ``dump.json``, which is written last and says which files are the dump.
-#
-# Without it the dump has not been finished. During an update it still lists the old files, which stay until the new
-# ``dump.json`` has replaced it. So a directory holds the old dump or the new one, never a mixture, whenever the machine
-# stops.
+# A dump without ``dump.json`` is not finished. During an update, ``dump.json`` lists the old files, which stay until
+# the new ``dump.json`` has replaced it. So after a crash, a directory has the old dump or the new one, never a mixture.
 
 SUMMARY = "dump.json"
 _FILE = re.compile(r"(?:pages|strings)-([0-9]{6,})\.safetensors\Z")
 _MAX_SUMMARY = 64 << 20  # bytes
 _MAX_FILES = 400_000
-_DIRECTORY_MEMBERS = 8  # lists and objects: more than dump.json has
+_DIRECTORY_MEMBERS = 8  # most lists and objects in dump.json; it has fewer
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """dump.json of a finished dump."""
+    """Content of dump.json, which every finished dump has."""
 
-    dumped_ms: int  # when it began, unix milliseconds of the server
+    dumped_ms: int  # start of the dump, in unix milliseconds of the server
     selection: str
-    files: dict[str, str]  # names and digests
+    files: dict[str, str]  # digests by name
 
 
 @contextmanager
@@ -710,12 +700,12 @@ def size_of(path: Path) -> int:
 
 
 def new_numbers(path: Path) -> Iterator[int]:
-    """Numbers for new files, on from those of the existing ones."""
+    """Return the numbers for new files, in order, after those of existing files."""
     return count(1 + max((int(found[1]) for file in path.iterdir() if (found := _FILE.match(file.name))), default=0))
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Remove files; directories with such names stay. Raises OSError."""
+    """Delete files; directories with such names stay. Raises OSError."""
     parents = set()
     for file in files:
         if file.is_dir() and not file.is_symlink():
@@ -727,7 +717,7 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
-    """Yield each file's header, or the error in it. `summary` has its digest."""
+    """Yield each file with its header or error. With `summary`, another digest is an error."""
     for file in files:
         try:
             contents = read_contents(file)

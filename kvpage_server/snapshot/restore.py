@@ -1,9 +1,9 @@
-"""A dump back into a running server.
+"""The restore of a dump into a running server.
 
-A part of a file is read, hashed and planned while the one before is sent. Values that do not match their checksum are
-not sent. A bad file, a bad entry of a file and a refused value are left out and named, and the rest is restored. Whole
-blocks are sent with KVBLOCKSET, everything else with SET. Strings are last, so that the pages exist when a string
-refers to them (a seal, a manifest).
+A part of a file is read, hashed and planned while the last part is sent. Values that do not match their checksum are
+not sent. Bad files, bad entries and refused values are omitted and reported, and everything else is restored. Complete
+blocks are sent with KVBLOCKSET, other values with SET. Strings are last, so that the pages exist when a string refers
+to them (a seal, a manifest).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from kvpage_server.snapshot.format import (
 )
 from kvpage_server.snapshot.store import BATCH_BYTES, Amount, RunningStore, Writes, Written, ahead
 
-# -- A file's bodies in parts that fit into memory: the planes of a block together, unless they are too l --------------
+# -- Parts of a file, which fit into memory: the planes of a block together, unless they are too large -----------------
 
 PART_BYTES = 32 << 20
 PART_PAGES = 20_000
 
 
 class Slice(NamedTuple):
-    """The pages `first` to before `stop` of a tensor; of a string, 0 to before 1."""
+    """Pages from `first` up to `stop` of a tensor; 0 up to 1 for a string."""
 
     span: EntrySpan
     first: int
@@ -50,7 +50,7 @@ class Slice(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Where its bytes begin in the file's data."""
+        """Offset of its bytes in the file's data."""
         return self.span.start + self.first * self.span.entry.body_size
 
     @property
@@ -63,15 +63,15 @@ class Slice(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all pages of the tensor."""
+        """Whether the slice has all pages of the tensor."""
         return self.stop - self.first == len(self.span.entry.checksums)
 
 
 def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """Yield the pieces of some tensors, a part at a time.
+    """Yield the parts of tensors, each a list of slices.
 
     The planes of a block are in the same part unless they have more than `most_bytes`, or more pages than a block may
-    have. So a part has at most PART_BYTES, one block, or one body.
+    have. So a part has at most PART_BYTES, or one block, or one body.
     """
     part: list[Slice] = []
     nbytes = pages = 0
@@ -88,7 +88,7 @@ def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
 
 
 def _together(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """Yield the pieces of each block that belong into the same part, or a single piece; strings last."""
+    """Yield the slices that belong into the same part: those of a block, or a single one; strings last."""
     blocks: dict[tuple[bytes, int], list[Slice]] = defaultdict(list)
     strings: list[Slice] = []
     for span in spans:
@@ -111,7 +111,7 @@ def _cut(plane: Slice) -> Iterator[Slice]:
 
 
 def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -> list[memoryview]:
-    """Return the bytes of each piece. Pieces that lie side by side in the file are read at once. Raises BadFile."""
+    """Return the bytes of each slice. Adjacent slices are read together. Raises BadFile."""
     bodies = [memoryview(b"")] * len(part)
     order = sorted(range(len(part)), key=lambda number: part[number].start)
     at = 0
@@ -127,22 +127,22 @@ def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -
     return bodies
 
 
-# -- What to send of a file: a block as a whole if it is complete and intact, else its pages; and strings --------------
+# -- The plan for a part: complete and intact blocks are sent whole, other pages and strings one by one ----------------
 
-MAX_LEFT_MS = MAX_TTL * 1000  # four million years: a longer time to live, added to now, may be more than a server takes
+MAX_LEFT_MS = MAX_TTL * 1000  # four million years: a server may refuse a longer TTL
 
 
 class Item(NamedTuple):
-    """A page or a string, to be set under its key."""
+    """Page or string to set under its key."""
 
     key: bytes
     value: list[Piece]
-    ttl_left_ms: int  # -1: for ever
+    ttl_left_ms: int  # -1 for no expiry
     is_page: bool
 
 
 class PlannedBlock(NamedTuple):
-    """A block, to be set whole, or else page by page."""
+    """Block to set whole, or page by page if that is not possible."""
 
     req_id: bytes
     page: int
@@ -152,24 +152,22 @@ class PlannedBlock(NamedTuple):
 
     @property
     def ttl_left_ms(self) -> int:
-        """The time that all of its pages have to live."""
+        """TTL left of each page."""
         return self.pages[0].ttl_left_ms
 
 
 @dataclass(slots=True)
 class Plan:
-    """The entries to send, and those to leave out."""
+    """Entries to send, and entries to omit."""
 
     blocks: list[PlannedBlock] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     corrupt: list[str] = field(default_factory=list)  # keys of bodies that do not match their checksum
-    expired: int = 0  # keys whose time is over
+    expired: int = 0  # number of expired keys
 
 
 def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Plan:
-    """Return the commands for some pieces of tensors and their bytes, `age_ms` after their times to live were
-    counted.
-    """
+    """Return the plan for slices and their bytes, `age_ms` after the start of their TTLs."""
     made = Plan()
     blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
     for piece, body in zip(part, bodies, strict=True):
@@ -193,7 +191,7 @@ def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Pl
 
 
 def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
-    """Yield the pages of a piece, or the string, that match their checksums."""
+    """Yield the pages of a slice, or the string, that match their checksums."""
     entry, size = piece.span.entry, piece.span.entry.body_size
     for number in range(piece.first, piece.stop):
         start = (number - piece.first) * size
@@ -205,7 +203,7 @@ def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
 
 
 def _item(entry: Entry, number: int, body: memoryview) -> Item:
-    """Return a page of a tensor, or the string."""
+    """Return the item of a page of a tensor, or of a string."""
     left = min(entry.ttl_left_ms[number], MAX_LEFT_MS)
     if isinstance(entry, PageTensor):
         return Item(bytes(entry.key(number)), [bytes(entry.header(number)), body], left, True)
@@ -213,7 +211,7 @@ def _item(entry: Entry, number: int, body: memoryview) -> Item:
 
 
 def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
-    """Yield the items that have not expired, with the time that they have left."""
+    """Yield the items that have not expired, with the TTL that is left."""
     for item in items:
         left = item.ttl_left_ms
         if left == FOREVER:
@@ -225,7 +223,7 @@ def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
 
 
 def _shape(planes: list[PageTensor]) -> BlockShape | None:
-    """Return the shape of the block that these planes make; None if they do not make one."""
+    """Return the shape of a block with these planes; None if they are not a block."""
     first = planes[0]
     page_size = first.geometry.page_size
     if any((plane.is_plane, plane.grid, plane.geometry.page_size) != (True, first.grid, page_size) for plane in planes):
@@ -238,17 +236,17 @@ def _shape(planes: list[PageTensor]) -> BlockShape | None:
 
 
 def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
-    """Yield a block's body, by layer and plane, from its planes by layer."""
+    """Yield the parts of a block's body in its order, by layer and plane, from the planes."""
     for layer in range(layers):
         for plane in planes:
             nbytes = len(plane) // layers
             yield plane[layer * nbytes : (layer + 1) * nbytes]
 
 
-_SHARE = 2  # a block larger than this fraction of the memory limit of all clients is sent page by page
+_SHARE = 2  # a block larger than 1/2 of the largest command is sent page by page
 _AROUND_BYTES = 1 << 10  # bytes of a SET in addition to its value
-_KEYS_PER_QUERY = 1000  # keys written or asked about in one go
-_BLOCKS_PER_QUERY = 100  # blocks asked about in one go
+_KEYS_PER_QUERY = 1000  # keys that are written or queried in one round trip
+_BLOCKS_PER_QUERY = 100  # blocks that are queried in one round trip
 
 Done = Callable[[int], None]  # called with the number of newly processed bytes
 
@@ -258,12 +256,12 @@ class Restored:
     """Result of a restore."""
 
     amount: Amount = field(default_factory=Amount)
-    there: int = 0  # keys that existed and were left
-    expired: int = 0  # keys whose time was over when the dump was finished
-    corrupt: Failures = field(default_factory=Failures)  # files, pages and strings that are not as they were written
-    no_room: Failures = field(default_factory=Failures)  # pages and strings that the server has no room for
+    there: int = 0  # keys that exist, and were not replaced
+    expired: int = 0  # keys that had expired at the end of the dump
+    corrupt: Failures = field(default_factory=Failures)  # damaged files, pages and strings
+    no_room: Failures = field(default_factory=Failures)  # pages and strings for which the server has no space
     refused: Failures = field(default_factory=Failures)  # pages and strings that the server refuses
-    finished: bool = True  # whether the dump was
+    finished: bool = True  # whether the dump is finished
 
 
 def restore(
@@ -274,17 +272,16 @@ def restore(
     replace: bool = False,
     done: Done = lambda count: None,
 ) -> Restored:
-    """Send a dump, or the pages of some requests of it, to a server. Keys that exist there stay or, with `replace`, are
-    replaced.
+    """Send a dump, or the pages of some of its requests, to a server. With `replace`, replace existing keys.
 
-    Raises DumpError for a directory that holds no dump, OSError, and the errors of `kvpage_server.client.errors`.
+    Raises DumpError for a directory without a dump, OSError, and the errors of `kvpage_server.client.errors`.
     """
     with format.locked(path, to_write=False):
         return _Restore(store, path, frozenset(requests), replace).run(done)
 
 
 class _Write(NamedTuple):
-    """A value to write: a block, a page or a string."""
+    """Value that waits to be sent: a block, a page or a string."""
 
     keys: list[bytes]
     are_pages: bool
@@ -312,7 +309,7 @@ class _Restore:
         return self._restored
 
     def _plans(self) -> Iterator[tuple[int, Plan]]:
-        """Yield the commands for each part of each file, and the bytes of the part."""
+        """Yield the bytes and the plan of each part of each file."""
         summary, corrupt = self._read_summary(), self._restored.corrupt
         for file, contents in format.read_all(format.files_of(self._path, summary), summary):
             if isinstance(contents, BadFile):
@@ -334,7 +331,7 @@ class _Restore:
                 corrupt.add(f"{file.name}: {error}")
 
     def _read_summary(self) -> Summary | None:
-        """Without a usable dump.json, the files of the directory are restored as those of an unfinished dump."""
+        """Return dump.json. If it is unusable, report it; the files are then restored like an unfinished dump."""
         try:
             summary = format.read_summary(self._path)
         except BadFile as error:
@@ -347,7 +344,7 @@ class _Restore:
         return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.first.req_id in self._requests)
 
     def _fits(self, span: EntrySpan) -> bool:
-        """Return whether the server takes a page of the tensor, or the string, in one command."""
+        """Return whether the server accepts a page of the tensor, or the string, in one command. Report it if not."""
         entry = span.entry
         nbytes = entry.body_size + (HEADER_SIZE if isinstance(entry, PageTensor) else len(entry.key))
         if nbytes <= self._largest - _AROUND_BYTES:
@@ -360,7 +357,7 @@ class _Restore:
 
     def _send_blocks(self, blocks: list[PlannedBlock]) -> None:
         there: list[set[bytes]] = [set() for _ in blocks]
-        has_strings = [False for _ in blocks]  # under keys of its pages
+        has_strings = [False for _ in blocks]  # under keys of the block's pages
         if not self._replace:
             there = self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
             has_strings = self._store.are_any_there(
@@ -368,11 +365,11 @@ class _Restore:
             )
         pages: list[Item] = []
         for block, had, has_string in zip(blocks, there, has_strings, strict=True):
-            if had:  # it may have pages that are not in the dump: they stay
+            if had:  # pages on the server that are not in the dump stay
                 pages += [page for page in block.pages if page.key not in had]
                 self._restored.there += sum(page.key in had for page in block.pages)
                 continue
-            if has_string or block.shape.nbytes > self._largest // _SHARE:  # a block takes the place of strings, too
+            if has_string or block.shape.nbytes > self._largest // _SHARE:  # a block would replace strings, too
                 pages += block.pages
                 continue
             ttl = 0 if block.ttl_left_ms == FOREVER else -(-block.ttl_left_ms // 1000)

@@ -1,4 +1,4 @@
-"""Requests of a dump and a restore to a running server: many commands per round trip, values as borrowed memory."""
+"""Commands of a dump and a restore to a running server: many per round trip, with values as borrowed memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvpage_server.client.wire.reply import Values
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageKey, index_key
 from kvpage_server.snapshot.format import FOREVER
 
-# -- Reads ahead: a thread makes the next item while the current one is used -------------------------------------------
+# -- Read-ahead: a thread computes the next item while the caller uses the current one ---------------------------------
 
 T = TypeVar("T")
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the same items. Two of them are in memory at a time."""
+    """Yield the items, which must not be None. Two of them are in memory at a time."""
     with ThreadPoolExecutor(1, "kvpage-ahead") as thread:
         coming = thread.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -34,19 +34,19 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-# -- How much was dumped, or restored ----------------------------------------------------------------------------------
+# -- Amounts of dumped or restored values ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Amount:
-    """Pages, plain strings, and the bytes of all of them."""
+    """Numbers of pages and plain strings, and their bytes."""
 
     pages: int = 0
     strings: int = 0
     nbytes: int = 0
 
     def add(self, nbytes: int, count: int, *, are_pages: bool) -> None:
-        """Add a number of pages or strings, and their bytes together."""
+        """Add `count` pages or strings with `nbytes` in total."""
         self.nbytes += nbytes
         if are_pages:
             self.pages += count
@@ -55,18 +55,18 @@ class Amount:
 
 
 _WITHIN = 60.0  # seconds for a batch
-_KEYS_PER_QUERY = 1000  # keys asked about in one go
-_KEYS_PER_MGET = 50  # keys in one MGET: a server runs it in one go
-_REQUESTS = 100  # requests asked about in one go
+_KEYS_PER_QUERY = 1000  # keys that are queried in one round trip
+_KEYS_PER_MGET = 50  # keys of one MGET, which a server runs in one go
+_REQUESTS = 100  # requests that are queried in one round trip
 
-KEY_COSTS = 8 << 10  # bytes that take as long as a key does
+KEY_COSTS = 8 << 10  # bytes whose transfer takes as long as a key
 BATCH_BYTES = 16 << 20
 
-_USUAL_LARGEST = 64 << 20  # bytes of a command, for a server that says nothing of it
+_USUAL_LARGEST = 64 << 20  # bytes of a command, for a server that does not report its limit
 
 
 class Value(NamedTuple):
-    """A key's value, or its beginning, and its expiry in the server's unix milliseconds, -1 for never."""
+    """A key's value, or its first bytes, and its expiry in the server's unix milliseconds, -1 for never."""
 
     key: bytes
     data: memoryview
@@ -74,22 +74,22 @@ class Value(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """The page keys of a block, by layer, plane and head, and the bytes that all of its pages have."""
+    """Page keys of a block, by layer, plane and head, and the bytes of all its pages."""
 
     keys: list[PageKey]
     nbytes: int
 
 
 class Written(Enum):
-    """The outcome of a write."""
+    """Outcome of a write."""
 
     DONE = auto()
-    THERE = auto()  # the key was to be new and is not: it is left
-    NO_ROOM = auto()  # the server has none, or its user's quota has none
+    THERE = auto()  # the key exists, and was not to be replaced
+    NO_ROOM = auto()  # the limit of the server or of a quota is reached
 
 
 class Writes:
-    """Writes to be sent together. Values are not copied."""
+    """Queue of writes that are sent together. Values are not copied."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -97,7 +97,7 @@ class Writes:
         self.nbytes = 0
 
     def set(self, key: bytes, value: Sequence[Piece], ttl_left_ms: int, *, only_new: bool) -> None:
-        """Set a key to a value given in pieces; with `only_new` only if it does not exist."""
+        """Queue SET of a value in pieces; with `only_new`, only if the key does not exist."""
         options: list[bytes | int] = [b"PX", ttl_left_ms] if ttl_left_ms != FOREVER else []
         options += [b"NX"] if only_new else []
         size = sum(map(len, value))
@@ -106,7 +106,7 @@ class Writes:
         self._added(size)
 
     def set_block(self, req_id: bytes, page: int, shape: BlockShape, ttl: int, body: Sequence[Piece]) -> None:
-        """Store a block, its body in pieces; `ttl` in seconds, 0 for none."""
+        """Queue KVBLOCKSET of a body in pieces; `ttl` is in seconds, 0 for none."""
         planes = [number for plane in shape.planes for number in (plane.kv_type, int(plane.dtype), plane.head_dim)]
         numbers = (shape.layers, shape.heads, shape.page_size, ttl, len(shape.planes), *planes)
         given: list[bytes | int] = [b"KVBLOCKSET", req_id, page, *numbers]
@@ -120,9 +120,9 @@ class Writes:
 
 
 class RunningStore:
-    """A running server, over one connection. Reads do not count as a use of keys.
+    """Connection to a running server. Reads do not count as uses of keys.
 
-    Raises the errors of `kvpage_server.client.errors`, and ValueError for a URL that is none.
+    Raises the errors of `kvpage_server.client.errors`, and ValueError for an invalid URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -149,25 +149,25 @@ class RunningStore:
         return self._connection.ask(request, Deadline(_WITHIN))
 
     def largest_command(self) -> int:
-        """Return the most bytes of a command that the server accepts."""
+        """Return the bytes of the largest command that the server accepts."""
         (text,) = self.ask([command(b"INFO", b"memory")])
         found = re.search(rb"^largest_command_bytes:(\d+)", bytes(text), re.MULTILINE)
         return int(found[1]) if found else _USUAL_LARGEST
 
     def now_ms(self) -> int:
-        """Return the server's time, unix milliseconds."""
+        """Return the server's time in unix milliseconds."""
         ((seconds, microseconds),) = self.ask([command(b"TIME")])
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     # -- listing -------------------------------------------------------------------------------------------------------
 
     def requests(self) -> Iterator[list[bytes]]:
-        """Yield the requests that have pages, some at a time."""
+        """Yield lists of requests that have pages."""
         for keys in self._scan(b"TYPE", b"set"):
             yield [key.removeprefix(b"kv:").removesuffix(b":index") for key in keys]
 
     def blocks(self, requests: Iterable[bytes], match: bytes) -> Iterator[Listed]:
-        """Yield the blocks of requests, and of their pages those whose keys match."""
+        """Yield the blocks of requests, with the page keys that match."""
         left = iter(requests)
         while some := list(islice(left, _REQUESTS)):
             yield from self._blocks(some, match)
@@ -196,7 +196,7 @@ class RunningStore:
         ]
 
     def strings(self, match: bytes) -> Iterator[list[tuple[bytes, int]]]:
-        """Keys that hold no page, and the lengths of their values, some at a time."""
+        """Yield lists of keys that are not pages, with the lengths of their values."""
         for keys in self._scan(b"MATCH", match):
             plain = self._without_pages(keys)
             yield list(zip(plain, self.ask([command(b"STRLEN", key) for key in plain]), strict=True))
@@ -219,8 +219,8 @@ class RunningStore:
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
-        """Return the values of the keys that exist, each with the expiry that it has at the same moment."""
-        # a block may have more pages than a client can watch keys; each key's moment may be another
+        """Return the values of existing keys, each with its expiry, both read atomically."""
+        # in parts, because a block may have more pages than a client can watch
         return list(chain.from_iterable(map(self._values, _parts_of(keys, _KEYS_PER_QUERY))))
 
     def _values(self, keys: Sequence[bytes]) -> list[Value]:
@@ -229,7 +229,7 @@ class RunningStore:
         _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
         if unchanged is not None:
             return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
-        if len(keys) > 1:  # one of them has another value by now, or another expiry
+        if len(keys) > 1:  # a value or expiry has changed meanwhile
             middle = len(keys) // 2
             return self._values(keys[:middle]) + self._values(keys[middle:])
         data, expires = self._at_one_moment(keys[0])
@@ -243,7 +243,7 @@ class RunningStore:
         return bool(is_page), found[0] if found else None
 
     def _at_one_moment(self, key: bytes, *others: bytes) -> list[Any]:
-        """Return a key's value and expiry, and the replies to other commands. This loads values that are on disk."""
+        """Return a key's value and expiry, and the replies to other commands, from one transaction."""
         asked = [command(b"MULTI"), command(b"GET", key), command(b"PEXPIRETIME", key), *others, command(b"EXEC")]
         replies: list[Any] = self.ask(asked)[-1]
         return replies
@@ -266,9 +266,9 @@ class RunningStore:
         return found
 
     def write(self, writes: Writes) -> list[Written | Refused]:
-        """Do the writes, and return their outcomes: Refused for a value that the server does not take.
+        """Send the writes, and return their outcomes: Refused for a value that the server refuses.
 
-        Raises Refused if the server takes no values at present, such as MISCONF.
+        Raises Refused if the server refuses all writes at present, for example with MISCONF.
         """
         replies = self._ask(writes.pieces, writes.count, with_errors=True)
         return [_written(reply) for reply in replies]
@@ -286,18 +286,18 @@ def _written(reply: Any) -> Written | Refused:
 
 def _connected(connection: PageConnection) -> None:
     connection.on_connect()  # type: ignore[no-untyped-call]
-    with suppress(redis.ResponseError):  # if the user may not run it, a dump counts as a use of the read keys
+    with suppress(redis.ResponseError):  # without the right to it, reads count as uses
         connection.send_packed_command(command(b"CLIENT", b"NO-TOUCH", b"ON"))
         connection.read_response()
 
 
 def _parts_of(keys: Sequence[bytes], most: int) -> list[Sequence[bytes]]:
-    """Return the keys in their order, at most so many in each part."""
+    """Return the keys in order, at most `most` in each part."""
     return [keys[start : start + most] for start in range(0, len(keys), most)]
 
 
 def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
-    """Return the values that exist, with their expiry from PEXPIRETIME."""
+    """Return the existing values, with their expiry from PEXPIRETIME."""
     return [
         Value(key, memoryview(value), expires)
         for key, value, expires in zip(keys, values, expires_ms, strict=True)
@@ -306,7 +306,7 @@ def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[i
 
 
 def _map(reply: Any) -> dict[str, Any]:
-    """Return a map, which is an array in RESP2."""
+    """Return a map reply as a dict; in RESP2 it is an array."""
     items = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {name.decode(): value for name, value in items}
 

@@ -1,4 +1,4 @@
 """`Keyspace` and its parts: values in memory, eviction, and the disk.
 
-Knows the page contract and the core. Does not know commands, the protocol or sockets.
+The package depends on the page contract and the core, and not on commands, the protocol or sockets.
 """

@@ -1,7 +1,7 @@
-"""Every key, and the accounts that go with it: sizes, leases, quotas, expiry.
+"""Every key with its value, and the removal, split and expiry of values.
 
-This is the only place where a value is put under a key or removed from it. It notifies every part: the policy, quotas,
-leases, the expirer, ghosts, listeners, and the tier below memory, if there is one.
+A removal has to be reported to every part of the store: the eviction policy, quotas, leases, the expirer, the records
+of removed values, listeners, and the tier below memory, if there is one. Only this module does so.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from kvpage_server.store.memory.index import Block, ExtentPage
 
 # -- lost strings ------------------------------------------------------------------------------------------------------
 #
-# Records of removed strings: why, when, and by which policy or quota.
+# Records of removed strings: the reason, the time, and the policy or quota.
 #
-# There is one record for each key, that of its last removal. All records together take `most_bytes`; the oldest are
-# dropped first, and then `since` moves on. A record costs O(1) to make, to find and to drop.
+# A key has at most one record, of its last removal. All records together take at most `most_bytes`. When they exceed
+# that, the oldest records are dropped, and `since` becomes the time of the newest dropped one. To add, find or drop a
+# record costs O(1).
 
 MOST_BYTES = 16 << 20
-LONGEST_KEY = 512  # bytes; of a longer key only a digest is kept, so it is found by its name and not by a pattern
+LONGEST_KEY = 512  # bytes; a longer key is kept as a digest, so `latest` does not list it
 _RECORD = 320  # bytes of a record without its key
 
 
 class Loss(NamedTuple):
-    """Why and when (unix milliseconds) a string was removed, and the policy or quota that evicted it."""
+    """The last removal of a string: the reason, the time in unix milliseconds, and the policy or quota."""
 
     reason: str  # expired, evicted, over quota, deleted, overwritten or corrupt
     at: int
@@ -46,13 +47,14 @@ class Loss(NamedTuple):
 
 
 class LostStrings:
-    """The removed strings. `since`: unix milliseconds from which on every removal is recorded."""
+    """Records of removed strings. Every removal after `since`, in unix milliseconds, is recorded."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.since = unix_ms()
         self.bytes = 0
         self._most_bytes = most_bytes
-        self._losses: OrderedDict[bytes | str, Loss] = OrderedDict()  # the latest last; digests are of type str
+        # By key (bytes) or, for a long key, its digest (str); the oldest removal first.
+        self._losses: OrderedDict[bytes | str, Loss] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -69,15 +71,18 @@ class LostStrings:
             self.since = max(self.since, oldest.at)
 
     def of(self, key: bytes) -> Loss | None:
-        """Return how a string was last removed. It may have been stored again since."""
+        """Return the record of a key's last removal, or None. The key may have been stored again since."""
         return self._losses.get(_name(key))
 
     def latest(self) -> Iterator[bytes]:
-        """Returns the keys of at most LONGEST_KEY bytes, the latest loss first. Records may be added meanwhile."""
+        """Return the removed keys of at most LONGEST_KEY bytes, the last removed first.
+
+        The iterator has a copy of the keys, so records may be added meanwhile. O(records).
+        """
         return iter([name for name in reversed(self._losses) if isinstance(name, bytes)])
 
     def clear(self) -> None:
-        """Drop all records, and know nothing of the time before now."""
+        """Drop all records, and set `since` to now."""
         self._losses.clear()
         self.bytes = 0
         self.since = unix_ms()
@@ -89,30 +94,30 @@ def _name(key: bytes) -> bytes | str:
 
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
-BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # keys that changed, and their events
+BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # changed keys, and (event, key) pairs
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
 class Tier(Protocol):
-    """The tier below memory; it is notified of changes of values."""
+    """The tier below memory, which is notified of changes of values."""
 
     def removed(self, key: bytes) -> None:
-        """Process the removal of a key. Its unit may have other keys."""
+        """Process the removal of a key. Its block may have other pages."""
 
     def unit_removed(self, unit: Unit) -> None:
-        """Process the removal of a string, or of a block's last page, which another value may have replaced."""
+        """Process the removal of a string, or of a block's last page. Another value may have replaced it."""
 
     def block_removed(self, block: Block) -> None:
         """Process the removal of a block with all its pages."""
 
     def admit_split(self, block: Block) -> None:
-        """Check that a block that was stored whole can be split. Raises OverLimit without space for its pages."""
+        """Check that the disk has space for the single pages of an extent. Raise OverLimit otherwise."""
 
     def splits(self, block: Block) -> None:
-        """Prepare the split of a block that was stored whole."""
+        """Prepare the split of an extent."""
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
-        """Process a split: `pages` has the block's new entries by key."""
+        """Process the split of an extent: `pages` has the block's new entries by key."""
 
     def retimes(self, key: bytes, entry: Entry) -> None:
         """Prepare a change of a value's expiry."""
@@ -142,7 +147,7 @@ class Counters:
 
 
 class Contents:
-    """Every key and value."""
+    """Every key and value, with the parts that a removal is reported to."""
 
     def __init__(self, policy: str) -> None:
         self.arena = Arena()
@@ -156,11 +161,11 @@ class Contents:
         self.counters = Counters()
         self.tier: Tier | None = None
         self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
-        self.on_block: BlockListener | None = None  # the same for all pages of a block; set if `on_event` is
-        self.texts = 0  # bytes of short strings
+        self.on_block: BlockListener | None = None  # called with all keys of a block at a time; set if `on_event` is
+        self.texts = 0  # bytes of short strings, with their keys and TEXT_OVERHEAD
 
     def find(self, key: bytes) -> Entry | None:
-        """Return the living value of a key, without counting it as a use."""
+        """Return a key's value; None if there is none. An expired value is removed. Does not count as a use."""
         entry = self.catalogue.get(key)
         if entry is not None and entry.expires and entry.expires <= unix_ms():
             self.expire(key)
@@ -168,11 +173,14 @@ class Contents:
         return entry
 
     def expires_of(self, key: bytes) -> int:
-        """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Wakes no block."""
+        """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Loads no block."""
         return self.catalogue.expires_of(key)
 
     def living(self, block: Block) -> Block | None:
-        """Return a block without its overdue pages; None if no pages are left."""
+        """Remove a block's expired pages. Return the block, or None if it has no other pages.
+
+        O(1) if no page of the block has expired, O(pages) otherwise.
+        """
         now = unix_ms()
         if not block.soonest or block.soonest > now:
             return block
@@ -195,11 +203,12 @@ class Contents:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def own(self, key: bytes) -> Entry | None:
-        """Return the entry of a key that is about to change by itself. Raises OverLimit if the disk has no room for
-        that.
+        """Return the entry of a key that is about to change. A page of an extent gets an entry: the extent is split.
+
+        Return None if the key does not exist. Raise OverLimit if the disk has no space for the pages of the split.
         """
         if self.index.resting:
-            self.catalogue.get(key)  # this wakes its block
+            self.catalogue.get(key)  # this gives its block's pages their entries
         entry = self.catalogue.entries.get(key)
         if entry is None and (page := self.catalogue.page_in_extent(key)):
             block = cast(Block, page.unit)
@@ -210,7 +219,7 @@ class Contents:
         return entry
 
     def split(self, block: Block) -> None:
-        """Give each page of a block that was stored whole an entry."""
+        """Replace an extent by single pages, with an entry for each."""
         if self.tier is not None:
             self.tier.splits(block)
         pages = self.catalogue.split(block)
@@ -220,13 +229,13 @@ class Contents:
             self.tier.was_split(block, pages)
 
     def grow(self, unit: Unit, size: int) -> None:
-        """Count a unit's growth in bytes of memory, which may be negative."""
+        """Add `size` bytes of memory, which may be negative, to a unit's accounts."""
         if isinstance(unit, Block):
             unit.footprint += size
         self.leases.grew(unit, size)
 
     def set_expiry(self, key: bytes, expires: int) -> None:
-        """Set a living key's expiry in unix milliseconds, 0 for none. One in the past removes the key."""
+        """Set an existing key's expiry in unix milliseconds, 0 for none. An expiry in the past removes the key."""
         if 0 < expires <= unix_ms():
             self.delete(key)
             return
@@ -249,10 +258,10 @@ class Contents:
         if self.tier is not None:
             self.tier.retimed(key)
 
-    # -- going -----------------------------------------------------------------------------------------------------
+    # -- removal ---------------------------------------------------------------------------------------------------
 
     def delete(self, key: bytes, event: str = "del") -> bool:
-        """Remove a key. Returns whether it existed. Raises OverLimit as `own` does."""
+        """Remove a key. Return whether it existed. Raise OverLimit as `own` does."""
         if self.find(key) is None:
             return False
         if (block := self._block_of_one(key)) is not None:
@@ -263,7 +272,7 @@ class Contents:
         return True
 
     def delete_all(self, keys: Sequence[bytes]) -> int:
-        """Remove some keys. Returns how many there were. Raises OverLimit if nothing was removed."""
+        """Remove some keys. Return the number of keys that existed. Raise OverLimit before anything is removed."""
         if self.tier is not None and len(keys) > 1:
             for key in keys:
                 if self.find(key) is not None and self._block_of_one(key) is None:
@@ -271,19 +280,21 @@ class Contents:
         return sum(map(self.delete, keys))
 
     def _block_of_one(self, key: bytes) -> Block | None:
-        """Return the block of a page if it was stored whole, and has no other: it need not be split to remove the
-        page.
-        """
+        """Return the block of a key if it is an extent of one page, which can be removed without a split."""
         page = self.catalogue.page_in_extent(key) if key not in self.catalogue.entries else None
         block = cast(Block, page.unit) if page is not None else None
         return block if block is not None and block.pages == 1 else None
 
     def remove(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
-        """Remove an existing key. A string's record gets `reason`, or that of `event`, and `by`, a policy or quota."""
+        """Remove an existing key.
+
+        A string's record has `reason`, or the reason that belongs to `event`, and `by`, the policy or quota.
+        """
         self._take(key, event, reason, by)
         self.tell(event, key)
 
     def remove_corrupt(self, key: bytes) -> None:
+        """Remove a key whose value does not match its checksum."""
         self.own(key)
         self._take(key, "corrupt")
         self.tell("del", key)
@@ -297,7 +308,7 @@ class Contents:
             self.tier.removed(key)
 
     def forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
-        """Take `old` out of the index and the accounts. `new` takes its place, if there is one."""
+        """Remove a key's entry `old` from the index and the accounts. `new` is the entry that replaces it, if any."""
         if old.expires:
             self.expirer.keys -= 1
         if is_page(old):
@@ -307,7 +318,7 @@ class Contents:
         if type(old) is Text:
             self.texts -= len(key) + old.size + TEXT_OVERHEAD
         else:
-            self.leases.removed(key)  # the new value was just used, so it needs no promise
+            self.leases.removed(key)  # a new value was just used, so it needs no lease
         if new is None or is_page(new):
             self._unit_removed(key)
         if new is not None and is_page(new):
@@ -335,8 +346,10 @@ class Contents:
             self.tier.unit_removed(unit)
 
     def remove_block(self, block: Block, event: str, reason: str = "", limit: str = "") -> int:
-        """Remove a block's pages. Returns how many there were. `reason` is remembered if `event` does not say it, and
-        `limit`, which was reached."""
+        """Remove a block and all its pages. Return the number of pages.
+
+        The ghost has `reason`, or the reason that belongs to `event`, and `limit`, the limit that was reached.
+        """
         if self.tier is not None:
             self.tier.block_removed(block)
         self.index.remove(block)
@@ -345,22 +358,22 @@ class Contents:
         self.ghosts.remember(block, block.rows, reason or _REASONS[event], self._who(block, event, reason), limit)
         keys = list(block.page_keys()) if self.on_block is not None else []
         self.expirer.keys -= self.catalogue.take_pages(block)
-        block.extent = None  # so that readers of the block do not keep its memory
+        block.extent = None  # so that a command that still refers to the block does not keep its memory
         if self.on_block is not None:
             self.on_block(keys, ((event, key) for key in keys))
         return block.pages
 
     def _who(self, unit: Unit, event: str, reason: str) -> str:
-        """Returns the policy, or the pattern of the quota, that evicted a unit."""
+        """Return the policy, or the pattern of the quota, that evicted a unit; empty for other removals."""
         quota = self.evictor.quota_of(unit) if reason == OVER_QUOTA else None
         if quota is not None:
             return quota.pattern.decode("utf-8", "surrogateescape")
         return self.evictor.policy if event == "evicted" else ""
 
     def expire(self, key: bytes) -> None:
-        """Remove an overdue key; if it is in a block that was stored whole, the block."""
+        """Remove an expired key. If the key is a page of an extent, the whole block is removed."""
         if self.index.resting:
-            self.catalogue.get(key)  # this wakes its block
+            self.catalogue.get(key)  # this gives its block's pages their entries
         page = self.catalogue.page_in_extent(key)
         if page is not None and key not in self.catalogue.entries:
             self.counters.expired += self.remove_block(cast(Block, page.unit), "expired")
@@ -369,7 +382,7 @@ class Contents:
             self.remove(key, "expired")
 
     def evict(self, unit: Unit, quota: Quota | None = None, *, room: str = "memory") -> None:
-        """Evict a unit, because memory or disk (`room`) or its quota is full."""
+        """Evict a unit because a limit is reached: that of `room`, "memory" or "disk", or that of its quota."""
         if quota is None:
             quota = self.evictor.quota_of(unit)
             quota = quota if quota is not None and quota.is_over else None

@@ -5,7 +5,7 @@ Its parts:
     contents        every key and its value; it notifies the other parts of changes
       catalogue     keys and their entries, blocks by request and page, the order of scans
       evictor       the order of eviction: the policy, and one policy per quota
-      expirer       due keys
+      expirer       keys by the second of their expiry
       leases        units that are protected from eviction
       ghosts        records of removed pages, with reasons
       lost          records of removed strings, with reasons
@@ -16,11 +16,11 @@ Its parts:
     listing         lists of keys and requests
     tier            the disk below memory, if there is one
 
-A TTL ends in `Contents.expire`, which `sweep` calls, and every lookup that finds an overdue key before.
+`Contents.expire` removes an expired key. It is called by `sweep`, and by every lookup that finds an expired key first.
 
-**Many pages per call.** The core stores and finds all pages of a batch that need no decision in one call, and the
-policy gets their blocks in another. If there is something to decide (a listener exists, a string has the key, the block
-was stored whole), plain Python does it, a page at a time.
+**Many pages per call.** One call of the core stores or finds all pages of a batch that need no decision, and another
+call passes their blocks to the policy. Plain Python stores the other pages one by one: if a listener exists, if a
+string has the key, or if the block is an extent.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ from kvpage_server.system.text import monotonic_ms
 
 # -- protection --------------------------------------------------------------------------------------------------------
 #
-# Limits of leases and pins: half of memory, and half of the disk's space for values
+# Limits of leases and pins: half of memory, and half of the disk's space for values.
 #
-# Protected values cannot be evicted. So both memory and disk need enough that is not protected. A limit on memory alone
-# is not enough: right after a start all values are on disk only, so all of them could be protected, and the disk would
-# refuse every write. Units of a quota may use half of it, other units half of the memory outside quotas.
+# Protected values cannot be evicted, so a part of memory and a part of the disk must stay unprotected. A limit on
+# memory alone is not enough: right after a start all values are on disk only, so all of them could be protected, and
+# the disk would refuse every write. Protected units of a quota may take half of it, other protected units half of the
+# memory outside quotas.
 
-SHARE = 0.5
-PROMISE = 10_000  # milliseconds
+SHARE = 0.5  # of memory, of the disk, and of each quota, that leases and pins may protect
+PROMISE = 10_000  # milliseconds of the lease after a reply that a key exists
 
 
 class Protection:
-    """Leases and pins units, within these limits."""
+    """Leases and pins of units, within the limits above."""
 
     def __init__(self, contents: Contents, memory: MemoryLimit, disk: DiskLimit | None) -> None:
         self._contents = contents
@@ -72,30 +73,30 @@ class Protection:
         self._disk = disk
 
     def promise(self, key: bytes, entry: Entry) -> None:
-        """Protect a key for a while, because a client was informed that it exists and will read it.
+        """Lease a key's unit for PROMISE, because a reply said that the key exists, and the client will read it.
 
-        An LMCache client that gets 1 from EXISTS, and then misses with GET, waits for ever.
+        An LMCache client that gets 1 from EXISTS, and then a miss from GET, waits for ever. Short strings get no lease.
         """
         if (self._memory.maxmemory or self._of_disk) and not isinstance(entry, Text):
             self.lease(unit_of(key, entry), PROMISE)
 
     def lease(self, unit: Unit, milliseconds: int) -> bool:
-        """Protect a unit for that long. False if that would be too much."""
+        """Lease a unit for `milliseconds`. Return False if protected units would exceed their limit."""
         until = monotonic_ms() + milliseconds
         return self._contents.leases.lease(unit, self.size_of(unit), until, self.most(unit))
 
     def pin(self, unit: Unit) -> bool:
-        """Protect a unit until it is unpinned. False if that would be too much."""
+        """Protect a unit until it is unpinned. Return False if protected units would exceed their limit."""
         return self._contents.leases.pin(unit, self.size_of(unit), self.most(unit))
 
     def size_of(self, unit: Unit) -> Bytes:
-        """Return the size of a unit. A unit that waits to be written will use as much disk space as memory."""
+        """Return the size of a unit. On disk it is at least the size in memory, since it may not be written yet."""
         entries = self._contents.catalogue.entries
         memory = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
         return Bytes(memory, max(memory, self._disk.size_of(unit)) if self._disk is not None else 0)
 
     def most(self, unit: Unit) -> Bytes:
-        """Return the limit of leases and pins in a unit's quota, or of all units without a quota."""
+        """Return the bytes that leases and pins may protect in a unit's quota, or outside all quotas."""
         disk = self._of_disk
         return Bytes(self._share(unit, self._memory.maxmemory), self._share(unit, disk) if disk else sys.maxsize)
 
@@ -104,7 +105,10 @@ class Protection:
         return self._disk.most if self._disk is not None else 0
 
     def _share(self, unit: Unit, room: int) -> int:
-        """Return a quota's share of the room. Quotas that add up to more than there is are reduced."""
+        """Return the part of a limit `room` that may be protected in a unit's quota, or outside all quotas.
+
+        `room` is in bytes, 0 for no limit. Quotas that exceed `room` together are scaled down to it.
+        """
         quotas = self._contents.evictor.quotas
         quota, promised = self._contents.evictor.limit_of(unit), quotas.limits if quotas is not None else 0
         if not room:
@@ -116,11 +120,11 @@ class Protection:
 
 __all__ = ["Flushed", "Keyspace", "OutOfMemory"]
 
-LONGEST_TEXT = 511  # longer strings lie in the arena, where longer words are received
+LONGEST_TEXT = 511  # bytes; a longer string has a slot, because the parser receives longer words into slots
 
 
 class Flushed:
-    """Values that a flush removed. Freeing millions of values takes a while."""
+    """Values that a flush removed. They can be freed in steps, because freeing millions of values takes seconds."""
 
     def __init__(self, *parts: dict[Any, Any]) -> None:
         self._parts = parts
@@ -129,7 +133,7 @@ class Flushed:
         return sum(map(len, self._parts))
 
     def free(self, most: int) -> None:
-        """Free up to `most` of them."""
+        """Free up to `most` values."""
         for part in self._parts:
             for _ in range(min(len(part), most)):
                 part.popitem()
@@ -173,18 +177,23 @@ class Keyspace:
         return self.evictor.quotas is not None or (self.tier is not None and self.tier.stored.maxdisk > 0)
 
     def admit(self, coming: Iterable[PendingWrite]) -> None:
-        """Make room for values, in their quotas and on disk. Raises OverLimit if nothing was changed."""
+        """Evict values until the disk and the quotas have space for new values.
+
+        Raise OverLimit if the policy may not evict enough; the new values must not be stored then.
+        """
         self._admit([[*coming]])
 
     def _admit(self, parts: Sequence[list[PendingWrite]]) -> Sequence[ReservationParts]:
-        """Return the same for parts of a batch. Return the reservations in quotas."""
+        """Do the same for the parts of a batch. Return the amounts of each part for reservations in quotas."""
         if self.tier is not None:
             self.tier.limit.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.quotas is not None else ()
 
     def admit_pages(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Reservation]:
-        """Make room for pages that will be stored all or none, in steps. Return the reservation, with a part for each
-        batch. Raises OverLimit if nothing was changed.
+        """Evict values, in steps, until there is space for all pages of some batches.
+
+        Return the reservation of the space, with a part for each batch. Raise OverLimit if the policy may not evict
+        enough; none of the pages must be stored then.
         """
         if not self.is_limited:
             return Reservation(())
@@ -196,18 +205,18 @@ class Keyspace:
             yield ()
         of_quotas = self._admit(parts)
         if len(parts) == 1 and (self.tier is None or not self.tier.any_cold):
-            return Reservation(())  # it waits for nothing, and is stored in this step
+            return Reservation(())  # the batch waits for nothing, and is stored in this step
         on_disk = self.tier.limit.reservation_parts(parts) if self.tier is not None else ()
         return Reservation(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
 
     def split_block(self, req_id: bytes, page: int) -> None:
-        """Make values of the pages of a block that was stored whole, if it is in memory, before some are replaced."""
+        """Replace an extent by single pages if it is in memory, before some of its pages are replaced."""
         block = self.index.block(req_id, page)
         if block is not None and block.extent is not None and type(block.extent.slot) is not Cold:
             self.contents.split(block)
 
     def chain(self, blocks: Sequence[Block]) -> None:
-        """Note that each of these blocks extends the one before it, without which it is useless to an engine."""
+        """Note that each of these blocks extends the one before it, without which an engine cannot use it."""
         self.evictor.chain(blocks)
         if self.tier is not None:
             self.tier.limit.follows(blocks)
@@ -216,16 +225,16 @@ class Keyspace:
 
     @property
     def stores_together(self) -> bool:
-        """Whether a batch of pages is stored and found without a look at each."""
+        """Whether the core can store and find a batch of pages in one call, without a decision for each page."""
         return self.contents.on_event is None and self.evictor.quotas is None and self._catalogue.has_all_entries
 
     def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
-        """Store a page whose body is in `slot`. `header` is its 64 bytes. `name` is valid, and the page admitted."""
+        """Store a page whose body is in `slot`, with its 64-byte `header`. `name` is valid, and the page admitted."""
         slot.header[:] = header
         self.set_pages(NewPages.one(name, slot, expires))
 
     def set_pages(self, pages: NewPages) -> None:
-        """Store pages, which were admitted if there are limits."""
+        """Store pages. If limits apply, the pages were admitted before."""
         if self.index.resting or self.index.is_scanned:
             for block in pages.blocks():
                 self.index.open(*block)
@@ -237,7 +246,10 @@ class Keyspace:
             self.tier.stored_pages(pages)
 
     def _put_run(self, pages: NewPages, at: int) -> int:
-        """Store the pages from `at` on that need no decision, or one that does. Returns where to go on."""
+        """Store the pages from index `at` to the first that needs a decision, or only that one if it is the page `at`.
+
+        Return the index of the next page.
+        """
         catalogue, index, expirer, fresh = self._catalogue, self.index, self.contents.expirer, self._catalogue.listed
         each = self.evictor.quotas is not None or len(self.leases) > 0  # blocks are accounted for one by one
         put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
@@ -260,7 +272,7 @@ class Keyspace:
         return put.stop
 
     def _put_one(self, pages: NewPages, at: int) -> int:
-        """Store one page, whatever its key had before. Returns the place of the next."""
+        """Store the page at index `at`, whatever its key had before. Return the index of the next page."""
         (key, req_id, layer, head, page, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
         block = self.index.open(req_id, page)
         if block.extent is not None:
@@ -300,7 +312,7 @@ class Keyspace:
             tell("expire", key)
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
-        """Store a block whole, in place of all pages that it had. Its slot is full."""
+        """Store a block as an extent. It replaces all pages that the block had. The extent's slot is filled."""
         if self.tier is not None:
             self.tier.limit.admit_block(req_id, page, extent.shape)
         self.quotas.admit_block(req_id, page, extent.shape)
@@ -327,9 +339,10 @@ class Keyspace:
             self.tier.stored_block(block)
 
     def _drop_pages(self, block: Block, coming: BlockShape) -> dict[bytes, int]:
-        """Remove all pages from a block that will have those of another shape.
+        """Remove all pages of a block that gets an extent of shape `coming`.
 
-        Returns the keys and their expiry if somebody listens to events.
+        Pages that are not in that shape are recorded as overwritten. Return the expiry of each removed key if there is
+        a listener, and an empty dictionary otherwise.
         """
         if not block.pages:
             return {}
@@ -346,7 +359,7 @@ class Keyspace:
         return had
 
     def _expiries(self, block: Block) -> dict[bytes, int]:
-        """When each page of a block expires, by key."""
+        """Return the expiry of each page of a block, by key."""
         if block.extent is not None:
             return dict.fromkeys(block.page_keys(), block.extent.expires)
         return {key: self._catalogue.entries[key].expires for key in block.page_keys()}
@@ -356,7 +369,7 @@ class Keyspace:
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
         old = self._catalogue.entries.get(key) or self.contents.own(key)
         if old is not None and old.expires:
-            old = self.find(key)  # an overdue one expires; it is not overwritten
+            old = self.find(key)  # an expired value counts as expired, not as overwritten
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
             if type(old) is Text:
                 self._rewrite(key, old, value, expires, event)
@@ -378,7 +391,7 @@ class Keyspace:
             self.tier.stored_string(key, entry)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
-        """Replace a short string by another one without undoing and repeating the bookkeeping."""
+        """Replace a short string by another one, and update only the accounts that change."""
         self.contents.texts += len(value) - len(text.data)
         text.data = value
         changed = text.expires != expires
@@ -409,10 +422,10 @@ class Keyspace:
         slot.body[:] = value
         return slot
 
-    # -- all of it -------------------------------------------------------------------------------------------------
+    # -- all keys --------------------------------------------------------------------------------------------------
 
     def flush(self) -> Flushed:
-        """Remove everything. The result keeps the removed values, to be freed in steps or when it is dropped."""
+        """Remove all keys. The result keeps the values until the caller frees them in steps, or drops it."""
         if self.tier is not None:
             self.tier.clear()
         self.contents.tell("flush", b"")
@@ -425,8 +438,12 @@ class Keyspace:
         return flushed
 
     def sweep(self, now: int, most: int, *, expires: bool = True) -> int:
-        """Remove up to `most` keys that are overdue at `now` (unix milliseconds) if `expires`, and go on with other
-        work that is done in steps. Returns `most` if there is more."""
+        """Do a step of the work that is done periodically.
+
+        With `expires`, up to `most` keys that have expired at `now`, in unix milliseconds, are removed. Other parts of
+        the store continue counts, changes of the policy, and the return of memory. Return `most` if there is more work
+        to do soon, and the number of removed keys otherwise.
+        """
         if self.tier is not None:
             self.tier.fetching.sweep()
         elapsed = monotonic_ms()
@@ -458,17 +475,16 @@ def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: i
 #
 # A block as one value: all pages of one (req_id, page_id), written and read together.
 #
-# A block that was written whole is in an extent, and is one borrowed piece of a reply. A block whose pages were
-# written one by one is put together when it is read. It is complete when every layer up to its last has every plane
-# and head up to the last, all pages have the same number of rows, and the pages of each plane have the same dtype and
-# dimension. Whether it is complete is computed once, and again after one of its pages has changed. Costs: O(1) for an
-# extent, else O(pages of the block).
+# An extent is sent as one borrowed piece of a reply. A block of single pages is put together when it is read. It is
+# complete if every layer up to its last has every plane and head up to the last, all pages have the same number of
+# rows, and the pages of each plane have the same dtype and dimension. The result of this check is kept until one of the
+# block's pages changes. Costs: O(1) for an extent, O(pages of the block) otherwise.
 
-BLOCK_PAGES_PER_STEP = 256  # pages that are looked at before others may have their turn
-_TRIES = 4  # attempts to read all pages while some are added or removed
+BLOCK_PAGES_PER_STEP = 256  # pages that are examined before other clients get their turn
+_TRIES = 4  # attempts to read all pages while other clients add or remove some
 _GEOMETRY = header_fields("dtype", "kv_type", "page_size", "head_dim")
 _Geometry = tuple[int, int, int, int]  # dtype, page_size, head_dim, bytes
-_NONE: _Geometry = (0, 0, 0, 0)
+_NONE: _Geometry = (0, 0, 0, 0)  # pages of one plane differ
 
 T = TypeVar("T")
 
@@ -480,14 +496,14 @@ class Gathered(NamedTuple):
     shape: BlockShape | None
 
 
-Steps = Generator[tuple[()], None, T]  # others may have their turn after each
+Steps = Generator[tuple[()], None, T]  # other clients get their turn after each step
 
 
 def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tuple[Piece, ...] | None]:
-    """Yield a complete block's bulk string, in pieces; None if it is not complete. Counts as a use, and a hit or a
-    miss.
+    """Return a complete block's bulk string in pieces, in steps; None if the block is not complete.
 
-    It must be in memory, or `lent` as a whole. If the disk cannot be read, it is a miss.
+    Counts as a hit and a use, or as a miss. The block must be in memory, or its extent in `lent`, the values that the
+    reply borrows from the disk. Return None also for a block that could not be read from the disk.
     """
     found = None if block is None else (yield from gathered(keyspace, block))
     if block is None or found is None or found.shape is None:
@@ -515,9 +531,10 @@ def has_block(keyspace: Keyspace, block: Block | None) -> Steps[bool]:
 
 
 def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
-    """Yield the pages of a block, some a step; none if it was stored whole. Overdue pages must have been removed.
+    """Return the pages of a block, collected in steps, and its shape; no pages for an extent.
 
-    If it changes meanwhile, all pages are looked at again, in the end without steps.
+    Expired pages must have been removed before. If the block changes between two steps, the collection starts again.
+    The last of `_TRIES` attempts is one step, because nothing can change within it.
     """
     for left in reversed(range(_TRIES)):
         version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
@@ -539,7 +556,7 @@ def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
 
 
 def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
-    """Some pages at a time."""
+    """Yield parts of up to BLOCK_PAGES_PER_STEP pages."""
     return (pages[start : start + BLOCK_PAGES_PER_STEP] for start in range(0, len(pages), BLOCK_PAGES_PER_STEP))
 
 
@@ -553,7 +570,7 @@ def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> Non
 
 
 def _shape_of(block: Block, planes: Mapping[int, _Geometry]) -> BlockShape | None:
-    """Return the shape of a full block, if its pages agree on one."""
+    """Return the shape of a full block; None if its pages differ, or are too many for an extent."""
     if _NONE in planes.values() or len({rows for _, rows, _, _ in planes.values()}) > 1:
         return None
     if block.pages > MAX_BLOCK_PAGES:

@@ -1,7 +1,7 @@
-"""The memory limit: units leave memory in the policy's order, until it is within `maxmemory`.
+"""The memory limit, which evicts or demotes units in the policy's order until memory is within `maxmemory`.
 
-Without a tier below, a unit is evicted: it is removed. With a tier, a unit that is on disk is dropped: its key stays,
-and its bytes leave memory. Units that are leased, pinned or held are spared.
+Without a tier below, a unit is evicted: its keys are removed. With a tier, a unit that is also on disk is demoted: its
+bytes leave memory, and its keys stay. Leased, pinned and held units are spared.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
 
-MOST_LEAVE = 250  # keys that leave memory before others have their turn
-_MOST_PASSED = 1024  # units that can't leave, before the search ends
+MOST_LEAVE = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
+_MOST_PASSED = 1024  # spared units after which a search ends
 
 
 class OutOfMemory(Exception):
-    """Memory is full, and the policy may not evict anything."""
+    """Error: memory is full, and the policy may not evict anything."""
 
 
 class TierBelow(Protocol):
@@ -29,52 +29,52 @@ class TierBelow(Protocol):
 
     @property
     def held(self) -> int:
-        """Bytes that were fetched to be used in a moment. They do not count until then."""
+        """Bytes loaded for commands that have not run yet. They do not count against maxmemory."""
 
     def holds(self, unit: Unit) -> bool:
-        """Return whether somebody is about to use a unit."""
+        """Return whether a waiting command needs a unit in memory."""
 
     def demote(self, unit: Unit) -> bool:
-        """Drop a unit, or evict it if it is in memory only. False if it has to stay."""
+        """Demote a unit, or evict it if it is in memory only. Return False if it has to stay."""
 
     def evict(self, unit: Unit) -> bool:
-        """Evict a unit. False if it waits to be written, or memory would gain nothing."""
+        """Evict a unit. Return False if it is dirty, or if its eviction would free no memory."""
 
     def drops_any(self) -> bool:
-        """Return whether there may be something to drop, whatever the policy."""
+        """Return whether some units may be demoted, whatever the policy."""
 
     def hurry(self) -> None:
-        """Write to disk soon, since memory has to drop more."""
+        """Write dirty values soon, because memory has to demote more units."""
 
 
 class MemoryLimit:
-    """Keeps memory within `maxmemory`, in bytes, 0 for no limit."""
+    """The limit `maxmemory`, in bytes; 0 for no limit."""
 
     def __init__(self, contents: Contents, maxmemory: int) -> None:
         self.maxmemory = maxmemory
-        self.receiving = 0  # bytes of slots that are being received; they do not count yet
+        self.receiving = 0  # bytes of slots whose values are not received completely; they do not count yet
         self.tier: TierBelow | None = None
         self._contents = contents
         self._arena = contents.arena
 
     @property
     def used(self) -> int:
-        """Bytes that count against maxmemory: short strings, and slots except those being received."""
+        """Bytes that count against maxmemory: short strings, and slots of completely received values."""
         return self._arena.used - self.receiving + self._contents.texts
 
     @property
     def is_full(self) -> bool:
-        """Whether memory has more than it may."""
+        """Whether memory exceeds `maxmemory`. Values that are loaded for waiting commands do not count."""
         most = self.maxmemory
         if not most or self._arena.used + self._contents.texts <= most:
             return False
         return self.used - (self.tier.held if self.tier is not None else 0) > most
 
     def make_room(self) -> bool:
-        """Let units leave until memory is within its limit, or until many have left. Returns whether this is done for
-        now.
+        """Evict or demote units until memory is within its limit, but at most about MOST_LEAVE keys.
 
-        Raises OutOfMemory if the policy forbids it.
+        Return False if the call has to be repeated for more units, and True otherwise: also if only spared units are
+        left and memory is still full. Raise OutOfMemory if memory is full and the policy may not evict more.
         """
         if not self.is_full:
             return True
@@ -89,8 +89,9 @@ class MemoryLimit:
         return True
 
     def _ways(self) -> Iterator[tuple[Iterator[Unit], Callable[[Unit], bool]]]:
-        """Yield the units that may leave memory, in order, with the function that removes them. The next pair is used
-        if the units before were not enough.
+        """Yield pairs of units in the order of eviction and the function that evicts or demotes one.
+
+        The next pair is used if the units of the pairs before did not free enough memory.
         """
         evictor, tier = self._contents.evictor, self.tier
         if tier is not None and tier.drops_any():
@@ -101,9 +102,10 @@ class MemoryLimit:
             yield self.soonest(), tier.evict if tier is not None else self._evict
 
     def _leave(self, units: Iterator[Unit], leave: Callable[[Unit], bool]) -> bool | None:
-        """Have units leave memory in order. True if it is within its limit then, False if many have left.
+        """Evict or demote units in order. Return True once memory is within its limit, False after MOST_LEAVE keys.
 
-        Return None if not enough units may leave.
+        Return None if memory is still full and no other unit may leave. With a tier the search ends after _MOST_PASSED
+        spared units, because examining all of them would block the event loop.
         """
         now, passed, left, tier = monotonic_ms(), 0, MOST_LEAVE, self.tier
         leases = self._contents.leases
@@ -127,5 +129,6 @@ class MemoryLimit:
         return True
 
     def soonest(self) -> Iterator[Unit]:
+        """Yield the units that have an expiry, the next due first."""
         get = self._contents.catalogue.get
         return (unit_of(key, cast(Entry, get(key))) for key in self._contents.expirer.nearest(monotonic_ms()))

@@ -1,6 +1,6 @@
-"""The quota limit: a quota's own values are evicted before others are stored.
+"""The limits of quotas: before a value is stored, other values of the same quota are evicted.
 
-When quotas are set, the values that there are get counted in steps. Until that is done, a quota knows only some.
+When quotas are set, existing values are counted in steps. Until all are counted, a quota's size is too low.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpage_server.store.reservation import ReservationParts
 from kvpage_server.system.text import monotonic_ms
 
 _PATTERNS_PER_STEP = (
-    20_000  # patterns that names are held against before others have their turn; a value costs as much as some
+    20_000  # pattern matches before other clients get their turn; to count a value costs as much as _OF_A_VALUE
 )
 _OF_A_VALUE = 16
 
@@ -28,7 +28,10 @@ Name = bytes | tuple[bytes, int]  # a string's key; a block's request and page i
 
 
 class PendingWrite(NamedTuple):
-    """A value that is about to be stored. `size` is its size for the limit, `block` the block of a page."""
+    """A value that is about to be stored.
+
+    `size` is in bytes, as quotas count it. `block` is the request and page id of a page's block, None for a string.
+    """
 
     key: bytes
     size: int
@@ -36,14 +39,14 @@ class PendingWrite(NamedTuple):
 
 
 class QuotaLimit:
-    """Keeps the keys of each quota within it."""
+    """The limits of all quotas: eviction before a write, and the count of existing values."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._uncounted: Iterator[None] | None = None  # the rest of the counting, if it is not complete
+        self._uncounted: Iterator[None] | None = None  # the remaining steps of the count of existing values
 
     def set_rules(self, rules: Sequence[Rule]) -> None:
-        """Replace the quotas. Counting many values takes steps; nothing is evicted yet."""
+        """Replace the quotas, and begin to count the existing values. Nothing is evicted yet."""
         self._contents.evictor.set_quotas(rules)
         self._contents.leases.recount()
         self._uncounted = self._count_all() if rules else None
@@ -52,8 +55,10 @@ class QuotaLimit:
     # -- before something is stored ---------------------------------------------------------------------------------
 
     def admit(self, parts: Iterable[Iterable[PendingWrite]]) -> list[ReservationParts]:
-        """Make room in their quotas for values. Return the reservation of each part. Raises OverQuota if nothing was
-        changed.
+        """Evict values of the quotas of new values until these fit. Return the amounts to reserve for each part.
+
+        Values that a part replaces, and blocks that it adds to, are not evicted. Raise OverQuota if the policy may not
+        evict enough; the new values must not be stored then.
         """
         quotas = self._contents.evictor.quotas
         assert quotas is not None
@@ -72,14 +77,14 @@ class QuotaLimit:
                 wanted[quota] = wanted.get(quota, 0) + grows - growth.get(key, 0)
                 growth[key] = grows
                 stay.add(key if block is None else block)
-                if block is None and entry is not None and is_page(entry):  # whose key will be a string's
+                if block is None and entry is not None and is_page(entry):  # a string will replace this page
                     stay.add((cast(Block, entry.unit).req_id, cast(Block, entry.unit).page))
         for quota in dict.fromkeys(chain.from_iterable(taken)):
             self._evict_own(quota, sum(wanted.get(quota, 0) for wanted in taken), stay)
         return [wanted.items() for wanted in taken]
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """Admit a block that is stored whole."""
+        """Evict values of a block's quota until its extent fits. Raise OverQuota as `admit` does."""
         quotas = self._contents.evictor.quotas
         quota = quotas.named(block_name(req_id)) if quotas is not None else None
         if quota is not None:
@@ -89,7 +94,10 @@ class QuotaLimit:
             self._evict_own(quota, size - had, {(req_id, page)})
 
     def _evict_own(self, quota: Quota, coming: int, stay: set[Name]) -> None:
-        """Evict a quota's own values until `coming` bytes fit, or only protected values are left."""
+        """Evict a quota's values, except `stay`, until `coming` more bytes fit or only protected values are left.
+
+        Raise OverQuota if the policy may not evict enough. Only `noeviction` and `volatile-ttl` forbid evictions.
+        """
         if quota.lacks(coming) <= 0:
             return
         policy = self._contents.evictor.policy
@@ -112,12 +120,13 @@ class QuotaLimit:
             return True
         if not isinstance(unit, Block):
             return bool(self._contents.expires_of(unit))
-        return bool(unit.soonest) and any(map(self._contents.expires_of, unit.page_keys()))  # or the last one was kept
+        # `soonest` alone is not enough: the page that it stands for may have been kept with PERSIST.
+        return bool(unit.soonest) and any(map(self._contents.expires_of, unit.page_keys()))
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def size_of(self, unit: Unit) -> int:
-        """Return the size of a unit for its quota. O(1) for strings and blocks stored whole, O(pages) for others."""
+        """Return the size of a unit for its quota. O(1) for strings and extents, O(pages) for other blocks."""
         entries = self._contents.catalogue.entries
         if not isinstance(unit, Block):
             return counted(unit, entries[unit], as_page=False)
@@ -133,7 +142,7 @@ class QuotaLimit:
             quota.resize(block, quota.sizes[block] + size if known else self.size_of(block))
 
     def go_on(self) -> bool:
-        """Count some more values. Returns whether there are more."""
+        """Count the values of the next step. Return whether more values are left to count."""
         if self._uncounted is not None and next(self._uncounted, self) is self:
             self._uncounted = None
         return self._uncounted is not None
@@ -146,10 +155,9 @@ class QuotaLimit:
                 yield
 
     def _every_unit(self) -> Iterator[Unit]:
-        """Yield the units that there were at the start of the counting and that still exist. New units are counted when
-        they are stored.
+        """Yield the units that existed when the count began and still exist. A new unit is counted when it is stored.
 
-        Between two units anything may happen, a flush too. So only names are kept, and looked up when it is their turn.
+        Commands run between two steps, also FLUSHALL. So only names are kept, and each is looked up at its turn.
         """
         catalogue, index = self._contents.catalogue, self._contents.index
         for key in list(catalogue.entries):
@@ -172,7 +180,7 @@ class QuotaLimit:
 
 
 def counted(key: bytes, entry: Entry | None, *, as_page: bool) -> int:
-    """Return the size of a value for its quota, if it is of this kind."""
+    """Return the size of a page, or without `as_page` of a string, for its quota; 0 for a value of the other kind."""
     if entry is None or is_page(entry) != as_page:
         return 0
     return HEADER_SIZE + entry.size if as_page else text_size(key, entry.size)

@@ -1,4 +1,4 @@
-"""Lookup of keys, pages and blocks; it counts uses, hits and misses."""
+"""Lookups of keys, pages and blocks, which count uses, hits and misses; and lists of keys and requests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from kvpage_server.store.memory.entry import Entry, Page, cold_body, page_named
 from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
 
-ANY = sys.maxsize  # bytes
+ANY = sys.maxsize  # bytes: no limit of a read
 
 
 class Found(NamedTuple):
-    """The result of a search for some names: living values, their units, and the places of names without a value.
+    """The result of a lookup of pages. An index counts from the first of all names, not of the names looked up.
 
-    `others` are the places of values other than pages in slots of their own.
+    `entries` has a value for each name, or None. `units` are the units of the values, once for consecutive values.
+    `missing` are the indexes of names without a value, `others` those of values that are not single pages in memory.
     """
 
     entries: list[Entry | None]
@@ -33,6 +34,8 @@ class Found(NamedTuple):
 
 
 class Reader:
+    """Lookups of values that have not expired. An expired value is removed when a lookup finds it."""
+
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._catalogue = contents.catalogue
@@ -40,7 +43,7 @@ class Reader:
         self._touching = True  # whether reading counts as a use
 
     def look(self, key: bytes) -> Entry | None:
-        """Return a key's living value. Counts as a hit or a miss, not as a use."""
+        """Return a key's value; None if there is none. Counts as a hit or a miss, not as a use."""
         entry = self._contents.find(key)
         if entry is None:
             self._missed(key)
@@ -49,7 +52,7 @@ class Reader:
         return entry
 
     def read(self, key: bytes) -> Entry | None:
-        """Return a key's living value. Counts as a use, and as a hit or a miss."""
+        """Return a key's value; None if there is none. Counts as a hit and a use, or as a miss."""
         entry = self._catalogue.entries.get(key) or self._catalogue.get(key)
         if entry is None or (entry.expires and self._contents.find(key) is None):
             self._missed(key)
@@ -61,7 +64,7 @@ class Reader:
         return entry
 
     def read_all(self, keys: list[bytes]) -> list[Entry | None]:
-        """`read` of many keys. Pages of one block in a row are one use of it."""
+        """Return the value of each key, as `read` does. Consecutive pages of one block count as one use of it."""
         found, blocks, absent, others = look_up(self._catalogue.entries, keys, 0, len(keys), ANY, unix_ms())
         entries, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
         self._counters.hits += len(keys) - len(absent) - len(others)
@@ -80,7 +83,7 @@ class Reader:
         self._contents.tell("keymiss", key)
 
     def _count_reason(self, key: bytes) -> None:
-        """Count why a key has no value: as a page's if it is the key of one, or as a string's."""
+        """Count the reason why a key has no value, as a miss of a page if the key names one, or of a string."""
         page = page_named(key) if key[:3] == b"kv:" else None
         if page is None:
             loss = self._contents.lost.of(key)
@@ -91,7 +94,7 @@ class Reader:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """While this lasts, reading does not count as a use."""
+        """Return a context in which lookups do not count as uses."""
         self._touching = False
         try:
             yield
@@ -99,14 +102,13 @@ class Reader:
             self._touching = True
 
     def find_pages(self, names: PageNames) -> Sequence[Entry | None]:
-        """Return the living values of pages' keys, without counting them as uses."""
+        """Return the value of each page's key, or None. Counts as no use, hit or miss."""
         return self._look_up(names, 0, len(names), ANY).entries
 
     def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
-        """`read` of pages from `first` to before `stop`, or until they are `most` bytes; None for those without a
-        value.
+        """Read the pages from index `first` to before `stop`, but stop early after the page that makes `most` bytes.
 
-        Pages of one block in a row are one use of it.
+        Counts as `read` does. Consecutive pages of one block count as one use of it.
         """
         found = self._look_up(names, first, stop, most)
         self._counters.hits += len(found.entries) - len(found.missing)
@@ -126,7 +128,7 @@ class Reader:
             found.missing.extend(absent)
             return found
         for block_name, places in names.runs(absent):
-            block = self._contents.index.block(*block_name)  # this wakes it, if it exists
+            block = self._contents.index.block(*block_name)  # this gives its pages their entries
             if block is not None and block.extent is not None:
                 block = self._contents.living(block)
             for i in places:
@@ -134,7 +136,7 @@ class Reader:
         return found
 
     def _page_in(self, block: Block | None, names: PageNames, i: int) -> Entry | None:
-        """Return a page that had no entry when it was looked up, in its block."""
+        """Return a page that had no entry when the core looked it up, from its block; None if it does not exist."""
         if block is None:
             return None
         if block.extent is None:
@@ -144,7 +146,7 @@ class Reader:
         return block.extent.page(block, page, layer, head, kv_type)
 
     def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
-        """Add the value with the name `i`. A borrowed value on disk does not count as used."""
+        """Add the value of the name with index `i`. A value on disk does not count as used: its reply borrows it."""
         if entry is None:
             found.missing.append(i)
             return
@@ -155,60 +157,61 @@ class Reader:
             found.units.append(unit)
 
     def idle(self, key: bytes) -> int:
-        """Return seconds since a living key, or its block, was used, as far as this is known."""
+        """Return the seconds since an existing key, or its block, was last used, as far as this is known."""
         entry = self._catalogue.get(key)
         assert entry is not None
         units, cold = self._contents.evictor.units, cold_body(entry)
         return units.idle(unit_of(key, entry)) if cold is None else max(units.now - cold.used, 0)
 
     def block(self, req_id: bytes, page: int) -> Block | None:
-        """Return one block of a request with its living pages; None when it has none."""
+        """Return a block of a request after its expired pages were removed; None if it does not exist."""
         block = self._contents.index.block(req_id, page)
         return None if block is None else self._contents.living(block)
 
     def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
-        """Return the pages that exist. Overdue ones must have been removed: see `block`."""
+        """Return the pages with these keys. All must exist, and expired ones must have been removed: see `block`."""
         return [cast(Page, self._catalogue.get(key)) for key in keys]
 
     def use_block(self, block: Block) -> None:
-        """Count a block that is read whole as a use, and a hit."""
+        """Count a read of a whole block as a hit and a use."""
         self._counters.hits += 1
-        if block.extent is not None and type(block.extent.slot) is Cold:  # its bytes are lent
+        if block.extent is not None and type(block.extent.slot) is Cold:  # the reply borrows its bytes from disk
             return
         if self._touching:
             self._contents.evictor.units.used(block)
 
 
-# -- Which keys and requests there are: in the order of scans, at random, all of them ----------------------------------
+# -- Lists of keys and requests: all of them, in the order of scans, or at random --------------------------------------
 
 
 class Listing:
-    """Lists of keys and requests, which do not count as a use."""
+    """Lists of keys and requests, which do not count as uses."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._catalogue = contents.catalogue
 
     def keys(self) -> list[bytes]:
+        """Return every key that has not expired."""
         return self.living(self.places())
 
     def names(self) -> list[bytes]:
-        """Return every key, including overdue ones."""
+        """Return every key, including expired ones that were not removed yet."""
         return [name for place in self.places() for name in self._catalogue.names_at(place)]
 
     def places(self) -> list[Place]:
-        """Return where keys are: see `living`."""
+        """Return the places of all keys in the catalogue: see `living`."""
         return self._catalogue.places()
 
     def living(self, places: Iterable[Place]) -> list[bytes]:
-        """Return the keys at some places that exist."""
+        """Return the keys at some places that have not expired."""
         now, living_at = unix_ms(), self._catalogue.living_at
         return [name for place in places for name in living_at(place, now)]
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Return the next cursor, 0 at the end, and the living keys in the next places of the order of scans.
+        """Return the next cursor, 0 at the end, and the keys at the next `count` places of the order of scans.
 
-        There are `count` places, or fewer if they have many keys: a block stored whole is one place.
+        There are fewer places if `count` keys are found before: an extent is one place with many keys.
         """
         found: list[bytes] = []
         for _ in range(count):
@@ -220,7 +223,7 @@ class Listing:
         return cursor, found
 
     def random_key(self) -> bytes | None:
-        """Return a living key; None if there is none."""
+        """Return a random key that has not expired; None if there is none."""
         while len(self._catalogue):
             key = self._catalogue.draw()
             if key is not None and self._contents.find(key) is not None:
@@ -228,7 +231,7 @@ class Listing:
         return None
 
     def blocks_of(self, req_id: bytes) -> list[Block]:
-        """Return the blocks of a request with their living pages, by page id."""
+        """Return the blocks of a request by page id, after their expired pages were removed."""
         return [block for block in self._contents.index.of(req_id) if self._contents.living(block)]
 
     def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
@@ -237,7 +240,7 @@ class Listing:
         return cursor, list(filter(self.has_pages, req_ids))
 
     def has_pages(self, req_id: bytes) -> bool:
-        """Return whether a request has a living page."""
+        """Return whether a request has a page that has not expired."""
         index = self._contents.index
         blocks = (index.block(req_id, page) for page in index.page_ids(req_id))
         return any(block is not None and self._contents.living(block) for block in blocks)

@@ -1,6 +1,6 @@
 """The description of a value on disk, as bytes: a record of its own, or a row in the sheet of its block.
 
-This module accesses no file and no memory index.
+The functions of this module only convert bytes. They access neither files nor the index in memory.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from kvpage_server.page import FIELD_AT, HEADER_SIZE, checksum, header_fields
 
 # -- record ------------------------------------------------------------------------------------------------------------
 #
-# The description of a value on disk: its name, its expiry, where its body is, and the digests of both.
+# The description of a value on disk: its name, its expiry, the place of its body, and digests of description and body.
 #
-# A name is `k` and the key of a string or a page, or `b` and a block's request and page. LMDB takes keys of up to 511
-# bytes, so a longer name is stored under its hash, and is in the record.
+# A name is `k` and the key of a string or a page, or `b` and a block's request and page. LMDB allows keys of up to 511
+# bytes. So a longer name is stored under its hash, and the record contains the name.
 #
-#     [8: XXH3-64 of all that follows and of the name][head][meta][name, if it is stored under its hash][body, if short]
+#     [8: XXH3-64 of all that follows and of the database key][head][meta][name, if longer than 500 bytes]
+#     [body, if at most 1 KiB]
 #
-# All numbers are little-endian. `meta` is a page's 64-byte header, a block's shape, or empty.
+# All numbers are little-endian. `meta` is a page's 64-byte header, a block's shape, or empty. A longer body is cut into
+# pieces with consecutive numbers, each a value of its own in LMDB.
 
-INLINE = 1024  # bytes of the longest body that is in its record
-PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's own 16 it fills its pages, which lie one after another
-SHORT_PIECE = 4096 - 16  # where so many pages in a row are not free
-_SHORT = 1 << 63  # in the number of the first piece: they are short
-_LONGEST_KEY = 500
+INLINE = 1024  # bytes of the longest body that its record contains
+PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's 16 bytes it fills 64 consecutive pages of the file
+SHORT_PIECE = 4096 - 16  # bytes of a piece if the file has no 64 consecutive free pages
+_SHORT = 1 << 63  # flag in the number of the first piece: the pieces are short
+_LONGEST_KEY = 500  # bytes of a name that is its own database key
 _DIGEST = struct.Struct("<Q")
 _HEAD = struct.Struct("<HIQQQQQ")  # sizes of meta and name; expires, used, size, digest, first
 
 
 class Damaged(Exception):
-    """Error: damaged data on disk; the message describes the symptom."""
+    """Error: data on disk is damaged. The message describes the symptom."""
 
 
 def name_of_key(key: bytes) -> bytes:
@@ -47,19 +49,20 @@ def name_of_key(key: bytes) -> bytes:
 
 
 def name_of_block(req_id: bytes, page: int) -> bytes:
-    """Return the name of a block that is stored whole."""
+    """Return the name of an extent."""
     return b"b%b:%d" % (req_id, page)
 
 
 def database_key(name: bytes) -> bytes:
-    """Return the key under which a name is stored."""
+    """Return the key in LMDB under which a name is stored."""
     return name if len(name) <= _LONGEST_KEY else b"h" + blake2b(name, digest_size=32).digest()
 
 
 class Body(NamedTuple):
-    """Where a body is: `inline`, or in pieces from number `first` on. `digest` is its XXH3-64.
+    """The place of a body: `inline` in its record, or in consecutive pieces from number `first` on.
 
-    `first` also says whether the pieces are short ones, see `first_of`.
+    `size` is in bytes, `digest` is the body's XXH3-64. `first` has a flag for short pieces, see `first_of`; it is 0 for
+    a body without pieces.
     """
 
     size: int
@@ -69,23 +72,24 @@ class Body(NamedTuple):
 
     @property
     def pieces(self) -> range:
+        """The numbers of the body's pieces."""
         number = self.first & ~_SHORT
         return range(number, number - (-self.size // self.piece)) if self.first else range(0)
 
     @property
     def piece(self) -> int:
-        """Bytes of each piece but the last."""
+        """Bytes of each piece except the last."""
         return SHORT_PIECE if self.first & _SHORT else PIECE
 
 
 def first_of(number: int, piece: int) -> int:
-    """`Body.first` for pieces of so many bytes from that number on."""
+    """Return `Body.first` for pieces of `piece` bytes from `number` on."""
     return number | _SHORT if piece == SHORT_PIECE else number
 
 
 @dataclass(slots=True)
 class Record:
-    """A value on disk. `expires` and `used` (its last use, if known) are in unix milliseconds, 0 for never."""
+    """A value on disk. `expires` and `used`, its last use if known, are in unix milliseconds, 0 for never."""
 
     name: bytes
     meta: bytes
@@ -102,7 +106,7 @@ class Record:
 
     @classmethod
     def parse(cls, stored_under: bytes, data: Buffer) -> Record:
-        """Return the record of a database key. Raises Damaged."""
+        """Return the record with this database key from its bytes. Raise Damaged if they do not match its checksum."""
         raw = bytes(data)
         start = _DIGEST.size + _HEAD.size
         if len(raw) < start or _DIGEST.unpack_from(raw)[0] != checksum(raw[_DIGEST.size :] + stored_under):
@@ -115,17 +119,17 @@ class Record:
 
 
 def footprint(name: bytes, size: int) -> int:
-    """Roughly the bytes that a string or a block that is stored whole takes."""
+    """Return the approximate bytes on disk of a string or an extent with a body of `size` bytes."""
     return room_for(64 + len(name), size)
 
 
 def room_for(described: int, size: int) -> int:
-    """Return the approximate bytes on disk of a body of this size and its description.
+    """Return the approximate bytes on disk of a body of `size` bytes and its description of `described` bytes.
 
-    A long body has pages of LMDB, of 4 KiB, for itself. Short bodies, of strings and pages alike, share pages with
-    others, and so do descriptions. Such pages are two thirds full. A commit that changes something in one writes all of
-    it again, so one that changes values here and there needs room for each of these pages twice. So bodies that share
-    pages count three times. Two or three bodies of 1 to 2 KiB share a page, and count one page each, which is as much.
+    LMDB stores a long body in 4 KiB pages of its own. Short bodies and descriptions share pages with others, and such
+    pages are two thirds full. A commit that changes a value copies the whole page, so scattered changes need space for
+    each of these pages twice. So bodies that share pages count three times. Two or three bodies of 1 to 2 KiB share a
+    page, and count one page each, which has the same effect.
     """
     if size <= INLINE:
         return 3 * (described + size)
@@ -135,26 +139,26 @@ def room_for(described: int, size: int) -> int:
 
 # -- sheet -------------------------------------------------------------------------------------------------------------
 #
-# Sheets describe pages that were stored one by one: one row each. A sheet has the rows of up to 16 layers of a block.
+# A sheet describes the single pages of up to 16 layers and 64 heads of a block, with one row for each page.
 #
-# Such pages are written, fetched and evicted by the block, which may have a thousand. So they share a record, and a
-# store that starts reads a few kilobytes for each block.
+# Single pages are written, loaded and evicted by block, and a block may have a thousand of them. They share a record so
+# that a server that starts reads only a few kilobytes for each block.
 #
-#     [8: XXH3-64 of all that follows and of the database key][8: no row expires before][rows]
+#     [8: XXH3-64 of all that follows and of the database key][8: the soonest expiry of a row][rows]
 #     row: [64: the page's header][expires: 8][used: 8][XXH3-64 of the body: 8][first piece: 8, 0 for an empty body]
 #
-# All numbers are little-endian, times in unix milliseconds, 0 for never.
+# All numbers are little-endian. Times are in unix milliseconds, 0 for never.
 
-_LAYERS, _HEADS = 16, 64  # of a block in one sheet; few others are written with a page that changes alone
+_LAYERS, _HEADS = 16, 64  # of a block in one sheet: limits the rows that are written again when one page changes
 _NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
 _START = struct.Struct("<QQ")  # digest, soonest
 _SHEET_DIGEST = 8
-_TIMES = struct.Struct("<QQQQ")  # expires, used, digest, first
+_TIMES = struct.Struct("<QQQQ")  # a row after its header: expires, used, digest, first
 _ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size").format + _TIMES.format[1:])
-ROW = _ROW.size
-_BESIDE = 64  # bytes of a sheet of one row and its one piece in addition to these, without the request's id
+ROW = _ROW.size  # bytes
+_BESIDE = 64  # bytes of a sheet with one row in addition to the row, its piece and the request's id
 _KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
-_PLACE = struct.Struct("<II")  # layer and head, before the page id
+_PLACE = struct.Struct("<II")  # layer and head; in a header, the page id follows
 _COLUMNS = np.dtype(
     {"names": ["size", "expires"], "formats": ["<u4", "<u8"], "offsets": [_SIZE, HEADER_SIZE], "itemsize": ROW}
 )
@@ -174,7 +178,7 @@ def place_of(name: bytes) -> tuple[bytes, Spot] | None:
 
 
 def is_in(name: bytes, key: bytes) -> bool:
-    """Return whether the page of that name has its row in this sheet."""
+    """Return whether the page with this name has its row in the sheet with this database key."""
     place = place_of(name)
     return place is not None and place[0] == key
 
@@ -187,7 +191,7 @@ def block_of(key: bytes) -> tuple[bytes, bytes, int]:
 
 
 def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
-    """Return the bytes of a sheet with these rows."""
+    """Return the bytes of a sheet with some rows."""
     body = b"".join(rows.values())
     expiries = np.frombuffer(body, _COLUMNS)["expires"]
     expiring = expiries[expiries > 0]
@@ -196,7 +200,7 @@ def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
 
 
 def unpack(key: bytes, raw: Buffer) -> tuple[int, bytes]:
-    """Return a sheet's soonest expiry and its rows. Raises Damaged."""
+    """Return a sheet's soonest expiry and its rows. Raise Damaged if the sheet does not match its checksum."""
     data = bytes(raw)
     if len(data) < _START.size or (len(data) - _START.size) % ROW:
         raise Damaged("its record has a wrong length")
@@ -213,7 +217,7 @@ def by_spot(rows: bytes) -> dict[Spot, bytes]:
 
 
 def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
-    """Return where each page's body is, by the page's name."""
+    """Return the place of each page's body, by the page's name."""
     _, req_id, page = block_of(key)
     before, between = name_of_key(b"kv:%b:" % req_id), b":%d:" % page
     return {
@@ -223,7 +227,10 @@ def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
 
 
 def body_of(rows: bytes, spot: Spot) -> Body | None:
-    """Return where a page's body is; None if it has no row."""
+    """Return the place of a page's body; None if the page has no row.
+
+    The rows are searched for the bytes of layer, head and page id, so that only matching rows are unpacked.
+    """
     kv_type, layer, head = spot
     looked_for = _PLACE.pack(layer, head) + rows[_PAGE : _PAGE + 8]
     found = rows.find(looked_for)
@@ -242,42 +249,43 @@ def row_of(record: Record) -> bytes:
 
 
 def record_of(name: bytes, row: bytes) -> Record:
-    """Return the record that a row stands for."""
+    """Return the record with the contents of a row."""
     _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
     return Record(name, row[:HEADER_SIZE], expires, used, Body(size, digest, first))
 
 
 def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:
-    """Yield the key of each page, its spot, its expiry and its last use."""
+    """Yield the key of each page, its spot, its expiry and its last use, in the order of the rows."""
     before, between = b"kv:%b:" % req_id, b":%d:" % page
     for kv_type, layer, head, _, expires, used, _, _ in _ROW.iter_unpack(rows):
         yield b"%b%d:%d%b%d" % (before, layer, head, between, kv_type), (kv_type, layer, head), expires, used
 
 
 def headers(rows: bytes) -> Iterator[bytes]:
+    """Yield the 64-byte header of each page."""
     return (rows[start : start + HEADER_SIZE] for start in range(0, len(rows), ROW))
 
 
 def size_of(header: bytes) -> int:
-    """Return bytes of a page's body."""
+    """Return the size of a page's body in bytes, from its header."""
     return int.from_bytes(header[_SIZE : _SIZE + 4], "little")
 
 
 def records(key: bytes, rows: bytes) -> Iterator[Record]:
-    """Yield the records that the rows of a sheet stand for."""
+    """Yield a record with the contents of each row of a sheet."""
     _, req_id, page = block_of(key)
     for i, (name, *_) in enumerate(pages(req_id, page, rows)):
         yield record_of(name_of_key(name), rows[i * ROW : (i + 1) * ROW])
 
 
 def expires_of(rows: bytes, spot: Spot) -> int:
-    """When a page expires; 0 for never, or if it has no row."""
+    """Return the expiry of a page; 0 if it has none, or no row. O(rows)."""
     found = (row[4] for row in _ROW.iter_unpack(rows) if row[:3] == spot)
     return next(found, 0)
 
 
 def expiring(rows: bytes) -> tuple[int, bytes]:
-    """Return how many pages will expire, and the row of the first; there is at least one."""
+    """Return the number of pages that have an expiry, and the row of the first to expire; there is at least one."""
     expires = np.frombuffer(rows, _COLUMNS)["expires"]
     some = np.flatnonzero(expires)
     first = int(some[expires[some].argmin()])
@@ -285,19 +293,19 @@ def expiring(rows: bytes) -> tuple[int, bytes]:
 
 
 def used(rows: bytes) -> int:
-    """When the first page was used last."""
+    """Return the last use of the page in the first row, in unix milliseconds."""
     return int.from_bytes(rows[_USED : _USED + 8], "little")
 
 
 def footprint_of(id_size: int, size: int) -> int:
-    """Roughly the bytes that a page takes on disk, if its request's id has `id_size` bytes.
+    """Return the approximate bytes on disk of a page with a body of `size` bytes and a request id of `id_size` bytes.
 
-    It may be alone in its sheet, so it counts one.
+    The page may be the only one of its sheet, so the parts of a sheet that its rows share are included.
     """
     return room_for(ROW + _BESIDE + id_size, size)
 
 
 def sheet_footprint(id_size: int, rows: bytes) -> int:
-    """Return the same for the pages of these rows."""
+    """Return the sum of `footprint_of` for the pages of some rows."""
     sizes, counts = np.unique(np.frombuffer(rows, _COLUMNS)["size"], return_counts=True)
     return sum(footprint_of(id_size, int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))

@@ -1,8 +1,8 @@
 """Reservations of space for batches that are stored in steps.
 
-A batch is admitted once, before its first step. Space that the next parts will use counts as used for other writers
-between its steps. A part releases its reservation when it uses the space; the rest is released when the batch ends or
-fails, or its client disconnects.
+A batch is admitted once, before its first step. Between its steps, other writers count the space that its next parts
+will use as used. A part releases its reservation when it uses the space. Reservations of parts that are not stored are
+released when the batch ends or fails, or its client disconnects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 
 
 class Account:
-    """A limited resource. `promised` is the amount that unfinished batches have reserved."""
+    """A limited resource, in bytes or another unit. `promised` is the amount that unfinished batches have reserved."""
 
     __slots__ = ("promised",)
 
@@ -22,13 +22,13 @@ class Account:
         self.promised = 0
 
 
-ReservationParts = Iterable[tuple[Account, int]]  # of a part of a batch, below 0 where it frees something
+ReservationParts = Iterable[tuple[Account, int]]  # amounts for one part of a batch; negative if the part frees some
 
 
 class Reservation:
-    """Holds as long as its context. `parts` are in the order in which they are stored.
+    """Context manager that reserves space for the parts of a batch, in the order in which they are stored.
 
-    Space that a part frees is not available until then.
+    Space that a part frees is not available until the part is stored, so negative amounts are not reserved.
     """
 
     def __init__(self, parts: Iterable[ReservationParts]) -> None:

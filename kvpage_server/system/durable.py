@@ -1,7 +1,8 @@
 """Files that survive a crash or a power failure: they appear complete or not at all, and their names stay.
 
 A file is written under a temporary name, flushed to disk and renamed; then its directory is flushed. A temporary name
-ends with `.tmp`, and its file is locked while a process writes it. So a `.tmp` file without a lock is left from a crash.
+ends with `.tmp`, and its file is locked while a process writes it. So a `.tmp` file without a lock is left from a
+crash.
 
 Only the owner can read these files, whatever the umask, because they may contain confidential text of tenants.
 """
@@ -26,7 +27,7 @@ log = logging.getLogger("kvpage")
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Return an opener for `open`. A file that it creates can be used by its owner only."""
+    """Open a file, as an opener of `open`. Only the owner can use a file that it creates."""
     return os.open(path, flags, _PRIVATE_FILE)
 
 
@@ -42,7 +43,7 @@ def private_directory(path: Path) -> None:
 
 
 def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
-    """Remove all rights except `leave` from an existing file, or log a warning. Other things, as /dev/null, stay.
+    """Remove all rights except `leave` from an existing file, or log a warning. /dev/null stays unchanged.
 
     Raises OSError if `file` does not exist.
     """
@@ -104,7 +105,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> int:
-    """Delete temporary files that crashes left; files that are being written are locked, and stay. Returns their number."""
+    """Delete temporary files that crashes left, but not locked ones. Returns the number of deleted files."""
     removed = 0
     for path in directory.glob(f".*{_UNFINISHED}"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:

@@ -28,7 +28,7 @@ def fit_streams() -> None:
 
 
 def prints_every_character() -> bool:
-    """Return whether standard output encodes in one of the UTFs."""
+    """Return whether standard output can encode every character, because it uses a UTF."""
     return not isinstance(sys.stdout, TextIOWrapper) or _codec(sys.stdout).startswith("utf")
 
 
@@ -77,7 +77,7 @@ def say(program: str, message: str, code: int) -> int:
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
-    """Return the message for a missing package of an extra. Raises the error if the missing module is our own."""
+    """Return the message for a missing package of an extra. Raises the error if the module is part of the project."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "kvpage_server", "engine"):
         raise error

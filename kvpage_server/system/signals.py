@@ -2,8 +2,8 @@
 
 A signal in `STOP` stops the server after acknowledged writes are saved. SIGHUP also stops a server with a terminal,
 because the terminal has been closed. A service has no terminal: SIGHUP makes it open its log file again and reload its
-certificates. SIGHUP stays ignored if it was ignored at the start, as under nohup. Signals without a meaning for a server
-are ignored, because by default they would end it. Signals of a crash keep their default action.
+certificates. SIGHUP stays ignored if it was ignored at the start, as under nohup. Signals without a meaning for a
+server are ignored, because by default they would end it. Signals of a crash keep their default action.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 1.0  # between two checks of the terminal
 
 
 def _those(*names: str) -> list[int]:
-    """Return the signals with these names that the system has."""
+    """Return the numbers of the signals with these names, without signals that the system lacks."""
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
@@ -65,7 +65,7 @@ def finish(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _terminal() -> int | None:
-    """Return the controlling terminal of the process, wherever its input and output go. A service has none."""
+    """Return a descriptor of the controlling terminal, also if the streams are redirected; None for a service."""
     try:
         return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:

@@ -83,8 +83,9 @@ def _least_width(column: Column) -> int:
 
 
 def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Table:
-    """Return a table. The columns from `numbers_from` on are numbers. In a narrow terminal, those of `drop` are
-    dropped, the first one first, and then the last ones.
+    """Return a table with numbers in the columns from `numbers_from` on.
+
+    A narrow terminal drops the columns of `drop` in their order, then the last ones.
     """
     made = FittingTable(drop)
     for i, column in enumerate(columns):
@@ -111,14 +112,14 @@ def readable(name: bytes | str, most: int | None = None) -> Text:
 
 
 def when(unix_ms: int) -> str:
-    """Return a moment, and how long ago it was."""
+    """Return a time and its age as text."""
     at = datetime.fromtimestamp(unix_ms / 1000)
     ago = time.time() - unix_ms / 1000
     return f"{at:%Y-%m-%d %H:%M:%S} ({for_people(ago)} ago)" if ago >= 1 else "just now"
 
 
 def for_people(seconds: float) -> str:
-    """Return a duration in its two largest units."""
+    """Return a duration in its two largest units, without units that are zero."""
     seconds = int(seconds)
     units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
     shown = [f"{count} {unit}" for unit, count in units.items() if count]

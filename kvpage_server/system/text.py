@@ -35,12 +35,12 @@ class Durations:
         self.histogram[nanoseconds.bit_length()] += 1
 
     def as_text(self) -> str:
-        """Return the field of INFO."""
+        """Return the durations as a field of INFO."""
         return f"calls={sum(self.histogram)},usec={self.nanoseconds // 1000},within={within(self.histogram)}"
 
 
 def within(histogram: Sequence[int]) -> str:
-    """Return how many took less than 2**FIRST nanoseconds, and so on up to 2**LAST."""
+    """Return the number of durations below 2**FIRST nanoseconds, and below each power of two up to 2**LAST."""
     return "/".join(map(str, [*accumulate(histogram)][FIRST : LAST + 1]))
 
 
@@ -53,7 +53,7 @@ def how_many(count: int, noun: str) -> str:
 
 
 def as_size(nbytes: int) -> str:
-    """Return bytes in units of 1,024, as a configuration means them, too: "1 byte", "1.5 KiB", "12 GiB"."""
+    """Return bytes in units of 1,024, as in a configuration: "1 byte", "1.5 KiB", "12 GiB"."""
     size, unit = float(nbytes), ""
     for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if size < 1024:

@@ -33,7 +33,7 @@ LISTED = {
 PARTS = {
     (row[0], what): re.findall(r"`(\w+)`", part)
     for row in re.findall(r"^\| ([\w ]+) \| (`.*)", TABLE, re.M)
-    for what, part in re.findall(r"; of (an agent|a request|what is shared|a block|a place) ([^;]*)", row[1])
+    for what, part in re.findall(r"; of (an agent|a request|a shared prefix|a block|a place) ([^;]*)", row[1])
 }
 PROGRAM = str(Path(sys.executable).with_name("kvpage"))
 

@@ -1,4 +1,4 @@
-"""The compiled core, with the names of its twin. It can be imported where it was built."""
+"""The compiled core, with the names of the reference implementation. The import fails if it was not built."""
 
 # ruff: noqa: F401
 

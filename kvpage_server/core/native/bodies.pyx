@@ -1,4 +1,4 @@
-"""Page bodies received into the memory where they belong. `core/python/bodies.py` says what it does."""
+"""The receiver of bodies. The reference implementation is in `core/python/bodies.py`."""
 
 import sys
 
@@ -28,19 +28,19 @@ cdef enum:
     HEADER = 64
 assert HEADER == HEADER_SIZE
 
-cdef enum Next:
-    OPENING
-    ERROR
-    LINE
-    HEADER_OF
-    BODY
-    DROPPED
-    CRLF
-    NOTHING
-    WRONG
+cdef enum Next:  # state of the parser: the part of the reply that the next bytes belong to
+    OPENING  # the line of the array
+    ERROR  # the line of an error
+    LINE  # the line of an item
+    HEADER_OF  # the header of a blob
+    BODY  # the body of an item
+    DROPPED  # the bytes of an item of the wrong size
+    CRLF  # the CRLF of an item
+    NOTHING  # no part: the reply is complete
+    WRONG  # no part: the bytes are not the expected reply
 
-cdef enum Reason:
-    FOUND
+cdef enum Reason:  # of a missing item
+    FOUND  # the item is not missing
     ABSENT
     SIZE
     HEADER_WRONG
@@ -62,28 +62,28 @@ cdef uint8_t VERSION = _VERSION
 
 
 cdef class Bodies:
-    """The answer to a read of pages."""
+    """Receiver of the reply to a read of pages."""
 
-    cdef Memory memory
-    cdef PageKeys names
-    cdef Py_buffer *places
-    cdef const Name *wanted  # NULL where bodies come without headers
-    cdef Py_ssize_t count
-    cdef bint array
-    cdef bint verify
+    cdef Memory memory  # owner of `places`
+    cdef PageKeys names  # owner of `wanted`
+    cdef Py_buffer *places  # the memory for each body
+    cdef const Name *wanted  # the expected keys of blobs; NULL for bodies without headers
+    cdef Py_ssize_t count  # number of items
+    cdef bint array  # whether the reply is an array
+    cdef bint verify  # whether bodies must match their checksums
     cdef Next next
-    cdef Py_ssize_t item
-    cdef Py_ssize_t left  # bytes of what comes next
-    cdef char[32] opening
+    cdef Py_ssize_t item  # index of the current item; in the state WRONG, the item of the error
+    cdef Py_ssize_t left  # missing bytes of the present part: header, body or CRLF
+    cdef char[32] opening  # the expected line of the array
     cdef Py_ssize_t opening_size
-    cdef char[HEADER] header
-    cdef char *scratch
-    cdef Py_ssize_t start  # of what is in there and not taken yet
+    cdef char[HEADER] header  # the header of the current blob
+    cdef char *scratch  # SCRATCH_BYTES bytes, of which those from `start` to `end` were received and not parsed
+    cdef Py_ssize_t start
     cdef Py_ssize_t end
-    cdef uint8_t *reasons
-    cdef Py_ssize_t missed
-    cdef Py_ssize_t error_size  # of an error's line, '-' included
-    cdef object error
+    cdef uint8_t *reasons  # a `Reason` for each item
+    cdef Py_ssize_t missed  # number of missing items
+    cdef Py_ssize_t error_size  # bytes of an error's line, '-' included
+    cdef object error  # the text of an error reply, or None
 
     def __init__(self, Memory places, *, bint array, PageKeys names=None, bint verify=False):
         if self.scratch != NULL:
@@ -131,6 +131,7 @@ cdef class Bodies:
         memset(&message, 0, sizeof(message))
         message.msg_iov = into
         with nogil:
+            # Receive the rest of a long body in its place, and bytes after it into the scratch memory.
             self.make_room()
             if self.next == BODY and self.left >= LONG_BYTES:
                 direct = min(self.left, LARGEST_STEP_BYTES)
@@ -141,6 +142,7 @@ cdef class Bodies:
             into[message.msg_iovlen].iov_len = min(SCRATCH_BYTES - self.end, self.ahead(direct))
             message.msg_iovlen += 1
             count = recvmsg(fd, &message, 0)
+            # Count the bytes in the place, and parse the others.
             if count < 0:
                 trouble = errno
             else:
@@ -157,6 +159,7 @@ cdef class Bodies:
         return count
 
     cdef failed(self, int trouble):
+        """Return -1 after an error of recvmsg(2) that is no failure. Raise OSError otherwise."""
         if trouble == EAGAIN:
             return -1
         if trouble != EINTR:
@@ -179,7 +182,7 @@ cdef class Bodies:
             self.look_at_the_end()
 
     cdef int look_at_the_end(self) except -1:
-        """What could not be done without the interpreter."""
+        """Do the steps at the end of a reply that need Python objects: copy an error's text, or raise WrongAnswer."""
         cdef Py_ssize_t size
         cdef char *there = self.scratch + self.start
         if self.next == NOTHING and self.error_size and self.error is None:
@@ -190,16 +193,19 @@ cdef class Bodies:
             raise WrongAnswer(f"an error is longer than {MAX_LINE} bytes")
         raise wrong_answer(self.item, self.count, PyBytes_FromStringAndSize(there, min(40, self.end - self.start)))
 
-    # -- where the next bytes belong ---------------------------------------------------------------------------------
+    # -- buffers for the next bytes ----------------------------------------------------------------------------------
 
     cdef void make_room(self) noexcept nogil:
-        """What is not taken yet, a line at most, goes to the beginning."""
+        """Move the unparsed bytes, at most a line, to the beginning of the scratch memory."""
         memmove(self.scratch, self.scratch + self.start, self.end - self.start)
         self.end -= self.start
         self.start = 0
 
     cdef Py_ssize_t ahead(self, Py_ssize_t direct) noexcept nogil:
-        """Bytes up to the next long body, without those that are received where they belong."""
+        """Return the number of bytes to receive into the scratch memory: up to the next long body.
+
+        `direct` bytes of the current body are received in its place.
+        """
         cdef Py_ssize_t wanted = MAX_FRAME, i = self.item, stop
         if self.next == BODY or self.next == DROPPED or self.next == CRLF:
             wanted += self.left - direct + 2
@@ -213,10 +219,10 @@ cdef class Bodies:
             i += 1
         return SCRATCH_BYTES
 
-    # -- taking what came --------------------------------------------------------------------------------------------
+    # -- parsers: each takes bytes at `at` and returns their number, or -1 if it needs more -------------------------
 
     cdef void take(self) noexcept nogil:
-        """Take all that is there but a line that is not whole."""
+        """Parse the bytes in the scratch memory, except an incomplete line at the end."""
         cdef char *at = self.scratch + self.start
         cdef char *end = self.scratch + self.end
         cdef Py_ssize_t taken
@@ -344,16 +350,18 @@ cdef class Bodies:
         return self.wrong(self.count) if size else -1
 
     cdef Py_ssize_t wrong(self, Py_ssize_t item) noexcept nogil:
+        """Note unexpected bytes instead of `item`: -1 for the array's line, -2 for an error that is too long."""
         self.next = WRONG
         self.item = item
         return -1
 
     cdef void miss(self, Reason reason) noexcept nogil:
+        """Note that the current item is missing."""
         self.reasons[self.item] = reason
         self.missed += 1
 
     cdef void arrived(self) noexcept nogil:
-        """A body is there; its CRLF comes next."""
+        """Check a complete blob. Its CRLF follows."""
         cdef Reason reason
         self.next = CRLF
         self.left = 2
@@ -363,17 +371,19 @@ cdef class Bodies:
                 self.miss(reason)
 
     cdef void go_on(self) noexcept nogil:
+        """Begin with the next item."""
         self.item += 1
         self.next = LINE
         self.skip_to_the_end()
 
     cdef void skip_to_the_end(self) noexcept nogil:
+        """Expect no more bytes if all items were received."""
         if self.item == self.count:
             self.next = NOTHING
 
 
 cdef Py_ssize_t crlf(const char *at, Py_ssize_t size) noexcept nogil:
-    """Where a line ends; -1 if it is not whole."""
+    """Return the index of the first CRLF; -1 if there is none."""
     cdef const char *found = at
     cdef const char *end = at + size
     while found + 1 < end:
@@ -387,7 +397,7 @@ cdef Py_ssize_t crlf(const char *at, Py_ssize_t size) noexcept nogil:
 
 
 cdef Reason amiss(const Name *name, const char *header, const Py_buffer *body, bint verify) noexcept nogil:
-    """What is wrong with a blob that was found under a page's key."""
+    """Return the reason why a blob does not match its page's key, or FOUND."""
     cdef uint64_t digest
     if memcmp(header + AT_MAGIC, MAGIC, 4) or <uint8_t>header[AT_VERSION] != VERSION or header[AT_FLAGS]:
         return HEADER_WRONG

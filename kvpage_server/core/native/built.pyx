@@ -1,4 +1,4 @@
-"""What this compiled core was made of."""
+"""The digest of the sources that this core was compiled from, see `core/sources.py`."""
 
 cdef extern from *:
     const char *KVPAGE_SOURCES

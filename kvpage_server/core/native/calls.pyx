@@ -1,4 +1,4 @@
-"""Commands that have arrived, called one after another: see `core/python/calls.py`, which says what is done here."""
+"""The fast path. The reference implementation is `core/python/calls.py`."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_FromStringAndSize
 from cpython.bytes cimport PyBytes_GET_SIZE
@@ -39,8 +39,8 @@ cdef extern from *:
     int __builtin_clzll(unsigned long long) noexcept nogil
 
 cdef enum:
-    FRAME = 24  # bytes of a line with a number
-    BUCKETS = 64
+    FRAME = 24  # bytes of a line with a number, with a margin
+    BUCKETS = 64  # bits of a duration in nanoseconds
 
 
 cdef class Callee:
@@ -60,7 +60,7 @@ cdef class Callee:
         self.fewest, self.most, self.asks, self.place, self.ending = fewest, most, asks, place, ending
 
     cdef bint refuses(self, list words):
-        """Whether the word at `place` ends in `ending`."""
+        """Return whether the word at `place` ends in `ending`."""
         if self.place == 0:
             return False
         word = <object>PyList_GET_ITEM(words, self.place)
@@ -74,7 +74,7 @@ cdef class Caller:
     cdef object client, may_run, note_slow
     cdef Parser parser
     cdef dict rows
-    cdef Py_ssize_t lent
+    cdef Py_ssize_t lent  # bytes that `pieces` borrow because of replies that were added here
 
     def __init__(self, client, Parser parser not None, dict rows not None, may_run, note_slow):
         self.client, self.parser, self.rows = client, parser, rows
@@ -104,10 +104,12 @@ cdef class Caller:
             self.lent = 0
         try:
             while left > 0 and self.lent < SEND_BYTES:
+                # Take the next command, unless `first` is one.
                 if words is None:
                     words = self.parser.take()
                     if words is None:
                         return None
+                # Find its row. A command that needs a decision is returned.
                 found = NULL
                 if type(words) is list:
                     found = PyDict_GetItemWithError(self.rows, <object>PyList_GET_ITEM(words, 0))
@@ -119,6 +121,7 @@ cdef class Caller:
                     return left, words, None, None, None
                 if (ask or row.asks) and not self.may_run(client, row.what, words):
                     return left, words, None, None, None
+                # Call it, and count the call. The attributes of a row are read once for consecutive calls of it.
                 if row is not before:
                     client.last_command = row.name
                     counts = counts_of[row.name]
@@ -141,6 +144,7 @@ cdef class Caller:
                     self.note_slow(client, row.what, words, took)
                 if ended > deadline:
                     left = 0
+                # Add its reply. A result that the caller has to process is returned.
                 if error is not None or PyList_GET_SIZE(pushed) or not client.fast_path_ok:
                     return left, words, row, reply, error
                 if not self.spells(reply, pieces):
@@ -152,7 +156,7 @@ cdef class Caller:
                 client.finished = ended
 
     cdef bint spells(self, reply, list pieces) except -1:
-        """Add a plain reply as it is sent; false if it is another. A subclass of bytes is sent as it is."""
+        """Append a plain reply in wire format. Return False for another reply. A subclass of bytes has that format."""
         if PyBytes_CheckExact(reply):
             PyList_Append(pieces, bulk(<bytes>reply))
         elif PyBytes_Check(reply):
@@ -174,7 +178,7 @@ cdef class Caller:
 
 
 cdef bytes bulk(bytes text):
-    """A bulk string."""
+    """Return `text` as a bulk string."""
     cdef char line[FRAME]
     cdef Py_ssize_t size = PyBytes_GET_SIZE(text), begun = snprintf(line, FRAME, "$%zd\r\n", size)
     cdef bytes spelt = PyBytes_FromStringAndSize(NULL, begun + size + 2)

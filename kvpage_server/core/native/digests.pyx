@@ -1,4 +1,4 @@
-"""Digests of what lies in several pieces. `core/python/bodies.py` says what it does."""
+"""Digests of data in several pieces. The reference implementation is in `core/python/bodies.py`."""
 
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -37,7 +37,7 @@ def fill_digests(headers not None, pieces not None):
 
 
 cdef bint fill(char *header, Py_ssize_t size, const Py_buffer *piece, Py_ssize_t pieces) noexcept nogil:
-    """Whether the pieces are the pages of the headers."""
+    """Write each page's digest into its header. Return whether the pieces have the sizes of the headers."""
     cdef const Py_buffer *last = piece + pieces
     cdef Py_ssize_t at = 0
     cdef uint32_t nbytes

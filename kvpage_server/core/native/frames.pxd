@@ -7,36 +7,37 @@ from kvpage_server.core.native.words cimport Packed
 
 @cython.final
 cdef class Scratch:
-    cdef char *memory
-    cdef void *owner  # the Parser whose bytes lie there, borrowed; NULL when they are nobody's
+    cdef char *memory  # SCRATCH_SIZE bytes
+    cdef void *owner  # borrowed: the Parser that has unparsed bytes in the memory; NULL for none
 
 
 @cython.final
 cdef class Parser:
     cdef readonly object limits
-    cdef readonly bint trusted
-    cdef readonly Py_ssize_t receiving  # bytes of the arena's memory that the command under way has
-    cdef readonly Py_ssize_t received  # and that the command has that was taken last
-    cdef readonly Py_ssize_t taken_bytes  # all bytes of memory of that command
-    cdef object hashed
+    cdef readonly bint trusted  # whether the client has authenticated
+    cdef readonly Py_ssize_t receiving  # bytes of the arena that the current command has
+    cdef readonly Py_ssize_t received  # bytes of the arena that the last returned command has
+    cdef readonly Py_ssize_t taken_bytes  # bytes of memory that the last returned command has
+    cdef object hashed  # names of commands whose long words get a digest
     cdef Arena arena
     cdef Scratch scratch
-    # What was received and is not parsed yet, `data[pos:end]`: in the scratch, or in memory of its own.
+    # Received bytes that were not parsed: `data[pos:end]`. `data` is the scratch memory while this parser is its owner,
+    # and otherwise `own`, with `own_room` bytes.
     cdef char *data
     cdef char *own
     cdef Py_ssize_t own_room, pos, end
-    cdef Py_ssize_t scanned  # bytes of it that hold no end of a line
-    # The command under way: its words so far, in a list or packed, and the word under way.
+    cdef Py_ssize_t scanned  # bytes after `pos` that were searched for the end of a line without success
+    # The current command. Its complete words are in `args`, or in `packed` if there are many; both None without one.
     cdef list args
     cdef Packed packed
-    cdef Py_ssize_t missing  # words still to come
-    cdef Py_ssize_t size  # bytes of the words so far
-    cdef Py_ssize_t length  # of the next word, once its line was read; -1 before
-    cdef Py_ssize_t most_words, most_bytes  # that this client may announce
-    cdef Py_ssize_t max_command
-    cdef LongWord word  # the word under way if it is long
-    cdef bint were_long  # the last words were as long as those that are received into their slots
-    cdef object fault  # that `next` is to raise
+    cdef Py_ssize_t missing  # number of its words that are not complete
+    cdef Py_ssize_t size  # bytes of its words, the one whose line was read last included
+    cdef Py_ssize_t length  # bytes of the current word; -1 until its line was read
+    cdef Py_ssize_t most_words, most_bytes  # limits for this client: words of a command, and bytes of a word
+    cdef Py_ssize_t max_command  # limit of the bytes of a command
+    cdef LongWord word  # the current word, if it is long
+    cdef bint were_long  # whether the last words were long enough to be received into their slots
+    cdef object fault  # the error that `next` has to raise, or None
 
     cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2
     cdef bint completes(self) except -1

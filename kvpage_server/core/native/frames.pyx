@@ -1,9 +1,9 @@
-"""Bytes in, commands out: the request half of RESP. The twin in `core/python` says what it does.
+"""The parser of requests in RESP. The reference implementation is `core/python/frames.py`.
 
-Every byte is looked at a bounded number of times, however the input is cut. What was received lies in a scratch memory
-that all connections of a loop share, so that it stays in the processor's cache, and is parsed there. What cannot be
-parsed yet is kept by the connection when somebody else receives: mostly a few bytes, for a word that is long goes to
-its slot as far as it is there.
+Every byte is parsed a bounded number of times, however the input is cut into packets. Bytes are received into a scratch
+memory that all connections of an event loop share, so that it stays in the processor's cache, and parsed there. Before
+another connection receives, a parser copies bytes that it cannot parse yet to memory of its own. These are usually few,
+because the received part of a long word is copied to its slot.
 """
 
 cimport cython
@@ -32,9 +32,9 @@ cdef Py_ssize_t DIRECT = protocol.DIRECT
 cdef Py_ssize_t AHEAD = protocol.AHEAD
 cdef Py_ssize_t RECEIVE_TURN = protocol.RECEIVE_TURN
 cdef Py_ssize_t MUCH = protocol.MUCH
-cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot at once: few enough to be hashed in the cache
+cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot in one call: they are hashed while in the cache
 cdef Py_ssize_t SHORTEST = 6  # bytes of an empty word with its line
-cdef Py_ssize_t LITTLE = 4096  # bytes left over that are moved when more is received
+cdef Py_ssize_t LITTLE = 4096  # unparsed bytes that are moved to the scratch memory before more are received
 
 
 @cython.no_gc
@@ -66,7 +66,7 @@ cdef class Parser:
         free(self.own)
 
     def trust(self, bint trusted):
-        """Whether the client has authenticated."""
+        """Set whether the client has authenticated."""
         self.trusted = trusted
         self.most_words, self.most_bytes = self.limits.max_arguments, self.limits.max_bulk
         if not trusted:
@@ -75,7 +75,7 @@ cdef class Parser:
 
     @property
     def held(self):
-        """Bytes of memory held for commands that were not taken."""
+        """Bytes of memory of received data that was not returned as a command."""
         cdef Py_ssize_t words = len(self.args) if self.args is not None else 0
         if self.packed is not None:
             words = self.packed.count
@@ -83,11 +83,11 @@ cdef class Parser:
 
     @property
     def is_idle(self):
-        """Whether everything that was received has been taken."""
+        """Whether all received bytes were returned as commands."""
         return self.pos == self.end and self.missing == 0 and self.fault is None
 
     def give_up(self):
-        """The words of the command under way, which will not come to its end; nothing is held any more."""
+        """Return the complete words of the current command, and drop all other received bytes."""
         self.word.slot = self.fault = None
         self.pos = self.end
         words = self.taken()
@@ -107,14 +107,17 @@ cdef class Parser:
         return received
 
     cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2:
-        """Receive from a socket once. `most` becomes how many bytes there was room for.
+        """Receive with one system call. Set `most` to the bytes that the buffers have. Return the bytes received.
 
-        What goes wrong after something was received (`again`) will be met again.
+        Return 0 at the end of the stream, -1 if no bytes are available. Raise OSError; but with `again`, that is after
+        bytes were received in this turn, return -1, because the next call raises the error.
         """
         cdef iovec room[2]
         cdef int rooms = 1
         cdef Py_ssize_t count, straight = 0
         self.make_room(room)
+        # Receive into the scratch memory; or, if much of a long word is missing and the scratch memory is empty, into
+        # the word's slot, and AHEAD bytes after it into the scratch memory.
         cdef Py_ssize_t missing = 0 if self.word.slot is None else self.word.missing()
         if self.end or missing < DIRECT:
             room[0].iov_len = min(<Py_ssize_t>room[0].iov_len, missing + (AHEAD if self.were_long else SCRATCH_SIZE))
@@ -130,6 +133,7 @@ cdef class Parser:
             if again or errno == EAGAIN or errno == EINTR:
                 return -1
             PyErr_SetFromErrno(OSError)
+        # Count the bytes in the slot and in the scratch memory.
         straight = min(straight, count)
         if straight:
             self.word.arrived(straight)
@@ -140,7 +144,7 @@ cdef class Parser:
         return count
 
     cdef bint completes(self) except -1:
-        """Whether a command is whole, or something is wrong with it: `next` tells of either."""
+        """Return whether `next` has a result: a complete command or an error, which is kept for `next`."""
         try:
             return self.is_whole()
         except (ProtocolError, MemoryError) as fault:
@@ -148,7 +152,7 @@ cdef class Parser:
             return True
 
     def feed(self, const unsigned char[::1] data not None):
-        """Take bytes that somebody else received."""
+        """Add bytes that another function has received."""
         cdef Py_ssize_t count = data.shape[0], taken = 0
         if not count:
             return
@@ -160,12 +164,14 @@ cdef class Parser:
             self.end += count - taken
 
     cdef int make_room(self, iovec *room) except -1:
-        """Where the next bytes belong: behind those that are left over."""
+        """Set `room` to the buffer for the next bytes, after the unparsed bytes. Raise MemoryError."""
+        # Many unparsed bytes stay in memory of their own, so that they are not copied for each packet.
         cdef Py_ssize_t rest = self.end - self.pos
         if rest > LITTLE:
             self.keep(rest)
             room.iov_base, room.iov_len = self.own + self.end, self.own_room - self.end
             return 0
+        # Otherwise become the owner of the scratch memory, and move the unparsed bytes to its beginning.
         if self.scratch.owner != <void *>self:
             if self.scratch.owner != NULL:
                 (<Parser>self.scratch.owner).keep(0)
@@ -181,7 +187,10 @@ cdef class Parser:
         return 0
 
     cdef int keep(self, Py_ssize_t more) except -1:
-        """Have what is left over in memory of its own, with room for so many bytes more. Raises MemoryError."""
+        """Copy the unparsed bytes to `own`, with space for `more` bytes after them. Raise MemoryError.
+
+        The memory gets twice the size of the unparsed bytes, so that copies are amortised O(1) for each byte.
+        """
         cdef Py_ssize_t rest = self.end - self.pos
         cdef char *larger
         if self.own != NULL and self.end + more <= self.own_room:
@@ -204,7 +213,7 @@ cdef class Parser:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def next(self):
-        """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        """Return the next complete command, or None if more bytes are needed. Raise ProtocolError or MemoryError."""
         return self.take()
 
     cdef object take(self):
@@ -220,7 +229,7 @@ cdef class Parser:
         return None
 
     cdef bint is_whole(self) except -1:
-        """Take what has arrived of the next command: whether that is all of it."""
+        """Parse the available bytes. Return whether a command is complete."""
         while not self.missing or self.take_words():
             if self.args is not None or self.packed is not None:
                 return True
@@ -229,7 +238,7 @@ cdef class Parser:
         return False
 
     cdef object taken(self):
-        """The words of the command that was under way."""
+        """Return the words of the current command, or None without one, and prepare for the next command."""
         cdef Py_ssize_t words = len(self.args) if self.args is not None else 0
         if self.packed is not None:
             words = self.packed.count
@@ -241,7 +250,7 @@ cdef class Parser:
         return command
 
     cdef int begin_command(self) except -1:
-        """Read the line that opens a command; false when it has not arrived."""
+        """Parse the first line of a command. Return False if it is incomplete. An empty line is no command."""
         cdef Py_ssize_t count, end
         if self.data[self.pos] != b"*":
             return self.inline()
@@ -260,7 +269,7 @@ cdef class Parser:
         return True
 
     cdef int inline(self) except -1:
-        """Read a command that is a line of words; false when it has not arrived."""
+        """Parse a command that is a line of words. Return False if it is incomplete."""
         if not self.scanned and self.skip_blank():
             return True
         cdef Py_ssize_t rest = self.end - self.pos
@@ -280,7 +289,7 @@ cdef class Parser:
         return True
 
     cdef bint skip_blank(self) noexcept:
-        """Skip lines without a word, of which a megabyte may come at once; whether there was one."""
+        """Skip lines without a word, of which a megabyte may arrive at a time. Return whether there was one."""
         cdef char *start = self.data + self.pos
         cdef char *end = self.data + self.end
         cdef char *at = start
@@ -295,11 +304,14 @@ cdef class Parser:
         return self.pos > before
 
     cdef Py_ssize_t line(self, str too_long) except -2:
-        """Where the line ends that begins at `pos`, at its CRLF; -1 when that has not arrived."""
+        """Return the index of the CRLF that ends the line at `pos`; -1 if the line is incomplete.
+
+        Raise ProtocolError with the message `too_long` above MAX_LINE bytes.
+        """
         if self.pos == self.end:
             return -1
         cdef char *start = self.data + self.pos
-        cdef char *stop = self.data + self.end - 1  # where no CRLF begins
+        cdef char *stop = self.data + self.end - 1  # the last byte, at which no complete CRLF begins
         cdef char *end = start + self.scanned
         while end < stop:
             end = <char *>memchr(end, b"\r", stop - end)
@@ -317,15 +329,17 @@ cdef class Parser:
     # -- words -----------------------------------------------------------------------------------------------------
 
     cdef int take_words(self) except -1:
-        """Take the words that have arrived; false when one is missing."""
+        """Parse the received words of the current command. Return False if one is incomplete."""
         cdef const char *word
         while self.missing:
+            # A long word: copy its received part to its slot.
             if self.word.slot is not None:
                 self.pos += self.word.fill(self.data + self.pos, self.end - self.pos)
                 if self.word.missing():
                     return False
                 self.end_long_word()
                 continue
+            # The line of the next word. Complete short words are parsed before in a fast loop.
             if self.length < 0:
                 self.take_short_words()
                 if not self.missing:
@@ -335,6 +349,7 @@ cdef class Parser:
             if self.length >= KEEP_FROM:
                 self.begin_long_word()
                 continue
+            # A short word that the fast loop did not parse.
             if self.end - self.pos < self.length + 2:
                 return False
             word = self.data + self.pos
@@ -350,7 +365,7 @@ cdef class Parser:
         return True
 
     cdef int take_short_words(self) except -1:
-        """Take those that have arrived with their lines, up to one that is long, or not as it should be."""
+        """Parse complete short words, up to the first that is long or needs an error. This is the fast loop."""
         cdef const char *at = self.data + self.pos
         cdef const char *end = self.data + self.end
         cdef const char *word
@@ -378,7 +393,7 @@ cdef class Parser:
         return 0
 
     cdef int read_length(self) except -1:
-        """Read the line that announces a word; false when it has not arrived."""
+        """Parse the line before a word, and set `length`. Return False if the line is incomplete."""
         cdef Py_ssize_t end, length = announced(self, b"$", self.most_bytes)
         if length < 0:
             end = self.line(protocol.LONG_LENGTH)
@@ -393,7 +408,7 @@ cdef class Parser:
         return True
 
     cdef int begin_long_word(self) except -1:
-        """Have memory for a long word. Raises MemoryError."""
+        """Allocate the slot of a long word. Raise MemoryError."""
         name = None
         if self.packed is not None and self.packed.count:
             name = all_of(self.packed)[0]
@@ -407,7 +422,7 @@ cdef class Parser:
         return 0
 
     cdef int end_long_word(self) except -1:
-        """Take a long word that is whole."""
+        """Append the slot of a complete long word to the command."""
         slot = self.word.end()
         if self.packed is None:
             self.args.append(slot)
@@ -419,6 +434,7 @@ cdef class Parser:
 
 
 cdef Packed packed_of(list words):
+    """Return short words as `Packed`."""
     cdef Packed packed = Packed()
     for word in words:
         packed.add(word, len(word))
@@ -426,7 +442,10 @@ cdef Packed packed_of(list words):
 
 
 cdef inline Py_ssize_t announced(Parser parser, char kind, Py_ssize_t most) noexcept:
-    """The number in the line that is next, which is taken; -1 for anything but an ordinary line that has arrived."""
+    """Parse a complete line of `kind` and a number up to `most`, and return the number.
+
+    Return -1, and parse nothing, for every other line: the caller parses it with the functions of `core/protocol.py`.
+    """
     cdef const char *line = parser.data + parser.pos
     cdef Py_ssize_t size = min(parser.end - parser.pos, 12), number = 0, i = 1
     if size < 4 or line[0] != kind:

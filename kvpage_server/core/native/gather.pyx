@@ -1,8 +1,8 @@
 # cython: auto_pickle=False
-"""See the twin in `core/python/bodies.py`, which says what is done here.
+"""The output queue of a session. The reference implementation is `Outbox` in `core/python/bodies.py`.
 
-A piece that is a slot, a part of one, or bytes is looked at in C, without a view of it. Short bytes in a row are joined
-where they come in: that costs less than to hand each of them to the kernel.
+The memory of a slot, a part of one, or bytes is read without a Python view. Consecutive short bytes are joined when
+they are added, because that costs less than to pass each of them to the kernel.
 """
 
 cimport cython
@@ -23,32 +23,32 @@ from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 from kvpage_server.core.python.bodies import SEND_TURN as _SEND_TURN
 
 cdef enum:
-    MOST_PIECES = 1024  # in one call: IOV_MAX
+    MOST_PIECES = 1024  # pieces in one system call: IOV_MAX
 
 cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 cdef Py_ssize_t SEND_TURN = _SEND_TURN
-cdef Py_ssize_t SHORT = 512  # bytes of a piece that is joined with others
-cdef Py_ssize_t JOINED = 64 * 1024  # bytes of short pieces together
-cdef Py_ssize_t FEW = 64  # pieces: room for no more is kept while nothing waits
+cdef Py_ssize_t SHORT = 512  # a piece with fewer bytes is joined with others
+cdef Py_ssize_t JOINED = 64 * 1024  # the most bytes of joined pieces
+cdef Py_ssize_t FEW = 64  # pieces for which an empty queue keeps memory
 
 
-cdef struct Waiting:
-    char *at
-    Py_ssize_t size
-    PyObject *piece  # owned
-    PyObject *view  # owned: of a piece that is neither bytes nor of a slot
+cdef struct Waiting:  # a piece of the queue
+    char *at  # its memory
+    Py_ssize_t size  # bytes
+    PyObject *piece  # owned: the object with the memory
+    PyObject *view  # owned: the view of a piece that is neither bytes nor of a slot; NULL for the others
 
 
 @cython.final
 cdef class Outbox:
-    """Pieces in their order. Costs: O(1) a piece, and no copy of what is lent."""
+    """Queue of pieces. Costs: amortised O(1) for each piece. Borrowed memory is not copied."""
 
-    cdef readonly Py_ssize_t nbytes  # that wait
-    cdef Waiting *pieces
-    cdef Py_ssize_t first  # those before are sent, and nothing but their places is left
-    cdef Py_ssize_t count  # with these
+    cdef readonly Py_ssize_t nbytes  # bytes in the queue
+    cdef Waiting *pieces  # array with memory for `room` pieces; the queue is from `first` to before `count`
+    cdef Py_ssize_t first
+    cdef Py_ssize_t count
     cdef Py_ssize_t room
-    cdef Py_ssize_t begun  # bytes of the first that are sent
+    cdef Py_ssize_t begun  # bytes of the first piece that were sent
 
     def __dealloc__(self):
         cdef Py_ssize_t i
@@ -58,9 +58,9 @@ cdef class Outbox:
         free(self.pieces)
 
     def add(self, pieces):
-        """Pieces that are to be sent after those that wait: bytes, and whatever has a `view`."""
+        """Append pieces to the queue: bytes, and objects with a `view`. After an error the queue is unchanged."""
         cdef Py_ssize_t count = self.count, nbytes = self.nbytes
-        cdef Py_ssize_t joined = 0, short = 0  # of the short ones before this: their bytes, and how many there are
+        cdef Py_ssize_t joined = 0, short = 0  # bytes and number of the short pieces before the current one
         cdef Py_ssize_t size, i = 0
         if not isinstance(pieces, (list, tuple)):
             pieces = list(pieces)
@@ -85,7 +85,7 @@ cdef class Outbox:
             raise
 
     cdef int add_joined(self, pieces, Py_ssize_t start, Py_ssize_t count, Py_ssize_t size) except -1:
-        """So many short pieces, as one."""
+        """Append `count` short pieces from index `start` on, with `size` bytes together, as one piece."""
         cdef Py_ssize_t i, at = 0
         if size == 0:
             return 0
@@ -99,6 +99,7 @@ cdef class Outbox:
         return self.add_one(text)
 
     cdef int add_one(self, piece) except -1:
+        """Append a piece, unless it is empty."""
         cdef Waiting waiting
         place(piece, &waiting)
         if waiting.size == 0:
@@ -118,6 +119,7 @@ cdef class Outbox:
         return 0
 
     cdef int make_room(self) except -1:
+        """Double the memory of the array. Raise MemoryError."""
         cdef Py_ssize_t room = max(2 * self.room, 4)
         cdef void *pieces = realloc(self.pieces, room * sizeof(Waiting))
         if pieces == NULL:
@@ -127,7 +129,10 @@ cdef class Outbox:
         return 0
 
     def send(self, int descriptor):
-        """Send what waits, until the kernel takes no more or a turn is over: how many bytes. Raises OSError."""
+        """Send queued output until the socket's buffer is full or the turn is over. Return the bytes sent.
+
+        Raise OSError if nothing was sent. An error after some bytes is raised by the next call.
+        """
         cdef iovec pieces[MOST_PIECES]
         cdef msghdr message
         cdef Py_ssize_t sent = 0, count, size
@@ -144,17 +149,20 @@ cdef class Outbox:
                 self.take_off(count)
                 sent += count
                 if count < size:
-                    break  # it has no room for more
+                    break  # the socket's buffer is full
             elif errno == EINTR:
                 PyErr_CheckSignals()
-            elif errno == EAGAIN or sent:  # another error will be met again
+            elif errno == EAGAIN or sent:  # the next call raises another error
                 break
             else:
                 PyErr_SetFromErrno(OSError)
         return sent
 
     cdef Py_ssize_t gather(self, iovec *pieces, Py_ssize_t *size) noexcept:
-        """What to hand over next: how many pieces, and bytes."""
+        """Fill `pieces` with the next pieces to send: up to MOST_PIECES, with up to SEND_BYTES together.
+
+        Return their number, and set `size` to their bytes.
+        """
         cdef Py_ssize_t i = 0, here, begun = self.begun
         cdef Waiting *waiting = self.pieces + self.first
         size[0] = 0
@@ -168,7 +176,7 @@ cdef class Outbox:
         return i
 
     def next(self):
-        """What to hand over next."""
+        """Return the next buffers to send."""
         cdef iovec pieces[MOST_PIECES]
         cdef Py_ssize_t size, i, start, count = self.gather(pieces, &size)
         cdef Waiting *waiting
@@ -187,12 +195,13 @@ cdef class Outbox:
         return buffers
 
     def sent(self, Py_ssize_t count):
-        """The kernel took so many bytes."""
+        """Remove `count` bytes that the kernel has accepted."""
         if not 0 <= count <= self.nbytes:
             raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
         self.take_off(count)
 
     cdef void take_off(self, Py_ssize_t count):
+        """Remove `count` bytes from the front of the queue."""
         cdef Py_ssize_t left
         cdef PyObject *piece
         cdef PyObject *view
@@ -208,7 +217,7 @@ cdef class Outbox:
             self.first += 1
             Py_XDECREF(view)
             Py_XDECREF(piece)
-        if self.first and 2 * self.first >= self.count:  # no earlier: what is left moves up
+        if self.first and 2 * self.first >= self.count:  # not earlier, because this moves the remaining pieces
             self.count -= self.first
             memmove(self.pieces, self.pieces + self.first, self.count * sizeof(Waiting))
             self.first = 0
@@ -218,13 +227,14 @@ cdef class Outbox:
                 self.room = 0
 
     cdef void drop_from(self, Py_ssize_t count):
+        """Drop the pieces from index `count` on."""
         while self.count > count:
             self.count -= 1
             Py_XDECREF(self.pieces[self.count].view)
             Py_XDECREF(self.pieces[self.count].piece)
 
     def renew(self):
-        """The memory has moved: look at each piece where it is now."""
+        """Read the address of each piece's memory again, because it has changed. Raise ValueError for another size."""
         cdef Py_ssize_t i
         cdef Waiting *waiting
         cdef Waiting now
@@ -239,12 +249,12 @@ cdef class Outbox:
                 waiting.at, waiting.view = now.at, now.view
 
     def clear(self):
-        """Drop what waits."""
+        """Drop all queued output."""
         self.take_off(self.nbytes)
 
 
 cdef int place(piece, Waiting *waiting) except -1:
-    """Where a piece is, and how long. Sets all but the piece."""
+    """Set the memory, the size and the view of a piece."""
     cdef Slot slot
     cdef Part part
     cdef int frame
@@ -263,7 +273,7 @@ cdef int place(piece, Waiting *waiting) except -1:
         view = piece.view
         PyObject_GetBuffer(view, &buffer, PyBUF_SIMPLE)
         waiting.at, waiting.size = <char *>buffer.buf, buffer.len
-        PyBuffer_Release(&buffer)  # the view stays
+        PyBuffer_Release(&buffer)  # the view keeps the memory valid
         Py_INCREF(view)
         waiting.view = <PyObject *>view
     return 0

@@ -7,7 +7,7 @@ cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil
 
 
 cdef class Digest:
-    cdef XXH3_state_t *state
+    cdef XXH3_state_t *state  # NULL before the first `begin`
 
     cdef int begin(self) except -1
     cdef void add(self, const void *text, size_t size) noexcept nogil

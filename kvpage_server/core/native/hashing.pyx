@@ -1,6 +1,7 @@
-"""XXH3-64 of bytes, at once or as they come, with the wide registers of processors that have them.
+"""XXH3-64 of bytes, in one call or incrementally.
 
-A program that is to run on every x86-64 uses the narrow ones, and is two to three times as slow.
+On processors with AVX2, the functions of `hashing_avx2` are used. Code for every x86-64 has narrower registers, and is
+two to three times as slow.
 """
 
 cimport cython
@@ -26,13 +27,13 @@ cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil:
 @cython.final
 @cython.no_gc
 cdef class Digest:
-    """Of bytes that come in pieces."""
+    """Incremental XXH3-64 of bytes in several pieces."""
 
     def __dealloc__(self):
         XXH3_freeState(self.state)
 
     cdef int begin(self) except -1:
-        """Of no bytes yet. Raises MemoryError."""
+        """Start a new hash. Raise MemoryError."""
         if self.state == NULL:
             self.state = XXH3_createState()
             if self.state == NULL:

@@ -1,4 +1,4 @@
-"""XXH3 for x86-64 processors with AVX2. Where it is no GCC that compiles this, it is there in name only."""
+"""XXH3-64 for x86-64 processors with AVX2. If the compiler is not GCC, `can_run` is false and the others do nothing."""
 
 cdef extern from *:
     """

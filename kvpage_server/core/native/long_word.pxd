@@ -3,10 +3,10 @@ from kvpage_server.core.native.slots cimport Slot
 
 
 cdef class LongWord:
-    cdef Slot slot  # None when no long word is under way
-    cdef Py_ssize_t filled, digested  # bytes of it that are there, its CRLF among them, and that are hashed
-    cdef bint hashes  # whether its digest is wanted
-    cdef Digest digest
+    cdef Slot slot  # the slot of the current long word; None without one
+    cdef Py_ssize_t filled, digested  # bytes that were received, CRLF included, and bytes that were hashed
+    cdef bint hashes  # whether the slot gets a digest
+    cdef Digest digest  # the hash of a word that is received in several parts
 
     cdef int begin(self, Slot slot, bint hashes) except -1
     cdef Py_ssize_t missing(self) noexcept

@@ -1,4 +1,4 @@
-"""A long word on its way into its slot: copied there or received there, piece by piece, and hashed as it comes."""
+"""The long word that a parser receives: it is copied to or received in its slot, in parts, and hashed meanwhile."""
 
 cimport cython
 from libc.string cimport memcpy
@@ -24,15 +24,15 @@ cdef class LongWord:
         return 0
 
     cdef Py_ssize_t missing(self) noexcept:
-        """Bytes still to come."""
+        """Return the number of bytes to receive, CRLF included."""
         return self.slot.size + 2 - self.filled
 
     cdef char *place(self) noexcept:
-        """Where these belong."""
+        """Return the address of the next byte to receive."""
         return self.slot.at + self.filled
 
     cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) except -1:
-        """Copy there what belongs to it; so many bytes."""
+        """Copy up to `count` bytes of `data` that belong to the word. Return their number."""
         count = min(count, self.missing())
         cdef char *place = self.place()
         if count >= UNLOCKED_FROM:
@@ -44,7 +44,7 @@ cdef class LongWord:
         return count
 
     cdef int arrived(self, Py_ssize_t count) except -1:
-        """So many bytes more are there. They are hashed now, if that is wanted: they are in the processor's cache."""
+        """Count `count` bytes that were written to the slot. Hash them now, while they are in the processor's cache."""
         self.filled += count
         if not self.hashes:
             return 0
@@ -73,7 +73,7 @@ cdef class LongWord:
         return 0
 
     cdef Slot end(self):
-        """The slot, which is whole. Raises ProtocolError where no CRLF stands behind it."""
+        """Return the slot of a complete word. Raise ProtocolError if the word does not end with CRLF."""
         cdef Slot slot = self.slot
         if slot.at[slot.size] != b"\r" or slot.at[slot.size + 1] != b"\n":
             raise ProtocolError(protocol.NO_CRLF)

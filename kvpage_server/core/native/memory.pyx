@@ -1,4 +1,4 @@
-"""The caller's memory, buffer after buffer. `core/python/bodies.py` says what it does."""
+"""Buffers of the caller. The reference implementation is in `core/python/bodies.py`."""
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -7,7 +7,7 @@ from kvpage_server.core.pieces import as_bytes
 
 
 cdef class Memory:
-    """Held as long as this is."""
+    """Buffers of the caller, whose memory stays valid while this object, or a part of it, exists."""
 
     def __init__(self, buffers, *, bint writable=False):
         cdef Py_ssize_t i
@@ -22,6 +22,7 @@ cdef class Memory:
             self.hold(some[i], i, writable)
 
     cdef int hold(self, object given, Py_ssize_t i, bint writable) except -1:
+        """Get buffer `i`. Raise Unusable for one that can't be sent from or, with `writable`, received into."""
         cdef Py_buffer *buffer = self.buffers + i
         try:
             PyObject_GetBuffer(given, buffer, PyBUF_STRIDES)

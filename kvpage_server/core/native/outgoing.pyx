@@ -1,4 +1,4 @@
-"""Pieces of memory on their way out. `core/python/outgoing.py` says what it does."""
+"""The output queue of the Python client. The reference implementation is `core/python/outgoing.py`."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetFromErrno
@@ -20,14 +20,14 @@ cdef Py_ssize_t RECORD_BYTES = _RECORD_BYTES
 
 
 cdef class Outgoing:
-    """`done` once everything was sent."""
+    """Queue of output: buffers, and `Chunk`s of pages."""
 
-    cdef readonly bint done
-    cdef object pieces
-    cdef Chunk chunk  # that is being taken apart, from its text `at` on
-    cdef Py_ssize_t at
-    cdef list held  # what the pieces that are next lie in
-    cdef iovec[PIECES] next
+    cdef readonly bint done  # whether everything was sent
+    cdef object pieces  # iterator of the output that was not taken yet
+    cdef Chunk chunk  # the chunk of which only a part is in `next`, or None
+    cdef Py_ssize_t at  # index of the first text of `chunk` that is not in `next`
+    cdef list held  # owners of the memory that `next` points to
+    cdef iovec[PIECES] next  # the next pieces to send: those from `first` to before `count`
     cdef int first
     cdef int count
 
@@ -75,7 +75,7 @@ cdef class Outgoing:
         self.pass_over(count)
 
     cdef int pass_over(self, size_t count) except -1:
-        """So many bytes are gone."""
+        """Remove `count` bytes that were sent."""
         cdef iovec *piece
         while self.first < self.count and count >= self.next[self.first].iov_len:
             count -= self.next[self.first].iov_len
@@ -89,7 +89,7 @@ cdef class Outgoing:
         return 0
 
     cdef int fill(self) except -1:
-        """Take the next pieces, as many as one call can send."""
+        """Take the next pieces from the iterator, as many as one call can send. Set `done` if there are none."""
         cdef Py_ssize_t nbytes = 0
         cdef Memory memory
         self.held = []
@@ -116,7 +116,7 @@ cdef class Outgoing:
         return 0
 
     cdef Py_ssize_t take_of_chunk(self):
-        """A text, and the body behind it."""
+        """Append the next text of the chunk and the body after it. Return their bytes."""
         cdef Py_ssize_t i = self.at, nbytes
         cdef Py_ssize_t begin = self.chunk.ends[i - 1] if i else 0
         cdef Py_buffer *body
@@ -129,6 +129,7 @@ cdef class Outgoing:
         return nbytes + self.take(body.buf, body.len)
 
     cdef inline Py_ssize_t take(self, void *at, Py_ssize_t size) noexcept:
+        """Append a piece. Return its bytes."""
         if size:
             self.next[self.count].iov_base = at
             self.next[self.count].iov_len = size

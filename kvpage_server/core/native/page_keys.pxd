@@ -11,20 +11,21 @@ cdef struct Name:
 
 
 cdef class PageKeys:
-    cdef PageKeys whole  # that this is a part of, and keeps alive
-    cdef list req_ids  # what the names point into
-    cdef Name *held  # NULL in a part
-    cdef Name *names
-    cdef readonly Py_ssize_t count
+    cdef PageKeys whole  # of a part: the object that owns the names
+    cdef list req_ids  # owners of the memory that the names point to
+    cdef Name *held  # all names; NULL in a part
+    cdef Name *names  # the first name; in a part, it points into `held` of `whole`
+    cdef readonly Py_ssize_t count  # number of names
 
     cdef bytes spelt(self, char *(*put)(char *, const Name *) noexcept nogil)
 
 
-# A number, a frame, a word, a number as a word, the words and the key of a page at `to`; where they end.
+# Each function writes at `to`, and returns the end of the text: a number; a word; the frame of a word of `size` bytes;
+# a number as a word; the five words of a page's key; a page's key as one word.
 cdef char *put_number(char *to, unsigned long long value) noexcept nogil
 cdef char *put_word(char *to, const char *text, Py_ssize_t size) noexcept nogil
 cdef char *put_frame(char *to, Py_ssize_t size) noexcept nogil
 cdef char *put_number_word(char *to, unsigned long long value) noexcept nogil
 cdef char *put_name(char *to, const Name *name) noexcept nogil
 cdef char *put_key(char *to, const Name *name) noexcept nogil
-cdef Py_ssize_t room_for(const Name *name) noexcept nogil  # bytes that either of the last two needs at most
+cdef Py_ssize_t room_for(const Name *name) noexcept nogil  # the most bytes that `put_name` and `put_key` write

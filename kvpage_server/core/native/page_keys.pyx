@@ -1,4 +1,4 @@
-"""The names of pages in columns, and how they are spelt. `core/python/bodies.py` says what it does."""
+"""Keys of pages in wire format. The reference implementation is in `core/python/bodies.py`."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -7,7 +7,7 @@ from libc.string cimport memcpy
 
 
 cdef class PageKeys:
-    """Of pages, in the order that they were given in."""
+    """The keys of some pages, in the caller's order."""
 
     def __init__(self, keys):
         cdef Py_ssize_t i
@@ -53,6 +53,7 @@ cdef class PageKeys:
         return self.spelt(put_key)
 
     cdef bytes spelt(self, char *(*put)(char *, const Name *) noexcept nogil):
+        """Return all keys, each written by `put`."""
         cdef Py_ssize_t i, room = 0
         cdef char *to
         for i in range(self.count):

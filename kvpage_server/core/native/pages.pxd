@@ -1,9 +1,9 @@
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
-cdef struct Row:  # of a block's pages
-    uint32_t number  # one more than the row's, 0 for none
-    uint64_t heads  # a bit each
+cdef struct Row:  # a row of a block's pages: see `core/pieces.py`
+    uint32_t number  # the row's number plus one; 0 for a free entry of the table
+    uint64_t heads  # a bit for each page; 0 if all pages of the row were removed
 
 
 cdef class PageSet:
@@ -14,10 +14,13 @@ cdef class PageSet:
     cdef public object extent, shape
     cdef public bint shape_known
     cdef readonly uint64_t version
-    cdef Row one
-    cdef Row *rows
-    cdef uint32_t taken  # rows with a number
-    cdef int bits_of_room  # the table has room for two to the power of that
+    # The rows, in a hash table with open addressing and linear probing. The table has 2**bits_of_room entries, and at
+    # most three quarters of them are taken. A row without pages keeps its entry until the table grows. Most blocks of
+    # single pages have only one row, so a table of one entry is in the object.
+    cdef Row one  # the table of one entry
+    cdef Row *rows  # the table: `one`, or allocated memory
+    cdef uint32_t taken  # number of entries with a row, rows without pages included
+    cdef int bits_of_room
     cdef void drop_rows(self) noexcept
     cdef Row *row(self, uint32_t number) noexcept
     cdef int grow(self) except -1
@@ -27,20 +30,20 @@ cdef class PageSet:
     cdef int add_page(self, uint32_t layer, uint32_t head, uint32_t kv_type) except -1
 
 
-cdef struct Place:  # what the words of a page say beside its key
-    int64_t expires
+cdef struct Place:  # the parts of a page's key, and its expiry
+    int64_t expires  # unix milliseconds, 0 for never; not set in `PageNames`
     uint32_t page
     uint16_t layer
     uint16_t head
-    uint16_t req_id  # bytes of it, in the key
+    uint16_t req_id  # bytes of the request id, which begins at the fourth byte of the key
     uint8_t kv_type
 
 
 cdef class PageNames:
     cdef readonly list keys
-    cdef Place *places
-    cdef Py_ssize_t room  # places there are
-    cdef Py_ssize_t count  # of them that are filled
+    cdef Place *places  # one for each key
+    cdef Py_ssize_t room  # number of places that have memory
+    cdef Py_ssize_t count  # number of parsed pages
     cdef int make_room(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1
     cdef int check(self, Py_ssize_t i) except -1
     cdef const char *key(self, Py_ssize_t i) noexcept

@@ -1,4 +1,4 @@
-"""Batches of pages, in packed columns: see `core/python/pages.py`, which says what everything here does."""
+"""Batches of pages, in arrays of C structures. The reference implementation is `core/python/pages.py`."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_SetItem
@@ -30,7 +30,7 @@ cdef extern from "Python.h":
     PyObject *PyDict_GetItemWithError(object, object) except? NULL
 
 
-# -- what the contract says, in C's types ------------------------------------------------------------------------------
+# -- the page contract in types of C -----------------------------------------------------------------------------------
 
 cdef packed struct Header:
     char[4] magic
@@ -54,14 +54,14 @@ cdef enum:
     PAGE_WORDS = 10
     MOST_REQ_ID = 256
     LONGEST_KEY = 3 + MOST_REQ_ID + 4 * (1 + 10)
-    LONGEST_NUMBER = 15  # digits, of the largest ttl
-    MOST_HASHED = 4 << 20  # bytes that are hashed or copied at once: some 0.5 ms
+    LONGEST_NUMBER = 15  # digits of the largest number, which is a ttl
+    MOST_HASHED = 4 << 20  # bytes that are hashed in one step, about 0.5 ms
 
 cdef int64_t MAX_LAYER = contract.MAX_LAYER, MAX_HEAD = contract.MAX_HEAD, MAX_PAGE = contract.MAX_PAGE
 cdef int64_t MAX_KV_TYPE = contract.MAX_KV_TYPE, MAX_U32 = contract.MAX_U32, MAX_TTL = contract.MAX_TTL
 cdef uint32_t TYPES = pieces.TYPES, GROUPS = pieces.GROUPS, ROW_HEADS = pieces.ROW_HEADS
-cdef uint8_t[256] ITEMSIZE  # by dtype; 0 where there is none
-cdef uint8_t[256] IN_REQ_ID  # whether a byte may be in one
+cdef uint8_t[256] ITEMSIZE  # bytes of an element by dtype; 0 for an invalid dtype
+cdef uint8_t[256] IN_REQ_ID  # by byte: 1 if a request id may contain it
 
 
 cdef fill_tables():
@@ -71,7 +71,7 @@ cdef fill_tables():
 
 
 cdef check_contract():
-    """That a header is here what it is in `page.py`, and all other numbers, too. Raises ImportError."""
+    """Raise ImportError if the header's layout or a constant differs from `page.py` and `arguments.py`."""
     cdef Header header
     values = (b"KVPG", 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
     memcpy(header.magic, b"KVPG", 4)
@@ -93,14 +93,13 @@ fill_tables()
 check_contract()
 
 
-# -- which pages a block has -------------------------------------------------------------------------------------------
+# -- the pages of a block ----------------------------------------------------------------------------------------------
 
-EACH_ROW = struct.Struct("I4xQ").iter_unpack  # a `Row`
-cdef uint64_t SCATTER = secrets.randbits(64) | 1  # so that nobody can choose rows that meet
+EACH_ROW = struct.Struct("I4xQ").iter_unpack  # yields the fields of each `Row`
+cdef uint64_t SCATTER = secrets.randbits(64) | 1  # factor of the hash; random, so that a client cannot cause collisions
 
 
 cdef class PageSet:
-    # Rows are in a table with open addresses. The first row needs none: most blocks of single pages have no other.
     def __cinit__(self, bytes req_id not None, uint32_t page):
         self.req_id, self.page = req_id, page
         self.rows = &self.one
@@ -110,6 +109,7 @@ cdef class PageSet:
         self.drop_rows()
 
     cdef void drop_rows(self) noexcept:
+        """Free the table, and use an empty one of one entry."""
         if self.rows != &self.one:
             free(self.rows)
         self.rows = &self.one
@@ -119,7 +119,10 @@ cdef class PageSet:
         self.taken = 0
 
     cdef Row *row(self, uint32_t number) noexcept:
-        """The row of that number, or a free one; NULL when there is none left."""
+        """Return the entry of a row, or a free entry for it; NULL if the table has to grow first.
+
+        `number` is the row's number plus one.
+        """
         cdef uint32_t last = (<uint32_t>1 << self.bits_of_room) - 1
         cdef uint32_t i
         if not last:
@@ -132,7 +135,7 @@ cdef class PageSet:
         return &self.rows[i]
 
     cdef int grow(self) except -1:
-        """Have room for another row; those that are empty go."""
+        """Replace the table by one that is at most half full after another row. Drop rows without pages."""
         cdef Row *old = self.rows
         cdef uint32_t i, room = <uint32_t>1 << self.bits_of_room, living = 0
         cdef int bits = 2
@@ -152,6 +155,7 @@ cdef class PageSet:
         return 0
 
     cdef Row *row_to_fill(self, uint32_t number) except NULL:
+        """Return the entry of a row, which is added if the table does not have it. Raise MemoryError."""
         cdef Row *found = self.row(number)
         if found == NULL:
             self.grow()
@@ -196,7 +200,7 @@ cdef class PageSet:
         return EACH_ROW(self.sorted_rows())
 
     cdef bytes sorted_rows(self):
-        """The rows that have heads, by their numbers."""
+        """Return the rows with pages as packed `Row`s with the rows' own numbers, in the order of these."""
         cdef size_t i, count = 0, room = <size_t>1 << self.bits_of_room
         for i in range(room):
             count += self.rows[i].heads != 0
@@ -242,7 +246,7 @@ cdef class PageSet:
 
 
 cdef int sort(Row *rows, size_t count) except -1:
-    """Put rows in the order of their numbers, a byte of these after the other: there may be very many."""
+    """Sort rows by number: a radix sort by the four bytes of a number, from the lowest on. O(count)."""
     cdef size_t[256] starts
     cdef size_t i, start, size
     cdef int shift
@@ -263,18 +267,19 @@ cdef int sort(Row *rows, size_t count) except -1:
             target[starts[source[i].number >> shift & 255]] = source[i]
             starts[source[i].number >> shift & 255] += 1
         source, target = target, source
-    free(other)  # after an even number of rounds all is back in its place
+    free(other)  # after an even number of rounds, the sorted rows are in `rows`
     return 0
 
 
 cdef inline uint32_t number_of(uint32_t layer, uint32_t head, uint32_t kv_type) noexcept:
+    """Return the number of a page's row plus one."""
     return (layer * TYPES + kv_type) * GROUPS + head // ROW_HEADS + 1
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 cdef inline int64_t number(const char *text, Py_ssize_t size, int64_t most) noexcept:
-    """The number as the protocol spells it, -1 for none and for one that is more than `most`."""
+    """Return a number from decimal digits without leading zeros; -1 if it is none, or more than `most`."""
     cdef int64_t value = 0
     cdef Py_ssize_t i
     if size < 1 or size > LONGEST_NUMBER or (text[0] == c"0" and size > 1):
@@ -287,6 +292,7 @@ cdef inline int64_t number(const char *text, Py_ssize_t size, int64_t most) noex
 
 
 cdef bint is_req_id(const char *text, Py_ssize_t size) noexcept:
+    """Return whether bytes are a valid request id."""
     cdef Py_ssize_t i
     for i in range(size):
         if not IN_REQ_ID[<uint8_t>text[i]]:
@@ -295,6 +301,7 @@ cdef bint is_req_id(const char *text, Py_ssize_t size) noexcept:
 
 
 cdef inline int64_t number_at(words, Py_ssize_t i, int64_t most) except -2:
+    """Return word `i` as a number; -1 if it is none, or more than `most`."""
     cdef Py_ssize_t size
     cdef void *slot
     cdef const char *text = word_at(words, i, &size, &slot)
@@ -302,13 +309,14 @@ cdef inline int64_t number_at(words, Py_ssize_t i, int64_t most) except -2:
 
 
 cdef inline char *spell(char *at, const char *text, Py_ssize_t size) noexcept:
+    """Write a colon and a text at `at`. Return the end."""
     at[0] = c":"
     memcpy(at + 1, text, size)
     return at + 1 + size
 
 
 cdef bytes read_name(words, Py_ssize_t first, Place *place):
-    """The key of the page that five words name; None when they name none."""
+    """Return the key of the page that five words name, and fill its place; None if a word is invalid."""
     cdef char[LONGEST_KEY] key
     cdef char *end = key + 2
     cdef Py_ssize_t size, i
@@ -333,7 +341,7 @@ cdef bytes read_name(words, Py_ssize_t first, Place *place):
 
 
 cdef find_fault(words, Py_ssize_t first, Py_ssize_t place, Py_ssize_t width, bint strict):
-    """Raises BadPage: the words of a page do not say what they should."""
+    """Raise BadPage for the invalid words of a page, with the message of the reference implementation."""
     cdef Py_ssize_t at = first + place * width
     some = words[at : at + width]
     try:
@@ -362,6 +370,7 @@ cdef class PageNames:
         free(self.places)
 
     cdef int make_room(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1:
+        """Allocate places for up to `most` pages of `width` words each, from word `first` on."""
         if self.places != NULL or first < 0:
             raise ValueError("a batch is read once, from a word that is there")
         self.keys = []
@@ -375,6 +384,7 @@ cdef class PageNames:
         return self.count
 
     cdef int check(self, Py_ssize_t i) except -1:
+        """Raise IndexError if there is no page `i`."""
         if not 0 <= i < self.count:
             raise IndexError("there is no such page")
         return 0
@@ -383,7 +393,7 @@ cdef class PageNames:
         return PyBytes_AS_STRING(<object>PyList_GET_ITEM(self.keys, i))
 
     cdef bint is_same_block(self, Py_ssize_t i, Py_ssize_t j) noexcept:
-        """Whether two pages belong to one block."""
+        """Return whether two pages belong to one block."""
         cdef Place *one = &self.places[i]
         cdef Place *other = &self.places[j]
         return (
@@ -423,7 +433,7 @@ cdef class PageNames:
         return found
 
 
-# -- pages to be stored ------------------------------------------------------------------------------------------------
+# -- pages to store ----------------------------------------------------------------------------------------------------
 
 cdef class NewPages(PageNames):
     cdef readonly list slots
@@ -465,7 +475,7 @@ cdef class NewPages(PageNames):
         bint hashes,
         Py_ssize_t *left,
     ):
-        """The slot of a page, with its header; None when the words are wrong. Takes what is hashed from `left`."""
+        """Return the slot of page `i`, with its header; None if a word is invalid. Hashed bytes reduce `left`."""
         cdef Place *place = &self.places[i]
         cdef Header header
         cdef Py_ssize_t size
@@ -526,6 +536,7 @@ cdef class NewPages(PageNames):
         self.check(at)
         cdef int64_t expires = self.places[at].expires
         while i < self.count and self.places[i].expires == expires:
+            # Find the value that the page replaces. One that is no single page in memory needs a decision.
             place, key = &self.places[i], <object>PyList_GET_ITEM(self.keys, i)
             slot = <Slot>PyList_GET_ITEM(self.slots, i)
             old = None
@@ -534,10 +545,11 @@ cdef class NewPages(PageNames):
                 if type(<object>found) is not Slot or type((<Slot>found).unit) is not make:
                     break
                 old = <Slot>found
+            # Find or create the block, unless it is the one of the page before.
             if block is None or not self.is_same_block(i, i - 1):
                 if one_block and block is not None:
                     break
-                if old is not None:  # it is a page, so its block is there
+                if old is not None:  # a page, so its block exists
                     block = <PageSet>old.unit
                     note_neighbours(requests, block, beside)
                 else:
@@ -546,6 +558,7 @@ cdef class NewPages(PageNames):
                         break
                     block = <PageSet>other
                 blocks.append(block)
+            # Add the page to the block, and count its growth.
             footprint, size = footprint_of(slot), slot.size
             if old is None:
                 block.add_page(place.layer, place.head, place.kv_type)
@@ -562,13 +575,14 @@ cdef class NewPages(PageNames):
             block.footprint += footprint
             if expires and not 0 < block.soonest < expires:
                 block.soonest = expires
+            # Set the entry.
             slot.unit, slot.expires = block, expires
             PyDict_SetItem(entries, key, slot)
             i += 1
         return Put(i, blocks, made, beside, grown, stored, replaced)
 
     cdef object open_block(self, dict requests, Py_ssize_t i, type make, Py_ssize_t *made, list beside):
-        """The block of a page, made if it is not there; None when it is not one of pages by themselves."""
+        """Return the block of page `i`, which is created if it does not exist; None if it needs a decision."""
         cdef Place *place = &self.places[i]
         req_id = PyBytes_FromStringAndSize(self.key(i) + 3, place.req_id)
         cdef PyObject *request = PyDict_GetItemWithError(requests, req_id)
@@ -593,7 +607,7 @@ cdef class NewPages(PageNames):
 
 
 cdef int note_neighbours(dict requests, PageSet block, list beside) except -1:
-    """Note a block if its request has one before or behind it."""
+    """Append a block to `beside` if its request has the block before or after it."""
     cdef dict request = requests[block.req_id]
     if len(request) > 1 and (<int64_t>block.page - 1 in request or <int64_t>block.page + 1 in request):
         beside.append(block)
@@ -605,11 +619,12 @@ cdef inline Py_ssize_t footprint_of(Slot slot) noexcept:
 
 
 cdef bint fills(uint64_t size, uint64_t elements, uint64_t itemsize) noexcept:
-    """Whether a body has so many elements; there may be more than would fit into any number of bytes."""
+    """Return whether a body has `elements` elements. A division, because the product of the sizes may overflow."""
     return size % itemsize == 0 and size // itemsize == elements
 
 
 cdef uint64_t hash_of(Slot slot) noexcept:
+    """Return the XXH3-64 of a slot's body. A long one is hashed without the interpreter's lock."""
     cdef uint64_t digest
     cdef const char *at = slot.at
     cdef Py_ssize_t size = slot.size
@@ -620,7 +635,7 @@ cdef uint64_t hash_of(Slot slot) noexcept:
     return digest
 
 
-# -- finding -----------------------------------------------------------------------------------------------------------
+# -- lookups -----------------------------------------------------------------------------------------------------------
 
 def look_up(dict entries not None, list keys not None, Py_ssize_t first, Py_ssize_t stop, Py_ssize_t most, int64_t now):
     cdef list found = [], blocks = [], absent = [], others = []

@@ -2,9 +2,9 @@ from kvpage_server.core.native.memory cimport Memory
 
 
 cdef class Chunk:
-    cdef char *text
-    cdef Py_ssize_t *ends  # where in it each body belongs, and the text's own end
+    cdef char *text  # all texts, one after the other
+    cdef Py_ssize_t *ends  # end of each text: body i is sent after the text that ends at `ends[i]`
     cdef Memory bodies
-    cdef readonly Py_ssize_t stop  # of the pages that it was made from
+    cdef readonly Py_ssize_t stop  # index after the last of its pages
 
     cdef int make(self, Py_ssize_t room, Memory bodies, Py_ssize_t stop) except -1

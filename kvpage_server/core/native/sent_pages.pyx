@@ -1,4 +1,4 @@
-"""Pages on their way out. `core/python/bodies.py` says what it does."""
+"""Pages to send. The reference implementation is in `core/python/bodies.py`."""
 
 import sys
 
@@ -28,7 +28,7 @@ if sys.byteorder != "little":
 
 cdef enum:
     HEADER = 64
-    NUMBERS = 128  # bytes that the numbers of a page need at most, and the frame of its body
+    NUMBERS = 128  # the most bytes that the numbers of a page and the frame of its body take
 assert HEADER == HEADER_SIZE
 
 cdef Py_ssize_t PAGES_PER_CHUNK = _PAGES_PER_CHUNK
@@ -45,13 +45,13 @@ for _dtype in DType:
     ITEMSIZES[<uint8_t>_dtype] = _dtype.itemsize
 
 cdef struct Shape:
-    uint32_t dtype  # 0 for a shape that no page has
+    uint32_t dtype  # 0 for an invalid shape
     uint32_t page_size
     uint32_t head_dim
 
 
 cdef bint fill_shape(Shape *shape, object dtype, object page_size, object head_dim) except -1:
-    """Whether it is one that a page can have."""
+    """Set a shape. Return whether a page may have it."""
     cdef int64_t kind, rows, columns
     try:
         kind, rows, columns = dtype, page_size, head_dim
@@ -64,14 +64,14 @@ cdef bint fill_shape(Shape *shape, object dtype, object page_size, object head_d
 
 
 cdef class SentPages:
-    """Pages to be written."""
+    """Pages to write to a server: for each a key, a body, and a shape."""
 
     cdef readonly PageKeys names
     cdef readonly Memory bodies
-    cdef SentPages whole  # that these are a part of, and keep alive
-    cdef Shape *held  # NULL in a part
-    cdef Shape *shapes
-    cdef readonly Py_ssize_t count
+    cdef SentPages whole  # of a part: the object that owns the shapes
+    cdef Shape *held  # all shapes; NULL in a part
+    cdef Shape *shapes  # the first shape; in a part, it points into `held` of `whole`
+    cdef readonly Py_ssize_t count  # number of pages
 
     def __init__(self, pages):
         cdef Py_ssize_t i
@@ -85,7 +85,7 @@ cdef class SentPages:
             raise MemoryError
         for i in range(len(some)):
             given = some[i]
-            page = <tuple>given if isinstance(given, tuple) else tuple(given)  # a Page is one: it needs no iterator
+            page = <tuple>given if isinstance(given, tuple) else tuple(given)  # a Page is a tuple already
             key, body, dtype, page_size, head_dim = page
             keys.append(key)
             bodies.append(body)
@@ -129,7 +129,10 @@ cdef class SentPages:
         return self.spelt(start, before, after, ttl, pack_header(0, 0, 0, 0, 0, 0, 0, created, ttl, 0, 0))
 
     cdef Chunk spelt(self, Py_ssize_t start, bytes before, bytes after, uint64_t ttl, bytes header):
-        """A chunk from `start` on: as words of a page command, or if there is a `header` for all as keys and blobs."""
+        """Return a chunk from page `start` on: words of a page command, or with a `header` keys and blobs.
+
+        `header` has the fields that all pages share.
+        """
         cdef Py_ssize_t stop = start, i, room = PyBytes_GET_SIZE(after), nbytes = 0
         cdef Chunk chunk = Chunk.__new__(Chunk)
         cdef const char *opening = PyBytes_AS_STRING(before)
@@ -138,12 +141,14 @@ cdef class SentPages:
         cdef Py_ssize_t opened = PyBytes_GET_SIZE(before), closed = PyBytes_GET_SIZE(after)
         cdef char *to
         cdef Py_buffer *body
+        # Select the pages of the chunk, and allocate memory for their text.
         while stop < self.count and stop - start < PAGES_PER_CHUNK and nbytes < SEND_BYTES:
             room += room_for(self.names.names + stop) + opened + closed + HEADER + NUMBERS
             nbytes += self.bodies.buffers[stop].len
             stop += 1
         chunk.make(room, self.bodies[start:stop], stop)
         to = chunk.text
+        # Write the text. For blobs this hashes the bodies.
         with nogil:
             for i in range(start, stop):
                 body = self.bodies.buffers + i
@@ -161,7 +166,7 @@ cdef class SentPages:
 
 
 cdef char *put_page(char *to, const Name *name, const Shape *shape, uint64_t ttl, const Py_buffer *body) noexcept nogil:
-    """The arguments of a page up to its body."""
+    """Write the words of a page up to the frame of its body at `to`. Return the end."""
     to = put_name(to, name)
     to = put_number_word(to, shape.dtype)
     to = put_number_word(to, shape.page_size)
@@ -173,7 +178,7 @@ cdef char *put_page(char *to, const Name *name, const Shape *shape, uint64_t ttl
 cdef char *put_blob(
     char *to, const Name *name, const Shape *shape, const char *common, const Py_buffer *body
 ) noexcept nogil:
-    """A page's key, and its blob up to the body."""
+    """Write a page's key, and its blob up to the body, at `to`. Return the end."""
     cdef uint64_t page = name.page, digest = digest_of(body.buf, body.len)
     cdef uint32_t size = <uint32_t>body.len
     to = put_frame(put_key(to, name), HEADER + body.len)
@@ -191,13 +196,14 @@ cdef char *put_blob(
 
 
 cdef class Chunk:
-    """Text and bodies in turn, ending with text."""
+    """Encoded pages: text and bodies by turns; text is first and last."""
 
     def __dealloc__(self):
         PyMem_Free(self.text)
         PyMem_Free(self.ends)
 
     cdef int make(self, Py_ssize_t room, Memory bodies, Py_ssize_t stop) except -1:
+        """Allocate `room` bytes of text, and an end for each text. Raise MemoryError."""
         self.text = <char *>PyMem_Malloc(max(room, 1))
         self.ends = <Py_ssize_t *>PyMem_Malloc((bodies.count + 1) * sizeof(Py_ssize_t))
         if self.text == NULL or self.ends == NULL:

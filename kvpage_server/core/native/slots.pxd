@@ -2,44 +2,46 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint16_t, uint64_t
 
 
-cdef struct SizeClass:  # slots of one size and the chunks they are cut from
+cdef struct SizeClass:  # the slots of one size, and the chunks that they are cut from
     Py_ssize_t pitch  # bytes from one slot to the next
-    Py_ssize_t lead  # bytes before the first of a chunk
-    Py_ssize_t held  # bytes of its chunks
-    Chunk *open  # those with a free slot; the first is cut first
+    Py_ssize_t lead  # bytes before the first slot of a chunk
+    Py_ssize_t held  # bytes of all chunks of this size
+    Chunk *open  # list of the chunks with a free slot; the next slot is taken from the first chunk
 
 
-cdef struct Chunk:  # some memory in slots of one size
-    PyObject *arena  # borrowed: each slot that is in use has a reference
-    PyObject *stretch  # owned: where the memory comes from
+# Memory for slots of one size. Slots are numbered. The slots from `cut` on were not in use since the chunk was last
+# empty. The free slots before `cut` are in the stack `places`. So a new chunk needs no list of all its slots.
+cdef struct Chunk:
+    PyObject *arena  # borrowed: each slot in use has a reference to it
+    PyObject *stretch  # owned: the `Stretch` with the memory
     SizeClass *size_class
     char *start  # of the first slot
     Py_ssize_t size  # bytes
-    Py_ssize_t slots
-    Py_ssize_t cut  # so many of the first have been in use
-    Py_ssize_t free  # so many of these are not now
-    uint16_t *places  # which
-    Chunk *before  # among those with a free slot
+    Py_ssize_t slots  # number of slots
+    Py_ssize_t cut  # number of the first slot that was never in use
+    Py_ssize_t free  # number of free slots before that
+    uint16_t *places  # stack of the numbers of these free slots
+    Chunk *before  # neighbours in the list of chunks with a free slot
     Chunk *behind
-    Chunk *empty_before  # among those that are empty
+    Chunk *empty_before  # neighbours in the list of empty chunks
     Chunk *empty_behind
 
 
 cdef class Arena:
     cdef readonly Py_ssize_t used  # bytes of slots in use
-    cdef Py_ssize_t in_chunks  # bytes of chunks
-    cdef Py_ssize_t in_empty_chunks
-    cdef object regions
-    cdef SizeClass *classes
-    cdef Chunk *empty  # chunks that are
+    cdef Py_ssize_t in_chunks  # bytes of all chunks
+    cdef Py_ssize_t in_empty_chunks  # bytes of chunks without a slot in use
+    cdef object regions  # the `Regions` that the chunks' memory is taken from
+    cdef SizeClass *classes  # by `class_of`
+    cdef Chunk *empty  # list of the chunks without a slot in use
     cdef Slot take(self, Py_ssize_t size)  # raises MemoryError
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL
     cdef int let_go(self) except -1
 
 
 cdef class Slot:
-    cdef Chunk *chunk  # what the memory goes back to
-    cdef char *at  # the body's first byte; its frame stands before it, its CRLF behind it
+    cdef Chunk *chunk  # the chunk that the slot is returned to
+    cdef char *at  # the body's first byte; the frame is before it, and the CRLF after the body
     cdef readonly Py_ssize_t size  # bytes of the body
     cdef public uint64_t digest
     cdef public int64_t expires

@@ -1,9 +1,8 @@
 # cython: auto_pickle=False
-"""See the twin in `core/python/slots.py`, which says what is done here.
+"""The arena. The reference implementation is `core/python/slots.py`.
 
-What a chunk is made of lies in plain memory, so that to take a slot and to return it costs two or three dozen
-instructions. No Python runs between looking at it and changing it, so that whatever drops a slot, on whatever thread,
-finds it in order.
+Chunks and their lists are C structures, so that to allocate or free a slot takes two or three dozen instructions. No
+Python code runs between a read and a change of them. So any thread may drop the last reference to a slot.
 """
 
 cimport cython
@@ -22,7 +21,7 @@ cdef extern from * nogil:
 
 cdef Py_ssize_t HEADER = HEADER_SIZE
 cdef Py_ssize_t LARGEST = _LARGEST
-cdef int CHUNKS_PER_STEP = 256  # chunks that are returned before others have their turn
+cdef int CHUNKS_PER_STEP = 256  # chunks returned in one call, because other clients wait meanwhile
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -37,10 +36,10 @@ cdef int frame_size(Py_ssize_t size) noexcept nogil:
 
 
 cdef inline Py_ssize_t class_of(Py_ssize_t size) noexcept nogil:
-    """The place of a size's class: four a doubling, from 64 bytes on."""
+    """Return the index of the size class for a body of `size` bytes: there are four for each doubling, from 64 on."""
     if size <= 64:
         return 0
-    cdef int doubled = 64 - __builtin_clzll(size - 1)  # the bits it takes to write that
+    cdef int doubled = 64 - __builtin_clzll(size - 1)  # number of bits of size - 1
     return 4 * (doubled - 7) + ((size - 1) >> (doubled - 3)) - 3
 
 
@@ -48,7 +47,7 @@ cdef Py_ssize_t CLASSES = class_of(LARGEST) + 1
 
 
 cdef Py_ssize_t capacity_of(Py_ssize_t index) noexcept nogil:
-    """Bytes of the longest body in a class."""
+    """Return the bytes of the longest body in a size class."""
     if index == 0:
         return 64
     return (5 + ((index - 1) & 3)) << (((index - 1) >> 2) + 4)
@@ -58,7 +57,7 @@ cdef Py_ssize_t capacity_of(Py_ssize_t index) noexcept nogil:
 
 
 cdef inline void open_chunk(Chunk *chunk) noexcept nogil:
-    """It has a free slot, and is the next to be cut."""
+    """Insert a chunk at the front of the chunks with a free slot."""
     cdef SizeClass *size_class = chunk.size_class
     chunk.before, chunk.behind = NULL, size_class.open
     if chunk.behind != NULL:
@@ -67,7 +66,7 @@ cdef inline void open_chunk(Chunk *chunk) noexcept nogil:
 
 
 cdef inline void close_chunk(Chunk *chunk) noexcept nogil:
-    """It has no free slot."""
+    """Remove a chunk from the chunks with a free slot."""
     if chunk.before != NULL:
         chunk.before.behind = chunk.behind
     else:
@@ -81,6 +80,7 @@ cdef inline Py_ssize_t in_use(Chunk *chunk) noexcept nogil:
 
 
 cdef inline void note_empty(Arena arena, Chunk *chunk) noexcept:
+    """Insert a chunk at the front of the empty chunks."""
     arena.in_empty_chunks += chunk.size
     chunk.empty_before, chunk.empty_behind = NULL, arena.empty
     if chunk.empty_behind != NULL:
@@ -89,6 +89,7 @@ cdef inline void note_empty(Arena arena, Chunk *chunk) noexcept:
 
 
 cdef inline void note_not_empty(Arena arena, Chunk *chunk) noexcept:
+    """Remove a chunk from the empty chunks."""
     arena.in_empty_chunks -= chunk.size
     if chunk.empty_before != NULL:
         chunk.empty_before.empty_behind = chunk.empty_behind
@@ -131,13 +132,14 @@ cdef void free_chunk(Chunk *chunk) noexcept:
 
 @cython.final
 @cython.no_gc
-@cython.freelist(1024)  # a batch of pages drops and takes hundreds
+@cython.freelist(1024)  # a batch of pages drops and creates hundreds of objects
 cdef class Slot:
-    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by.
+    """The memory of one value.
 
-    `digest` is the XXH3-64 of a body that was hashed as it arrived, until it is stored, and else 0.
+    `expires` is in unix milliseconds, 0 for never. `unit` is the block of a page, None for a string. `digest` is the
+    XXH3-64 of a body that was hashed while it was received and is not stored yet, and 0 otherwise.
 
-    The garbage collector does not look at it. So its `unit` must not be what refers to it by way of others.
+    The garbage collector does not track slots. So `unit` must not refer to the slot, directly or through other objects.
     """
 
     def __init__(self):
@@ -155,23 +157,23 @@ cdef class Slot:
         chunk.free += 1
         arena.used -= pitch
         if in_use(chunk) == 0:
-            chunk.cut = chunk.free = 0  # from the first on again
+            chunk.cut = chunk.free = 0  # take slots from the first on again
             note_empty(arena, chunk)
         Py_DECREF(arena)
 
     @property
     def room(self):
-        """Writable: body and CRLF."""
+        """Body and CRLF, writable."""
         return view_of(self, 0, self.size + 2)
 
     @property
     def body(self):
-        """Writable: the value's bytes."""
+        """The value's bytes, writable."""
         return view_of(self, 0, self.size)
 
     @property
     def header(self):
-        """Writable: the 64 bytes before the frame."""
+        """The 64 bytes before the frame, writable."""
         return view_of(self, -frame_size(self.size) - HEADER, HEADER)
 
     @property
@@ -182,16 +184,16 @@ cdef class Slot:
 
     @property
     def blob(self):
-        """Header and body as a bulk string, in pieces."""
+        """Header and body as one bulk string, in pieces."""
         return b"$%d\r\n%b" % (HEADER + self.size, header_of(self)[:HEADER]), Part(self, 0, self.size), b"\r\n"
 
     def part(self, Py_ssize_t start, Py_ssize_t stop):
-        """The bytes of the body from `start` to before `stop`."""
+        """Return the bytes of the body from `start` to before `stop`, as a piece of a reply."""
         return Part(self, start, stop)
 
     @property
     def footprint(self):
-        """Bytes of memory it occupies."""
+        """Bytes of memory that the slot takes."""
         return self.chunk.size_class.pitch
 
 
@@ -201,7 +203,7 @@ cdef char *header_of(Slot slot) noexcept:
 
 @cython.final
 cdef class Part:
-    """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
+    """Bytes of a slot's body as a piece of a reply. The slot stays in use while this object exists."""
 
     def __init__(self, Slot slot not None, Py_ssize_t start, Py_ssize_t stop):
         if not 0 <= start <= stop <= slot.size:
@@ -219,19 +221,19 @@ cdef class Part:
 @cython.final
 @cython.internal
 cdef class Memory:
-    """Some of a slot's memory. A view of it keeps this, and this keeps the slot."""
+    """Part of a slot's memory. A view refers to this object, and this object to the slot, which so stays in use."""
 
     cdef Slot slot
     cdef char *start
     cdef Py_ssize_t size
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        Py_DECREF(None)  # which Cython has put into buffer.obj, and which is overwritten
+        Py_DECREF(None)  # Cython has put None into buffer.obj, which PyBuffer_FillInfo overwrites
         PyBuffer_FillInfo(buffer, self, self.start, self.size, 0, flags)
 
 
 cdef object view_of(Slot slot, Py_ssize_t start, Py_ssize_t size):
-    """Some bytes from `start` on, which is counted from the body's first."""
+    """Return a view of `size` bytes from `start` on, counted from the body's first byte; `start` may be negative."""
     cdef Memory memory = Memory.__new__(Memory)
     memory.slot, memory.start, memory.size = slot, slot.at + start, size
     return PyMemoryView_FromObject(memory)
@@ -242,7 +244,7 @@ cdef object view_of(Slot slot, Py_ssize_t start, Py_ssize_t size):
 
 @cython.final
 cdef class Arena:
-    """Slots for values of any size. Its owner's thread calls it; the last reference to a slot may go in any."""
+    """Allocator of slots. Only its owner's thread may call it, but any thread may drop the last reference to a slot."""
 
     def __cinit__(self):
         self.regions = Regions()
@@ -251,7 +253,7 @@ cdef class Arena:
             raise MemoryError
 
     def __dealloc__(self):
-        """No slot is in use: each has a reference."""
+        """Free all chunks. They are empty, because each slot in use has a reference to the arena."""
         cdef Chunk *chunk = self.empty
         cdef Chunk *behind
         while chunk != NULL:
@@ -261,29 +263,30 @@ cdef class Arena:
         free(self.classes)
 
     def allocate(self, Py_ssize_t size):
-        """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
+        """Return a slot for a body of `size` bytes. Raise MemoryError if the system has no memory."""
         if size < 0:
             raise ValueError(f"a slot has 0 bytes or more, got {size}")
         return self.take(size)
 
     @property
     def spare(self):
-        """Bytes of empty chunks, and of what can be cut into others."""
+        """Bytes of empty chunks, and of spare memory of the regions."""
         return self.in_empty_chunks + self.regions.spare
 
     @property
     def held(self):
-        """Bytes that were taken from the system."""
+        """Bytes of memory from the system: all chunks, and spare memory of the regions."""
         return self.in_chunks + self.regions.spare
 
     def rest(self):
-        """Hand memory back to the system that was spare for long enough."""
+        """Return empty chunks to their regions, and memory that was spare for long enough to the system."""
         self.let_go()
         self.regions.rest()
 
     cdef Slot take(self, Py_ssize_t size):
         if size > LARGEST:
             raise MemoryError(f"the system has no {size} bytes more")
+        # Select the first chunk with a free slot.
         cdef Slot slot = Slot.__new__(Slot)
         cdef Py_ssize_t index = class_of(size)
         cdef SizeClass *size_class = &self.classes[index]
@@ -292,6 +295,7 @@ cdef class Arena:
             chunk = self.map_chunk(index)
         if in_use(chunk) == 0:
             note_not_empty(self, chunk)
+        # Take the slot that was freed last, because it may be in the processor's cache, or else a new one.
         cdef Py_ssize_t place
         if chunk.free:
             chunk.free -= 1
@@ -309,6 +313,7 @@ cdef class Arena:
         return slot
 
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL:
+        """Add an empty chunk to a size class, and return it. Raise MemoryError."""
         cdef SizeClass *size_class = &self.classes[index]
         self.let_go()
         shape = slot_shape(capacity_of(index))
@@ -325,7 +330,7 @@ cdef class Arena:
         return chunk
 
     cdef int let_go(self) except -1:
-        """Return chunks that are empty, some of them: slots of other sizes may be cut from their memory."""
+        """Return up to CHUNKS_PER_STEP empty chunks to their regions, so that other sizes can use the memory."""
         cdef int i
         cdef Chunk *chunk
         for i in range(CHUNKS_PER_STEP):
@@ -343,7 +348,7 @@ cdef class Arena:
 
 
 cdef inline void write_frame(Slot slot, char *frame) noexcept:
-    """Write a slot's frame there, its body begins behind it, and its CRLF stands behind that."""
+    """Write a slot's frame at `frame`, set the start of its body after that, and write the CRLF after the body."""
     cdef int size = frame_size(slot.size)
     cdef Py_ssize_t left = slot.size
     cdef int i = size - 3

@@ -1,4 +1,4 @@
-"""Queues of units in columns, many units at a time: see `core/python/lru.py`, which says what is done here."""
+"""Queues of units in columns. The reference implementation is `core/python/lru.py`."""
 
 from cpython.dict cimport PyDict_SetItem
 from cpython.object cimport PyObject

@@ -8,32 +8,32 @@ from kvpage_server.core.native.slots cimport Slot
 
 
 cdef struct Word:
-    uint32_t at  # where it starts in the text; of a long one, its place among the slots
-    int32_t size  # bytes; -1 for a long one
+    uint32_t at  # start of a short word in the text; index of a long word in the slots
+    int32_t size  # bytes of a short word; -1 for a long one
 
 
 @cython.final
 cdef class Words:
-    """The words of a long command, packed: no object for a word that nobody looks at."""
+    """Consecutive words of a long command. A short word gets an object only when it is read."""
 
-    cdef Packed packed
-    cdef Py_ssize_t first  # of the packed ones
-    cdef readonly Py_ssize_t count
+    cdef Packed packed  # all words of the command
+    cdef Py_ssize_t first  # index of the first one of these words
+    cdef readonly Py_ssize_t count  # number of these words
 
 
 @cython.final
-cdef class Packed:
-    cdef char *text
+cdef class Packed:  # all words of a long command
+    cdef char *text  # the short words, one after the other
     cdef Word *words
-    cdef Py_ssize_t count
-    cdef list slots
+    cdef Py_ssize_t count  # number of words
+    cdef list slots  # the long words
     cdef Py_ssize_t size  # bytes of the text
-    cdef Py_ssize_t text_room, words_room  # that there is memory for
+    cdef Py_ssize_t text_room, words_room  # bytes of text and number of words that have memory
     cdef int make_room(self, Py_ssize_t size) except -1
     cdef int add_slot(self, Slot slot) except -1
 
     cdef inline int add(self, const char *text, Py_ssize_t size) except -1:
-        """Add a short word. Raises MemoryError."""
+        """Append a short word. Raise MemoryError."""
         if self.count == self.words_room or self.size + size >= self.text_room:
             self.make_room(size)
         self.words[self.count].at = <uint32_t>self.size
@@ -48,9 +48,9 @@ cdef Words all_of(Packed packed)
 
 
 cdef inline const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **slot) except? NULL:
-    """The bytes of a command's word, whether the command is a list or Words; NULL for what is neither bytes nor a Slot.
+    """Return the bytes of word `i` of a list or `Words`; NULL if it is neither bytes nor a Slot. Raise IndexError.
 
-    `slot` is the Slot that it lies in, borrowed, or NULL.
+    `size` is set to its bytes, `slot` to its Slot, borrowed, or NULL.
     """
     cdef void *word
     cdef Word at

@@ -1,4 +1,7 @@
-"""The words of a long command in few pieces of memory: short ones one after the other in a text, long ones in slots."""
+"""The words of a long command in a few arrays: short words one after the other in a text, long words in slots.
+
+The reference implementation is in `core/python/frames.py`.
+"""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.list cimport PyList_GET_SIZE
@@ -7,9 +10,9 @@ from libc.stdlib cimport free, realloc
 
 from kvpage_server.core.native.slots cimport Slot
 
-cdef Py_ssize_t FEW = 128  # words that there is memory for at first
-cdef Py_ssize_t TEXT = 1024  # and bytes
-cdef Py_ssize_t SPARE = 1024 * 1024  # bytes of a text that it may keep without need
+cdef Py_ssize_t FEW = 128  # words that have memory at first
+cdef Py_ssize_t TEXT = 1024  # bytes of text that have memory at first
+cdef Py_ssize_t SPARE = 1024 * 1024  # unused bytes of a text that are kept
 
 
 cdef class Packed:
@@ -21,15 +24,15 @@ cdef class Packed:
         free(self.words)
 
     cdef int make_room(self, Py_ssize_t size) except -1:
-        """Have room for another word of `size` bytes. Raises MemoryError."""
-        if self.size + size >= self.text_room:  # there is a text, were it for empty words alone
+        """Allocate memory for another word of `size` bytes. Raise MemoryError."""
+        if self.size + size >= self.text_room:  # not `>`, so that the text is not NULL if all words are empty
             self.text = <char *>resized(self.text, &self.text_room, self.size + size, TEXT, 1)
         if self.count == self.words_room:
             self.words = <Word *>resized(self.words, &self.words_room, self.count + 1, FEW, sizeof(Word))
         return 0
 
     cdef int add_slot(self, Slot slot) except -1:
-        """Add a long word. Raises MemoryError."""
+        """Append a long word. Raise MemoryError."""
         self.make_room(0)
         self.words[self.count].at = <uint32_t>PyList_GET_SIZE(self.slots)
         self.words[self.count].size = -1
@@ -39,7 +42,7 @@ cdef class Packed:
 
 
 cdef int drop_from(Packed packed, Py_ssize_t first) except -1:
-    """Drop the words from one on, and give back the memory of a long text that they had."""
+    """Drop the words from index `first` on, and free the memory of the text if they had much of it."""
     cdef Py_ssize_t i, slots = PyList_GET_SIZE(packed.slots)
     for i in range(packed.count - 1, first - 1, -1):
         if packed.words[i].size < 0:
@@ -54,7 +57,10 @@ cdef int drop_from(Packed packed, Py_ssize_t first) except -1:
 
 
 cdef void *resized(void *memory, Py_ssize_t *room, Py_ssize_t needed, Py_ssize_t least, Py_ssize_t size) except NULL:
-    """Memory for `needed` things of a size and as many again, with those that are there."""
+    """Reallocate an array for twice the `needed` items of `size` bytes, at least `least`. Set `room` to their number.
+
+    Raise MemoryError, also above UINT32_MAX items, because `Word.at` has 32 bits.
+    """
     if needed > UINT32_MAX:
         raise MemoryError("the words of one command take too much memory")
     cdef Py_ssize_t wanted = max(2 * needed, least)
@@ -66,7 +72,7 @@ cdef void *resized(void *memory, Py_ssize_t *room, Py_ssize_t needed, Py_ssize_t
 
 
 cdef Words all_of(Packed packed):
-    """All words of a command."""
+    """Return all words of a command."""
     return view_of(packed, 0, packed.count)
 
 
@@ -77,7 +83,7 @@ cdef Words view_of(Packed packed, Py_ssize_t first, Py_ssize_t count):
 
 
 cdef object object_at(Words words, Py_ssize_t i):
-    """A word as an object of its own."""
+    """Return word `i` as an object. Raise IndexError if it was dropped."""
     if words.first + i >= words.packed.count:
         raise IndexError("the word was dropped")
     cdef Word word = words.packed.words[words.first + i]
@@ -121,7 +127,7 @@ cdef class Words:
         return f"Words({[*self]})"
 
     def __delitem__(self, where):
-        """Drop the last of the command's words: who frees some at a time keeps nobody waiting."""
+        """Drop the last words of the command, so that the memory of many words can be freed in steps."""
         start, stop, step = where.indices(self.count)
         if step != 1 or self.first + stop != self.packed.count:
             raise TypeError("only the last words of a command can be dropped")

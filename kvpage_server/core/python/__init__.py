@@ -1,4 +1,4 @@
-"""The reference implementation of the core in plain Python, which specifies the compiled one."""
+"""The reference implementation of the core, in plain Python. It specifies the behaviour of the compiled core."""
 
 from kvpage_server.core.python.bodies import Bodies, Chunk, Memory, Outbox, PageKeys, SentPages, digest, fill_digests
 from kvpage_server.core.python.calls import Callee, Caller

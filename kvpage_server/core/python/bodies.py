@@ -1,9 +1,10 @@
-"""Bodies of pages: digests, keys of sent pages, the output queue, and the receiver of bodies into their places.
+"""Bodies of pages: digests, keys and words of sent pages, the server's output queue, and the receiver of bodies.
 
-Replies are received into scratch memory that stays in the processor's cache, parsed there, and bodies are copied to
-their places. Of a long body the rest is received where it belongs, and no more behind it than the line before the next
-long one, so that such a body is copied by the kernel alone. Absent bodies and those of another length are missed and
-the others still arrive. A place is written to by its own page alone.
+The receiver, `Bodies`, receives replies into scratch memory that stays in the processor's cache, parses them there, and
+copies bodies to their places. The rest of a long body is received in its place, together with no more bytes than the
+line before the next long body. So the kernel writes long bodies to their places, and they are not copied again. A body
+that is absent or has another length is reported as missing, and the bodies after it still arrive. Only a page's own
+body is written to its place.
 """
 
 from __future__ import annotations
@@ -34,42 +35,42 @@ from kvpage_server.page import (
     pack_header,
 )
 
-# -- The caller's memory, buffer after buffer --------------------------------------------------------------------------
+# -- Buffers of the caller ---------------------------------------------------------------------------------------------
 
 
 class Memory:
-    """Held as long as this is."""
+    """Buffers of the caller, whose memory stays valid while this object exists."""
 
     def __init__(self, buffers: Sequence[Buffer], *, writable: bool = False) -> None:
-        """Raises Unusable for one that can't be sent from or, with `writable`, received into."""
+        """Raise Unusable for a buffer that can't be sent from or, with `writable`, received into."""
         self._views = [as_bytes(buffer, i, writable=writable) for i, buffer in enumerate(buffers)]
 
     def __len__(self) -> int:
         return len(self._views)
 
     def __getitem__(self, part: slice) -> Memory:
-        """Neighbours, still held together with all the others."""
+        """Return consecutive buffers. The compiled core keeps all buffers valid while a part exists."""
         some = Memory(())
         some._views = self._views[part]
         return some
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each."""
+        """Return the number of bytes of each buffer."""
         return list(map(len, self._views))
 
     def views(self) -> list[memoryview]:
-        """Return each as bytes."""
+        """Return each buffer as bytes."""
         return self._views
 
 
-# -- Digests of data in several pieces: of all of it, and of its pages -------------------------------------------------
+# -- Digests of data in several pieces, and of the pages in it ---------------------------------------------------------
 
 BODY_SIZE = slice(FIELD_AT["body_size"], FIELD_AT["body_size"] + 4)
 CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
 
 
 def digest(pieces: Sequence[Buffer]) -> int:
-    """XXH3-64 of the pieces as one."""
+    """Return the XXH3-64 of all pieces together."""
     found = xxhash.xxh3_64()
     for piece in pieces:
         found.update(piece)
@@ -77,9 +78,11 @@ def digest(pieces: Sequence[Buffer]) -> int:
 
 
 def fill_digests(headers: Buffer, pieces: Sequence[Buffer]) -> None:
-    """Write each page's digest into its header. The pages are in the pieces in the order of their headers, each in one.
+    """Write each page's digest into its header.
 
-    Raises ValueError if they are not."""
+    `headers` are the 64-byte headers of all pages in one buffer. The pieces contain the bodies in the same order, each
+    body within one piece. Raise ValueError if the sizes do not match.
+    """
     (table,) = Memory([headers], writable=True).views()
     left = Memory(pieces).views()
     for start in range(0, len(table), HEADER_SIZE):
@@ -98,36 +101,38 @@ def fill_digests(headers: Buffer, pieces: Sequence[Buffer]) -> None:
 MISFIT = "the pieces are not the pages of the headers"
 
 
-# -- The output queue: borrowed memory, piece by piece, each kept until the kernel has taken all of it -----------------
+# -- The output queue of a session: bytes and borrowed memory, kept until the kernel has accepted it -------------------
 
-# Bytes in one call, which frees no memory of the socket, however much the peer reads meanwhile. Found by trying: less
-# costs more calls, and a megabyte a tenth to a third more time (docs/performance.md).
+# Bytes in one system call. During a call the socket gets no new buffer space, however much the peer reads. The value
+# was measured: fewer bytes need more calls, and a megabyte takes a tenth to a third more time (docs/performance.md).
 SEND_BYTES = 768 << 10
-SEND_TURN = 4 << 20  # bytes sent in one call: others wait meanwhile
-MOST_PIECES = 1024  # in one call: IOV_MAX
+SEND_TURN = 4 << 20  # bytes sent in one turn, because other clients wait meanwhile
+MOST_PIECES = 1024  # pieces in one system call: IOV_MAX
 
 
 class BorrowedPiece(Protocol):
-    """Memory that is not reused while the object lives."""
+    """Memory that is not reused while the object exists."""
 
     @property
     def view(self) -> memoryview:
-        """Where it is now."""
+        """The memory at its present address."""
 
 
 class Outbox:
-    """Pieces in their order. Costs: O(1) per piece, without copying borrowed memory."""
+    """Queue of pieces. Costs: amortised O(1) for each piece. Borrowed memory is not copied."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes | BorrowedPiece] = []  # the owners of the memory, which is not reused before
-        self._buffers: list[bytes | memoryview] = []
-        self._ends: list[int] = []  # of each, in bytes from where the first that ever waited began
-        self._sent = 0  # likewise
-        self._gone = 0  # so many of the first are sent, and nothing but their places is left
+        # The queue, in three lists of the same length. The first `_gone` pieces were sent; their items are empty until
+        # they are half of the lists, and are deleted then.
+        self._pieces: list[bytes | BorrowedPiece] = []  # owners of the memory, which keep it from being reused
+        self._buffers: list[bytes | memoryview] = []  # the memory
+        self._ends: list[int] = []  # end of each piece, in bytes since the outbox was created
+        self._sent = 0  # bytes that were sent since the outbox was created
+        self._gone = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait."""
+        """Bytes in the queue."""
         return self._ends[-1] - self._sent if self._ends else 0
 
     def add(self, pieces: Sequence[bytes | BorrowedPiece]) -> None:
@@ -143,7 +148,10 @@ class Outbox:
         self._pieces += pieces
 
     def send(self, descriptor: int) -> int:
-        """Send queued output until the kernel is full or a turn is over; return the bytes sent. Raises OSError."""
+        """Send queued output until the socket's buffer is full or the turn is over. Return the bytes sent.
+
+        Raise OSError if nothing was sent. An error after some bytes is raised by the next call.
+        """
         sent = 0
         while self.nbytes and sent < SEND_TURN:
             buffers = self.next()
@@ -153,16 +161,16 @@ class Outbox:
                 break
             except OSError:
                 if sent:
-                    break  # it will be met again
+                    break  # the next call raises it
                 raise
             self.sent(count)
             sent += count
             if count < sum(map(len, buffers)):
-                break  # it has no room for more
+                break  # the socket's buffer is full
         return sent
 
     def next(self) -> list[bytes | memoryview]:
-        """Return the next buffers to send."""
+        """Return the next buffers to send: up to MOST_PIECES, with up to SEND_BYTES together."""
         if not self._ends:
             return []
         first, ends = self._gone, self._ends
@@ -178,12 +186,12 @@ class Outbox:
         return buffers
 
     def sent(self, count: int) -> None:
-        """Remove the bytes that the kernel has taken."""
+        """Remove `count` bytes that the kernel has accepted."""
         if not 0 <= count <= self.nbytes:
             raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
         self._sent += count
         before, gone = self._gone, bisect_right(self._ends, self._sent, self._gone)
-        if 2 * gone >= len(self._ends):  # not earlier, because the rest moves
+        if 2 * gone >= len(self._ends):  # not earlier, because the deletion moves all pieces behind
             del self._pieces[:gone], self._buffers[:gone], self._ends[:gone]
             self._gone = 0
         else:
@@ -192,11 +200,11 @@ class Outbox:
             self._gone = gone
 
     def renew(self) -> None:
-        """Read each piece's address again, because memory has moved."""
+        """Read the address of each piece's memory again, because it has changed."""
         self._buffers = _views(self._pieces)
 
     def clear(self) -> None:
-        """Drop the queued output."""
+        """Drop all queued output."""
         self.sent(self.nbytes)
 
 
@@ -206,17 +214,17 @@ def _views(pieces: Sequence[bytes | BorrowedPiece]) -> list[bytes | memoryview]:
     ]
 
 
-# -- Pages on their way out: words and bodies in turn, made for some pages at a time -----------------------------------
+# -- Pages to send: words and bodies by turns, encoded in chunks of some pages -----------------------------------------
 
 
 def spelt(*words: bytes | int) -> bytes:
-    """Words of a command as they go over the wire."""
+    """Return words of a command in wire format."""
     texts = [word if isinstance(word, bytes) else b"%d" % word for word in words]
     return b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
 
 
 class PageKeys:
-    """Keys of pages, in the caller's order."""
+    """The keys of some pages, in the caller's order."""
 
     def __init__(self, keys: Sequence[PageKey]) -> None:
         self.names = [*keys]
@@ -225,20 +233,20 @@ class PageKeys:
         return len(self.names)
 
     def __getitem__(self, part: slice) -> PageKeys:
-        """Neighbours."""
+        """Return consecutive keys."""
         return PageKeys(self.names[part])
 
     def words(self) -> bytes:
-        """Return the five words of each, as page commands take them: req_id, layer, head, page, kv_type."""
+        """Return the five words of each key in wire format, as page commands take them: see `words_of`."""
         return b"".join(map(words_of, self.names))
 
     def keys(self) -> bytes:
-        """Return the key of each, one word."""
+        """Return each key as one word in wire format."""
         return spelt(*map(bytes, self.names))
 
 
 def words_of(name: PageKey) -> bytes:
-    """Return the five words of one."""
+    """Return the five words of a page's key in wire format: req_id, layer, head, page, kv_type."""
     return spelt(name.req_id, name.layer, name.head, name.page, name.kv_type)
 
 
@@ -248,17 +256,17 @@ _ITEMSIZES = {int(dtype): dtype.itemsize for dtype in DType}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text and bodies in turn, ending with text; `stop` is where the pages end that it was made from."""
+    """Encoded pages."""
 
-    pieces: list[bytes | memoryview]
-    stop: int
+    pieces: list[bytes | memoryview]  # text and bodies by turns; text is first and last
+    stop: int  # index after the last of its pages
 
 
 class SentPages:
-    """Pages to be written, each a key, a body, dtype, page_size and head_dim."""
+    """Pages to write to a server: for each a key, a body, and a shape of dtype, page_size and head_dim."""
 
     def __init__(self, pages: Sequence[tuple[PageKey, Buffer, int, int, int]]) -> None:
-        """Raises Unusable for a body that can't be sent."""
+        """Raise Unusable for a body that can't be sent."""
         self.names = PageKeys([page[0] for page in pages])
         self.bodies = Memory([page[1] for page in pages])
         self.shapes = [page[2:] for page in pages]
@@ -267,13 +275,13 @@ class SentPages:
         return len(self.shapes)
 
     def __getitem__(self, part: slice) -> SentPages:
-        """Neighbours, still held together with all the others."""
+        """Return consecutive pages."""
         some = SentPages(())
         some.names, some.bodies, some.shapes = self.names[part], self.bodies[part], self.shapes[part]
         return some
 
     def misfit(self) -> int:
-        """Return the first whose body is not as long as its shape says, or whose shape is none; -1 if there is none."""
+        """Return the index of the first page with an invalid shape, or a body of another size; -1 without one."""
         for i, ((dtype, page_size, head_dim), nbytes) in enumerate(zip(self.shapes, self.bodies.sizes(), strict=True)):
             if not (0 < page_size <= MAX_U32 and 0 < head_dim <= MAX_U32 and nbytes <= MAX_U32):
                 return i
@@ -282,7 +290,7 @@ class SentPages:
         return -1
 
     def as_words(self, start: int, ttl: int) -> Chunk:
-        """Return the arguments of a page command that writes, of some pages from `start` on."""
+        """Return the words of some pages from `start` on, as a page command takes them. `ttl` is in seconds."""
         pieces: list[bytes | memoryview] = []
         stop = self._stop(start)
         before = b""
@@ -293,7 +301,10 @@ class SentPages:
         return Chunk(pieces, stop)
 
     def as_blobs(self, start: int, before: bytes, after: bytes, ttl: int, created: int) -> Chunk:
-        """Keys and blobs of some pages from `start` on, with the same text before and after each."""
+        """Return keys and blobs of some pages from `start` on, with the same text before and after each page.
+
+        `ttl` is in seconds, `created` in unix milliseconds, both for the headers.
+        """
         pieces: list[bytes | memoryview] = []
         stop = self._stop(start)
         between = before
@@ -307,11 +318,12 @@ class SentPages:
         return Chunk(pieces, stop)
 
     def _some(self, start: int, stop: int) -> zip[tuple[PageKey, tuple[int, int, int], memoryview]]:
+        """Return the key, the shape and the body of each page from `start` to before `stop`."""
         part = slice(start, stop)
         return zip(self.names.names[part], self.shapes[part], self.bodies.views()[part], strict=True)
 
     def _stop(self, start: int) -> int:
-        """Return where a chunk from `start` on ends."""
+        """Return the end of a chunk from `start` on: up to PAGES_PER_CHUNK pages, until they have SEND_BYTES."""
         nbytes = 0
         for stop in range(start, min(start + PAGES_PER_CHUNK, len(self))):
             if nbytes >= SEND_BYTES:
@@ -320,17 +332,21 @@ class SentPages:
         return min(start + PAGES_PER_CHUNK, len(self))
 
 
-SCRATCH_BYTES = 256 * 1024
-# bytes of a body that justify a call; a server takes longer ones, because it does not know the next word
+# -- The receiver of bodies --------------------------------------------------------------------------------------------
+
+SCRATCH_BYTES = 256 * 1024  # bytes of the scratch memory
+# Missing bytes of a body from which on they are received in its place, because that justifies a system call. The
+# server's parser has a larger limit, because it cannot predict the next word.
 LONG_BYTES = 16 * 1024
-ITEMS_AHEAD = 64  # items that are looked at for a long one: of 4 KiB each they fill the scratch memory
-LARGEST_STEP_BYTES = 1024 * 1024  # bytes in one call
+ITEMS_AHEAD = 64  # items in which the next long body is searched: 64 bodies of 4 KiB fill the scratch memory
+LARGEST_STEP_BYTES = 1024 * 1024  # bytes received in place in one call
 
 
 class Bodies:
-    """The answer to a read of pages: an array of bulk strings or, unless `array`, for one place a bulk string alone.
+    """Receiver of the reply to a read of pages: an array of bulk strings, or without `array` one bulk string.
 
-    With `names` they are blobs, whose headers must name these pages; with `verify` bodies must have their checksums.
+    Each item's body is written to its place. With `names` the items are blobs, whose headers must name these pages.
+    With `verify` the bodies must match the checksums of their headers.
     """
 
     def __init__(self, places: Memory, *, array: bool, names: PageKeys | None = None, verify: bool = False) -> None:
@@ -338,31 +354,34 @@ class Bodies:
         self._array = array
         self._names = None if names is None else names.names
         self._verify = verify
-        self._missed: dict[int, str] = {}
-        self._error: bytes | None = None
-        self._is_wrong = False
+        self._missed: dict[int, str] = {}  # reasons of missing items, by index
+        self._error: bytes | None = None  # the text of an error reply
+        self._is_wrong = False  # whether WrongAnswer was raised
         self._opening = b"*%d\r\n" % len(places) if array else b""
+        # State of the parser: the function for the next bytes, the index of the current item, and the bytes that are
+        # missing of its present part: header, body or CRLF.
         self._next: Callable[[Bodies, memoryview], int] = Bodies._take_opening if array else Bodies._take_line
         self._item = 0
-        self._left = 0  # bytes of the next item
-        self._header = bytearray(HEADER_SIZE)
+        self._left = 0
+        self._header = bytearray(HEADER_SIZE)  # the header of the current blob
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
-        self._start = self._end = 0  # the bytes in the scratch memory that are not parsed yet
+        self._start = self._end = 0  # the received bytes in the scratch memory that were not parsed yet
 
     @property
     def done(self) -> bool:
-        """Whether the answer is whole."""
+        """Whether the reply is complete."""
         return self._next is Bodies._take_nothing and not self._is_wrong
 
     def result(self) -> dict[int, str]:
-        """Return the missing items with their reasons: absent, size, header, checksum. Raises ErrorAnswer."""
+        """Return the reason of each missing item by index: absent, size, header or checksum. Raise ErrorAnswer."""
         if self._error is not None:
             raise ErrorAnswer(self._error)
         return self._missed
 
     def receive(self, fd: int) -> int:
-        """Receive available bytes in one call; return their number, 0 at the end of the stream, -1 if none are
-        available. Raises WrongAnswer.
+        """Receive available bytes with one system call, and parse them.
+
+        Return their number, 0 at the end of the stream, -1 if none are available. Raise WrongAnswer, or OSError.
         """
         direct = self._rest_of_long_body()
         self._make_room()
@@ -381,7 +400,7 @@ class Bodies:
         return count
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes that another function has received. Raises WrongAnswer."""
+        """Parse bytes that another function has received. Raise WrongAnswer."""
         rest = memoryview(data)
         while rest:
             self._make_room()
@@ -391,22 +410,23 @@ class Bodies:
             rest = rest[len(some) :]
             self._take()
 
-    # -- where the next bytes belong ---------------------------------------------------------------------------------
+    # -- buffers for the next bytes ----------------------------------------------------------------------------------
 
     def _rest_of_long_body(self) -> memoryview:
+        """Return the memory for missing bytes of the current body, up to LARGEST_STEP_BYTES; empty if they are few."""
         if self._next is not Bodies._take_body or self._left < LONG_BYTES:
             return memoryview(b"")
         place = self._places[self._item]
         return place[len(place) - self._left :][:LARGEST_STEP_BYTES]
 
     def _make_room(self) -> None:
-        """Move the unparsed bytes, a line at most, to the beginning."""
+        """Move the unparsed bytes, at most a line, to the beginning of the scratch memory."""
         left = bytes(self._scratch[self._start : self._end])
         self._scratch[: len(left)] = left
         self._start, self._end = 0, len(left)
 
     def _wanted(self, direct: memoryview) -> int:
-        """Return bytes up to the next long body."""
+        """Return the number of bytes to receive into the scratch memory: up to the next long body."""
         wanted = MAX_FRAME
         item = self._item
         if self._next in (Bodies._take_body, Bodies._take_dropped, Bodies._take_crlf):
@@ -419,10 +439,10 @@ class Bodies:
             wanted += len(place)
         return SCRATCH_BYTES
 
-    # -- Parsers: each takes bytes from the start and returns their number, or -1 if it needs more ---------------------
+    # -- parsers: each takes bytes from the start and returns their number, or -1 if it needs more ---------------------
 
     def _take(self) -> None:
-        """Take all that is there but a line that is not whole."""
+        """Parse the bytes in the scratch memory, except an incomplete line at the end."""
         data, at = self._scratch, self._start
         while True:
             some = data[at : self._end]
@@ -530,11 +550,12 @@ class Bodies:
         return -1
 
     def _wrong(self, some: memoryview, item: int) -> WrongAnswer:
+        """Return the error for unexpected bytes. The reply cannot be completed any more."""
         self._is_wrong = True
         return wrong_answer(item, len(self._places), bytes(some[:40]))
 
     def _arrived(self) -> None:
-        """Note a complete body; its CRLF follows."""
+        """Check a complete blob. Its CRLF follows."""
         self._next, self._left = Bodies._take_crlf, 2
         if self._names is not None:
             reason = _amiss(self._names[self._item], self._header, self._places[self._item], self._verify)
@@ -542,17 +563,19 @@ class Bodies:
                 self._missed[self._item] = reason
 
     def _go_on(self) -> None:
+        """Begin with the next item."""
         self._item += 1
         self._next = Bodies._take_line
         self._skip_to_the_end()
 
     def _skip_to_the_end(self) -> None:
+        """Expect no more bytes if all items were received."""
         if self._item == len(self._places):
             self._next = Bodies._take_nothing
 
 
 def _amiss(name: PageKey, header: bytearray, body: memoryview, verify: bool) -> str | None:
-    """Return the reason why a blob does not match its page's key, or None."""
+    """Return the reason why a blob does not match its page's key, "header" or "checksum", or None."""
     magic, version, _, kv_type, flags, _, _, *place, _, _, size, reserved, digest = LAYOUT.unpack(header)
     if (magic, version, flags, reserved, size) != (MAGIC, VERSION, 0, 0, len(body)):
         return "header"

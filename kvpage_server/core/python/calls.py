@@ -1,7 +1,8 @@
-"""The fast path: commands that have arrived are called one after another, as long as none needs a decision.
+"""The fast path: calls of complete commands, one after another, as long as none needs a decision of the caller.
 
-The table's owner defines the function and the number of words of each command. Before a call of a row that `asks` the
-owner decides whether it is made. A command that is not called is handed back, and so is a reply that is not plain.
+The owner of the table defines the function and the number of words of each command. For a row with `asks`, the owner
+decides before each call whether it is made. A command that is not called is returned to the caller, and so is a reply
+that is not plain.
 """
 
 from __future__ import annotations
@@ -14,58 +15,62 @@ from kvpage_server.core.pieces import Piece, lent
 from kvpage_server.core.python.bodies import SEND_BYTES
 from kvpage_server.core.python.frames import Argument, Command, Parser
 
-FEW = 4  # pieces that a plain reply has at most
+FEW = 4  # pieces that a plain reply may have
 
 
 class Callee(NamedTuple):
-    """Row of the fast path: the function for a command's word. `what` belongs to the owner."""
+    """Row of the fast path: the function for a command's name."""
 
-    what: Any
-    name: str
+    what: Any  # the owner's object for the command
+    name: str  # for statistics
     function: Callable[[Any, Any], Any]  # called with the client and the words after the first
-    fewest: int  # words that it takes, with its own
+    fewest: int  # words that the command may have, its name included
     most: int
-    asks: bool  # whether the owner is asked each time
-    place: int = 0  # of a word that is not to end in `ending`
+    asks: bool  # whether `may_run` is called before each call
+    place: int = 0  # index of a word that must not end in `ending`; 0 for none
     ending: bytes = b""
 
     def is_refused(self, words: list[Argument]) -> bool:
+        """Return whether the word at `place` ends in `ending`."""
         word = words[self.place]
         return self.place > 0 and isinstance(word, bytes) and word.endswith(self.ending)
 
 
 class CalledFor(Protocol):
-    """The client that is called for."""
+    """The client that has sent the commands."""
 
-    fast_path_ok: bool  # nothing about it has to be decided
-    protocol: int
+    fast_path_ok: bool  # whether its commands need no decision; a command may change this
+    protocol: int  # RESP 2 or 3
     last_command: str
-    finished: int  # monotonic nanoseconds of its last call's end
+    finished: int  # end of its last call, in monotonic nanoseconds
 
 
 class Counts(Protocol):
-    """Statistics of one row's calls. `histogram[i]` counts calls of at least 2**(i-1) and below 2**i ns."""
+    """Statistics of one row's calls."""
 
-    nanoseconds: int
-    histogram: list[int]
+    nanoseconds: int  # the duration of all calls
+    histogram: list[int]  # number of calls by duration: at index i, from 2**(i-1) to below 2**i nanoseconds
 
 
 class Returned(NamedTuple):
-    """Why no more is called. `left`: calls that there was time for; 0 when that is over.
+    """The reason why no more commands were called, one of four.
 
-    Reason to return; without words and with time left, the replies borrow enough memory to be sent.
+    The next command needs a decision: it is in `words`, without a `row`. Or the caller has to process the result of a
+    command: the command is in `words` and `row`. Or the time is over: `left` is 0. Otherwise the replies borrow so much
+    memory that they should be sent.
     """
 
-    left: int
-    words: Command | None = None  # of the next command, or of the called one
-    row: Callee | None = None  # of the called command, if its result is here
+    left: int  # calls that may still be made
+    words: Command | None = None
+    row: Callee | None = None
     reply: Any = None
-    error: Exception | None = None  # instead of a result
+    error: Exception | None = None  # raised instead of a result
 
 
 class Caller:
-    """Caller of the fast path for one client. `may_run` gets the client, a row's `what` and the words; `note_slow` gets
-    the time.
+    """Caller of the fast path for one client.
+
+    `may_run` is called with the client, a row's `what` and the words, `note_slow` with the same and the nanoseconds.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class Caller:
     ) -> None:
         self._client, self._parser, self._rows = client, parser, rows
         self._may_run, self._note_slow = may_run, note_slow
-        self._lent = 0  # bytes that `pieces` borrow, as far as they were added here
+        self._lent = 0  # bytes that `pieces` borrow because of replies that were added here
 
     def make(
         self,
@@ -92,10 +97,11 @@ class Caller:
         left: int,
         deadline: int,
     ) -> Returned | None:
-        """Make up to `left` calls until a moment, and add their replies to `pieces`. None if no command is left.
+        """Make up to `left` calls, and append their replies to `pieces`. Return None if no command is left.
 
-        `first` is a command that was taken before. `pushed` has something when another message is to follow the reply.
-        `ask` applies `may_run` to all rows; calls of at least `slow_from` ns are noted.
+        `first` is a command that was taken from the parser before. `pushed` is not empty when other messages have to
+        follow the reply. With `ask`, `may_run` is called for all rows. Calls of at least `slow_from` ns are passed to
+        `note_slow`. A call that ends after `deadline`, in monotonic nanoseconds, is the last one.
         """
         client, rows, words = self._client, self._rows, first
         if not pieces:
@@ -137,13 +143,14 @@ class Caller:
 
 
 def _is_plain(reply: object) -> bool:
+    """Return whether the fast path can encode a reply: bytes, None, an int, or up to FEW pieces."""
     if type(reply) is tuple:
         return len(reply) <= FEW
     return isinstance(reply, bytes) or reply is None or type(reply) is int
 
 
 def _spelt(reply: bytes | int | tuple[Piece, ...] | None, protocol: int) -> tuple[Piece, ...]:
-    """Return a plain reply as it is sent. A tuple and a subclass of bytes are that already."""
+    """Return a plain reply in wire format. A tuple and a subclass of bytes have that format already."""
     if isinstance(reply, tuple):
         return reply
     if reply is None:

@@ -1,11 +1,10 @@
-"""Bytes in, commands out: the request half of RESP.
+"""The parser of requests in RESP: bytes in, commands out.
 
-A command is a list of words, and `Words` where there are many. A word is `bytes`; one of `KEEP_FROM` bytes or more has
-a `Slot` of its own from its first byte on, so that a page is where it will stay. `hashed` are the names of commands
-whose long words are to have their digests.
+A command is a list of words, or a `Words` if it has more than MOST_LISTED. A word is `bytes`. A word of KEEP_FROM bytes
+or more is received into a `Slot` of its own, so that the body of a page is not copied when it is stored.
 
-Every byte is parsed a bounded number of times, independent of the input's fragmentation: between two calls the parser
-keeps at most a line, or a short word. Any cut gives the same commands, and the same error in the end.
+Every byte is parsed a bounded number of times, however the input is cut into packets: between two calls the parser
+keeps at most an incomplete line or a short word. All cuts of an input give the same commands, and the same error.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from kvpage_server.core.protocol import (
 from kvpage_server.core.python.slots import Arena, Slot
 from kvpage_server.core.regions import IN_PLACE
 
-# -- The words of a long command: a sequence of which a part is a view, and no copy ------------------------------------
+# -- The words of a long command: slices are views without a copy ------------------------------------------------------
 
 Argument = bytes | Slot
 Command = list[Argument]
 
 
 class Words:
-    """Some of the words of a command, one after the other. They are not changed, but the last ones can be dropped."""
+    """Consecutive words of a command. They do not change, but the last words of the command can be dropped."""
 
     __slots__ = ("_all", "_range")
 
@@ -91,7 +90,7 @@ class Words:
         return f"Words({[*self]})"
 
     def __delitem__(self, where: slice) -> None:
-        """Drop the last of the command's words: who frees some at a time keeps nobody waiting."""
+        """Drop the last words of the command, so that the memory of many words can be freed in steps."""
         places = self._range[where]
         if places.step != 1 or places.stop != len(self._all):
             raise TypeError("only the last words of a command can be dropped")
@@ -101,13 +100,13 @@ class Words:
 
 _CRLF = b"\r\n"
 _NOWHERE = memoryview(b"")
-_LENGTHS = {b"$%d" % length: length for length in range(KEEP_FROM)}  # that lines announce before short words
-_LONGEST_LINE = len(b"$%d\r\n" % KEEP_FROM)
+_LENGTHS = {b"$%d" % length: length for length in range(KEEP_FROM)}  # the lines before short words, and their lengths
+_LONGEST_LINE = len(b"$%d\r\n" % KEEP_FROM)  # bytes of such a line
 _BLANK = re.compile(rb"(?:[ \t\r\0\v\f]{0,%d}\n)+" % MAX_LINE)  # lines without a word
 
 
 class Scratch:
-    """Receive buffer that all parsers of a thread share; each copies the bytes that it does not parse immediately."""
+    """Receive buffer that all parsers of a thread share. A parser copies bytes from it that it cannot parse yet."""
 
     __slots__ = ("memory",)
 
@@ -116,10 +115,10 @@ class Scratch:
 
 
 class Parser:
-    """One connection's parser.
+    """The parser of one connection.
 
-    `receiving` are the bytes of the arena's memory that the command under way has, `received` those of the command that
-    was taken last, and `taken_bytes` all bytes of memory that it has.
+    `hashed` has the names of commands whose long words get a digest while they are received. The *current* command is
+    the one that is not complete yet.
     """
 
     def __init__(
@@ -130,26 +129,33 @@ class Parser:
         hashed: Collection[bytes] = frozenset(),
     ) -> None:
         self.limits = limits or Limits()
-        self.trusted = True
-        self.receiving = 0
-        self.received = 0
-        self.taken_bytes = 0
+        self.trusted = True  # whether the client has authenticated
+        self.receiving = 0  # bytes of the arena that the current command has
+        self.received = 0  # bytes of the arena that the last returned command has
+        self.taken_bytes = 0  # bytes of memory that the last returned command has
         self._hashed = hashed
         self._arena = arena
         self._scratch = scratch or Scratch()
-        self._data = b""  # received, and not parsed from `_pos` on
+
+        # Received bytes: `_data` from `_pos` on is not parsed yet.
+        self._data = b""
         self._pos = 0
-        self._scanned = 0  # bytes of that which hold no end of a line
-        self._words: list[Argument] = []  # of the command under way
-        self._missing = 0  # number of words to receive
-        self._size = 0  # bytes of its words so far
-        self._length = -1  # of the next word, once its line was read
-        self._slot: Slot | None = None  # of the next word, if it is long
-        self._place = _NOWHERE  # the memory of that, with room for its CRLF
-        self._filled = 0  # bytes of it that are there
-        self._digest: Any = None  # of them, if that is wanted
-        self._were_long = False  # whether the last words were long enough for direct receipt into slots
-        self._fault: ProtocolError | MemoryError | None = None  # that `next` is to raise
+        self._scanned = 0  # bytes after `_pos` that were searched for the end of a line without success
+
+        # The current command.
+        self._words: list[Argument] = []  # its complete words
+        self._missing = 0  # number of its words that are not complete
+        self._size = 0  # bytes of its words, the one whose line was read last included
+
+        # The current word.
+        self._length = -1  # its bytes; -1 until its line was read
+        self._slot: Slot | None = None  # its memory, if it is long
+        self._place = _NOWHERE  # the body and CRLF of that slot
+        self._filled = 0  # bytes of `_place` that were received
+        self._digest: Any = None  # hash of these bytes, if the command is in `hashed`
+
+        self._were_long = False  # whether the last words were long enough to be received into their slots
+        self._fault: ProtocolError | MemoryError | None = None  # the error that `next` has to raise
 
     def trust(self, trusted: bool) -> None:
         """Set whether the client has authenticated."""
@@ -157,16 +163,16 @@ class Parser:
 
     @property
     def held(self) -> int:
-        """Bytes of memory held for commands that were not taken."""
+        """Bytes of memory of received data that was not returned as a command."""
         return len(self._data) - self._pos + self._size + WORD * len(self._words)
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was received has been taken."""
+        """Whether all received bytes were returned as commands."""
         return self._pos == len(self._data) and not self._missing and self._fault is None
 
     def give_up(self) -> Command:
-        """Return the words of the incomplete command, and release its memory."""
+        """Return the complete words of the current command, and drop all other received bytes."""
         self._slot = self._fault = None
         self._place = _NOWHERE
         self._data, self._pos = b"", 0
@@ -175,9 +181,10 @@ class Parser:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def receive(self, descriptor: int) -> int:
-        """Receive until a command is whole, nothing more is there, or a turn is over: how many bytes.
+        """Receive until a command is complete, no more bytes are available, or the turn is over. Return their number.
 
-        0 at the stream's end, -1 when there is nothing yet. To be called when `next` has answered None. Raises OSError.
+        Return 0 at the end of the stream, -1 if no bytes are available. Must be called after `next` has returned None.
+        Raise OSError if nothing was received; an error after some bytes is raised by the next call.
         """
         received = 0
         while received < RECEIVE_TURN:
@@ -188,7 +195,7 @@ class Parser:
                 return received or -1
             except OSError:
                 if received:
-                    break  # it will be met again
+                    break  # the next call raises it
                 raise
             self._put(room, count)
             received += count
@@ -197,10 +204,10 @@ class Parser:
         return received
 
     def _room(self) -> list[memoryview]:
-        """Return the buffers for the next bytes: the slot of the current long word, and the scratch memory behind it.
+        """Return the buffers for the next bytes: the slot of the current long word, then the scratch memory.
 
-        Bytes in the scratch memory have to be copied. So little of it is received there behind a long word: the next
-        one is probably long, too.
+        Bytes in the scratch memory have to be copied. So only AHEAD bytes are received there after a long word, because
+        the next word is probably long, too.
         """
         scratch, rest = self._scratch.memory, self._place[self._filled :]
         if len(rest) < DIRECT:
@@ -208,7 +215,7 @@ class Parser:
         return [rest[:RECEIVE_TURN], scratch[: AHEAD if len(rest) <= RECEIVE_TURN else 0]]
 
     def _put(self, room: list[memoryview], count: int) -> None:
-        """So many bytes were received there."""
+        """Process `count` bytes that were received into the buffers of `_room`."""
         *slot, scratch = room
         for rest in slot:
             self._arrived(rest[:count])
@@ -219,7 +226,7 @@ class Parser:
                 self._were_long = False
 
     def _completes(self) -> bool:
-        """Return whether a command is whole, or something is wrong with it: `next` returns either."""
+        """Return whether `next` has a result: a complete command or an error, which is kept for `next`."""
         try:
             return self._is_whole()
         except (ProtocolError, MemoryError) as fault:
@@ -227,22 +234,23 @@ class Parser:
             return True
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take bytes that somebody else received."""
+        """Add bytes that another function has received."""
         self._keep(memoryview(data))
 
     def _keep(self, data: memoryview) -> None:
+        """Append bytes to the data that is not parsed yet, and drop parsed data."""
         self._data = self._data[self._pos :] + bytes(data)
         self._pos = 0
 
     # -- commands --------------------------------------------------------------------------------------------------
 
     def next(self) -> Command | None:
-        """Return the next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        """Return the next complete command, or None if more bytes are needed. Raise ProtocolError or MemoryError."""
         if self._fault is not None:
             try:
                 raise self._fault
             finally:
-                self._fault = None  # its traceback has this frame, and the frame this parser
+                self._fault = None  # breaks a reference cycle: the traceback refers to this frame, and it to the parser
         return self._taken() if self._is_whole() else None
 
     def _is_whole(self) -> bool:
@@ -255,18 +263,18 @@ class Parser:
         return False
 
     def _taken(self) -> Command:
-        """Return the words of the command that was under way."""
+        """Return the words of the current command, and prepare for the next one."""
         words, self._words = self._words, []
         self.received, self.receiving = self.receiving, 0
         self.taken_bytes = self._size + WORD * len(words)
         self._missing = self._size = 0
-        return cast("Command", Words(words)) if len(words) > MOST_LISTED else words  # it is read as a list is
+        return cast("Command", Words(words)) if len(words) > MOST_LISTED else words  # both are read in the same way
 
     def _begin_command(self) -> bool:
-        """Read the line that opens a command; false when it has not arrived."""
+        """Parse the first line of a command. Return False if it is incomplete. An empty line is no command."""
         if self._data[self._pos] != ord("*"):
             if not self._scanned and (blank := _BLANK.match(self._data, self._pos)):
-                self._pos = blank.end()  # a megabyte of such lines may arrive together
+                self._pos = blank.end()  # in one step, because a megabyte of such lines may arrive together
                 return True
             line = self._line(b"\n", LONG_INLINE)
             if line is not None:
@@ -278,7 +286,10 @@ class Parser:
         return line is not None
 
     def _line(self, end: bytes, too_long: str) -> bytes | None:
-        """Return the line at the cursor, or None when it has not arrived."""
+        """Return the line at `_pos`, and move `_pos` after it; None if it is incomplete.
+
+        Raise ProtocolError with the message `too_long` above MAX_LINE bytes.
+        """
         start = self._pos
         stop = self._data.find(end, start + self._scanned)
         if (len(self._data) - len(end) + 1 if stop < 0 else stop) - start > MAX_LINE:
@@ -293,7 +304,7 @@ class Parser:
     # -- words -----------------------------------------------------------------------------------------------------
 
     def _take_words(self) -> bool:
-        """Take the words that have arrived; false when one is missing."""
+        """Parse the received words of the current command. Return False if one is incomplete."""
         while self._missing:
             if self._length < 0:
                 self._take_short_words()
@@ -316,7 +327,7 @@ class Parser:
         return True
 
     def _take_short_words(self) -> None:
-        """Take the short words that are there whole, up to the first with anything unusual about it."""
+        """Parse complete short words, up to the first that is long or needs an error. This is the fast loop."""
         data, pos, size, most = self._data, self._pos, self._size, self.limits
         for left in range(self._missing, 0, -1):
             line_end = data.find(_CRLF, pos, pos + _LONGEST_LINE)
@@ -334,6 +345,7 @@ class Parser:
             self._pos, self._size, self._scanned = pos, size, 0
 
     def _short_word(self) -> bytes | None:
+        """Return the current word, which is short; None if it is incomplete."""
         stop = self._pos + self._length
         if stop + len(_CRLF) > len(self._data):
             return None
@@ -343,6 +355,7 @@ class Parser:
         return word
 
     def _long_word(self) -> Slot | None:
+        """Copy received bytes of the current word, which is long, to its slot. Return the slot once it is complete."""
         if self._slot is None:
             self._slot = self._arena.allocate(self._length)
             self.receiving += self._slot.footprint
@@ -364,12 +377,13 @@ class Parser:
         return slot
 
     def _arrived(self, part: memoryview) -> None:
-        """Note received bytes of the long word in its slot."""
+        """Count, and if necessary hash, bytes of the current word that were written to its slot."""
         if self._digest is not None:
             self._digest.update(part[: max(self._length - self._filled, 0)])
         self._filled += len(part)
 
 
 def _check_end(end: bytes | memoryview) -> None:
+    """Raise ProtocolError if a word does not end with CRLF."""
     if end != _CRLF:
         raise ProtocolError(NO_CRLF)

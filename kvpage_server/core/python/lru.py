@@ -1,7 +1,8 @@
-"""Queues of units in columns: inserts and uses of a whole batch at a time.
+"""Queues of units in columns: inserts and uses of a whole batch in one call.
 
-A unit has a place, and at it a field in each column. A queue is a ring of places, linked in two columns, which begins
-and ends with a place of its own. The owner defines the queues, and the queue of each unit.
+A unit has a place, and each of its fields is at that place in a column. A queue is a doubly linked ring of places, with
+a place of its own as head. Place 0 stands for no place. The owner defines the queues, and the queue of each unit: see
+`store/eviction/queues.py`.
 """
 
 from __future__ import annotations
@@ -10,30 +11,31 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-SLOT_BITS = 7  # a slot of time: 2**7 new units
+SLOT_BITS = 7  # a slot of time is 2**7 inserted units
 
 
 class Columns(NamedTuple):
-    """A field of every place each. Times are in seconds, or the number of units inserted until then."""
+    """The columns, with one field of every place each. Times are in seconds, or in inserted units."""
 
-    before: array[int]  # neighbours in the queue; 0 when it is in none
-    after: array[int]
-    queue: array[int]  # where it belongs
+    before: array[int]  # place before it in its queue; 0 if it is in no queue
+    after: array[int]  # place after it in its queue
+    queue: array[int]  # head of the queue that the unit belongs to
     at: array[int]  # last use, in seconds
-    counted: array[int]  # last use that counted, in seconds
-    last: array[int]  # last use, as a number of inserted units
-    uses: array[int]
-    parent: array[int]  # the place of the unit that it extends
-    children: array[int]  # how many extend it
+    counted: array[int]  # last use that was counted in `uses`, in seconds
+    last: array[int]  # last use, as the number of units that were inserted until then
+    uses: array[int]  # number of counted uses
+    parent: array[int]  # place of the unit that this one extends; 0 for none
+    children: array[int]  # number of units that extend this one
 
 
 def touch_many(
     places: dict[Any, int], columns: Columns, units: Sequence[Any], now: int, time: int, since: int
 ) -> tuple[list[Any], list[Any], list[tuple[int, int, int]]]:
-    """Units are used again: each becomes the last of its queue, unless its last use that counted is `since` or older.
+    """Move used units to the ends of their queues, unless their last counted use was at `since` or before.
 
-    Return the unknown units; the units before `since`, which are not moved; and the moves as (queue, slot of time,
-    count in a row).
+    `now` becomes their last use in seconds, `time` the same in inserted units. Return three lists: units without a
+    place; units whose last counted use was at `since` or before, which are unchanged; and the moves as (queue, slot of
+    the use before, number of units in a row).
     """
     new: list[Any] = []
     due: list[Any] = []
@@ -64,9 +66,9 @@ def enter(
     now: int,
     time: int,
 ) -> int:
-    """Insert units at the end of a queue, one per tick from `time` on; return the last tick.
+    """Insert new units at the end of a queue, each with one use. Units that have a place already are skipped.
 
-    They get places that are `free`, of which there are enough.
+    Each inserted unit increases `time` by one; the result is the last time. `free` has enough places for all of them.
     """
     for unit in new:
         if unit in places:
@@ -83,12 +85,13 @@ def enter(
 
 
 def _link_last(columns: Columns, place: int, queue: int) -> None:
+    """Insert a place at the end of a queue, before its head in the ring."""
     last = columns.before[queue]
     columns.before[place], columns.after[place] = last, queue
     columns.after[last] = columns.before[queue] = place
 
 
 def _unlink(columns: Columns, place: int) -> None:
-    """Take a place out of its queue. A place in no queue is its own neighbour, so nothing changes."""
+    """Take a place out of its queue. A place in no queue is not changed, because place 0 is its own neighbour."""
     before, after = columns.before[place], columns.after[place]
     columns.after[before], columns.before[after] = after, before

@@ -1,4 +1,4 @@
-"""Output pieces of a client, taken from an iterator when they can be sent."""
+"""The output queue of the Python client, which takes pieces from an iterator when they can be sent."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing_extensions import Buffer
 
 from kvpage_server.core.python.bodies import SEND_BYTES, Chunk, Memory
 
-PIECES = 1024  # in one call: IOV_MAX
-RECORD_BYTES = 64 * 1024  # bytes that are joined for TLS
+PIECES = 1024  # pieces in one call: IOV_MAX
+RECORD_BYTES = 64 * 1024  # bytes that are joined for one write with TLS
 
 
 class Outgoing:
-    """`done` once everything was sent."""
+    """Queue of output: buffers, and `Chunk`s of pages."""
 
     def __init__(self, pieces: Iterator[Buffer | Chunk]) -> None:
-        self._pieces = pieces
-        self._some: list[memoryview] = []  # that are next, `_sent` bytes of the first are sent
-        self._sent = 0
-        self.done = False
+        self._pieces = pieces  # output that was not taken yet
+        self._some: list[memoryview] = []  # the next pieces to send
+        self._sent = 0  # bytes of the first piece that were sent
+        self.done = False  # whether everything was sent
         self._fill()
 
     def send(self, fd: int) -> int:
-        """Send the bytes that the kernel takes in one call; return their number, -1 if it takes none now."""
+        """Send as many bytes as the kernel accepts in one call. Return their number, -1 if it accepts none now."""
         count, nbytes = 0, -self._sent
         while count < min(len(self._some), PIECES) and nbytes < SEND_BYTES:
             nbytes += len(self._some[count])
@@ -38,7 +38,7 @@ class Outgoing:
         return sent
 
     def record(self) -> bytes:
-        """Return the next output as one bytes object."""
+        """Return up to RECORD_BYTES of the next output as one bytes object. The caller reports them with `sent`."""
         some, nbytes = [], -self._sent
         for piece in self._some:
             some.append(piece)
@@ -50,7 +50,7 @@ class Outgoing:
         return b"".join(some)
 
     def sent(self, count: int) -> None:
-        """So many bytes of it were sent."""
+        """Remove `count` bytes that were sent."""
         self._sent += count
         gone = 0
         while gone < len(self._some) and self._sent >= len(self._some[gone]):
@@ -61,7 +61,7 @@ class Outgoing:
             self._fill()
 
     def _fill(self) -> None:
-        """Take the next pieces, as many as one call can send."""
+        """Take the next pieces from the iterator, as many as one call can send. Set `done` if there are none."""
         nbytes = 0
         for piece in self._pieces:
             views = Memory(piece.pieces if isinstance(piece, Chunk) else [piece]).views()

@@ -1,8 +1,8 @@
-"""Batches of pages: from words to stored pages, and from names to found pages. The specification.
+"""Batches of pages: from words to stored pages, and from names to found pages.
 
-A batch is read in parts of a bounded number of pages, and each part does one thing with all of its pages: it checks
-them, enters them, or finds them. Decisions (the block of a page, the replacement of another kind of value, absent
-pages) are left to the owner of the entries.
+A batch is processed in parts of a bounded number of pages. Each function does one step for all pages of a part: it
+parses and checks them, stores them, or finds them. The owner of the entries processes pages that need a decision: those
+whose key has another kind of value, those whose block is an extent, and absent ones.
 """
 
 from __future__ import annotations
@@ -16,31 +16,27 @@ from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
 from kvpage_server.core.python.slots import Arena, Slot
 from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageError, checksum
 
-MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed or copied at once: some 0.5 ms
+MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed in one step, about 0.5 ms
 
 BlockName = tuple[bytes, int]  # request and page id
 
 
 class Put(NamedTuple):
-    """Result of inserting pages: the index where it ended, and the blocks of the pages, once for consecutive pages.
+    """The result of `NewPages.put`."""
 
-    `made` counts new blocks; `beside` counts those in requests that have other blocks. The pages take so many bytes
-    more, of memory and of headers and bodies; and so many that expired were replaced.
-    """
-
-    stop: int
-    blocks: list[Any]
-    made: int
-    beside: list[Any]
-    grown: int
-    stored: int
-    replaced: int
+    stop: int  # index after the last stored page
+    blocks: list[Any]  # the blocks of the pages, once for consecutive pages of one block
+    made: int  # number of blocks that were created
+    beside: list[Any]  # those of `blocks` whose request has the block before or after them
+    grown: int  # growth of the memory of all pages, in bytes
+    stored: int  # growth of headers and bodies of all pages, in bytes
+    replaced: int  # number of replaced pages that had an expiry
 
 
 class PageSet:
-    """The pages of one block, as rows of bits (see `rows`), and its owner's fields.
+    """The set of pages of one block, as rows of bits (see `core.pieces`), and fields of its owner.
 
-    Costs: add, discard and `has` O(1); all else O(rows).
+    Costs: O(1) for `add`, `discard` and `has`, O(rows log rows) for everything else.
     """
 
     __slots__ = (
@@ -59,17 +55,17 @@ class PageSet:
     def __init__(self, req_id: bytes, page: int) -> None:
         self.req_id = req_id
         self.page = page
-        self.pages = 0  # how many there are
-        self.footprint = 0  # bytes of memory they occupy
-        self.soonest = 0  # none expires before: unix milliseconds, 0 when none expires at all
-        self.extent: Any = None  # the memory of a block that was stored whole
-        self.shape: Any = None  # of the block, when it is complete and `shape_known`
-        self.shape_known = False  # valid until a page is added or removed
-        self.version = 0  # increases with each added or removed page
-        self._rows: dict[int, int] = {}
+        self.pages = 0  # number of pages
+        self.footprint = 0  # bytes of memory that the pages take
+        self.soonest = 0  # no page expires before this time, in unix milliseconds; 0 if none has an expiry
+        self.extent: Any = None  # the extent, if the pages are not single ones
+        self.shape: Any = None  # the shape, if `shape_known` and the block is complete
+        self.shape_known = False  # whether `shape` is up to date; False after each change of a page
+        self.version = 0  # number of changes of pages
+        self._rows: dict[int, int] = {}  # bits by row; a row may be 0
 
     def add(self, layer: int, head: int, kv_type: int) -> None:
-        """Have a page."""
+        """Add a page, if the set does not have it."""
         self.changed()
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         heads = self._rows.get(row, 0)
@@ -78,7 +74,7 @@ class PageSet:
             self.pages += 1
 
     def discard(self, layer: int, head: int, kv_type: int) -> None:
-        """Have a page no more."""
+        """Remove a page, if the set has it."""
         self.changed()
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         heads = self._rows.get(row, 0)
@@ -92,15 +88,15 @@ class PageSet:
         self.version += 1
 
     def has(self, layer: int, head: int, kv_type: int) -> bool:
-        """Return whether there is a page."""
+        """Return whether the set has a page."""
         return bool(self._rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
 
     def each_row(self) -> Iterator[tuple[int, int]]:
-        """Yield every row that has heads, and these, in the order of a block's body, as they are now."""
+        """Return (row, bits) of every row with pages, in the order of a block's body. Later changes have no effect."""
         return iter([(row, heads) for row, heads in sorted(self._rows.items()) if heads])
 
     def outline(self) -> tuple[int, int, int]:
-        """Return one more than the last layer, one more than the last head, and the planes, a bit each."""
+        """Return the last layer plus one, the last head plus one, and the planes as bits."""
         layers = heads_end = planes = 0
         for row, heads in self._rows.items():
             if heads:
@@ -112,7 +108,7 @@ class PageSet:
 
     @property
     def bits(self) -> dict[int, int]:
-        """The heads of every row that has any, in the order of a block's body."""
+        """The bits of every row with pages, by row, in the order of a block's body."""
         return dict(self.each_row())
 
     @bits.setter
@@ -123,18 +119,19 @@ class PageSet:
 
 
 class PageNames:
-    """The names of pages, five words each: up to `most` of them, from the word `first` on.
+    """The names of up to `most` pages, parsed from five words each, from index `first` of the words on.
 
-    Raises BadPage for the first that breaks the contract.
+    The constructor raises BadPage for the first name that breaks the contract.
     """
 
-    width = NAME_WORDS
+    width = NAME_WORDS  # words of a page
 
     def __init__(self, words: Sequence[Word], first: int, most: int) -> None:
         self._names: list[PageName] = []
         self._read(words, first, most, lambda words: self._names.append(page_name(words)))
 
     def _read(self, words: Sequence[Word], first: int, most: int, read: Callable[[Sequence[Word]], object]) -> None:
+        """Call `read` with the words of each page, until it returns False."""
         stop = min(first + most * self.width, len(words))
         for start in range(first, stop, self.width):
             try:
@@ -148,34 +145,34 @@ class PageNames:
 
     @property
     def keys(self) -> list[bytes]:
-        """Their keys."""
+        """The key of each page."""
         return [name.key for name in self._names]
 
     def name(self, i: int) -> PageName:
-        """Return one of them."""
+        """Return the key of page `i` with its parts."""
         return self._names[i]
 
     def block(self, i: int) -> BlockName:
-        """Return the block of one of them."""
+        """Return the block of page `i`."""
         return self._names[i].req_id, self._names[i].page
 
     def blocks(self) -> list[BlockName]:
-        """Their blocks, once for those in a row."""
+        """Return the blocks of the pages, once for consecutive pages of one block."""
         return [block for block, _ in self.runs(range(len(self)))]
 
     def runs(self, places: Sequence[int]) -> list[tuple[BlockName, list[int]]]:
-        """Some of them, those of one block in a row together."""
+        """Return some indexes of pages, grouped into runs of the same block."""
         return [(block, [*some]) for block, some in groupby(places, self.block)]
 
 
 class NewPages(PageNames):
-    """Pages to be stored, ten words each, as for `PageNames`: their slots have headers.
+    """Up to `most` pages to store, parsed from ten words each, as for `PageNames`. Each has its header in its slot.
 
-    There are fewer of them when there is much to hash. `now` is in unix milliseconds. `strict`: a body has to fill its
-    shape. `hashes`: headers have checksums.
+    The batch ends early after MOST_HASHED bytes were hashed. `now` is in unix milliseconds. With `strict`, a body must
+    have exactly the bytes of its shape. With `hashes`, headers get checksums.
     """
 
-    width = PAGE_WORDS
+    width = PAGE_WORDS  # words of a page
 
     def __init__(
         self, words: Sequence[Word], first: int, most: int, arena: Arena, now: int, strict: bool, hashes: bool
@@ -187,7 +184,7 @@ class NewPages(PageNames):
         self._read(words, first, most, lambda words: self._describe(words, arena, now, strict, hashes))
 
     def _describe(self, words: Sequence[Word], arena: Arena, now: int, strict: bool, hashes: bool) -> bool:
-        """Read one; whether there is time for the next."""
+        """Parse a page, and write its header into its slot. Return whether the next may be hashed in this step."""
         name, body = page_name(words), words[-1]
         size = body.size if type(body) is Slot else len(body)
         dtype, rows, columns, ttl = page_shape(words[NAME_WORDS:-1], size, strict=strict)
@@ -208,13 +205,13 @@ class NewPages(PageNames):
 
     @classmethod
     def one(cls, name: PageName, slot: Slot, expires: int) -> NewPages:
-        """Return a page whose slot has its header."""
+        """Return a batch of one page, whose slot has its header."""
         pages = cls.__new__(cls)
         pages._names, pages.slots, pages._expires = [name], [slot], [expires]
         return pages
 
     def expires(self, i: int) -> int:
-        """When one of them expires: unix milliseconds, 0 for never."""
+        """Return the expiry of page `i` in unix milliseconds, 0 for never."""
         return self._expires[i]
 
     def put(
@@ -227,11 +224,14 @@ class NewPages(PageNames):
         *,
         one_block: bool,
     ) -> Put:
-        """Enter pages from `at` on, as long as they expire as the first does; those of `one_block`, if so asked.
+        """Store consecutive pages from index `at` on that need no decision and have the expiry of the first.
 
-        Blocks that are not there are made. Ends before a page whose key has another value than a page of its block in
-        a slot, and before a block that is something else than a `make` with its pages by themselves. Keys that had no
-        value are appended to `fresh`, if that is given.
+        `entries` are the values by key, `requests` the blocks by request and page id. Missing blocks are created with
+        `make`. Keys without a value before are appended to `fresh`, unless that is None.
+
+        Stop before a page whose key has another value than a single page in memory, before a block that is not of type
+        `make` or is an extent, and with `one_block` before the second block. Nothing is stored if that is the first
+        page.
         """
         block, name, expires = PageSet(b"", 0), None, self._expires[at]
         blocks: list[PageSet] = []
@@ -279,10 +279,11 @@ class NewPages(PageNames):
 def look_up(
     entries: Mapping[bytes, Any], keys: Sequence[bytes], first: int, stop: int, most: int, now: int
 ) -> tuple[list[Slot | None], list[PageSet], list[int], list[int]]:
-    """Find living pages in slots, from the key `first` to before `stop`, or until they are `most` bytes.
+    """Find single pages in memory that have not expired at `now`, in unix milliseconds.
 
-    Return the found values in order; their blocks, once for consecutive pages; and the keys without an entry, and with
-    an entry of another kind, whose value is None.
+    The keys are those from index `first` to before `stop`, but the search ends after the page that makes `most` bytes.
+    Return four lists: the value of each key, or None; the blocks of the values, once for consecutive pages; the indexes
+    of keys without an entry; and the indexes of keys with another entry.
     """
     found: list[Slot | None] = []
     blocks: list[PageSet] = []
@@ -306,5 +307,5 @@ def look_up(
 
 
 def filled(found: list[Any], filler: Any) -> tuple[Any, ...]:
-    """Return the items, with `filler` in place of each None."""
+    """Return the items as a tuple, with `filler` in place of each None."""
     return tuple([filler if thing is None else thing for thing in found])

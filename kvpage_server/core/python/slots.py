@@ -1,12 +1,12 @@
-"""Memory for values, in slots of a few sizes, recycled.
+"""The arena: memory for values, in slots of a few sizes.
 
-Slots are cut from chunks; a size has its own chunks, so a freed slot fits the next value of its size and memory neither
-fragments nor is made ready again. A chunk whose last slot is freed is returned to its region when the arena rests, or
-when slots of another size need one: `regions` says how long its memory is kept.
+Slots are cut from chunks, and each size has its own chunks. So a freed slot fits the next value of its size, and memory
+does not become fragmented. A chunk without a slot in use is returned to its region by `Arena.rest`, or before a chunk
+for another size is allocated. `regions` describes how long the region keeps the memory.
 
-Who owns a slot? Every holder of a reference to the `Slot` object or to a view of its memory: the index, a parser that
-fills it, a session that sends it, a thread that writes it to disk. The last reference to go returns the memory, so a
-buffer in flight is never recycled and an aborted upload leaks nothing.
+A slot is freed when the last reference to its `Slot` object, or to a view of its memory, is dropped. References are
+held by the index, by a parser that fills the slot, by a session that sends it, and by a thread that writes it to disk.
+So memory is not reused while it is sent or received, and an aborted upload leaks nothing.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from kvpage_server.core.regions import (
 )
 from kvpage_server.page import HEADER_SIZE
 
-_CHUNKS_PER_STEP = 256  # chunks that are returned before others have their turn
+_CHUNKS_PER_STEP = 256  # chunks returned in one call, because other clients wait meanwhile
 
 
 class SizeClass:
-    """Slots of one size and the chunks they are cut from."""
+    """The slots of one size, and the chunks that they are cut from."""
 
     __slots__ = ("held", "open", "shape")
 
     def __init__(self, shape: SlotShape) -> None:
         self.shape = shape
-        self.held = 0  # bytes of its chunks
-        self.open: dict[SlotChunk, None] = {}  # those with a free slot; the last is cut first
+        self.held = 0  # bytes of all chunks of this size
+        self.open: dict[SlotChunk, None] = {}  # chunks with a free slot; the next slot is taken from the last
 
 
 class SlotChunk:
-    """Some memory in slots of one size. `free` says where those begin that are not in use, the first one last."""
+    """Memory for `slots` slots of one size. `free` has the starts of free slots in the region, the next one last."""
 
     __slots__ = ("arena", "free", "size_class", "slots", "stretch")
 
@@ -58,16 +58,16 @@ class SlotChunk:
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Some of a slot's memory. A view of it keeps this, and this keeps the slot."""
+    """Part of a slot's memory. A view refers to this object, and this object to the slot, which so stays in use."""
 
     slot: Slot
 
 
 class Slot:
-    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is its name in the eviction
-    policy.
+    """The memory of one value.
 
-    `digest` is the XXH3-64 of a body that was hashed as it arrived, until it is stored, and else 0.
+    `expires` is in unix milliseconds, 0 for never. `unit` is the block of a page, None for a string. `digest` is the
+    XXH3-64 of a body that was hashed while it was received and is not stored yet, and 0 otherwise.
     """
 
     __slots__ = ("_chunk", "_start", "at", "digest", "expires", "size", "unit")
@@ -75,8 +75,8 @@ class Slot:
     def __init__(self, chunk: SlotChunk, start: int, size: int) -> None:
         frame = b"$%d\r\n" % size
         self._chunk = chunk
-        self._start = start  # of the header, in the region
-        self.at = start + HEADER_SIZE + len(frame)  # of the body, likewise
+        self._start = start  # start of the header in the region
+        self.at = start + HEADER_SIZE + len(frame)  # start of the body in the region
         self.size = size  # bytes of the body
         self.digest = 0
         self.expires = 0
@@ -95,17 +95,17 @@ class Slot:
 
     @property
     def room(self) -> memoryview:
-        """Writable: body and CRLF."""
+        """Body and CRLF, writable."""
         return self._memory(self.at, self.at + self.size + SUFFIX)
 
     @property
     def body(self) -> memoryview:
-        """Writable: the value's bytes."""
+        """The value's bytes, writable."""
         return self._memory(self.at, self.at + self.size)
 
     @property
     def header(self) -> memoryview:
-        """Writable: the 64 bytes before the frame."""
+        """The 64 bytes before the frame, writable."""
         return self._memory(self._start, self._start + HEADER_SIZE)
 
     @property
@@ -115,26 +115,26 @@ class Slot:
 
     @property
     def borrowed(self) -> memoryview:
-        """The same, faster. It does not keep the slot alive; the caller must."""
+        """The same bytes as `view`, without a reference to the slot. The caller has to keep the slot."""
         return self._chunk.stretch.region.memory[self._start + HEADER_SIZE : self.at + self.size + SUFFIX]
 
     @property
     def blob(self) -> tuple[bytes, Part, bytes]:
-        """Header and body as a bulk string, in pieces."""
+        """Header and body as one bulk string, in pieces."""
         return b"$%d\r\n%b" % (HEADER_SIZE + self.size, bytes(self.header)), self.part(0, self.size), b"\r\n"
 
     def part(self, start: int, stop: int) -> Part:
-        """Return the bytes of the body from `start` to before `stop`."""
+        """Return the bytes of the body from `start` to before `stop`, as a piece of a reply."""
         return Part(self, start, stop)
 
     @property
     def footprint(self) -> int:
-        """Bytes of memory it occupies."""
+        """Bytes of memory that the slot takes."""
         return self._chunk.size_class.shape.pitch
 
 
 class Part:
-    """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
+    """Bytes of a slot's body as a piece of a reply. The slot stays in use while this object exists."""
 
     __slots__ = ("size", "slot", "start")
 
@@ -152,14 +152,14 @@ class Part:
 
 
 class Arena:
-    """Slots for values of any size. Its owner's thread calls it; the last reference to a slot may go in any."""
+    """Allocator of slots. Only its owner's thread may call it, but any thread may drop the last reference to a slot."""
 
     def __init__(self) -> None:
-        self.returned: deque[tuple[SlotChunk, int]] = deque()  # slots that nobody refers to, not yet taken back
-        self._used = 0
-        self._in_chunks = 0  # bytes
-        self._empty: dict[SlotChunk, None] = {}
-        self._classes: dict[int, SizeClass] = {}
+        self.returned: deque[tuple[SlotChunk, int]] = deque()  # freed slots that are not in their chunk's `free` yet
+        self._used = 0  # bytes of slots in use, those in `returned` included
+        self._in_chunks = 0  # bytes of all chunks
+        self._empty: dict[SlotChunk, None] = {}  # chunks without a slot in use; they are also in `open` of their size
+        self._classes: dict[int, SizeClass] = {}  # by capacity
         self._regions = Regions()
 
     @property
@@ -170,17 +170,17 @@ class Arena:
 
     @property
     def spare(self) -> int:
-        """Bytes of empty chunks, and of what can be cut into others."""
+        """Bytes of empty chunks, and of spare memory of the regions."""
         self._take_back()
         return sum(chunk.stretch.size for chunk in self._empty) + self._regions.spare
 
     @property
     def held(self) -> int:
-        """Bytes that were taken from the system."""
+        """Bytes of memory from the system: all chunks, and spare memory of the regions."""
         return self._in_chunks + self._regions.spare
 
     def allocate(self, size: int) -> Slot:
-        """Return a slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
+        """Return a slot for a body of `size` bytes. Raise MemoryError if the system has no memory."""
         if size < 0:
             raise ValueError(f"a slot has 0 bytes or more, got {size}")
         self._take_back()
@@ -196,12 +196,12 @@ class Arena:
         return Slot(chunk, start, size)
 
     def rest(self) -> None:
-        """Hand memory back to the system that was spare for long enough."""
+        """Return empty chunks to their regions, and memory that was spare for long enough to the system."""
         self._let_go()
         self._regions.rest()
 
     def _take_back(self) -> None:
-        """Slots that nobody refers to can be cut again."""
+        """Return freed slots to their chunks, from which they can be allocated again."""
         while self.returned:
             chunk, start = self.returned.popleft()
             size_class = chunk.size_class
@@ -212,6 +212,7 @@ class Arena:
                 self._empty[chunk] = None
 
     def _class_for(self, size: int) -> SizeClass:
+        """Return the size class for a body of `size` bytes. Raise MemoryError above LARGEST."""
         if size > LARGEST:
             raise MemoryError(f"the system has no {size} bytes more")
         capacity = capacity_for(size)
@@ -221,6 +222,7 @@ class Arena:
         return found
 
     def _map_chunk(self, size_class: SizeClass) -> None:
+        """Add an empty chunk to a size class."""
         self._let_go()
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
         chunk = SlotChunk(self, size_class, self._regions.take(nbytes), slots)
@@ -230,7 +232,7 @@ class Arena:
         self._empty[chunk] = None
 
     def _let_go(self) -> None:
-        """Return chunks that are empty, some of them: slots of other sizes may be cut from their memory."""
+        """Return up to _CHUNKS_PER_STEP empty chunks to their regions, so that other sizes can use the memory."""
         self._take_back()
         for chunk in [*islice(self._empty, _CHUNKS_PER_STEP)]:
             del self._empty[chunk], chunk.size_class.open[chunk]

@@ -1,4 +1,4 @@
-"""The disk below memory: stored values, its limit, loading, and reads that replies borrow.
+"""The disk tier below memory: the LMDB file, write-behind, the disk's limit, loading, and borrowed reads.
 
-Knows the store's contents. Waits for no disk itself: the threads of `file/` do.
+While the server runs, only threads wait for the disk, never the event loop.
 """

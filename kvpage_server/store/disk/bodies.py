@@ -1,4 +1,4 @@
-"""Reads the bodies of values. Their bytes may have to come from the disk, so the GIL is released meanwhile."""
+"""Reads of values' bodies from LMDB's map. A read may wait for the disk, so the GIL is released meanwhile."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvpage_server.page import checksum
 from kvpage_server.store import records
 from kvpage_server.store.records import Body, Damaged, Record, database_key
 
-NUMBER = struct.Struct(">Q")  # of a piece
+NUMBER = struct.Struct(">Q")  # database key of a piece
 _WRONG_BODY = "its body does not match the checksum it was stored with"
-_HASHED_WITH_GIL = 64 * 1024  # bytes: xxhash releases the GIL for more
+_HASHED_WITH_GIL = 64 * 1024  # bytes; xxhash releases the GIL only for more
 
-Outcome = bool | Exception  # of a read. True: done; False: not there; Damaged or DiskError: that
-Found = list[memoryview] | Outcome  # the pieces of a body, or why there are none
+Outcome = bool | Exception  # of a read: True, False for an absent value, or Damaged or DiskError
+Found = list[memoryview] | Outcome  # the pieces of a body, or the outcome without them
 ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
 class StoredBodies:
-    """The bodies that a transaction sees. `known` has places of pages; with `whole_sheets`, a sheet is added whole."""
+    """Bodies in a transaction. `known` caches positions of pages; `whole_sheets` adds all pages of a sheet to it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StoredBodies:
         self._whole_sheets = whole_sheets
 
     def read(self, name: bytes, into: memoryview) -> Outcome:
-        """Fill memory with a body; one of another size counts as absent."""
+        """Copy a body into memory and check it; one of another size counts as absent. Returns the outcome."""
         try:
             body = self._body(name)
             if body is None or body.size != len(into):
@@ -57,7 +57,7 @@ class StoredBodies:
         return True if digest == body.digest else Damaged(_WRONG_BODY)
 
     def find(self, name: bytes, size: int) -> Found:
-        """Return the pieces of a body of this size, which was read and is intact."""
+        """Return the pieces of a body after a check; one of another size counts as absent."""
         try:
             body = self._body(name)
             if body is None or body.size != size:
@@ -68,7 +68,7 @@ class StoredBodies:
         return pieces if _digest_of(pieces) == body.digest else Damaged(_WRONG_BODY)
 
     def check(self, name: bytes) -> int:
-        """Return the size of a body that was read and is intact; 0 if there is none. Raises Damaged."""
+        """Read a body and check it. Returns its size; 0 if there is none. Raises Damaged."""
         body = self._body(name)
         if body is None:
             return 0
@@ -77,7 +77,7 @@ class StoredBodies:
         return body.size
 
     def _body(self, name: bytes) -> Body | None:
-        """Return the position of a value's body. Raises Damaged."""
+        """Return the position of a value's body; None if there is none. Raises Damaged."""
         if known := self._known.get(name):
             return known
         place = records.place_of(name)
@@ -97,7 +97,7 @@ class StoredBodies:
         return None if data is None else Record.parse(key, data).body
 
     def _gather(self, body: Body, into: memoryview) -> int:
-        """Fill memory with a body, and return its digest. Each piece is hashed while it is in the processor's cache."""
+        """Copy a body into memory. Returns its digest. Each piece is hashed while it is in the processor's cache."""
         digest = xxhash.xxh3_64()
         start = 0
         for piece in self._pieces_of(body):
@@ -131,10 +131,10 @@ def _copy(piece: memoryview, into: memoryview) -> None:
 
 
 def _digest_of(pieces: Iterable[memoryview]) -> int:
-    """Return the XXH3-64 of bytes of the map."""
+    """Return the XXH3-64 of pieces in the map."""
     digest = xxhash.xxh3_64()
     for piece in pieces:
         if 0 < len(piece) <= _HASHED_WITH_GIL:
-            np.frombuffer(piece, np.uint8).max()  # reads it with the GIL released
+            np.frombuffer(piece, np.uint8).max()  # loads it into memory with the GIL released
         digest.update(piece)
     return digest.intdigest()

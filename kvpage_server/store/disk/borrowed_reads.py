@@ -1,7 +1,7 @@
-"""Borrowed reads: values that one reply sends from the map of the file, without loading them into memory.
+"""Borrowed reads: values on disk that one reply sends, without loading them into the store's memory.
 
-Small values are copied side by side into memory of their own, in the form in which they are sent. So many of them are
-one piece of the reply. Large ones are sent from where they lie, see `mapped`.
+Small values are copied next to each other into separate memory, framed as bulk strings, so many of them are one piece
+of the reply. Large values are sent from the map of the file, see `Mapped`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _SIZE = attrgetter("size")
 
 
 class BorrowedRead(Protocol):
-    """Values for a reply. They last as long as the loan or a piece of it."""
+    """Values that a reply borrows. They are valid as long as this object or one of its pieces exists."""
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
-        """Values as bulk strings in a row; None if not all of them were lent here, side by side."""
+        """Return values as consecutive bulk strings; None if this read does not have all of them in this order."""
 
 
 class Copies:
-    """Memory for `values` as bulk strings, to be filled.
+    """Copies of `values` as bulk strings, in memory that a reader thread fills.
 
-    It is freed with the last reference to this and its pieces. Raises MemoryError.
+    The memory is freed with the last reference to this object and its pieces. Raises MemoryError.
     """
 
     __slots__ = ("_intact", "_memory", "_starts", "_values")
@@ -40,9 +40,9 @@ class Copies:
         self._values = list(values)
         self._intact: frozenset[object] = frozenset()
         sizes = [*map(_SIZE, values)]
-        spelt = {size: END + frame(size) for size in set(sizes)}  # the end of the value before, and its frame
+        spelt = {size: END + frame(size) for size in set(sizes)}  # the end of the preceding value, and the frame
         frames = [*map(spelt.__getitem__, sizes)]
-        self._starts = [*accumulate(map(add, map(len, frames), sizes), initial=0)]  # where frames start, and the end
+        self._starts = [*accumulate(map(add, map(len, frames), sizes), initial=0)]  # offsets of frames, and of the end
         self._memory = arena.allocate(self._starts[-1] + len(END))
         view = self._memory.body
         for start, text in zip(self._starts, frames, strict=False):
@@ -51,16 +51,16 @@ class Copies:
 
     @property
     def bodies(self) -> list[memoryview]:
-        """The memory for each value's bytes."""
+        """Memory for the bytes of each value."""
         view = self._memory.body
         return [view[end - value.size : end] for value, end in zip(self._values, self._starts[1:], strict=True)]
 
     def filled(self, intact: Sequence[Cold]) -> None:
-        """Say which of them were filled. There will be no more."""
+        """Set the values whose memory was filled with intact bytes. The others are never available."""
         self._intact = frozenset(intact)
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
-        """See `BorrowedRead`. They are one piece."""
+        """Return one piece with the values, see `BorrowedRead`."""
         if values[0] not in self._intact:
             return None
         at = self._values.index(cast(Cold, values[0]))
@@ -70,23 +70,22 @@ class Copies:
         return (self._memory.part(self._starts[at] + len(END), self._starts[end] + len(END)),)
 
 
-# -- mapped ------------------------------------------------------------------------------------------------------------
+# -- Borrowed reads from the map of the LMDB file, without a copy ------------------------------------------------------
 #
-# Loans of values in the map of the disk's file, which are sent from there without a copy.
-#
-# Such a loan keeps a read transaction open. LMDB does not reuse space that was freed since it began, so bytes stay as
-# they were when they were checked, and the file can only grow. So a borrowed read ends after a while: the bytes that a
-# slow client has not received by then are copied to memory.
+# Such a read keeps an LMDB read transaction open. LMDB does not reuse space that was freed since the transaction began,
+# so the checked bytes do not change, but the file grows. So the transaction ends after a while: bytes that a slow
+# client has not received by then are copied to memory.
 
-LONGEST = 1.0  # seconds after which a loan is called in
-ENDED_PER_STEP = 4  # old loans that are called in at once: some milliseconds of copying
-MOST = 256  # loans at a time, since each takes one of LMDB's places for readers; then the oldest is called in
+LONGEST = 1.0  # seconds until the bytes of a borrowed read are copied to memory
+ENDED_PER_STEP = 4  # old reads whose bytes are copied in one step: some milliseconds
+MOST = 256  # reads at a time, because each uses an entry of LMDB's reader table; more of them end the oldest
 
 
 class Mapped:
-    """Bodies that were found intact, each in some views of the map. `reading` keeps the views valid.
+    """Borrowed read of intact bodies, each in one or more views of the map.
 
-    It ends with the last reference to this and its pieces.
+    `reading` is the transaction that keeps the views valid. It ends with the last reference to this object and its
+    pieces, or with `call_in`.
     """
 
     __slots__ = ("__weakref__", "_reading", "_values", "_views", "since")
@@ -95,13 +94,13 @@ class Mapped:
         self.since = monotonic()
         self._reading = reading
         self._views: list[memoryview] = []
-        self._values: dict[Cold, range] = {}  # the places of each value's views
+        self._values: dict[Cold, range] = {}  # indexes of each value's views
         for value, views in bodies.items():
             self._values[value] = range(len(self._views), len(self._views) + len(views))
             self._views += views
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
-        """See `BorrowedRead`."""
+        """Return a frame, the views and an end for each value, see `BorrowedRead`."""
         if not self._values.keys() >= set(values):
             return None
         return (*chain.from_iterable(map(self._spell, cast("Sequence[Cold]", values))),)
@@ -110,17 +109,17 @@ class Mapped:
         return [frame(value.size), *(MappedPiece(self, at) for at in self._values[value]), END]
 
     def call_in(self) -> None:
-        """Copy the bytes to memory."""
+        """Copy the bytes to memory, and end the transaction."""
         self._views = [memoryview(bytes(view)) for view in self._views]
         self._reading = None
 
     def view(self, at: int) -> memoryview:
-        """Return where the bytes of a piece are now."""
+        """Return the view with this index, of the map or of the copy in memory."""
         return self._views[at]
 
 
 class MappedPiece:
-    """A part of a value."""
+    """Piece of a reply: one view of a borrowed value."""
 
     __slots__ = ("_at", "_loan")
 
@@ -130,7 +129,7 @@ class MappedPiece:
 
     @property
     def view(self) -> memoryview:
-        """The bytes. They are elsewhere once the loan was called in."""
+        """Bytes of the piece. Their address changes with `Mapped.call_in`."""
         return self._loan.view(self._at)
 
     @property
@@ -139,7 +138,7 @@ class MappedPiece:
 
 
 class MappedLoans:
-    """The current loans. `moved` is called when some were called in."""
+    """All current borrowed reads from the map. `moved` is called after bytes were copied to memory."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
         self._loans: deque[ref[Mapped]] = deque()  # the oldest first
@@ -152,14 +151,14 @@ class MappedLoans:
             self.call_in(len(self._loans) - MOST)
 
     def call_in_old(self) -> None:
-        """End some of the oldest borrowed reads."""
+        """End the oldest borrowed reads that exceed `LONGEST`, at most `ENDED_PER_STEP`."""
         since = monotonic() - LONGEST
         self._drop_ended()
         first = [known() for known in islice(self._loans, ENDED_PER_STEP)]
         self.call_in(sum(loan is not None and loan.since < since for loan in first))
 
     def call_in(self, count: int | None = None) -> None:
-        """Call in the oldest `count`, or all."""
+        """End the oldest `count` borrowed reads, or all."""
         called_in = [self._loans.popleft()() for _ in range(len(self._loans) if count is None else count)]
         for loan in filter(None, called_in):
             loan.call_in()

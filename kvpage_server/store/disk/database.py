@@ -1,7 +1,7 @@
-"""Values on disk, in one LMDB file, and the pieces that damaged records have lost.
+"""Values on disk in one LMDB file, and the removal of pieces that belong to no record.
 
-A damaged record does not contain the positions of its pieces. `about` notes this in the transaction that removes the
-record. When the disk has no room, all records are read once, and the pieces that none of them has are removed.
+The pieces of a damaged record are unknown. The transaction that removes such a record sets a flag in `about`. When the
+disk is full and the flag is set, all records are read once, and pieces that belong to none of them are deleted.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from kvpage_server.store.disk.lmdb_file import (
 from kvpage_server.store.records import INLINE, PIECE, SHORT_PIECE, Body, Damaged, Record, Spot, database_key, first_of
 from kvpage_server.system.durable import private
 
-_NOTE = b"lost"
+_NOTE = b"lost"  # key of the flag
 
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
 
 
 @dataclass(frozen=True, slots=True)
 class LostPieces:
-    """Lost pieces of a file with these databases."""
+    """Pieces without a record, in a file with these databases."""
 
     about: lmdb._Database
     records: lmdb._Database
@@ -50,11 +50,11 @@ class LostPieces:
     pieces: lmdb._Database
 
     def note(self, txn: _Txn) -> None:
-        """There are some from now on."""
+        """Set the flag: there may be lost pieces."""
         txn.put(_NOTE, b"", db=self.about)
 
     def remove(self, txn: _Txn) -> int:
-        """Remove them, if there are any, and return how many there were. Reads all records."""
+        """Delete lost pieces if the flag is set. Returns their number. Reads all records."""
         if not txn.delete(_NOTE, db=self.about):
             return 0
         lost = list(self._lost(txn))
@@ -63,7 +63,7 @@ class LostPieces:
         return len(lost)
 
     def _lost(self, txn: _Txn) -> Iterator[bytes]:
-        """Yield the keys of pieces that no record has."""
+        """Yield the keys of pieces that no record has: a merge of sorted ranges with the sorted keys of pieces."""
         ranges = iter(sorted((body.pieces.start, body.pieces.stop) for body in self._bodies(txn) if body.first))
         start, stop = next(ranges, (0, 0))
         for key in txn.cursor(self.pieces).iternext(keys=True, values=False):
@@ -87,46 +87,49 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
         else:
             yield Record.parse(key, data).body
     except Damaged:
-        return  # its pieces are lost
+        return  # its pieces are unknown, so they are lost
 
 
-# -- database ----------------------------------------------------------------------------------------------------------
+# -- The LMDB file -----------------------------------------------------------------------------------------------------
 #
-# Values on disk, in one LMDB file.
+# The file has four databases:
 #
-# It has three databases: `about` (the format and the store's id), `records` (one for each value, see `record` and
-# `sheet`) and `pieces` (the bodies, in numbered pieces of up to 64 pages of LMDB; of one page each where so many in a
-# row are not free). A body that is overwritten gets new pieces. Numbers are not reused while the process lives, so a
-# record and the pieces read in the same transaction belong together. `quarantine` keeps the last few damaged records,
-# with the remains of their bodies; a flush deletes them, because the next process may reuse the numbers of their
-# pieces. Pieces that no record has any more are removed when their room is needed, see `lost`.
+#     about       the format, the store's id, and flags
+#     records     a record of each string and of each block that is stored whole; sheets of the pages of other blocks.
+#                 `store/records.py` describes both
+#     pieces      the bodies, in numbered pieces of up to 64 pages of LMDB, or of one page each if not enough free pages
+#                 are contiguous
+#     quarantine  the last few damaged records. The remains of their bodies stay in `pieces`
 #
-# LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. So a
-# crash of the machine loses only changes that were not committed. The exception is `appendfsync no`: it flushes
-# nothing, and a crash of the machine may damage the file. The next start checks the structure, and each value has a
-# checksum.
+# A body that is overwritten gets new pieces. Numbers of pieces are not reused while the process runs, so a record and
+# the pieces that are read in the same transaction belong together. `Clear` empties the quarantine, too, because the
+# next process may reuse the numbers of its pieces.
 #
-# Any thread may read, one at a time may write. Every call may wait for the disk.
+# A commit of LMDB is atomic, and durable when it returns: it writes data first, then the page that refers to the data.
+# A crash of the machine loses only changes that were not committed. With `appendfsync no`, a commit is not flushed, and
+# a crash of the machine may damage the file. The next start checks the structure, and each value has a checksum.
+#
+# Any thread may read, and one thread at a time may write. Every call may wait for the disk.
 
 FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
-_QUARANTINED = 16  # records that are kept to be looked at
-_LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
-_MANY = 8  # values that are read together, from which on all of a sheet is looked up
-_MOST_KNOWN = 1 << 14  # pages whose places are remembered
+_QUARANTINED = 16  # records in the quarantine, before the oldest is deleted
+_LONGEST_ASIDE = 500  # bytes of a key in the quarantine; with 8 bytes of time it fits into 511
+_MANY = 8  # values of one read, from which on all pages of a sheet are decoded
+_MOST_KNOWN = 1 << 14  # cached positions of pages
 
 log = logging.getLogger("kvpage")
 
-_Place = tuple[bytes, Spot] | None
+_Place = tuple[bytes, Spot] | None  # database key of a sheet, and the row in it; None for other values
 
 
 class Disk:
-    """The store of a directory. Raises DiskError when it is not ours, damaged, of a newer format, or in use."""
+    """The store in a directory. Raises DiskError if it is foreign, damaged, of another format, or in use."""
 
     def __init__(self, directory: Path, *, maxdisk: int = 0, flushes: bool = True) -> None:
         self.path = directory / FILE
-        self._reserve = directory / f"{FILE}.reserve"
-        self._lately: tuple[int, dict[bytes, Body]] = 0, {}
+        self._reserve = directory / f"{FILE}.reserve"  # a file that is deleted when the disk is full
+        self._lately: tuple[int, dict[bytes, Body]] = 0, {}  # last transaction id, and positions of pages in it
         self._locks = ExitStack()
         with lmdb_errors(self.path, writing=True):
             self._locks.enter_context(lock(directory / _LOCK))
@@ -185,11 +188,11 @@ class Disk:
             self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
     def resize(self, maxdisk: int) -> None:
-        """Let the file grow to `maxdisk` bytes. Nobody may read or write meanwhile."""
+        """Let the file grow to `maxdisk` bytes. No thread may read or write meanwhile."""
         self._env.set_mapsize(maxdisk)
 
     def close(self) -> None:
-        """Close the file in order, with everything on the disk. Raises DiskFull, DiskError."""
+        """Flush and close the file, and note that it is sound. Raises DiskFull, DiskError."""
         self.flush()
         self._env.close()
         self._witness.closed()
@@ -197,13 +200,13 @@ class Disk:
         self._locks.close()
 
     def flush(self) -> None:
-        """Have everything that was committed on the disk. Raises DiskFull, DiskError."""
+        """Make all commits durable. Raises DiskFull, DiskError."""
         with lmdb_errors(self.path, writing=True):
             self._env.sync(True)
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes, including space that is free for new values."""
+        """Size of the file in bytes, including free pages."""
         return self.path.stat().st_size
 
     @property
@@ -219,19 +222,19 @@ class Disk:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def make_room(self, changes: Iterable[Change]) -> None:
-        """Remove values when the disk has no room for anything else; best in the order of their names.
+        """Commit removals when the disk is full. They are fastest in the order of names.
 
-        To remove something, LMDB needs room too, which the reserve provides. If `maxdisk` has no room for all removals
-        at once, they go in several commits. LMDB can use the pages that a commit freed only after the next commit, so
-        an empty change follows. Raises DiskFull or DiskError; some values may be deleted then.
+        LMDB needs free pages for a removal, too. The reserve file provides them. If `maxdisk` has no space for all
+        removals in one commit, there are several commits. LMDB reuses the pages that a commit freed only after the next
+        commit, so a small change follows. Raises DiskFull or DiskError; some values may be deleted then.
         """
         with lmdb_errors(self.path, writing=True):
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
             self._commit_in_parts(list(changes))
             self._remove_lost()
-            self._turn()
-            self._keep_reserve(least=0)  # so that the next commit can use the freed pages
+            self._turn()  # so that the next commit can use the freed pages
+            self._keep_reserve(least=0)
 
     def _remove_lost(self) -> None:
         with self._env.begin(write=True) as txn:
@@ -241,12 +244,13 @@ class Disk:
             log.warning("%s: removed %d pieces of values whose records were damaged", self.path, removed)
 
     def _turn(self) -> None:
-        """Commit a small change, so that the pages that the last commit freed can be used."""
+        """Commit a small change, after which LMDB can reuse the pages that the last commit freed."""
         with self._env.begin(write=True, db=self._about) as txn:
             txn.put(b"turn", NUMBER.pack(txn.id()))
         self._witness.committed()
 
     def _commit_in_parts(self, changes: list[Change]) -> None:
+        """Commit changes; after each MapFullError, half as many per commit. Raises MapFullError if one does not fit."""
         at, many = 0, len(changes)
         while at < len(changes):
             try:
@@ -259,7 +263,7 @@ class Disk:
                 at += many
 
     def _keep_reserve(self, least: int = 2 * RESERVE) -> None:
-        """Take a little of the disk for the reserve, if at least `least` bytes are free."""
+        """Create the reserve file if it is missing and at least `least` bytes of the file system are free."""
         has = self._reserve.stat().st_size if self._reserve.exists() else 0
         free = shutil.disk_usage(self.path.parent).free
         if has < RESERVE and free >= least:
@@ -273,10 +277,10 @@ class Disk:
         self._has_reserve = has == RESERVE
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Make changes in order, all or none. They are durable when it returns, if the store `flushes`. Raises
-        DiskFull, DiskError.
+        """Commit changes in order, all or none. They are durable on return if the store `flushes`.
 
-        If `maxdisk` is reached, the pages that the last commit freed, or single free pages, may suffice.
+        If `maxdisk` is reached, retry once with the pages that the last commit freed, and with bodies in pieces of one
+        page. Raises DiskFull, DiskError.
         """
         changes = list(changes)
         with lmdb_errors(self.path, writing=True):
@@ -310,7 +314,7 @@ class Disk:
     def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int) -> None:
         if isinstance(change, Clear):
             sheets.clear()
-            for database in (self._records, self._quarantine, self._pieces):  # whose pieces go has to go with them
+            for database in (self._records, self._quarantine, self._pieces):  # the quarantine refers to pieces
                 txn.drop(database, delete=False)
             return
         place = records.place_of(change.name)
@@ -322,7 +326,7 @@ class Disk:
         elif isinstance(change, Retime):
             self._retime(txn, sheets, change, place)
         else:
-            self._start_background_reply(txn, sheets, change.name, place)
+            self._move_to_quarantine(txn, sheets, change.name, place)
 
     def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place, piece: int) -> None:
         body = memoryview(write.body)
@@ -378,11 +382,11 @@ class Disk:
         try:
             record = Record.parse(key, data)
         except Damaged:
-            return  # its reader will find out
+            return  # a read will report it
         record.expires = change.expires
         txn.put(key, bytes(record), db=self._records)
 
-    def _start_background_reply(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
+    def _move_to_quarantine(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         key = database_key(name)
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
             data: bytes | None = bytes(records.record_of(name, row))
@@ -401,7 +405,7 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
-        """Yield the sheets in the order of their database keys, see `sheet.unpack`. One transaction."""
+        """Yield the sheets in the order of their database keys, see `records.unpack`. Uses one transaction."""
         with lmdb_errors(self.path), self._env.begin() as txn:
             cursor = txn.cursor(self._records)
             if not cursor.set_range(records.PREFIX):
@@ -415,10 +419,10 @@ class Disk:
                     yield key, damage
 
     def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
-        """Yield the records that follow a database key, each with its database key. One transaction.
+        """Yield the records after a database key, each with its database key, in one transaction.
 
-        Without `after`, only records outside of sheets. At most `most` database records are read; a sheet is one of
-        them.
+        Records outside of sheets are first. At most `most` database records are read; a sheet counts as one, and yields
+        a record for each of its pages.
         """
         for key, data in self._all(after + b"\0" if after else b"", most):
             try:
@@ -436,18 +440,19 @@ class Disk:
                 yield from (found for _, found in zip(range(most), cursor, strict=False))
 
     def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[Outcome]:
-        """Fill memory with the bodies of values; a value of another size counts as absent. Raises DiskError.
+        """Copy the bodies of values into memory; a value of another size counts as absent. Raises DiskError.
 
-        The GIL is released while bodies are copied or come from the disk.
+        The GIL is released while bodies are copied or read from disk.
         """
         with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
             bodies = self._bodies(txn, len(wanted))
             return [bodies.read(name, into) for name, into in wanted]
 
     def find(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
-        """Find the bodies of values with these names and sizes. They are valid as long as the first result is kept.
+        """Return a transaction, and the bodies of values with these names and sizes, valid as long as it is open.
 
-        StoredBodies were read and checked with the GIL released, so they are in the system's cache. Raises DiskError.
+        The bodies were read and checked with the GIL released, so they are in the system's page cache. Raises
+        DiskError.
         """
         with lmdb_errors(self.path):
             txn = self._env.begin(buffers=True)
@@ -455,14 +460,14 @@ class Disk:
             return txn, [bodies.find(name, size) for name, size in wanted]
 
     def _bodies(self, txn: ReadTxn, wanted: int) -> StoredBodies:
-        """For so many values; with the places of pages that were looked up since the last commit."""
+        """Return the bodies for `wanted` lookups. Positions of pages are cached until the next commit."""
         commit, (since, known) = txn.id(), self._lately
         if since != commit or len(known) > _MOST_KNOWN:
             known = {}
-            self._lately = commit, known  # another thread may have set it too; either is right
+            self._lately = commit, known  # another thread may have set it, too; both are right
         return StoredBodies(txn, self._records, self._pieces, known, whole_sheets=wanted >= _MANY)
 
     def check(self, name: bytes) -> int:
-        """Return the size of a value that was read and found intact; 0 if there is none. Raises Damaged, DiskError."""
+        """Read a value and check it. Returns its size; 0 if there is none. Raises Damaged, DiskError."""
         with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
             return self._bodies(txn, _MANY).check(name)

@@ -1,4 +1,4 @@
-"""The changes that can be made to values on disk."""
+"""Changes of values on disk, their encoding, and the sheets that a transaction changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from kvpage_server.store.records import Damaged, Record, Spot
 
 @dataclass(slots=True)
 class Write:
-    """Store a value. `digest` is the body's XXH3-64, or 0 to have it computed."""
+    """Change that stores a value.
+
+    `meta` is a page's header, a block's shape, or empty. `expires` and `used` are in unix milliseconds, 0 for never.
+    `digest` is the body's XXH3-64, or 0 to compute it.
+    """
 
     name: bytes
     meta: bytes
@@ -29,12 +33,14 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
+    """Change that deletes a value."""
+
     name: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Retime:
-    """Change a value's expiry."""
+    """Change of a value's expiry, in unix milliseconds, 0 for never."""
 
     name: bytes
     expires: int
@@ -42,23 +48,21 @@ class Retime:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Move a value to the quarantine: lookups miss it, but it can be inspected."""
+    """Change that moves a value to the quarantine: lookups miss it, but it can be inspected."""
 
     name: bytes
 
 
 class Clear:
-    """Remove everything."""
+    """Change that deletes all values."""
 
 
 Change = Write | Delete | Retime | Quarantine | Clear
 
 
-# -- encoding ----------------------------------------------------------------------------------------------------------
+# -- Encoding of values, and decoding of blocks after a restart --------------------------------------------------------
 #
-# Values as they are stored on disk, and their places in memory after a restart.
-#
-# A string has no `meta`. A page has its header. A block stored whole has its shape:
+# The `meta` of a string is empty. That of a page is its header. That of a block that is stored whole is its shape:
 #
 #     [layers: 4][heads: 4][page_size: 4][created, unix ms: 8][ttl, seconds: 8], then for each plane
 #     [kv_type: 1][dtype: 1][head_dim: 4]
@@ -69,15 +73,15 @@ _CHECKSUM = header_fields("checksum")
 
 
 class Corrupt:
-    """Stands for a value that was found damaged."""
+    """Queued in place of a value that was found damaged."""
 
 
-ShortText = tuple[bytes, int]  # a string and when it expires
+ShortText = tuple[bytes, int]  # the bytes and the expiry of a string
 Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt | Retime
 
 
 def change_of(name: bytes, value: Value) -> Change:
-    """Return the change that stores a value. If the value is on disk already, only its expiry changes."""
+    """Return the change that stores a value. For a value that is on disk only, it changes the expiry."""
     if isinstance(value, Retime):
         return value
     if isinstance(value, tuple):
@@ -101,9 +105,7 @@ def _encode_shape(extent: Extent) -> bytes:
 
 
 def extent_of(record: Record, block: Block, used: int) -> Extent:
-    """Return a block stored whole, whose body stays on disk. It was `used` at these monotonic seconds. Raises
-    Damaged.
-    """
+    """Return a block that is stored whole, with its body on disk. `used` is in monotonic seconds. Raises Damaged."""
     try:
         layers, heads, page_size, created, ttl = _SHAPE.unpack_from(record.meta)
         planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(record.meta[28:])]
@@ -122,16 +124,16 @@ def extent_of(record: Record, block: Block, used: int) -> Extent:
 
 
 class Sheets:
-    """They are read when needed, and written once, when the transaction has made all changes."""
+    """Sheets of a transaction: read when needed, changed in memory, and written once by `flush`."""
 
     def __init__(self, txn: lmdb.Transaction[bytes], records: lmdb._Database) -> None:
         self._txn = txn
         self._records = records
-        self._rows: dict[bytes, dict[Spot, bytes]] = {}
-        self.damaged = False  # one of them was, so it is not known where its pages' pieces lie
+        self._rows: dict[bytes, dict[Spot, bytes]] = {}  # by database key and spot
+        self.damaged = False  # whether one was damaged, so its pages' pieces are unknown
 
     def of(self, key: bytes) -> dict[Spot, bytes]:
-        """Return the rows of a sheet. A damaged one has none, since it is not known where its pages lie."""
+        """Return the rows of a sheet, which the caller may change. A damaged sheet has no rows."""
         rows = self._rows.get(key)
         if rows is None:
             data = self._txn.get(key, db=self._records)
@@ -143,10 +145,11 @@ class Sheets:
         return rows
 
     def clear(self) -> None:
+        """Discard all changes, because the transaction deletes all records."""
         self._rows.clear()
 
     def flush(self) -> None:
-        """Write the sheets."""
+        """Write the sheets to the transaction, and delete empty ones."""
         for key, rows in self._rows.items():
             if rows:
                 self._txn.put(key, records.pack(key, rows), db=self._records)

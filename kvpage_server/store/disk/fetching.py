@@ -1,10 +1,10 @@
-"""Loading from disk to memory: threads read the requested values, and every waiting client continues.
+"""Loading from disk to memory: threads read values, and clients continue when their values are available.
 
-If memory is full, a long reply does not bring its values into memory: they are *lent* to it and sent from where they
-lie. A value is worth memory only if it is read again before as many bytes as memory holds have been lent.
+If memory is full, the values of a long reply are not kept in memory: the reply *borrows* them, and they are freed after
+it. A value is kept only if it is read again before as many bytes as `maxmemory` have been borrowed.
 
-A client with CLIENT NO-TOUCH changes nothing. Its values are borrowed, or *shown*: kept next to the value on disk for
-this client alone, as long as it holds them. The order of eviction stays as it was.
+A client with CLIENT NO-TOUCH does not change the order of eviction. Its values are borrowed, or *shown*: the bytes are
+kept in addition to the value on disk, for this client alone, as long as it holds them.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 from kvpage_server.system.text import Durations
 
-_COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it costs less than more pieces
+_COPIED = 64 * 1024  # bytes of the largest value that is borrowed as a copy, which costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
-_VALUES_PER_READ = 64  # values that one reader fetches before it looks for other work
+_VALUES_PER_READ = 64  # values that a reader thread loads in one job
 
 Loans: TypeAlias = dict[Cold, BorrowedRead]
-Start = Callable[[Callable[[], None]], None]  # of a wait: it is given what to do after
+Start = Callable[[Callable[[], None]], None]  # starts a wait; the argument is called after it
 
 log = logging.getLogger("kvpage")
 
 
 class Fetching:
-    """Values that are being fetched or lent. Call `connect` once the loop runs."""
+    """Loads and borrowed reads in progress. Call `connect` when the loop runs."""
 
     _reader: DiskReader
     _mapped: MappedLoans
 
     def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored) -> None:
         self.holds = Holds()
-        self.times = Durations()  # of values that are loaded together
+        self.times = Durations()  # of jobs
         self._contents = contents
         self._memory = memory
         self._stored = stored
-        self._fetching: dict[Cold, _Job] = {}
+        self._fetching: dict[Cold, _Job] = {}  # the job of each value that is being read
         self._copied = Arena()  # small borrowed values, for a short time, in addition to maxmemory
-        self._bytes_lent = 0  # so far
-        self._waiting: list[Callable[[], None]] = []  # waiting clients: the memory limit of loads is used up
-        self._shown: set[Cold] = set()
+        self._bytes_lent = 0  # since the start
+        self._waiting: list[Callable[[], None]] = []  # clients that wait because other loads have reached the limit
+        self._shown: set[Cold] = set()  # values with `shown` bytes
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
-        """Begin to read. `moved` is called when lent bytes, which may wait to be sent, have moved."""
+        """Start to read. `moved` is called when borrowed bytes, which may wait to be sent, have moved."""
         self._reader = reader
         self._mapped = MappedLoans(moved)
         self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
 
     async def close(self) -> None:
-        """Stop reading. Borrowed values continue from memory."""
+        """Stop reading. Borrowed values in the map are copied to memory."""
         await self._reader.close()
         self.holds.on_end = None
         self._mapped.call_in()
@@ -79,10 +79,10 @@ class Fetching:
     def fetch(
         self, values: Sequence[Cold], then: Callable[[], None], lent: Loans | None = None, *, touches: bool = True
     ) -> None:
-        """Fetch values into memory, then call `then`. Damaged ones are left out. Raises MemoryError.
+        """Load values, then call `then`. Damaged values are removed from the store. Raises MemoryError.
 
-        Pages and blocks that need not stay in memory are put into `lent` instead. Without `touches` all values are lent
-        or shown.
+        With `lent`, pages and blocks that are not worth memory are borrowed, and put there instead. Without `touches`,
+        all values are borrowed (with `lent`) or shown.
         """
         if not values:
             then()
@@ -104,11 +104,10 @@ class Fetching:
             job.groups.append(group)
 
     def bring(self, needed: Iterable[Needed], cold: Sequence[Cold], most: int, *, touches: bool) -> tuple[Hold, Start]:
-        """Begin to fetch the cold values among `needed`, and hold all of them. Return the hold, and the function that
-        starts the wait.
+        """Start to load the values `cold`, and hold all of `needed`. Return the hold, and the start of the wait.
 
-        All waiting clients together may load at most `most` bytes, 0 for no limit; one unit is always allowed. A client
-        that waits for others holds nothing meanwhile. Raises TooMuch or MemoryError if nothing has begun.
+        All clients together may load at most `most` bytes, 0 for no limit; one unit is always allowed. A client that
+        waits for other loads holds nothing meanwhile. Raises TooMuch or MemoryError, and has started nothing then.
         """
         size, units = sum(map(_SIZE, cold)), {unit for unit, _ in needed}
         if 0 < most < size and len(units) > 1:
@@ -121,7 +120,7 @@ class Fetching:
         return hold, partial(self.fetch, cold, touches=touches)
 
     def _after_a_hold(self) -> None:
-        """Start waiting clients after a hold has ended."""
+        """Let waiting clients continue after a hold has ended, and memory may be free."""
         self._end_looks()
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
@@ -130,14 +129,14 @@ class Fetching:
             then()
 
     def sweep(self) -> None:
-        """Call in loans, and end holds, that have lasted too long."""
+        """End borrowed reads and holds that have lasted too long."""
         self._copied.rest()
         self._mapped.call_in_old()
         self.holds.end_old()
         self._end_looks()
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
-        """Return whether values that a long reply reads should stay in memory. If not, they are lent."""
+        """Return whether the values of a long reply should stay in memory. Otherwise it borrows them."""
         needs = 2 * sum(map(_SIZE, values))  # upper bound: slots are larger than their values
         memory = self._memory
         if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
@@ -146,7 +145,7 @@ class Fetching:
         return needs <= memory.maxmemory and any(value.lent >= since for value in values)
 
     def _begin(self, values: Sequence[Cold], *, touches: bool) -> _Job:
-        """Begin a job for a thread. Nobody else reads these values meanwhile."""
+        """Create a job for a thread. No other job reads these values meanwhile."""
         job = _Job(values, touches=touches)
         for value in values:
             value.failing = ""
@@ -154,7 +153,7 @@ class Fetching:
         return job
 
     def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
-        """Note loaded or lost values, and let waiting clients continue."""
+        """Process the outcomes of a job, and continue the groups that wait for no other job."""
         failing = ""
         self.times.note(time.monotonic_ns() - job.began)
         for value, outcome in zip(job.values, outcomes, strict=True):
@@ -234,7 +233,7 @@ class Fetching:
             for value in values:
                 value.used = now
             for unit in dict.fromkeys(map(_UNIT, values)):
-                if self._contents.index.still_has(cast(Block, unit)):  # or it was removed during the read
+                if self._contents.index.still_has(cast(Block, unit)):  # False if it was removed during the read
                     self._note_borrowed(cast(Block, unit))
         self._stored.counts.fetched += len(values)
 
@@ -248,7 +247,7 @@ class Fetching:
             quota.units.used(unit)
 
     def _warm(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
-        """Put fetched bytes in place of the cold values, unless these have changed meanwhile."""
+        """Replace cold values by loaded slots, except values that have changed meanwhile."""
         contents, entries = self._contents, self._contents.catalogue.entries
         grown: dict[Unit, int] = {}
         for value, slot in fetched:
@@ -272,7 +271,7 @@ class Fetching:
             self._stored.usage.remove_unit(name_of_unit(unit))
 
     def _show(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
-        """Show loaded bytes to the clients that hold the values."""
+        """Keep loaded bytes in addition to the values on disk, for clients that hold the values."""
         for value, slot in fetched:
             if value.header:
                 slot.header[:] = value.header
@@ -282,7 +281,7 @@ class Fetching:
             self._stored.counts.fetched += 1
 
     def _end_looks(self) -> None:
-        """Drop shown values that no client holds."""
+        """Free shown bytes of values that no client holds."""
         for value in [value for value in self._shown if unit_of_cold(value) not in self.holds]:
             self._shown.remove(value)
             value.shown = None
@@ -297,7 +296,7 @@ class Fetching:
         return extent if extent is not None and extent.slot is value and known is block else None
 
     def lose(self, value: Cold, outcome: Outcome) -> None:
-        """Remove a value that could not be read."""
+        """Remove a value that could not be read, and move its record to the quarantine."""
         place = self._place_of(value)
         if place is None:
             return
@@ -314,23 +313,23 @@ class Fetching:
 
 
 def _nothing() -> None:
-    """The waiting client continues by another event."""
+    """Do nothing: the client continues by another callback."""
 
 
 class _Job:
-    """Values that a thread fetches, and the groups that wait for them."""
+    """Values that a thread reads, and the groups that wait for them."""
 
     __slots__ = ("began", "groups", "touches", "values")
 
     def __init__(self, values: Sequence[Cold], *, touches: bool) -> None:
         self.values = values
-        self.touches = touches  # whether this is a use of them
+        self.touches = touches  # whether the read counts as a use
         self.began = time.monotonic_ns()
         self.groups: list[_Group] = []
 
 
 class _Group:
-    """Values that somebody waits for, to be in memory or `lent`. `left` jobs fetch them."""
+    """Values of one wait. `left` is the number of unfinished jobs; at 0, `then` is called."""
 
     __slots__ = ("left", "lent", "then", "values")
 

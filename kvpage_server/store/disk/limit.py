@@ -1,21 +1,21 @@
 """The disk limit: the eviction policy applies to the disk, too.
 
-Every value is written to disk, so the disk limits the store. If `maxdisk` is set, room is made before a value is
-stored. The `allkeys` policies evict units on disk only, in the order of the time when they were read or left memory,
-and then units that memory has, too, in the order of the policy. `allkeys-prefix` evicts no block while another one
-extends it, except when nothing else is left. Short strings go last, unless they take much of the disk: they gain
-little, and a block is useless without the string that seals it. `volatile-ttl` evicts the units that expire soonest.
-`noeviction` refuses writes that have no room. Leased and pinned units stay.
+Every value is written to disk, so the disk limits the store. If `maxdisk` is set, units are evicted before a value is
+stored. The `allkeys` policies first evict units on disk only, in the order of their last read or of the time when they
+were dropped from memory, and then units that are in memory, too, in the order of the policy. `allkeys-prefix` evicts no
+block while another block extends it, except when nothing else is left. Short strings are evicted last, unless they use
+much of the disk: evicting them frees little, and a block is useless without its seal, which is a string. `volatile-ttl`
+evicts the units that expire soonest. `noeviction` refuses writes that do not fit. Leased and pinned units stay.
 
-If all units that were looked at have to stay for now, because they are leased or wait to be written, nothing is
-refused. Values then take a part of the space that LMDB needs, and later writes make room for them.
+If all units that the search visits have to stay for now, because they are leased or wait to be written, no write is
+refused. Values then use a part of the space that LMDB needs, and later writes evict for them.
 
-A replaced value stays on disk until the commit that replaces it. Both have to fit, or the commit fails, and every later
-one. So a transaction or command that replaces more at once than there is space for is refused, or evicts. Reservations
-of batches that are stored in steps count as used.
+A replaced value stays on disk until the commit that replaces it. If both do not fit, this commit and all later ones
+fail. So a command or transaction evicts, or is refused, if it replaces more at a time than there is space for.
+Reservations of batches that are stored in steps count as used.
 
-If others fill the file system, only values that memory does not have are evicted, under any policy. When there are no
-more of them, writes fail until there is room.
+If other programs fill the file system, only units that are not in memory are evicted, under any policy except
+`noeviction`. When none of them is left, commits fail until there is space.
 """
 
 from __future__ import annotations
@@ -43,26 +43,24 @@ from kvpage_server.store.records import footprint, name_of_block, name_of_key
 from kvpage_server.store.reservation import Account, ReservationParts
 from kvpage_server.system.text import monotonic_ms
 
-# -- chains ------------------------------------------------------------------------------------------------------------
+# -- Links between blocks: a block is useless to a reader without the block that it extends ----------------------------
 #
-# The links between blocks: a block is useless to a reader without the one that it extends.
-#
-# Page 7 of a request extends page 6. Clients that name blocks by their content say which block extends which, with
-# KVPAGEPREFIX and KVBLOCKMGET. Costs: O(1) a block, except for a new link to a block that has extensions already:
-# that one is checked for a circle.
+# Page 7 of a request extends page 6. Clients that name blocks by their content pass them in order, with KVPAGEPREFIX
+# and KVBLOCKMGET. The cost is O(1) for each block, except for a new link of a block that other blocks extend: this link
+# is checked for a cycle.
 
-_MOST_STEPS = 4096  # up a chain, in the search for a circle
+_MOST_STEPS = 4096  # links that the search for a cycle follows
 
 BlockName = tuple[bytes, int]
 
 
 class Chains:
-    """The links between blocks, whether these are in memory or on disk only."""
+    """Links between blocks, in memory and on disk only. Links within a request follow from the page ids."""
 
     def __init__(self, index: PageIndex) -> None:
         self._index = index
-        self._before: dict[Block, Block] = {}  # the block that it extends
-        self._extensions: dict[Block, int] = {}  # how many blocks extend it
+        self._before: dict[Block, Block] = {}  # links that do not follow from page ids
+        self._extensions: dict[Block, int] = {}  # number of links in `_before` to a block, above 0
 
     def follow(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it."""
@@ -75,7 +73,7 @@ class Chains:
                 self._extensions[before] = self._extensions.get(before, 0) + 1
 
     def _descends(self, block: Block, ancestor: Block) -> bool:
-        """Return whether a block extends another, directly or not. Assumed if there are too many steps."""
+        """Return whether a block extends another, directly or not; True if the search takes too many steps."""
         if ancestor not in self._extensions:
             return block is ancestor
         at: Block | None = block
@@ -86,12 +84,12 @@ class Chains:
         return True
 
     def is_extended(self, req_id: bytes, page: int) -> bool:
-        """Return whether any block extends this one."""
+        """Return whether another block extends this one."""
         request = self._index.requests.get(req_id, {})
         return page + 1 in request or request.get(page) in self._extensions
 
     def removed(self, block: Block) -> Iterator[BlockName]:
-        """Forget a block. Returns the names of the blocks that it extended."""
+        """Remove the links of a block, and yield the names of the blocks that it extended."""
         self._extensions.pop(block, None)
         before = self._before.pop(block, None)
         if before is not None and before in self._extensions:
@@ -103,23 +101,23 @@ class Chains:
             yield block.req_id, block.page - 1
 
     def clear(self) -> None:
-        """Forget all links."""
+        """Remove all links."""
         self._before.clear()
         self._extensions.clear()
 
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for replaced pages
-_SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
+_SHARE_FOR_NOW = 0.875  # while units have to stay because they are leased or wait to be written
 _SHARE_WITH_REPLACED = 0.9  # of maxdisk, for values and the values that they replace
-_MOST_PASSED = 4096  # units that have to stay, before the search ends
-_SHARE_OF_TEXTS = 0.5  # of the room for values; above it, short strings go like others
-_TEXT_ON_DISK = 2  # times its size in memory, roughly
+_MOST_PASSED = 4096  # units that have to stay before the search ends
+_SHARE_OF_TEXTS = 0.5  # of the space for values; above it, short strings are evicted like other values
+_TEXT_ON_DISK = 2  # approximate size of a string on disk, divided by its size in memory
 
 Sizes = dict[bytes, int]  # footprints on disk, by name
 
 
 class DiskUsedUp(OverLimit):
-    """A write does not fit on the disk, and the policy may not evict anything for it."""
+    """Error: a write does not fit on the disk, and the policy may not evict anything for it."""
 
     def __init__(self, maxdisk: int, size: int) -> None:
         super().__init__(
@@ -139,7 +137,7 @@ class TooMuchAtOnce(OverLimit):
 
 
 class DiskLimit:
-    """Keeps the disk within `maxdisk`, and makes room if others have filled it."""
+    """The limit of the disk: `maxdisk`, and the space that other programs leave."""
 
     def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored, holds: Holds) -> None:
         self._contents = contents
@@ -147,27 +145,27 @@ class DiskLimit:
         self._stored = stored
         self._holds = holds
         self._chains = Chains(contents.index)
-        self._under_way = Account()  # bytes that batches under way will take
-        self._under_way_beside = Account()  # the same, with the replaced values
+        self._under_way = Account()  # bytes that unfinished batches have reserved
+        self._under_way_beside = Account()  # the same, plus the values that they replace
 
-    # -- before something is stored --------------------------------------------------------------------------------
+    # -- admission of writes -----------------------------------------------------------------------------------------
 
     @property
     def most(self) -> int:
-        """Bytes that values may take, 0 for no limit."""
+        """Bytes that values may use, 0 for no limit."""
         return int(self._stored.maxdisk * _SHARE_OF_DISK)
 
     @staticmethod
     def least_for(size: int) -> int:
-        """Return the least `maxdisk` with room for values of this size in bytes."""
+        """Return the least `maxdisk` for values of this size in bytes."""
         return ceil(size / _SHARE_OF_DISK)
 
     def size_of(self, unit: Unit) -> int:
-        """Return bytes of the disk that a unit takes."""
+        """Return the bytes of a unit on disk."""
         return self._stored.usage.size_of_unit(name_of_unit(unit))
 
     def admit(self, coming: Collection[PendingWrite]) -> None:
-        """Make room for values. Raises DiskUsedUp if nothing was changed."""
+        """Evict until these values fit. Raises DiskUsedUp, TooMuchAtOnce; nothing is stored then."""
         if not self._stored.maxdisk:
             return
         usage, blocks = self._stored.usage, self._blocks_of(coming)
@@ -175,15 +173,16 @@ class DiskLimit:
         for block in blocks:
             split |= self._split_sizes(block)
         most_new = sum(map(_size_of_write, coming)) + sum(split.values())
+        # Usually an upper bound fits, and the sizes of replaced values are not looked up.
         if usage.expected + usage.replaced + self._under_way_beside.promised + 2 * most_new > self.most:
             sizes = split | {name_of_key(value.key): _size_of_write(value) for value in coming}
             self._ensure_space(sizes, {*sizes, *map(name_of_unit, blocks)})
 
     def reservation_parts(self, parts: Iterable[Collection[PendingWrite]]) -> list[ReservationParts]:
-        """Return the disk space of each part of an admitted batch, if the parts are stored one after the other."""
+        """Return the space to reserve for each part of an admitted batch, whose parts are stored in order."""
         if not self._stored.maxdisk:
             return []
-        usage, before = self._stored.usage, dict[bytes, int]()  # the sizes that earlier parts leave
+        usage, before = self._stored.usage, dict[bytes, int]()  # sizes of values in earlier parts
         found: list[ReservationParts] = []
         for part in parts:
             sizes: Sizes = {}
@@ -200,7 +199,7 @@ class DiskLimit:
         return found
 
     def _blocks_of(self, coming: Collection[PendingWrite]) -> set[Block]:
-        """Return the blocks that there are of pages, and of those whose keys will be strings'."""
+        """Return the existing blocks of these pages, and the blocks whose pages these strings replace."""
         index, get = self._contents.index, self._contents.catalogue.get
         names = {value.block for value in coming if value.block is not None}
         blocks = {block for name in names if (block := index.block(*name)) is not None}
@@ -210,7 +209,7 @@ class DiskLimit:
         return blocks
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """Admit a block that is stored whole."""
+        """Evict until a block that is stored whole, and replaces its pages, fits. Raises as `admit`."""
         if not self._stored.maxdisk:
             return
         name, block = name_of_block(req_id, page), self._contents.index.block(req_id, page)
@@ -219,24 +218,25 @@ class DiskLimit:
         self._ensure_space(sizes, {name})
 
     def admit_split(self, block: Block) -> None:
-        """Admit the split of a block that was stored whole, whose pages become separate values."""
+        """Evict until the pages of a block that was stored whole fit as separate values. Raises as `admit`."""
         if self._stored.maxdisk and (sizes := self._split_sizes(block)):
             self._ensure_space(sizes, sizes)
 
     def _split_sizes(self, block: Block) -> Sizes:
-        """Return the footprint of all pages of a block that is on disk as a whole, in its name; nothing for others."""
+        """Return the footprint of a block's pages by the block's name, if it is on disk whole; otherwise nothing."""
         name = name_of_unit(block)
         if block.extent is None or not self._stored.keeps(name):
             return {}
         return {name: block.pages * records.footprint_of(len(block.req_id), block.extent.slot.size // block.pages)}
 
     def _ensure_space(self, sizes: Sizes, stay: Collection[bytes]) -> None:
-        """Make room for values of these sizes; the units in `stay` are not evicted. Raises DiskUsedUp."""
+        """Evict until values of these sizes fit; units in `stay` are not evicted. Raises DiskUsedUp, TooMuchAtOnce."""
         usage, most, maxdisk = self._stored.usage, self.most, self._stored.maxdisk
+        # Growth after the commit; and during it, when replaced values are on disk, too.
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
         at_once = growth + usage.to_replace(sizes)
         later, beside_later = self._under_way.promised, self._under_way_beside.promised
-        lacking = min(usage.expected + later + growth - most, 2 * growth)  # if maxdisk was lowered, in small steps
+        lacking = min(usage.expected + later + growth - most, 2 * growth)  # in steps, after a lower maxdisk
         with_it = usage.replaced + beside_later + at_once
         beside = min(usage.expected + with_it - int(maxdisk * _SHARE_WITH_REPLACED), 2 * at_once)
         if lacking <= 0 and beside <= 0:
@@ -244,6 +244,7 @@ class DiskLimit:
         if growth > most or self._policy == NO_EVICTION:
             raise DiskUsedUp(maxdisk, growth) if lacking > 0 else TooMuchAtOnce(maxdisk, with_it)
         need = max(lacking, beside)
+        # Evict in the usual order first. Use LMDB's space next, and evict the last units only if this does not suffice.
         freed = self._free(need, stay)
         if freed < need and self._exceeds_reserve(growth + later, at_once + beside_later):
             freed += self._free(need - freed, stay, last=True)
@@ -256,7 +257,7 @@ class DiskLimit:
                 raise TooMuchAtOnce(maxdisk, with_it)
 
     def _exceeds_reserve(self, growth: int, at_once: int) -> bool:
-        """Return whether these bytes do not fit, although values may take a part of LMDB's space for a while."""
+        """Return whether these bytes exceed also the part of LMDB's space that values may use temporarily."""
         usage, maxdisk = self._stored.usage, self._stored.maxdisk
         return (
             usage.expected + growth > maxdisk * _SHARE_FOR_NOW
@@ -270,20 +271,20 @@ class DiskLimit:
     # -- order of eviction ---------------------------------------------------------------------------------------------
 
     def follows(self, blocks: Sequence[Block]) -> None:
-        """Note that each of these blocks extends the one before it, without which it is useless."""
+        """Note that each of these blocks extends the block before it."""
         self._chains.follow(blocks)
 
     def block_removed(self, block: Block) -> None:
-        """Forget a block that was removed. The block that it extended may be evicted now."""
+        """Remove the links of a removed block. The block that it extended may be evicted now."""
         for req_id, page in self._chains.removed(block):
             self._stored.usage.resume(name_of_block(req_id, page))
 
     def clear(self) -> None:
-        """Forget which blocks extend which."""
+        """Remove all links between blocks."""
         self._chains.clear()
 
     def give_up(self, error: DiskFull, size: int) -> Iterator[None]:
-        """Steps that evict as many bytes, since the disk is full."""
+        """Evict `size` bytes, if possible, because the disk is full. Yields after each unit."""
         if self._policy != NO_EVICTION:
             for freed in self._freed((), alone=not isinstance(error, MaxDisk), last=True):
                 if freed >= size:
@@ -291,7 +292,7 @@ class DiskLimit:
                 yield
 
     def _free(self, size: int, stay: Collection[bytes], *, last: bool = False) -> int:
-        """Evict until `size` bytes are free, `last` with the units that are evicted last. Returns the freed bytes."""
+        """Evict until `size` bytes are free; with `last`, all kinds of units. Returns the freed bytes."""
         freed = 0
         for freed in self._freed(stay, alone=False, last=last):
             if freed >= size:
@@ -299,7 +300,7 @@ class DiskLimit:
         return freed
 
     def _freed(self, stay: Collection[bytes], *, alone: bool, last: bool) -> Iterator[int]:
-        """Evict one unit after the other. Gives the bytes that they took so far."""
+        """Evict one unit after another. Yields the bytes freed so far."""
         stored, usage, freed = self._stored, self._stored.usage, 0
         for unit in self._going(alone=alone, last=last):
             name, names = name_of_unit(unit), [one for one in names_in(unit) if stored.has(one)]
@@ -312,9 +313,9 @@ class DiskLimit:
             yield freed
 
     def _going(self, *, alone: bool, last: bool) -> Iterator[Unit]:
-        """Yield the units on disk in the order of eviction.
+        """Yield the units on disk in the order of eviction, without held, leased and pinned ones.
 
-        With `alone` only units that are not in memory; with `last` also blocks that others extend, and short strings.
+        With `alone`, only units on disk only; with `last`, also blocks that other blocks extend, and short strings.
         """
         now, leases = monotonic_ms(), self._contents.leases
         leases.settle(now)
@@ -342,10 +343,10 @@ class DiskLimit:
             yield from self._also_in_memory(last=True)
 
     def _oldest_on_disk_only(self) -> Iterator[Unit]:
-        """Yield the units on disk only. A unit that others extend is deferred."""
+        """Yield the units on disk only, the least recently used first. Defer units that other units extend."""
         usage, passed = self._stored.usage, 0
         most = min(_MOST_PASSED, usage.units_on_disk_only)
-        if self._policy != PREFIX:  # it deferred some before the policy was changed
+        if self._policy != PREFIX:  # no unit is deferred; the policy was changed
             for one in [*islice(usage.deferred, _MOST_PASSED)]:
                 usage.resume(one)
         while passed < most and (name := usage.first) is not None:
@@ -359,12 +360,12 @@ class DiskLimit:
                 continue
             if not self._waits(unit):
                 yield unit
-            if is_there(self._contents, unit):  # it waits to be written again, or is spared
+            if is_there(self._contents, unit):  # it was not evicted: it waits to be written, or has to stay
                 usage.use(name)
                 passed += 1
 
     def _also_in_memory(self, *, last: bool) -> Iterator[Unit]:
-        """Units that memory has, too, in the order of the policy. `last`: with the units that are evicted last."""
+        """Yield the units that are in memory, too, in the order of the policy; `last` includes those evicted last."""
         get, passed, spares_texts = self._contents.catalogue.entries.get, 0, self._spares_texts
         for unit in self._contents.evictor.units.victims():
             is_last = not last and (
@@ -378,7 +379,7 @@ class DiskLimit:
                 return
 
     def _deferred(self) -> Iterator[Unit]:
-        """Units on disk only that others extend, if the others have to stay."""
+        """Yield the deferred units: others extend them, and have to stay."""
         for name in [*islice(self._stored.usage.deferred, _MOST_PASSED)]:
             unit = unit_named(self._contents, name)
             if unit is None:
@@ -394,7 +395,7 @@ class DiskLimit:
 
     @property
     def _spares_texts(self) -> bool:
-        """Whether short strings stay as long as anything else can go."""
+        """Whether short strings are evicted last."""
         return self._contents.texts * _TEXT_ON_DISK <= self.most * _SHARE_OF_TEXTS
 
 

@@ -1,8 +1,8 @@
-"""LMDB's file: its lock, its checks, and its settings.
+"""The LMDB file: its lock, its checks, and its settings.
 
 LMDB trusts its file: one wrong bit in a branch page can crash the process that maps it. So the structure is checked
-before the file is opened. This is left out if the file was closed in order and not touched since, or if its server was
-killed but the machine has run on: then the system still writes all that it was given.
+before the file is opened. The check is omitted if the file has not changed since it was closed in order, or if only the
+server was killed and the machine still runs: then the system's page cache has all writes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from lmdb.verify import VerifyError, verify
 
 from kvpage_server.system.durable import flush_directory, private, tighten
 
-FORMAT = 2  # 1 had a record for each page
-RESERVE = 1 << 20  # bytes
-_LARGEST_MAP = 1 << 40  # bytes of address space, where maxdisk sets no limit
+FORMAT = 2  # format 1 had a record for each page
+RESERVE = 1 << 20  # bytes of the reserve file
+_LARGEST_MAP = 1 << 40  # bytes of address space without `maxdisk`
 _SMALLEST_MAP = 1 << 30
-_NOTE = 100  # bytes
+_NOTE = 100  # bytes of a note
 _MODE = 0o600
-_BESIDE = ("-lock", ".clean", ".reserve")  # files that belong to the database, and are named so
-_READERS = 512  # transactions at a time: loans, and the few threads that read
+_BESIDE = ("-lock", ".clean", ".reserve")  # suffixes of files that belong to the database
+_READERS = 512  # read transactions at a time: borrowed reads, and reader threads
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DiskError(Exception):
-    """The store on disk cannot be used; the message names the file and the reason."""
+    """Error: the store on disk cannot be used; the message has the file and the reason."""
 
 
 class DiskFull(Exception):
-    """The disk has no room for a write. Nothing of it was written."""
+    """Error: the disk has no space for a write, of which nothing was committed."""
 
 
 class MaxDisk(DiskFull):
@@ -45,9 +45,9 @@ class MaxDisk(DiskFull):
 
 
 class Witness:
-    """A note next to the file: its state when it was last sound, and, while it is open, the boot id of the machine.
+    """Note in a file next to the database: its size and mtime when it was last sound and, while open, the boot id.
 
-    If the machine crashed since, some writes may be lost, and the note does not hold any more.
+    After a crash of the machine, writes may be lost. The boot id differs then, so the note is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class Witness:
         self._boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
     def vouches(self) -> bool:
-        """Return whether the file is as it was when it was closed, or at the last commit in this boot."""
+        """Return whether the file is unchanged since it was closed, or since the last commit in this boot."""
         said, seen = os.pread(self._note, 200, 0).decode("ascii", "replace").strip(), self._seen()
         return said == seen or bool(self._boot and said == f"{seen} {self._boot}")
 
@@ -70,7 +70,7 @@ class Witness:
         self._say(f"{self._seen()} {self._boot}" if self._boot else "")
 
     def closed(self) -> None:
-        """Note that the file is sound and on the disk."""
+        """Note that the file is sound and flushed."""
         self._say(self._seen())
 
     def go(self) -> None:
@@ -81,12 +81,12 @@ class Witness:
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # the old note is about another state of the file
+        with suppress(OSError):  # the old note describes another state, so it is invalid
             os.pwrite(self._note, text.encode().ljust(_NOTE), 0)
 
 
 def look_through(path: Path, witness: Witness) -> None:
-    """Check that LMDB can trust the file's structure. Values are checked when they are read."""
+    """Check the file's structure, unless the witness vouches for it. Raises DiskError. Reads check values."""
     with path.open("rb") as file:
         if file.read(20)[16:] != (0xBEEFC0DE).to_bytes(4, "little"):
             raise DiskError(f"{path} is not a store of kvpage-server")
@@ -113,9 +113,9 @@ def lock(path: Path) -> IO[bytes]:
 
 
 def claim(path: Path) -> IO[bytes]:
-    """Lock the database too, because the lock file next to it may have been removed.
+    """Lock the database, too, because the lock file next to it may have been deleted.
 
-    Others can't read it from now on. Raises DiskError if another process has the lock.
+    Also remove the rights of other users to its files. Raises DiskError if another process has the lock.
     """
     for part in (path, *(_beside(path, end) for end in _BESIDE)):
         if part.exists():
@@ -128,7 +128,7 @@ def claim(path: Path) -> IO[bytes]:
 
 
 def _taken(file: IO[bytes]) -> bool:
-    """Return whether the lock is ours now. LMDB locks other parts of a file of its own, so it is not affected."""
+    """Lock a file. Returns whether this succeeded. LMDB locks another file, so it is not affected."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -145,7 +145,7 @@ def _beside(path: Path, end: str) -> Path:
 
 
 def create(path: Path) -> None:
-    """Create a store: either as a whole or not at all."""
+    """Create a store. It appears complete or not at all."""
     new = _beside(path, ".new")
     for left in (new, _beside(new, "-lock")):
         left.unlink(missing_ok=True)
@@ -161,10 +161,10 @@ def create(path: Path) -> None:
 
 
 def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
-    """Map the file. This takes its address space at once, and disk space as it is needed.
+    """Map the file. Address space is used immediately, disk space as it is needed.
 
-    Each commit is on the disk when it is done if it `flushes`. If not, the operating system writes it later, in any
-    order: a crash of the machine may then damage the file.
+    With `flushes`, commits are durable. Otherwise the operating system writes them later, in any order, and a crash of
+    the machine may damage the file. Without `maxdisk`, the map is halved until the system has address space for it.
     """
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
@@ -186,7 +186,7 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
 
 
 def _verify(path: Path) -> list[str]:
-    """Return the faults in the structure of a database file."""
+    """Return the errors in the structure of a database file."""
     try:
         return list(verify(str(path), subdir=False))  # type: ignore[no-untyped-call]
     except VerifyError as error:
@@ -198,10 +198,11 @@ def _has_errno(error: Exception, number: int) -> bool:
 
 
 class lmdb_errors:
-    """Raise what LMDB and the system say as DiskError; as DiskFull if a write had no room.
+    """Context that raises errors of LMDB and the system as DiskError, or as DiskFull if a write had no space.
 
-    Not a generator: since Python 3.12 the frames of one refer to the exception that has passed through it, and the
-    exception to them. So the arguments of a failed write would stay in memory until the next garbage collection.
+    It is not a generator because, since Python 3.12, a generator's frames refer to the exception that passed through
+    it, and the exception to the frames. The arguments of a failed write would stay in memory until the next garbage
+    collection.
     """
 
     def __init__(self, path: Path, *, writing: bool = False) -> None:
@@ -225,6 +226,6 @@ class lmdb_errors:
         if self._writing and (_has_errno(error, errno.ENOSPC) or _has_errno(error, errno.EDQUOT)):
             return DiskFull(str(error))
         little = self._writing and _has_errno(error, errno.EIO) and shutil.disk_usage(self._path.parent).free < RESERVE
-        if little:  # it could write a part
+        if little:  # LMDB reports a partial write as EIO
             return DiskFull(os.strerror(errno.ENOSPC))
         return DiskError(f"{self._path}: {error}")

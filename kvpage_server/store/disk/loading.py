@@ -1,7 +1,8 @@
-"""Loads the keys of a store when it starts.
+"""The load of all keys at the start of a store.
 
-Values that are on disk only become `Cold`. A block whose pages were stored one by one is *resting*: only the rows of
-its pages are kept, and its entries are made when somebody asks for one. So a million pages load in less than a second.
+Values become `Cold`, except short strings. Of a block whose pages were stored one by one, memory has only the rows of
+its sheet, and the entries of its pages are created at their first lookup. So a million pages load in less than a
+second.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kvpage_server.store.memory.index import Block
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_key
 from kvpage_server.system.text import monotonic_ms
 
-_TOGETHER = 14  # bits of milliseconds: 16 seconds
+_TOGETHER = 14  # bits of milliseconds (16 s) within which units count as used together
 
 
 class Loader:
-    """Makes the values on disk known: all of them at the start, and those of a block when it is woken."""
+    """Loader of all keys at the start, and of a block's pages at their first lookup."""
 
     def __init__(self, disk: Disk, contents: Contents, stored: Stored) -> None:
         self._disk = disk
@@ -39,23 +40,23 @@ class Loader:
         self._catalogue = contents.catalogue
         self._expirer = contents.expirer
         self._stored = stored
-        self._began = (0, 0)  # when the server started, in unix and in monotonic seconds
+        self._began = (0, 0)  # the start of the load, in unix and in monotonic seconds
         contents.index.on_waking = self._wake
 
     def load(self) -> bool:
-        """Load everything. Returns whether there is anything. Damaged values are left out; overdue ones expire as
-        usual."""
-        units: list[bytes] = []  # the units, when each was used last, and the number of its first piece
+        """Load all keys. Returns whether there are any. Damaged values are omitted; overdue ones expire as usual."""
+        # Parallel lists: the units, the last use of each in unix ms, and the number of its first piece, 0 if unknown.
+        units: list[bytes] = []
         used: list[int] = []
         pieces: list[int] = []
         now = monotonic_ms() // 1000
         self._began = unix_ms() // 1000, now
         collecting = gc.isenabled()
-        gc.disable()  # there is no garbage, and there may be millions of objects
+        gc.disable()  # a collection would visit millions of objects, and free none
         try:
             size = self._load_sheets(units, used, pieces) + self._load_records(units, used, pieces)
         finally:
-            self._contents.evictor.units.now = now  # strings were entered with the times of their own use
+            self._contents.evictor.units.now = now  # `_string_of` has set it to the uses of strings
             if collecting:
                 gc.enable()
         texts = {name_of_key(key) for key, entry in self._catalogue.entries.items() if type(entry) is Text}
@@ -63,11 +64,11 @@ class Loader:
         return bool(used)
 
     def _in_order(self, units: list[bytes], used: NDArray[np.int64], pieces: list[int]) -> Iterable[bytes]:
-        """Yield the units, each once, in the order of their last use, which is the order of their eviction.
+        """Yield each unit once in the order of eviction, which is that of their last use.
 
-        The links between blocks are not on disk. A context is usually written at once, from its beginning. So of the
-        units that were used in the same seconds, `allkeys-prefix` evicts the one first that was written last. Pieces
-        are numbered in the order in which they are written.
+        The links between blocks are not on disk. A context is usually written in one go, from its start. So among units
+        that were used within the same 16 seconds, `allkeys-prefix` evicts those first that were used last and, if the
+        uses are equal, written last. Pieces are numbered in the order of writes.
         """
         if self._contents.evictor.policy == PREFIX:
             order = np.lexsort((np.array(pieces), used, -(used >> _TOGETHER)))
@@ -76,7 +77,7 @@ class Loader:
         return reversed(dict.fromkeys([units[i] for i in order.tolist()]))
 
     def _load_sheets(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
-        every = defaultdict[int, list[bytes]](list)  # by the size of the request's id
+        every = defaultdict[int, list[bytes]](list)  # rows, by the length of the request id
         rest, used_at = self._contents.index.note_on_disk, records.used
         for key, found in self._disk.sheets():
             if isinstance(found, Damaged):
@@ -94,7 +95,7 @@ class Loader:
         return sum(records.sheet_footprint(id_size, b"".join(rows)) for id_size, rows in every.items())
 
     def _note_expiring(self, req_id: bytes, page: int, rows: bytes) -> None:
-        """Note one page for all. When it is due, the block is woken."""
+        """Note the first expiry of a block for all its pages. When it is due, the entries of the pages are created."""
         count, row = records.expiring(rows)
         [(key, _, expires, _)] = records.pages(req_id, page, row)
         self._expirer.keys += count
@@ -120,7 +121,7 @@ class Loader:
         return size
 
     def _admit(self, record: Record) -> None:
-        """Enter a value. Records were valid when they were written."""
+        """Add a value to the index, without checks, because records were valid when they were written."""
         name, expires = record.name, record.expires
         if name[:1] == b"b":
             block = self._contents.index.open(*parse_block(name))
@@ -146,16 +147,16 @@ class Loader:
         return text
 
     def _seconds(self, used: int) -> int:
-        """Return the monotonic seconds of a use, which is at `used` unix milliseconds.
+        """Return the monotonic seconds of a use at `used` unix milliseconds.
 
-        Negative for a use before the machine started. If the clock was set back since, the use may lie in the future:
-        then it counts as one at the start.
+        The result is negative for a use before the machine started. A use in the future, after the clock was set back,
+        counts as one at the start of the load.
         """
         unix, monotonic = self._began
         return monotonic - max(unix - used // 1000, 0)
 
     def _wake(self, block: Block, rows: bytes) -> None:
-        """Give a block the pages in these rows, all of them cold."""
+        """Create the entries of a block's pages from their rows, all of them cold."""
         entries, know, note = self._catalogue.entries, self._stored.usage.know, self._expirer.note
         pages, unit = records.pages(block.req_id, block.page, rows), name_of_unit(block)
         for header, (key, (kv_type, layer, head), expires, used) in zip(records.headers(rows), pages, strict=True):

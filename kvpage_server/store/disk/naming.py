@@ -1,4 +1,4 @@
-"""The names of values on disk, and the values that names stand for."""
+"""Names of values on disk, and lookup of values and units by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.records import name_of_block, name_of_key
 from kvpage_server.system.text import printable
 
-_MOST_SHOWN = 256  # bytes of a key
+_MOST_SHOWN = 256  # bytes of a key in a log line
 
 
 def name_of_unit(unit: Unit) -> bytes:
@@ -21,7 +21,7 @@ def name_of_unit(unit: Unit) -> bytes:
 
 
 def each_name_in(unit: Unit) -> Iterator[bytes]:
-    """Yield the names of a unit's values, one by one, as there may be many."""
+    """Yield the names of a unit's values, one at a time because there may be many."""
     if isinstance(unit, bytes):
         yield name_of_key(unit)
     elif unit.extent is not None:
@@ -31,23 +31,23 @@ def each_name_in(unit: Unit) -> Iterator[bytes]:
 
 
 def names_in(unit: Unit) -> Sequence[bytes]:
-    """Return the same as a list."""
+    """Return the names of a unit's values."""
     return [*each_name_in(unit)]
 
 
 def unit_of_cold(value: Cold) -> Unit:
-    """Return the unit of a value."""
+    """Return the unit of a value on disk only."""
     return value.unit if type(value.unit) is Block else value.name[1:]
 
 
 def parse_block(name: bytes) -> tuple[bytes, int]:
-    """Return the request and page id in a block's name."""
+    """Return request id and page id of a block's name."""
     req_id, _, page = name[1:].rpartition(b":")
     return req_id, int(page)
 
 
 def described(name: bytes) -> str:
-    """Return a value of that name as a log shows it: a block by its request and page id, anything else by its key."""
+    """Return the description of a value for the log: request id and page id of a block, the key of another value."""
     if name[:1] == b"b":
         req_id, page = parse_block(name)
         return f"block {page} of request {printable(req_id.decode('utf-8', 'surrogateescape'))}"
@@ -56,13 +56,13 @@ def described(name: bytes) -> str:
 
 
 def block_name_of(name: bytes) -> bytes | None:
-    """Return the name of the block that a page of this name belongs to; None if no page can have it."""
+    """Return the name of the block of a page with this name; None if no page can have this name."""
     page = page_named(name[1:]) if name[:4] == b"kkv:" else None
     return name_of_block(page.req_id, page.page) if page is not None else None
 
 
 def value_named(contents: Contents, name: bytes) -> Entry | Extent:
-    """Return the value of a name. It must exist."""
+    """Return the value with this name, which must exist."""
     if name[:1] == b"k":
         return contents.catalogue.entries[name[1:]]
     block = contents.index.block(*parse_block(name))
@@ -72,7 +72,7 @@ def value_named(contents: Contents, name: bytes) -> Entry | Extent:
 
 
 def unit_named(contents: Contents, name: bytes) -> Unit | None:
-    """Return the unit of that name; None if there is none. A page may have the key that a string had."""
+    """Return the unit with this name; None if there is none, or if a page has replaced the string with this key."""
     if name[:1] == b"b":
         return contents.index.block(*parse_block(name))
     entry = contents.catalogue.entries.get(name[1:])
@@ -80,14 +80,14 @@ def unit_named(contents: Contents, name: bytes) -> Unit | None:
 
 
 def is_there(contents: Contents, unit: Unit) -> bool:
-    """Return whether a unit exists. Does not wake its block."""
+    """Return whether a unit exists, without creating the entries of a block's pages."""
     if isinstance(unit, Block):
         return contents.index.has(unit.req_id, unit.page)
     return unit in contents.catalogue.entries
 
 
 def is_removed(contents: Contents, name: bytes) -> bool:
-    """Return whether there is nothing of that name any more, nor the block that it was a part of."""
+    """Return whether neither a value with this name exists, nor the block that contained it."""
     if name[:1] == b"b":
         return not contents.index.has(*parse_block(name))
     page = page_named(name[1:])

@@ -1,9 +1,10 @@
-"""Holds, which keep values in memory for commands that are about to use them.
+"""Holds, which keep values in memory for commands that will use them.
 
 A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all values
-that it needs are *held*, also values that were in memory before: they are not dropped until the command has run. Loaded
-values do not count against maxmemory yet, so they have a limit of their own. After a wait the command checks again that
-everything is there. So a hold may end early, if its owner does not go on, because it does not read or is paused.
+that it needs are *held*, including values that were in memory before: they are not dropped until the command has run.
+Values that are loaded for a hold do not count against maxmemory until it ends, so they have a limit of their own. After
+the wait, the command checks again that all values are in memory. So a hold may end early, if its client does not
+continue, because it does not read or is paused.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from weakref import WeakSet
 
 from kvpage_server.store.eviction.queues import Unit
 
-LONGEST = 10.0  # seconds
+LONGEST = 10.0  # seconds of a hold
 
 
 class TooMuch(Exception):
-    """A command needs more bytes at once than may be fetched."""
+    """Error: a command needs more bytes at a time than may be loaded."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"{size} bytes would have to come to memory at once")
@@ -26,7 +27,7 @@ class TooMuch(Exception):
 
 
 class Hold:
-    """Some units that are held. It ends when nobody refers to it any more, or after a while."""
+    """Units that are held for one command. The hold ends with its last reference, or after `LONGEST`."""
 
     __slots__ = ("__weakref__", "_holds", "since", "size", "units")
 
@@ -34,19 +35,19 @@ class Hold:
         self._holds = holds
         self.units: frozenset[Unit] = frozenset(units)
         self.size = 0  # bytes that were loaded for it
-        self.since = monotonic()
+        self.since = monotonic()  # seconds
 
     def __del__(self) -> None:
         self._holds.end(self)
 
 
 class Holds:
-    """All holds. `bytes` were fetched for them; `on_end` is called when that becomes less."""
+    """All holds. `bytes` is the size of values loaded for them; `on_end` is called when it decreases."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.on_end: Callable[[], object] | None = None
-        self._counts: dict[Unit, int] = {}
+        self._counts: dict[Unit, int] = {}  # number of holds of each held unit
         self._holds: WeakSet[Hold] = WeakSet()
 
     def __contains__(self, unit: Unit) -> bool:
@@ -60,12 +61,12 @@ class Holds:
         return hold
 
     def grow(self, hold: Hold, size: int) -> None:
-        """Count bytes that are fetched for a hold."""
+        """Count bytes that are loaded for a hold."""
         hold.size += size
         self.bytes += size
 
     def end(self, hold: Hold) -> None:
-        """Release the units of a hold, which may leave memory again."""
+        """Release the units of a hold, which may be dropped again."""
         for unit in hold.units:
             left = self._counts.pop(unit) - 1
             if left:
@@ -76,7 +77,7 @@ class Holds:
             self.on_end()
 
     def end_old(self) -> None:
-        """End holds that have lasted too long, since others may need the memory."""
+        """End holds that exceed `LONGEST`, because other clients may need the memory."""
         since = monotonic() - LONGEST
         for hold in [hold for hold in self._holds if hold.since < since]:
             self.end(hold)

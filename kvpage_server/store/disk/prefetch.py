@@ -13,18 +13,18 @@ from kvpage_server.store.memory.entry import Text, are_cold, is_page, page_named
 from kvpage_server.store.memory.index import ExtentPage
 
 Body: TypeAlias = "Slot | Cold"
-Needed = tuple[Unit, Body]  # the bytes that have to be in memory, and the unit with which they leave it
+Needed = tuple[Unit, Body]  # a unit, and the bytes of it that must be in memory
 
 
 class Needs:
-    """Lookup of needed values, from the index alone."""
+    """Lookup of the values that a command needs, in the index alone."""
 
     def __init__(self, contents: Contents) -> None:
         self._catalogue = contents.catalogue
         self.index = contents.index
 
     def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
-        """Return the values that must be fetched before these keys can be read."""
+        """Return the values that must be loaded before these keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
         if are_cold(entries):
             return [*dict.fromkeys(entries)]
@@ -34,7 +34,7 @@ class Needs:
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
 
     def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
-        """Return the values that must be fetched before a block can be read whole."""
+        """Return the values that must be loaded before a block can be read whole."""
         block = self.index.block(req_id, page)
         if block is None:
             return []
@@ -51,19 +51,16 @@ class Needs:
                 yield unit_of(key, entry), entry.extent.slot if type(entry) is ExtentPage else cast(Body, entry)
 
     def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
-        """Yield the values that must be in memory to write these keys: the blocks, stored whole, to which the pages
-        belong.
+        """Yield the values that must be in memory to write these keys: blocks that are stored whole.
 
-        The pages need not exist yet. Writing one splits the block.
+        A write of a page splits its block, even if the page does not exist yet.
         """
         entries = self._catalogue.entries
         names = (page_named(key) for key in keys if key[:3] == b"kv:" and not is_page(entries.get(key)))
         return self.extents_at((name.req_id, name.page) for name in names if name)
 
     def extents_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
-        """Yield the values that must be in memory to write pages of these blocks: the blocks themselves, if stored
-        whole.
-        """
+        """Yield the values that must be in memory to write pages of these blocks: the blocks that are stored whole."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
             if block is not None and block.extent is not None:

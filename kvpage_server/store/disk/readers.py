@@ -1,7 +1,6 @@
-"""Threads that read values from disk, so that the loop does not wait for it.
+"""Threads that read values from disk, so that the event loop does not wait for it.
 
-A thread fills memory that it is given, or finds and checks values where they lie. It does not know slots. The caller
-keeps the memory alive meanwhile.
+A thread fills memory of the caller, who keeps it alive meanwhile, or finds and checks values in the map.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ Wanted = Sequence[tuple[bytes, memoryview]]  # names, and the memory for their b
 
 
 class DiskReader:
-    """Reads for the loop on which it was made. `fetch` and `find` each cost a thread's turn."""
+    """Reader threads for the event loop on which the object was made. Each call of `fetch` or `find` is a job."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._loop = asyncio.get_running_loop()
         self._tickets = count()
+        # Callbacks by ticket. A thread has only the ticket, because the callback refers to memory that the loop frees.
         self._callers: dict[int, Callable[[Any], None]] = {}
         self._jobs: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [
@@ -44,7 +44,7 @@ class DiskReader:
             thread.start()
 
     def fetch(self, wanted: Wanted, done: Callable[[list[Outcome]], None]) -> None:
-        """Fill all that memory, then call `done` with the outcomes, on the loop."""
+        """Fill memory with bodies, then call `done` with the outcomes, on the loop."""
         self._begin(partial(self._outcomes, wanted), done)
 
     def find(self, wanted: Sequence[tuple[bytes, int]], done: Callable[[tuple[object, list[Found]]], None]) -> None:
@@ -60,7 +60,7 @@ class DiskReader:
         while (job := self._jobs.get()) is not None:
             ticket, work = job
             told = partial(self._deliver, ticket, work())
-            del job, work  # no other variable refers to the memory now
+            del job, work  # the loop frees the memory, so the thread drops its references
             self._loop.call_soon_threadsafe(told)
             del told
 
@@ -85,24 +85,27 @@ class DiskReader:
             self._jobs.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
-        await asyncio.sleep(0)  # the last outcomes are delivered
+        await asyncio.sleep(0)  # let the loop deliver the last outcomes
 
 
-# -- Reads all that is on disk, at a limited rate, to find damage before somebody asks for the value -------------------
+# -- Scrubbing: reads of all values at a limited rate, to find damage before a client reads the value ------------------
 
-_RECORDS_PER_TRANSACTION = 16  # database records that are looked up in one transaction
+_RECORDS_PER_TRANSACTION = 16  # database records that one transaction reads
 
 log = logging.getLogger("kvpage")
 
 
 class Scrubber:
-    """Reads `rate` bytes a second, round after round. Calls `damaged` with names, on the loop on which it was made."""
+    """Thread that checks all values, `rate` bytes per second, in endless rounds.
+
+    It calls `damaged` with the name of a value or the key of a record, on the event loop on which it was made.
+    """
 
     def __init__(self, disk: Disk, rate: int, damaged: Callable[[bytes], None]) -> None:
         self.rate = rate
         self.rounds = 0
         self.checked = 0  # bytes
-        self.failing = ""
+        self.failing = ""  # the error that stopped the scrubber
         self._disk = disk
         self._damaged = damaged
         self._loop = asyncio.get_running_loop()
@@ -136,7 +139,7 @@ class Scrubber:
                     return
 
     def _check(self, name: bytes) -> bool:
-        """Read one value. Returns whether to go on."""
+        """Check one value, then wait to keep the rate. Returns False when the scrubber has to stop."""
         try:
             size = self._disk.check(name)
         except Damaged:

@@ -1,13 +1,12 @@
-"""The disk below memory. Values that do not fit in memory are dropped from memory, and loaded on access.
+"""The disk tier. Values that do not fit in memory are dropped from memory, and loaded on access.
 
-Every key is known in memory. Its value is there too, or it is `Cold`: its bytes are on disk only. The tier is notified
-of every change, and queues it for write-behind. A value may be dropped from memory when it is on disk and does not wait
-to be written again.
+Memory has every key. A value is in memory, too, or it is `Cold`: its bytes are on disk only. The tier is notified of
+every change, and queues it for write-behind. A value may be dropped from memory when its last change is on disk.
 
 Every value is written to disk, and writers wait if the disk is slower than they are.
 
-Its parts: `stored` (values on disk or being written), `limit` (eviction when the disk is full), `needs` (values that a
-command needs), `fetching` (from disk to memory), a loader for the start, and a scrubber.
+The parts are `stored` (values on disk and queued changes), `limit` (eviction when the disk is full), `needs` (lookup of
+the values that a command needs), `fetching` (loads from disk), a loader for the start, and a scrubber.
 """
 
 from __future__ import annotations
@@ -49,31 +48,33 @@ from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import Damaged, name_of_block, name_of_key
 
-# -- Adapter between the write-behind queue and the store: see `Owner` -------------------------------------------------
+# -- The owner of the values in the write-behind queue -----------------------------------------------------------------
 
-_VALUES_PER_STEP = 256  # values that are noted before others have their turn
+_VALUES_PER_STEP = 256  # values that are noted in one step
 
 
 class Changes:
+    """The store as the `Owner` of queued values."""
+
     def __init__(self, contents: Contents, stored: Stored, limit: DiskLimit) -> None:
         self._contents = contents
         self._stored = stored
         self._limit = limit
 
     def spell(self, name: bytes, value: Value) -> Change:
-        """Return the change that stores a value. Called in the writing thread."""
+        """Return the change that stores a value. Called in the thread that commits."""
         return change_of(name, value)
 
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
-        """Steps that make room, since the disk is full and so many bytes wait."""
+        """Evict, because the disk is full and `size` bytes wait. Yields after each unit."""
         return self._limit.give_up(error, size)
 
     def is_removed(self, name: bytes) -> bool:
-        """Return whether the store has nothing of that name."""
+        """Return whether the store has no value with that name."""
         return is_removed(self._contents, name)
 
     def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
-        """Steps until it is known that a batch is on disk."""
+        """Note that a batch is on disk. Yields after each step."""
         usage = self._stored.usage
         if batch.clears:
             usage.was_cleared()
@@ -96,7 +97,7 @@ class Changes:
                 usage.add(name, name, takes(name, value), again=self._is_queued_again(name))
 
     def _removed(self, name: bytes) -> None:
-        """Process the removal of a value. Forget its unit too if nothing of it is left."""
+        """Note the removal of a value, and of its unit if nothing of it is left."""
         usage = self._stored.usage
         unit = (not usage.is_stray_string(name) and block_name_of(name)) or name
         usage.remove(name, unit, again=self._is_queued_again(name))
@@ -104,18 +105,19 @@ class Changes:
             usage.remove_unit(unit)
 
     def _is_queued_again(self, name: bytes) -> bool:
-        """Return whether a value waits to be written again, if expected sizes are counted."""
+        """Return whether a value waits to be written again; False without `maxdisk`, as no sizes are expected then."""
         return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
 
 
-_SHARE_OF_TEXTS = 0.5  # of maxmemory that short strings may take before they are evicted; memory always has them
+_SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as they are never on disk only
 
 log = logging.getLogger("kvpage")
 
 
 class DiskTier:
-    """See the module. Call `load`, then `connect` once the loop runs. `Tier` and `TierBelow` document the
-    notifications.
+    """The disk tier. Call `load`, then `connect` when the loop runs.
+
+    `Tier` and `TierBelow` document the notifications.
     """
 
     scrubber: Scrubber
@@ -138,16 +140,17 @@ class DiskTier:
         self.any_cold = self._loader.load()
 
     def ensure_space_for_all(self) -> None:
-        """Raise `maxdisk` if the values that were loaded exceed it. Before anything else uses the store."""
+        """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""
         least = self.limit.least_for(self.used_disk)
         if least > self.stored.maxdisk:
             self.stored.maxdisk = least
             self.disk.resize(least)
 
     def connect(self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None]) -> None:
-        """Begin to read and write, on the loop. At most `limit` bytes may wait to be written.
+        """Start to read and write on the event loop.
 
-        `moved` is called when lent bytes, which may wait to be sent, have moved.
+        Writers wait above `limit` queued bytes, or above 1/4 of maxmemory or 1/8 of maxdisk. `moved` is called when
+        borrowed bytes, which may wait to be sent, have moved.
         """
         if self._memory.maxmemory:
             limit = min(limit, self._memory.maxmemory // 4)
@@ -162,7 +165,7 @@ class DiskTier:
         return self.stored.behind
 
     async def save(self) -> str:
-        """Write everything, and have it on the disk. Returns why some could not be written; empty if all was."""
+        """Write all dirty values and make them durable. Returns the error; empty if all were written."""
         behind = self.behind
         position = behind.position
         await behind.settle()
@@ -177,21 +180,21 @@ class DiskTier:
 
     @property
     def unsaved(self) -> int:
-        """Changes that were not written yet."""
+        """Number of changes that are not written yet."""
         return self.behind.position - self.behind.durable
 
     @property
     def values_on_disk(self) -> int:
-        """The number of values on disk."""
+        """Number of values on disk."""
         return len(self.stored.usage) + self._contents.index.resting
 
     @property
     def used_disk(self) -> int:
-        """Roughly the bytes that values take on disk."""
+        """Approximate bytes of values on disk."""
         return self.stored.usage.used
 
     def begin_save(self) -> asyncio.Task[str]:
-        """Begin to `save` now."""
+        """Start a task that runs `save`."""
         task = asyncio.create_task(self.save())
         self._saves.add(task)
         task.add_done_callback(self._saves.discard)
@@ -267,7 +270,7 @@ class DiskTier:
         self.stored.clear()
         self.limit.clear()
 
-    # -- from memory to disk alone: see `MemoryLimit` ----------------------------------------------------------------
+    # -- drops and evictions, called by `MemoryLimit` ------------------------------------------------------------------
 
     @property
     def held(self) -> int:
@@ -281,18 +284,16 @@ class DiskTier:
         return self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
 
     def drops_any(self) -> bool:
-        """Return whether there may be something to drop, under any policy: not if short strings alone exceed
-        maxmemory.
-        """
+        """Return whether dropping may help: not if the policy keeps short strings, and they exceed maxmemory."""
         return not (self._keeps_texts and self._contents.texts > self._memory.maxmemory)
 
     def hurry(self) -> None:
         self.behind.hurry()
 
     def demote(self, unit: Unit) -> bool:
-        """Drop a unit, or evict it if it is not on disk. False if it has to stay.
+        """Drop a unit, or evict it if it is not on disk. Returns False if it has to stay.
 
-        Dropping a short string gains nothing. Strings are evicted when they take too much memory together.
+        A short string is not dropped, because that frees nothing. It is evicted if short strings use too much memory.
         """
         is_text = isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
         if not self._waits(unit) and self.stored.usage.has_all(names := names_in(unit)):
@@ -304,7 +305,7 @@ class DiskTier:
         return not self._keeps_texts and self.evict(unit)
 
     def evict(self, unit: Unit) -> bool:
-        """Evict a unit. False if it waits to be written, or memory would gain nothing."""
+        """Evict a unit. Returns False if it waits to be written, or is on disk only."""
         if all(is_cold_named(self._contents, name) for name in each_name_in(unit)):
             return False
         if not self.behind.failing and self._waits(unit):
@@ -331,7 +332,7 @@ class DiskTier:
         self.any_cold = True
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
-        """Free the bytes of these keys. Returns how many they were."""
+        """Replace the values of these names by cold ones. Returns the freed bytes."""
         entries, freed = self._contents.catalogue.entries, 0
         for name in names:
             key = name[1:]
@@ -343,17 +344,17 @@ class DiskTier:
                 self.stored.counts.dropped += 1
         return freed
 
-    # -- the disk's side -------------------------------------------------------------------------------------------
+    # -- damage that the scrubber finds --------------------------------------------------------------------------------
 
     def _found_damaged(self, name: bytes) -> None:
-        """Process a damaged value or sheet. It is written again if memory has it."""
+        """Write a damaged value, or the values of a damaged sheet, again from memory; remove those on disk only."""
         if name.startswith(records.PREFIX):
             block = self._contents.index.block(*parse_block(records.block_of(name)[0]))
             for one in [] if block is None else names_in(block):
                 if records.is_in(one, name):
                     self._found_damaged(one)
             return
-        self._contents.catalogue.get(name[1:])  # this wakes its block
+        self._contents.catalogue.get(name[1:])  # creates the entries of its block
         if name not in self.stored.usage or self.behind.waits(name):
             return
         value = value_named(self._contents, name)

@@ -1,7 +1,7 @@
-"""The values on disk, the values that will be there when all writes are done, and the order in which units on disk
-only are evicted: the unit that was dropped or read longest ago is the first. Blocks are evicted whole.
+"""The sizes of values on disk, now and after all queued writes, and the eviction order of units on disk only.
 
-A unit that other units extend is deferred until nothing extends it. See `DiskLimit`.
+The unit that was dropped or read longest ago is the first to evict. Blocks are evicted whole. A unit that other units
+extend is deferred until nothing extends it, see `DiskLimit`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from kvpage_server.store.records import footprint, name_of_key
 
 
 class DiskUsage:
-    """The footprints of values by name, and the units that they belong to. `used` is roughly the bytes that are used.
+    """Footprints of values by name, and the units that they belong to. Each operation on a value is O(1).
 
-    `expected` is the value of `used` after all queued writes. Until then, `replaced` bytes are on disk in addition to
-    the values that replace them. Units have the names of strings and of blocks stored whole. Every operation is O(1).
-    The sizes of blocks are known only with `counts_blocks`.
+    `used` is the approximate number of bytes on disk, and `expected` is `used` after all queued writes. Until then,
+    `replaced` bytes are on disk in addition to the values that replace them. Units have the names of strings and of
+    blocks that are stored whole. Sizes of blocks with separate pages are known only with `counts_blocks`.
     """
 
     def __init__(self, *, counts_blocks: bool = True) -> None:
         self.used = 0
         self.expected = 0
         self.replaced = 0
+        # Bytes by name: values on disk; values after queued writes (0: a removal); values that queued writes replace.
+        # `replaced` is always the sum of `_replaced`.
         self._sizes: dict[bytes, int] = {}
-        self._expected: dict[bytes, int] = {}  # of queued writes; 0 for a removal
-        self._replaced: dict[bytes, int] = {}  # sizes of values on disk that queued writes replace
-        self._blocks: dict[bytes, int] = {}  # sizes of those whose pages are values of their own
+        self._expected: dict[bytes, int] = {}
+        self._replaced: dict[bytes, int] = {}
+        self._blocks: dict[bytes, int] = {}  # bytes of blocks with separate pages, by the block's name
         self._counts_blocks = counts_blocks
-        self._strays: set[bytes] = set()  # names of strings that a page could have
-        # The first item of an OrderedDict is found in O(1); a dict skips all items that were removed before it.
-        self._alone: OrderedDict[bytes, None] = OrderedDict()  # units that are not in memory; the next to go is first
-        self._deferred: OrderedDict[bytes, None] = OrderedDict()  # the same, passed over because others extend them
+        self._strays: set[bytes] = set()  # names of strings whose keys could be a page's
+        # A unit on disk only is in one of these two. The first item of an OrderedDict is found in O(1); a dict skips
+        # all items that were removed before it.
+        self._alone: OrderedDict[bytes, None] = OrderedDict()  # the next to evict is the first
+        self._deferred: OrderedDict[bytes, None] = OrderedDict()  # not evicted, because other units extend them
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -51,7 +54,7 @@ class DiskUsage:
         return self._sizes.keys() >= set(names)
 
     def expect(self, name: bytes, size: int, *, replaced: bool = False) -> None:
-        """Note a queued write with this footprint, or a removal, with 0; `replaced` if another value replaces it."""
+        """Note a queued write with this footprint, 0 for a removal; `replaced` if another value replaces this one."""
         self.expected += size - self.size_of(name)
         self._expected[name] = size
         self.replaced -= self._replaced.pop(name, 0)
@@ -60,30 +63,30 @@ class DiskUsage:
             self.replaced += there
 
     def to_replace(self, names: Iterable[bytes]) -> int:
-        """Return the bytes on disk of values that are not among those `replaced` yet."""
+        """Return the bytes on disk of these values, without values that are in `replaced` already."""
         return sum(self._sizes.get(name, 0) for name in names if name not in self._replaced)
 
     def size_of(self, name: bytes) -> int:
-        """Return a value's footprint when all that waits is written; 0 if it will not be there."""
+        """Return a value's footprint after all queued writes; 0 if it is removed."""
         size = self._expected.get(name)
         return self._sizes.get(name, 0) if size is None else size
 
     def size_of_unit(self, unit: bytes) -> int:
-        """Return a unit's footprint; 0 for a block that was loaded, until somebody asks for one of its pages."""
+        """Return a unit's footprint; 0 for a block found at the start, until one of its pages is looked up."""
         return self._sizes.get(unit, 0) + self._blocks.get(unit, 0)
 
     def is_stray_string(self, name: bytes) -> bool:
-        """Return whether this name belongs to a string, although a page could have it."""
+        """Return whether a string on disk has this name, although a page could have it."""
         return name in self._strays
 
     def note_stray(self, name: bytes, block: bytes) -> None:
-        """Note that a string has the name of a page of that block."""
+        """Note that a string has the name of a page of a block."""
         if name not in self._strays:
             self._grow(name, block, -self._sizes.get(name, 0))
             self._strays.add(name)
 
     def add(self, name: bytes, unit: bytes, size: int, *, again: bool = False) -> None:
-        """Note a written value, which is queued again if `again`. A page may have the name that a string had."""
+        """Note a written value; `again` if another change is queued. A page may replace a string with its name."""
         if unit != name and name in self._strays:
             self._strays.discard(name)
             self._grow(name, unit, self._sizes.get(name, 0))
@@ -93,10 +96,10 @@ class DiskUsage:
         self.used += grown
         self._sizes[name] = size
         self._grow(name, unit, grown)
-        self.remove_unit(unit)  # it is in memory, from where it was written
+        self.remove_unit(unit)  # it is in memory, too, because it was written from there
 
     def remove(self, name: bytes, unit: bytes, *, again: bool = False) -> None:
-        """Note a removed value, which is queued again if `again`."""
+        """Note a value removed from disk; `again` if another change is queued."""
         self._settle(name, 0, again=again)
         size = self._sizes.pop(name, 0)
         self.used -= size
@@ -113,7 +116,7 @@ class DiskUsage:
             self._blocks.pop(unit, None)
 
     def _settle(self, name: bytes, size: int, *, again: bool) -> None:
-        """Settle a queued write that was committed, unless another one is queued."""
+        """Remove a committed write from the expectations; if `again`, the next one replaces its value."""
         self.replaced -= self._replaced.pop(name, 0)
         if not again or name not in self._expected:
             self.expected += size - self.size_of(name)
@@ -123,7 +126,7 @@ class DiskUsage:
             self.replaced += size
 
     def found(self, units: Iterable[bytes], in_memory: Collection[bytes], size: int) -> None:
-        """Take over the units of a start in the order in which they go, and their footprints together."""
+        """Set the units found at the start, in the order of eviction, and the sum of their footprints."""
         self._alone.update((unit, None) for unit in units if unit not in in_memory)
         self.used = self.expected = size
 
@@ -133,17 +136,17 @@ class DiskUsage:
         self._grow(name, unit, size)
 
     def remove_unit(self, unit: bytes) -> None:
-        """Forget a unit that was removed or that memory has, too."""
+        """Remove a unit from the eviction order, because it was removed or is in memory, too."""
         self._alone.pop(unit, None)
         self._deferred.pop(unit, None)
 
     def use(self, unit: bytes) -> None:
-        """Make a unit that is on disk only the last to go."""
+        """Make a unit on disk only the last to evict."""
         if self.is_on_disk_only(unit):
             self.is_alone(unit)
 
     def is_alone(self, unit: bytes) -> None:
-        """Note that a unit is on disk only."""
+        """Note that a unit is on disk only, as the last to evict."""
         self.remove_unit(unit)
         self._alone[unit] = None
 
@@ -153,21 +156,21 @@ class DiskUsage:
 
     @property
     def units_on_disk_only(self) -> int:
-        """The number of units on disk only."""
+        """Number of units on disk only."""
         return len(self._alone) + len(self._deferred)
 
     @property
     def first(self) -> bytes | None:
-        """The next unit to evict of those on disk only."""
+        """The next unit to evict; None if there is none."""
         return next(iter(self._alone), None)
 
     def defer(self, unit: bytes) -> None:
-        """Pass over a unit on disk only, because others extend it."""
+        """Skip a unit on disk only, because other units extend it."""
         del self._alone[unit]
         self._deferred[unit] = None
 
     def resume(self, unit: bytes) -> None:
-        """Make a deferred unit the next to go, because nothing extends it now."""
+        """Make a deferred unit the next to evict, because nothing extends it now."""
         if unit in self._deferred:
             del self._deferred[unit]
             self._alone[unit] = None
@@ -175,7 +178,7 @@ class DiskUsage:
 
     @property
     def deferred(self) -> Iterator[bytes]:
-        """The deferred units, the last one first: it is the furthest from the beginning of its chain."""
+        """Deferred units, the last one first, because it is furthest from the start of its chain."""
         return reversed(self._deferred)
 
     def was_cleared(self) -> None:
@@ -188,7 +191,7 @@ class DiskUsage:
         self._deferred.clear()
 
     def clear(self) -> None:
-        """Everything is removed, and nothing is expected."""
+        """Remove all values and expectations."""
         self._sizes.clear()
         self._expected.clear()
         self._replaced.clear()
@@ -199,23 +202,23 @@ class DiskUsage:
         self.used = self.expected = self.replaced = 0
 
 
-# -- The values on disk, and the changes that wait to be written. Every value is written to disk -----------------------
+# -- The values on disk, and their queued changes ----------------------------------------------------------------------
 
-_RETIME = 100  # bytes, roughly, that a change of an expiry takes until it is written
+_RETIME = 100  # approximate bytes of memory of a queued change of an expiry, without the name
 
 
 class DiskCounters:
     """Counters of loads, drops and evictions since the start."""
 
-    fetched = 0
-    dropped = 0  # values whose bytes left memory
+    fetched = 0  # values that were read for a client
+    dropped = 0  # values that were dropped from memory
     evicted = 0  # values that were evicted from the disk
-    corrupt = 0
+    corrupt = 0  # values that were damaged, and removed
     repaired = 0  # damaged on disk, and written again from memory
 
 
 class Stored:
-    """Values on disk and their changes. `maxdisk` is in bytes, 0 for no limit."""
+    """Values on disk and their queued changes. `maxdisk` is in bytes, 0 for no limit."""
 
     behind: WriteBehind[Value]  # set when the loop runs
 
@@ -229,12 +232,12 @@ class Stored:
         return name in self.usage or self.behind.waits(name)
 
     def keeps(self, name: bytes) -> bool:
-        """Return whether a value will be on disk when all that waits is written."""
+        """Return whether a value will be on disk after all queued writes."""
         waiting = self.behind.waiting(name)
         return name in self.usage if waiting is None else waiting[0] is not None
 
     def store(self, name: bytes, value: Entry | Extent) -> None:
-        """Write a value as it is now."""
+        """Queue a write of a value."""
         if self.maxdisk and not isinstance(value, Cold):
             self.usage.expect(name, takes(name, value))
         if isinstance(value, Text):
@@ -252,7 +255,7 @@ class Stored:
         self.behind.note_all(names, pages, [page.footprint for page in pages])
 
     def retime(self, name: bytes, value: Entry) -> None:
-        """Write a value's new expiry if the value is on disk, or on its way. All of it only if that waits anyway."""
+        """Queue a value's new expiry if the value is or will be on disk; queue the whole value if it waits anyway."""
         if not self.keeps(name):
             return
         waiting = self.behind.waiting(name)
@@ -263,20 +266,20 @@ class Stored:
             self.behind.note(name, Retime(name, value.expires), len(name) + _RETIME)
 
     def remove(self, name: bytes, *, replaced: bool = False) -> None:
-        """Remove a value from the disk, if it is there. One that is `replaced` goes only when the others are there."""
+        """Queue the removal of a value from disk. One that is `replaced` stays until its replacement is committed."""
         if self.has(name):
             if self.maxdisk:
                 self.usage.expect(name, 0, replaced=replaced)
             self.behind.note(name, None, 0)
 
     def clear(self) -> None:
-        """Remove everything from the disk."""
+        """Queue the removal of all values."""
         self.behind.clear()
         self.usage.clear()
 
 
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:
-    """Roughly the bytes that a value takes on disk."""
+    """Return the approximate bytes of a value on disk."""
     if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
         return records.footprint_of(len(value.unit.req_id), value.size)
     if isinstance(value, tuple):

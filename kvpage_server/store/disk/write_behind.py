@@ -1,4 +1,4 @@
-"""Write-behind: the queue of changes, and the thread that commits them in batches."""
+"""Write-behind: the queue of dirty values, and the thread that commits them in batches."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ from kvpage_server.system.text import Durations
 T = TypeVar("T")
 
 Error = DiskError | DiskFull
-Done = Callable[[Error | None], None]
+Done = Callable[[Error | None], None]  # receives the error of a commit, or None
 
-_VALUES_PER_FREE = 256  # values that are freed together
-_SPARE_FOR = 10.0  # seconds for which LMDB's memory is kept for the next commit, since fresh memory has to be zeroed
+_VALUES_PER_FREE = 256  # values that are freed in one step
+_SPARE_FOR = 10.0  # seconds for which free memory is kept for the next commit, because fresh memory has to be zeroed
 
 log = logging.getLogger("kvpage")
 
 
 @dataclass(slots=True)
 class Batch(Generic[T]):
-    """The last change of each value, None for a removal, with the bytes that it takes."""
+    """Dirty values that are committed together.
 
-    changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
-    size: int = 0
-    clears: bool = False  # before all else
-    removed: dict[bytes, None] = field(default_factory=dict)  # values whose only change is their removal
-    expiries: dict[bytes, int] = field(default_factory=dict)  # of values whose own is another since it was begun
-    position: int = 0  # of the last change
-    began: float = 0.0  # monotonic
+    A batch has one change per value: the last one. `size` is always the sum of the sizes in `changes`, and `removed`
+    always has the names whose change is a removal. `position` and `began` are set when the commit begins.
+    """
+
+    changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)  # name: value (None: removal), bytes
+    size: int = 0  # bytes of memory that the changes keep
+    clears: bool = False  # whether the commit removes all older values first
+    removed: dict[bytes, None] = field(default_factory=dict)  # an ordered set
+    expiries: dict[bytes, int] = field(default_factory=dict)  # of values whose expiry has changed during the commit
+    position: int = 0  # number of the last change, see `WriteBehind.position`
+    began: float = 0.0  # monotonic seconds
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """Queue a changed or removed value."""
+        """Replace a value's change. `size` is in bytes."""
         old = self.changes.get(name)
         self.size += size - (old[1] if old is not None else 0)
         self.changes[name] = (value, size)
@@ -66,17 +70,17 @@ class Batch(Generic[T]):
                 self.removed.pop(name, None)
 
     def has_whole(self, name: bytes) -> bool:
-        """Return whether it has a value, and not only its removal or another expiry."""
+        """Return whether the batch has the whole value, and not only its removal or a change of its expiry."""
         value = self.changes.get(name, (None, 0))[0]
         return value is not None and not isinstance(value, Retime)
 
     def forget(self, name: bytes) -> None:
-        """Remove a value's change, which has been made."""
+        """Remove a value's change from the batch, because it is committed."""
         self.size -= self.changes.pop(name)[1]
         self.removed.pop(name, None)
 
     def freed(self) -> Iterator[None]:
-        """Free the values in steps, on the loop and not in the thread."""
+        """Free the values on the loop, which owns their memory. Yields after each step."""
         changes = self.changes
         while changes:
             for _ in range(min(len(changes), _VALUES_PER_FREE)):
@@ -85,26 +89,30 @@ class Batch(Generic[T]):
 
 
 class DiskWriter(Generic[T]):
-    """Writes for the loop on which it was made. `spell` turns a value into a change, in the thread."""
+    """Thread that commits batches for the event loop on which it was made.
+
+    `spell` turns a value into a change. It runs in the thread.
+    """
 
     def __init__(self, disk: Disk, spell: Callable[[bytes, T], Change]) -> None:
         self._disk = disk
         self._spell = spell
         self._loop = asyncio.get_running_loop()
+        # batch, whether it makes room, callback; None stops the thread
         self._jobs: SimpleQueue[tuple[Batch[T], bool, Done] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
         self._thread.start()
 
     def commit(self, batch: Batch[T], done: Done) -> None:
-        """Write a batch, then call `done` with the error, if any, on the loop."""
+        """Commit a batch in the thread, then call `done` on the loop."""
         self._jobs.put((batch, False, done))
 
     def remove(self, batch: Batch[T], done: Done) -> None:
-        """Start a commit of removals only, because the disk is full."""
+        """Commit removals in the thread, because the disk is full, then call `done` on the loop."""
         self._jobs.put((batch, True, done))
 
     def _run(self) -> None:
-        """Run the thread. It keeps no reference to a batch when it calls back, because only the loop frees memory."""
+        """Run the thread. It has no reference to a batch at the callback, because only the loop frees memory."""
         while (job := self._next_job()) is not None:
             batch, makes_room, done = job
             error = self._error_of(batch, makes_room)
@@ -112,7 +120,7 @@ class DiskWriter(Generic[T]):
             self._loop.call_soon_threadsafe(done, error)
 
     def _next_job(self) -> tuple[Batch[T], bool, Done] | None:
-        """Return the next job. If there is none for a while, memory is returned to the system."""
+        """Return the next job. If there is none for `_SPARE_FOR` seconds, return free memory to the system."""
         try:
             return self._jobs.get(timeout=_SPARE_FOR)
         except Empty:
@@ -120,7 +128,7 @@ class DiskWriter(Generic[T]):
             return self._jobs.get()
 
     def _error_of(self, batch: Batch[T], makes_room: bool) -> Error | None:
-        """Commit, and return the error, without its frames."""
+        """Commit a batch. Returns the error without its frames, which would keep the batch in memory."""
         try:
             (self._disk.make_room if makes_room else self._disk.write)(self._changes(batch))
         except (DiskFull, DiskError) as error:
@@ -131,11 +139,13 @@ class DiskWriter(Generic[T]):
         return None
 
     def _changes(self, batch: Batch[T]) -> Iterable[Change]:
+        """Yield the changes of a batch. Runs in the thread, while the loop may add to `expiries`."""
         if batch.clears:
             yield Clear()
         for name, (value, _) in batch.changes.items():
             change = Delete(name) if value is None else self._spell(name, value)
-            if name in batch.expiries and isinstance(change, Write):  # looked up once the value's own is read
+            # Checked after `spell` has read the expiry, because the loop notes the old one before it sets a new one.
+            if name in batch.expiries and isinstance(change, Write):
                 change.expires = batch.expiries[name]
             yield change
 
@@ -145,50 +155,53 @@ class DiskWriter(Generic[T]):
         await asyncio.to_thread(self._thread.join)
 
 
-# -- write behind ------------------------------------------------------------------------------------------------------
+# -- The queue and its states ------------------------------------------------------------------------------------------
 #
-# Changes on their way to the disk. A thread writes them in batches; the callers do not wait.
+# Commands queue their changes and do not wait for the disk. A thread commits the changes in batches. Everything else
+# runs on the event loop.
 #
-# A change replaces an earlier one of the same value that is not written yet, so a value that changes often is written
-# once a commit. A batch is the store at one moment, between two turns of the loop, and is committed whole. So there
-# is never half of a command or transaction on disk.
+# There are at most two batches. `_next` collects new changes. When a commit begins, `_next` becomes `_now`, which the
+# thread writes, and a new `_next` is empty. A change replaces the change of the same value in `_next`, so a value that
+# changes often is written once per commit. The exchange happens between two turns of the loop, and a batch is one LMDB
+# transaction. So the disk has the store as it was between two steps of commands, and never half of a transaction.
 #
-# If the disk is full, values that were removed from the store are removed from the disk first, to make space: in one
-# commit, or in several if `maxdisk` has no space for one. If the process is killed in between, a part of the batch is
-# on disk; under `always` no client has received a reply for it. Values that are overwritten stay until the new ones are
-# there.
+# When a commit fails, the changes in `_now` return to `_next`, unless `_next` has newer changes of the same values. The
+# next attempt follows after RETRY_AFTER.
 #
-# `appendfsync` says when a batch begins. `always`: when the batch before is done. `everysec` and `no`: so that nothing
-# waits for more than a second, if commits take less. A commit is durable, except with `no`: there the operating
-# system has the values, and writes them to the disk when it likes.
+# When the disk is full, the owner evicts first. Then removals are committed before everything else, to free their
+# space: in one commit, or in several if `maxdisk` has no space for one. A process that is killed in between leaves a
+# part of the batch on disk; with `always`, no client has received a reply for it. Overwritten values stay until the
+# new values are committed.
+#
+# `appendfsync` determines when a commit begins. With `always`, it begins when the last one is done. With `everysec` and
+# `no`, it is delayed by `_delay`, so that a change is committed within a second if commits are fast enough. A commit
+# is durable, except with `no`, where the operating system writes the data later.
 #
 # The states, and their transitions. Any other event is an error:
 #
-#     IDLE         nothing waits           CHANGED, HURRIED -> PLANNED
-#     PLANNED      a timer runs            TIME -> WRITING; HURRIED makes it sooner
-#     WRITING      the thread has a batch  COMMITTED -> NOTING; FAILED -> RETRYING; FULL -> MAKING_ROOM
-#     NOTING       the loop goes through   NOTED -> IDLE; NOTED_SOME, with new changes, -> PLANNED
-#                  the committed batch
-#     MAKING_ROOM  the loop evicts, then   COMMITTED -> PLANNED; FAILED -> RETRYING
-#                  the thread deletes
-#                  removed values
-#     RETRYING     a timer runs after a    TIME -> WRITING; nothing makes it sooner
+#     IDLE         `_next` is empty        CHANGED, HURRIED -> PLANNED
+#     PLANNED      a timer runs            TIME -> WRITING; HURRIED shortens the timer
+#     WRITING      the thread has `_now`   COMMITTED -> NOTING; FAILED -> RETRYING; FULL -> MAKING_ROOM
+#     NOTING       the owner notes the     NOTED -> IDLE; NOTED_SOME, with new changes, -> PLANNED
+#                  committed batch
+#     MAKING_ROOM  the owner evicts, then  COMMITTED -> PLANNED; FAILED -> RETRYING
+#                  the thread commits
+#                  removals
+#     RETRYING     a timer runs after a    TIME -> WRITING; nothing shortens the timer
 #                  failure
 #
 # CHANGED and HURRIED may occur in every state. They change nothing in a state without a row for them.
-#
-# Everything runs on the loop, except the writing itself.
 
-_SECOND = 0.9
-_SLACK = 2.5  # a change right after the start of a commit is in the next one, so it waits for two
-_SHORTEST = 0.05
-RETRY_AFTER = 1.0  # seconds
-_LAST_TRIES = 3
-_TURN = 1_000_000  # nanoseconds
+_SECOND = 0.9  # seconds from a change to its commit, with `everysec` and `no`
+_SLACK = 2.5  # durations of a commit to subtract: a change right after the start of a commit waits for two of them
+_SHORTEST = 0.05  # seconds: the least delay
+RETRY_AFTER = 1.0  # seconds from a failure to the next attempt
+_LAST_TRIES = 3  # attempts to write everything at the end
+_TURN = 1_000_000  # nanoseconds of steps before other tasks of the loop run
 
 
 class State(Enum):
-    """See the module."""
+    """State of the queue, see the table above."""
 
     IDLE = auto()
     PLANNED = auto()
@@ -202,13 +215,13 @@ class Event(Enum):
     """Event that changes the state."""
 
     CHANGED = auto()  # a value has changed
-    HURRIED = auto()  # somebody waits for all changes, or many wait
-    TIME = auto()  # the timer's
-    COMMITTED = auto()
-    FAILED = auto()
+    HURRIED = auto()  # a client waits for a commit, or many bytes wait
+    TIME = auto()  # the timer has expired
+    COMMITTED = auto()  # the thread has committed
+    FAILED = auto()  # the commit failed, for another reason than a full disk
     FULL = auto()  # the disk is full
-    NOTED = auto()  # and all is written
-    NOTED_SOME = auto()  # and there is more to write
+    NOTED = auto()  # the batch is noted, and no change waits
+    NOTED_SOME = auto()  # the batch is noted, and changes wait
 
 
 _WAITING = {Event.CHANGED, Event.HURRIED}  # may occur at any time
@@ -241,45 +254,49 @@ def after(state: State, event: Event) -> State:
 
 
 class Owner(Protocol[T]):
-    """The store whose values these are."""
+    """Interface of the store that owns the values."""
 
     def spell(self, name: bytes, value: T) -> Change:
-        """Return the change that stores a value. Called in the writing thread."""
+        """Return the change that stores a value. Called in the thread."""
 
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
-        """Yield after each step, on the loop, of noting a committed batch."""
+        """Note that a batch is on disk. Runs on the loop, and yields after each step."""
 
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
-        """Steps, on the loop, that may evict values, since the disk is full and so many bytes wait."""
+        """Evict values, because the disk is full and `size` bytes wait. Runs on the loop; yields after each step."""
 
     def is_removed(self, name: bytes) -> bool:
-        """Return whether the store has nothing of that name."""
+        """Return whether the store has no value with that name."""
 
 
 class WriteBehind(Generic[T]):
-    """See the module. At most `limit` bytes may wait."""
+    """The queue of dirty values. `limit` is the number of queued bytes above which it is `full`.
+
+    Invariants: `durable` <= `position`. `_now` is None, except in WRITING, NOTING and MAKING_ROOM. `_timer` is set in
+    PLANNED and RETRYING.
+    """
 
     def __init__(self, disk: Disk, owner: Owner[T], mode: str, limit: int) -> None:
-        self.mode = mode
-        self.limit = limit
+        self.mode = mode  # of appendfsync
+        self.limit = limit  # bytes
         self.state = State.IDLE
-        self.position = 0  # changes so far
-        self.durable = 0  # changes that were committed
+        self.position = 0  # number of changes since the start: the position of the last one
+        self.durable = 0  # position up to which all changes are committed
         self.last_commit = unix_ms()
-        self.commits = 0
+        self.commits = 0  # since the start, without commits of removals only
         self.times = Durations()  # of commits
-        self.errors = 0
-        self.failing = ""  # why the last commit failed; empty when it did not
+        self.errors = 0  # failed commits since the start
+        self.failing = ""  # the error of the last commit; empty if it succeeded
         self._owner = owner
         self._writer = DiskWriter(disk, owner.spell)
-        self._next: Batch[T] = Batch()
+        self._next: Batch[T] = Batch()  # changes since the last commit began
         self._now: Batch[T] | None = None  # the batch that the thread writes, or that is being noted
-        self._timer: asyncio.TimerHandle | None = None
-        self._hurries = False
-        self._room_made_at = -1  # the number of commits when room was made last
-        self._begun = self._tried = 0  # changes that are being written, and that were tried
+        self._timer: asyncio.TimerHandle | None = None  # starts the next commit
+        self._hurries = False  # whether the next commit begins without a delay
+        self._room_made_at = -1  # value of `commits` when removals were last committed to free space
+        self._begun = self._tried = 0  # positions of the last commit that began, and of the last one that failed
         self._took = 0.0  # seconds of the last commit
-        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # callbacks, with the positions that they wait for
 
     # -- changes of values ---------------------------------------------------------------------------------------------
 
@@ -296,11 +313,13 @@ class WriteBehind(Generic[T]):
         self._changed()
 
     def clear(self) -> None:
+        """Queue the removal of all values, in place of the changes that wait."""
         self._next = Batch(clears=True)
         self.position += 1
         self._changed()
 
     def _changed(self) -> None:
+        """Plan a commit. It begins without a delay if half of the limit is used."""
         if self._next.size > self.limit // 2 and not self._hurries:
             self.hurry()
         elif self.state is State.IDLE:
@@ -314,21 +333,19 @@ class WriteBehind(Generic[T]):
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
 
     def waiting(self, name: bytes) -> tuple[T | None, int] | None:
-        """Return a value's last change, None for a removal, if it is not on disk yet; and its size."""
+        """Return a value's queued change (None: a removal) and its bytes; None if no change is queued."""
         found = self._next.changes.get(name)
         if found is not None or self._next.clears or self._now is None:
             return found
         return self._now.changes.get(name)
 
     def retimes(self, name: bytes, value: object, expires: int) -> None:
-        """Prepare a change of a value's expiry. The write in progress keeps the old expiry."""
+        """Prepare a change of a value's expiry. The commit in progress writes the old one, `expires`."""
         if self._now is not None and (change := self._now.changes.get(name)) is not None and change[0] is value:
             self._now.expiries.setdefault(name, expires)
 
     def waits_again(self, name: bytes) -> bool:
-        """Return whether a value, and not only its expiry, has changed since the batch was begun that is being
-        written.
-        """
+        """Return whether a value, and not only its expiry, has changed since the last commit began."""
         change = self._next.changes.get(name)
         return self._next.clears or (change is not None and not isinstance(change[0], Retime))
 
@@ -339,17 +356,17 @@ class WriteBehind(Generic[T]):
 
     @property
     def size(self) -> int:
-        """Bytes that wait to be written."""
+        """Bytes of memory that dirty values keep."""
         return self._next.size + (self._now.size if self._now is not None else 0)
 
     @property
     def busy(self) -> bool:
-        """Whether something is being written."""
+        """Whether a batch is being written or noted."""
         return self.state in (State.WRITING, State.NOTING)
 
     @property
     def full(self) -> bool:
-        """Whether new changes should wait until there is room. If the disk fails, nothing waits for it."""
+        """Whether writes should wait because the queue exceeds its limit. They do not wait while the disk fails."""
         return self.size > self.limit and not self.failing
 
     def when_durable(self, position: int, then: Callable[[], None]) -> None:
@@ -362,7 +379,7 @@ class WriteBehind(Generic[T]):
         self.hurry()
 
     def hurry(self) -> None:
-        """Write all that waits as soon as possible."""
+        """Commit all changes as soon as possible."""
         if not self.settled:
             self._hurries = True
             self._move(Event.HURRIED)
@@ -375,17 +392,19 @@ class WriteBehind(Generic[T]):
         self.state = after(self.state, event)
 
     def _plan(self, delay: float) -> None:
-        """Begin the next batch after `delay` seconds."""
+        """Begin the next commit after `delay` seconds."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
 
     def _delay(self) -> float:
+        """Return the seconds until the next commit begins."""
         if self._hurries or self.mode == "always":
             return 0.0
         return max(_SECOND - _SLACK * self._took, _SHORTEST)
 
     def _begin(self) -> None:
+        """Begin a commit: exchange the batches, and pass the full one to the thread."""
         self._timer = None
         self._move(Event.TIME)
         batch, self._next = self._next, Batch()
@@ -394,6 +413,7 @@ class WriteBehind(Generic[T]):
         self._writer.commit(batch, self._committed)
 
     def _committed(self, error: Error | None) -> None:
+        """Continue on the loop after the thread has committed `_now`, or failed to."""
         batch = self._now
         assert batch is not None
         if error is not None:
@@ -403,11 +423,11 @@ class WriteBehind(Generic[T]):
         self._move(Event.COMMITTED)
         self._took = time.monotonic() - batch.began
         self.times.note(int(1e9 * self._took))
-        # Until all is noted, it counts as being written.
+        # `_now` stays set until the owner has noted all values, so `waits` is true for them until then.
         self._in_turns(chain(self._owner.note_stored(batch), batch.freed()), self._noted)
 
     def _in_turns(self, steps: Iterator[None], then: Callable[[], None]) -> None:
-        """Go through steps, and let others have their turn between them."""
+        """Run steps, at most `_TURN` at a time, with other tasks of the loop in between; then call `then`."""
         end = time.monotonic_ns() + _TURN
         for _ in steps:
             if time.monotonic_ns() > end:
@@ -416,6 +436,7 @@ class WriteBehind(Generic[T]):
         then()
 
     def _noted(self) -> None:
+        """Finish a commit, after the owner has noted its values."""
         batch = self._now
         assert batch is not None
         if self.failing:
@@ -430,7 +451,7 @@ class WriteBehind(Generic[T]):
         self._wake_waiters()
 
     def _wake_waiters(self) -> None:
-        """Let those go on whose changes are on disk, or cannot be written."""
+        """Call the callbacks whose changes are on disk, or all after a failure. Hurry if others remain."""
         waiting, self._waiting = self._waiting, []
         for position, then in waiting:
             if position <= self.durable or self.failing:
@@ -440,15 +461,17 @@ class WriteBehind(Generic[T]):
         if self._waiting:
             self.hurry()
 
-    # -- when that fails -------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------------------
 
     def _failed(self, batch: Batch[T], error: Error) -> None:
-        """Take a batch back. If the disk is full, make room before the next try."""
+        """Return the changes of a failed batch to the queue. If the disk is full, make room before the next attempt."""
         self.errors += 1
         newer = self._next
+        # Newer changes replace those of the batch. If the newer ones begin with a clear, they replace all.
         if not newer.clears:
-            batch.expiries.clear()  # values have theirs
+            batch.expiries.clear()  # the next attempt writes the current expiries
             for name, (value, size) in newer.changes.items():
+                # A whole value in the batch has the new expiry already.
                 if not (isinstance(value, Retime) and batch.has_whole(name)):
                     batch.note(name, value, size)
             self._next = batch
@@ -459,7 +482,7 @@ class WriteBehind(Generic[T]):
             self._fail(error)
 
     def _remove(self, error: DiskFull) -> None:
-        """Delete removed values from the disk, to make space."""
+        """Commit removals alone, to free space for the rest of the queue."""
         removals = self._take_removals()
         if removals is None:
             self._fail(error)
@@ -469,8 +492,13 @@ class WriteBehind(Generic[T]):
         self._writer.remove(removals, self._space_freed)
 
     def _take_removals(self) -> Batch[T] | None:
-        """Return the removals that may be written before anything else; None if they would not help."""
+        """Return a batch of the removals that may be committed first.
+
+        Return None if there are none, and there was no commit since the last attempt to free space. Without removals, a
+        first attempt may help: it frees lost pieces, and the pages of the last commit.
+        """
         batch, made_at = self._next, self._room_made_at
+        # A removed page whose block exists was replaced: it stays until the block is committed.
         gone = sorted(name for name in batch.removed if self._owner.is_removed(name))
         if not gone and not batch.clears and made_at == self.commits:
             return None
@@ -481,12 +509,14 @@ class WriteBehind(Generic[T]):
         return removals
 
     def _space_freed(self, error: Error | None) -> None:
+        """Continue on the loop after the thread has committed removals, or failed to."""
         removals = self._now
         assert removals is not None
         if error is not None:
             self._now = None
             self._fail(error)
             return
+        # Remove committed removals from the queue, unless the values were stored again meanwhile.
         self._next.clears = self._next.clears and not removals.clears
         for name in removals.changes:
             if name in self._next.removed:
@@ -499,7 +529,7 @@ class WriteBehind(Generic[T]):
         self._plan(0)
 
     def _fail(self, error: Error) -> None:
-        """Try again after a while, even if somebody hurries. Waiting clients continue."""
+        """Plan the next attempt, which nothing makes sooner. All waiting callbacks are called."""
         if not self.failing:
             log.error("writing to disk fails, it will be tried again: %s", error)
         self.failing = str(error)
@@ -511,7 +541,7 @@ class WriteBehind(Generic[T]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Write all that there is now, if possible. It has been tried when this returns, after a second at most."""
+        """Commit all changes up to now. If commits fail, return after an attempt that included all of them."""
         position, self._tried = self.position, -1
         while self.durable < position and not (self.failing and self._tried >= position):
             done = asyncio.Event()
@@ -520,7 +550,7 @@ class WriteBehind(Generic[T]):
             await done.wait()
 
     async def close(self) -> int:
-        """Write all that there is, and end the thread. Returns how many values could not be written."""
+        """Commit all changes, and stop the thread. Returns the number of values that could not be written."""
         for _ in range(_LAST_TRIES):
             await self.settle()
         if self._timer is not None:

@@ -1,4 +1,4 @@
 """Eviction and expiry: policies and their queues, quotas, expiry, leases, and the records of evicted pages.
 
-Knows units (a block, or a string's key) and bytes. Nothing here removes a value or knows where it is.
+The package decides about units, that is, blocks and keys of strings. It neither removes values nor accesses them.
 """

@@ -1,9 +1,9 @@
-"""Decides which unit is evicted: with a policy for all units, and one of the same kind for each quota.
+"""The order of eviction: one policy for all units, and another of the same kind for each quota.
 
 **A new policy** is a subclass of `Queues` in a module of this folder, with a row in `policies`. It receives uses and
 returns victims. Its callers remove the victims, and decide how many.
 
-**A change of policy** costs nothing at once. The new policy takes over in steps, see `queues`.
+**A change of policy** is O(1). The new policy takes over the units in steps, see `queues`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvpage_server.store.eviction.queues import Queues, Unit, successor
 from kvpage_server.store.eviction.quotas import Quota, Quotas, Rule
 from kvpage_server.store.memory.index import Block, PageIndex
 
-_UNITS_PER_STEP = 500  # units that are handed over before others have their turn
+_UNITS_PER_STEP = 500  # units handed over to a new policy in one call, because other clients wait meanwhile
 
 
 class Evictor:
-    """Knows the order in which units are evicted. Callers report every use and removal to `units`."""
+    """The policies of the store and its quotas. Callers report every use and removal of a unit to `units`."""
 
     def __init__(self, policy: str, index: PageIndex) -> None:
         self._policy = policy
@@ -29,17 +29,17 @@ class Evictor:
 
     @property
     def policy(self) -> str:
-        """The policy that decides which unit is evicted when memory is full."""
+        """The name of the policy that selects the units to evict when memory is full."""
         return self._policy
 
     @policy.setter
     def policy(self, name: str) -> None:
-        """Let another policy decide. The new policy takes over units and their last use incrementally."""
+        """Change the policy. The new policy takes over the units and their last uses in steps, see `hand_over`."""
         self._policy = name
         self.hand_over()
 
     def set_quotas(self, rules: Sequence[Rule]) -> None:
-        """Replace the quotas. Those with the same pattern keep their count of evictions."""
+        """Replace the quotas. A quota whose pattern existed before keeps its count of evictions."""
         old = {quota.pattern: quota for quota in self.every_quota}
         every = self._policies()[0]
         self.quotas = Quotas(rules, every, POLICIES[self._policy]) if rules else None
@@ -50,19 +50,20 @@ class Evictor:
 
     @property
     def every_quota(self) -> Sequence[Quota]:
+        """The quotas in the order of their rules."""
         return self.quotas.all if self.quotas is not None else ()
 
     def quota_of(self, unit: Unit) -> Quota | None:
-        """Return the quota that a unit counts for, or None."""
+        """Return the quota that a unit belongs to, or None."""
         return self.quotas.of(unit) if self.quotas is not None else None
 
     def limit_of(self, unit: Unit) -> Quota | None:
-        """Return the quota of a key, if that quota has a limit."""
+        """Return the quota that a unit belongs to if it has a limit, and None otherwise."""
         quota = self.quota_of(unit)
         return quota if quota is not None and quota.limit else None
 
     def chain(self, blocks: Sequence[Block]) -> None:
-        """Note that each of these blocks extends the one before it, without which it is useless to an engine."""
+        """Note that each of these blocks extends the one before it, without which an engine cannot use it."""
         if len(blocks) > 1:
             self.units.follows(blocks)
 
@@ -73,7 +74,10 @@ class Evictor:
     # -- a change of policy ------------------------------------------------------------------------------------------
 
     def hand_over(self) -> bool:
-        """Hand over some units from the old policy to the new one. Returns whether there are more."""
+        """Hand over up to _UNITS_PER_STEP units to the current policy. Return whether more units are left.
+
+        If the policy was changed again meanwhile, the next change begins when the previous one is complete.
+        """
         self._begin_to_hand_over()
         for policy in self._policies():
             for unit in policy.hand_over(_UNITS_PER_STEP):
@@ -84,7 +88,7 @@ class Evictor:
         return self._begin_to_hand_over()
 
     def _begin_to_hand_over(self) -> bool:
-        """Install the policies that are wanted, unless the last change is not complete."""
+        """Install the policies of a change, and return True; False if all are installed or a change is incomplete."""
         kind = POLICIES[self._policy]
         policies = self._policies()
         if all(type(policy) is kind for policy in policies) or any(policy.hands_over for policy in policies):
@@ -98,7 +102,7 @@ class Evictor:
         return True
 
     def _policies(self) -> list[Queues]:
-        """Return the policy of all units, and those of quotas."""
+        """Return the policy of all units, and then the policy of each quota."""
         if isinstance(self.units, Quotas):
             return [self.units.every, *(quota.units for quota in self.units.all)]
         return [self.units]

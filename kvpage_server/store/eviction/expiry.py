@@ -1,14 +1,15 @@
-"""When keys are due. Each second has a bucket of keys, which is opened when the second is over.
+"""Keys by the second of their expiry: the order in which keys expire, and in which `volatile-ttl` evicts them.
 
-A bucket has every key whose expiry was set to its second. If the expiry was changed since, the key is not due then.
-Such stale notes are dropped together when they outnumber the others. Costs: amortised O(1) for a note and for a key
-that is due.
+Each second has a bucket with every key whose expiry was set to that second. The bucket is processed when the second is
+over. An entry of a bucket is stale if the key's expiry was changed since. All stale entries are dropped together when
+they outnumber the others. Costs: amortised O(1) to add a key and to return an expired one, plus O(log seconds) for a
+new second.
 
-A caller may add keys between two results: when a block is loaded, its pages are added. That may fill, replace or drop
-any bucket, so no bucket is kept in hand meanwhile.
+A caller may add keys between two results of an iterator: if a block is loaded, its pages are added. That may extend,
+replace or drop any bucket, so an iterator looks up its bucket again for every key.
 
-Eviction takes the next due key, which may be protected. A spared key is returned again after all others, or after a
-while, so that not every write looks at it.
+Eviction takes the key that expires next, which may be protected. A spared key is returned again after all others, or
+after `_SPARED_FOR`, so that not every write examines the same protected keys.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 
-_SLACK = 1024
-_SPARED_FOR = 3_000  # milliseconds
+_SLACK = 1024  # stale entries that are kept in any case
+_SPARED_FOR = 3_000  # milliseconds until a spared key is examined again
 
 
 class Expirer:
-    """`expires_of(key)` returns a key's expiry in unix milliseconds, 0 for none or no such key."""
+    """Buckets of keys. `expires_of(key)` returns a key's expiry in unix milliseconds, 0 for none or no such key."""
 
     def __init__(self, expires_of: Callable[[bytes], int]) -> None:
         self._expires_of = expires_of
-        self._buckets: dict[int, list[bytes]] = {}
-        self._seconds: list[int] = []  # heap of the seconds that have a bucket
-        self._spared: dict[int, list[bytes]] = {}  # keys that are in no bucket, by the second of their expiry
-        self._again = 0  # when they are put back, in monotonic milliseconds
-        self._notes = 0
-        self.keys = 0  # keys that have an expiry; kept by the owner
+        self._buckets: dict[int, list[bytes]] = {}  # keys by the second of their expiry, some of them stale
+        self._seconds: list[int] = []  # heap of the seconds that have a bucket, which may be empty
+        self._spared: dict[int, list[bytes]] = {}  # spared keys, which are in no bucket, by the second of their expiry
+        self._again = 0  # the next time at which spared keys return to the buckets, in monotonic milliseconds
+        self._notes = 0  # number of entries in the buckets and of spared keys, stale ones included
+        self.keys = 0  # number of keys that have an expiry; the owner updates it
 
     def note(self, key: bytes, expires: int) -> None:
+        """Add a key that expires at `expires`, in unix milliseconds."""
         self.note_all([key], expires)
 
     def note_all(self, keys: Sequence[bytes], expires: int) -> None:
+        """Add keys that expire at `expires`, in unix milliseconds."""
         second = expires // 1000
         bucket = self._buckets.get(second)
         if bucket is None:
@@ -47,7 +50,7 @@ class Expirer:
             self._drop_stale()
 
     def due(self, now: int) -> Iterator[bytes]:
-        """Yield the keys whose second of expiry has passed at `now` (unix milliseconds). Each is returned once."""
+        """Yield the keys that have expired and whose second is over at `now`, in unix milliseconds. Each is removed."""
         if self._spared and (min(self._spared) + 1) * 1000 <= now:
             self._put_back()
         while (second := self._first_second()) is not None and (second + 1) * 1000 <= now:
@@ -56,8 +59,9 @@ class Expirer:
                 yield key
 
     def nearest(self, elapsed: int) -> Iterator[bytes]:
-        """Yield the keys that expire, by second. A key that still exists afterwards was spared. `elapsed`: monotonic
-        milliseconds.
+        """Yield the keys that have an expiry, in the order of its second. `elapsed` is in monotonic milliseconds.
+
+        The caller evicts a key before it asks for the next. Keys that still exist at the end were spared.
         """
         if elapsed >= self._again:
             self._put_back()
@@ -80,17 +84,18 @@ class Expirer:
                     self._notes += 1
 
     def _first_second(self) -> int | None:
-        """Return the first second that has a key in its bucket. Empty buckets before it are dropped."""
+        """Return the first second with a key in its bucket; None if there is none. Drop empty buckets before it."""
         while self._seconds and not self._buckets[self._seconds[0]]:
             del self._buckets[heapq.heappop(self._seconds)]
         return self._seconds[0] if self._seconds else None
 
     def _take(self, second: int) -> bytes:
-        """Return a key out of a bucket that has some."""
+        """Remove a key from a bucket that is not empty, and return it."""
         self._notes -= 1
         return self._buckets[second].pop()
 
     def _put_back(self) -> None:
+        """Return the spared keys to their buckets."""
         for second, keys in self._spared.items():
             if second in self._buckets:
                 self._buckets[second] += keys
@@ -100,6 +105,7 @@ class Expirer:
         self._spared.clear()
 
     def _drop_stale(self) -> None:
+        """Drop stale and repeated entries of all buckets. O(entries)."""
         self._put_back()
         self._notes = 0
         for second in list(self._buckets):
@@ -110,6 +116,7 @@ class Expirer:
         self._seconds = sorted(self._buckets)
 
     def clear(self) -> None:
+        """Remove all keys."""
         self._buckets.clear()
         self._seconds.clear()
         self._spared.clear()

@@ -1,8 +1,9 @@
-"""Records of removed pages: reason, time, and the policy or quota.
+"""Ghosts: records of removed pages, with the reason, the time, and the policy or quota.
 
-There is a ghost for each block and reason, with the rows of its pages. A page is in one of them: that of its last
-removal. `MOST_ROWS` limits all ghosts together. Blocks that lost pages longest ago are forgotten first. Then `since`
-moves on: removals before it may be forgotten. Costs: O(rows) for a block, O(1) for a page.
+A block has one ghost for each reason, with the rows of the pages that were removed for it. A page is in at most one
+ghost, that of its last removal. `MOST_ROWS` limits all ghosts together. Ghosts of the blocks that lost pages longest
+ago are dropped first, and `since` becomes the time of the newest dropped ghost. Costs: O(rows) to record the pages of
+a block, O(1) to find the ghost of a page.
 """
 
 from __future__ import annotations
@@ -15,50 +16,53 @@ from kvpage_server.core.pieces import bit_of, row_of
 from kvpage_server.page import unix_ms
 from kvpage_server.store.memory.index import Block
 
-MOST_ROWS = 1 << 18  # some 100 bytes each
-_GHOST = 8  # rows: the fixed cost of a ghost
+MOST_ROWS = 1 << 18  # rows of all ghosts together, of about 100 bytes each
+_GHOST = 8  # rows that a ghost counts in addition to its own
 
 
 @dataclass(slots=True)
 class Ghost:
-    """The removal of pages of a block: reason and times (unix milliseconds), the last one at `at`; and the policy or
-    quota.
-    """
+    """The removed pages of a block with one reason."""
 
     reason: str  # expired, evicted, over quota, deleted, overwritten or corrupt
-    rows: dict[int, int]
-    at: int = 0
-    by: str = ""  # a policy, or the pattern of a quota; empty for other reasons
-    limit: str = ""  # maxmemory or maxdisk, whichever was reached; empty for other reasons than eviction
+    rows: dict[int, int]  # bits of the removed pages, by row; see `core.pieces`
+    at: int = 0  # the last removal, in unix milliseconds
+    by: str = ""  # the policy, or the pattern of the quota, that evicted the last ones; empty for other reasons
+    limit: str = ""  # "maxmemory" or "maxdisk" if that limit was reached; empty for other reasons
 
 
 class Ghosts:
-    """The removed pages. `since`: unix milliseconds from which on every removed page is recorded."""
+    """The ghosts of all blocks. Every removal after `since`, in unix milliseconds, is recorded."""
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         self.since = unix_ms()
         self._most_rows = most_rows
-        self._rows = 0
-        self._blocks: OrderedDict[tuple[bytes, int], dict[str, Ghost]] = OrderedDict()  # the latest last, as within
-        self._requests: dict[bytes, set[int]] = {}  # page ids of a request's blocks among them
+        self._rows = 0  # rows of all ghosts, and _GHOST for each
+        # Ghosts by reason, by request and page id. Blocks, and the ghosts of a block, are in the order of the last
+        # removal, the oldest first.
+        self._blocks: OrderedDict[tuple[bytes, int], dict[str, Ghost]] = OrderedDict()
+        self._requests: dict[bytes, set[int]] = {}  # page ids of the blocks with ghosts, by request
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str = "", limit: str = "") -> None:
-        """Record the removal of pages of a block, given as rows."""
+        """Record the removal of pages of a block, given as bits by row. O(rows), amortised."""
+        # Make the block the newest.
         name = (block.req_id, block.page)
         ghosts = self._blocks.pop(name, None)
         if ghosts is None:
             ghosts = {}
             self._requests.setdefault(block.req_id, set()).add(block.page)
         self._blocks[name] = ghosts
+        # Take the pages out of the ghosts with other reasons.
         ghost = ghosts.pop(reason, None)
         for other in list(ghosts.values()):
             self._take(other, rows)
             if not other.rows:
                 del ghosts[other.reason]
                 self._rows -= _GHOST
+        # Add them to the ghost with this reason, which becomes the newest of the block.
         if ghost is None:
             ghost = Ghost(reason, {})
             self._rows += _GHOST
@@ -71,11 +75,12 @@ class Ghosts:
             for row, heads in rows.items():
                 ghost.rows[row] = ghost.rows.get(row, 0) | heads
         self._rows += len(ghost.rows)
+        # Keep the limit, but never drop the newest block.
         while self._rows > self._most_rows and len(self._blocks) > 1:
             self._forget_oldest()
 
     def _take(self, ghost: Ghost, rows: Mapping[int, int]) -> None:
-        """Some pages were removed again since, for another reason."""
+        """Remove pages from a ghost, because they were removed again for another reason."""
         for row in ghost.rows.keys() & rows.keys():
             if left := ghost.rows[row] & ~rows[row]:
                 ghost.rows[row] = left
@@ -94,17 +99,20 @@ class Ghosts:
             del self._requests[req_id]
 
     def has_block(self, req_id: bytes, page: int) -> bool:
-        """Return whether removals of pages of a block are remembered."""
+        """Return whether a block has a ghost."""
         return (req_id, page) in self._blocks
 
     def of_page(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Ghost | None:
-        """Return how a page was last removed."""
+        """Return the ghost of a page's last removal, or None."""
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         ghosts = self._blocks.get((req_id, page), {})
         return next((ghost for ghost in ghosts.values() if ghost.rows.get(row, 0) & bit), None)
 
     def of_block(self, req_id: bytes, page: int, block: Block | None = None) -> Ghost | None:
-        """Return how a block lost a page that is still missing. `block` is the remaining part of it."""
+        """Return the newest ghost of a block with a page that is still missing, or None.
+
+        `block` is the block with its remaining pages, None if it has none.
+        """
         ghosts = self._blocks.get((req_id, page))
         if ghosts is None:
             return None
@@ -115,12 +123,12 @@ class Ghosts:
         return None
 
     def of_request(self, req_id: bytes) -> Ghost | None:
-        """Return how a request lost its last page."""
+        """Return the newest ghost of a request, or None. O(blocks of the request)."""
         ghosts = (self.of_block(req_id, page) for page in self._requests.get(req_id, ()))
         return max((ghost for ghost in ghosts if ghost), key=lambda ghost: ghost.at, default=None)
 
     def clear(self) -> None:
-        """Forget everything, and know nothing of the time before now."""
+        """Drop all ghosts, and set `since` to now."""
         self._blocks.clear()
         self._requests.clear()
         self._rows = 0

@@ -1,8 +1,9 @@
-"""Leases and pins: units that must not be evicted, for a while or until they are unpinned.
+"""Leases and pins, which protect units from eviction for a limited time or until they are unpinned.
 
-A lease has no owner, so it is never shortened: one client can't end a lease that another one relies on. The protected
-bytes are limited, in memory and on disk (see `protection`), so that there is always something to evict. Leases and pins
-do not prevent deletion and expiry. Costs: O(log n) for a lease, O(1) for everything else.
+A lease belongs to no client and is never shortened: a client cannot end a lease that another client relies on. The
+protected bytes are limited in memory and on disk (see `Protection` in `keyspace`), so that some units can always be
+evicted. Leases and pins do not prevent deletion and expiry. Costs: O(log n) for a lease, O(1) for a pin, a lookup and a
+change of size.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import NamedTuple
 
 from kvpage_server.store.eviction.queues import Unit
 
-_LEASES_PER_STEP = 1000  # leases that are removed at once
-LONGEST_LEASE = 3_600_000  # milliseconds; to protect something for longer, pin it
+_LEASES_PER_STEP = 1000  # ended leases removed in one call of `settle`
+LONGEST_LEASE = 3_600_000  # milliseconds; to protect a unit for longer, a client pins it
 
 
 class Bytes(NamedTuple):
-    """Bytes that units take, or may take."""
+    """A size in bytes of memory and bytes on disk, or a limit of both."""
 
     memory: int
     disk: int
@@ -28,16 +29,13 @@ class Bytes(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """Protection of a unit: a lease `until` a time in monotonic milliseconds (0: none), or a pin.
+    """Protection of a unit: a lease, a pin, or both."""
 
-    `size` is its current size in memory, `on_disk` its size on disk when it was first protected.
-    """
-
-    size: int
-    on_disk: int
-    until: int = 0
+    size: int  # bytes of the unit in memory now
+    on_disk: int  # bytes of the unit on disk when it was first protected
+    until: int = 0  # the lease's end in monotonic milliseconds; 0 without a lease
     pinned: bool = False
-    account: object = None
+    account: object = None  # the account that counts the unit's bytes
 
 
 _NONE = Lease(0, 0)
@@ -45,16 +43,18 @@ _NOTHING = Bytes(0, 0)
 
 
 class Leases:
-    """Every protected unit. Expired leases count until `settle`.
+    """Every protected unit. A lease that has ended counts until `settle` removes it.
 
-    `account_of` says to which account a unit belongs. Each account has a limit of its own.
+    `account_of` returns the account of a unit: its quota, or None. Each account has a limit of its own.
     """
 
     def __init__(self, account_of: Callable[[Unit], object]) -> None:
         self._account_of = account_of
-        self._bytes: dict[object, Bytes] = {}  # of each account
+        self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
         self._leases: dict[Unit, Lease] = {}
-        self._due: list[tuple[int, int, Unit, Lease]] = []  # heap; one entry for each unit with a lease
+        # Heap of (end, ticket, unit, lease). A lease that was extended keeps its entry, which has an earlier end. An
+        # entry is stale if the unit's protection was removed. Tickets make entries with the same end comparable.
+        self._due: list[tuple[int, int, Unit, Lease]] = []
         self._tickets = count()
 
     def __len__(self) -> int:
@@ -65,21 +65,22 @@ class Leases:
 
     @property
     def bytes(self) -> int:
-        """The bytes of memory of all protected units."""
+        """Bytes of memory of all protected units."""
         return sum(size.memory for size in self._bytes.values())
 
     def beside(self, unit: Unit) -> Bytes:
-        """Return the bytes of all protected units of the same account."""
+        """Return the bytes of all protected units of a unit's account."""
         return self._bytes.get(self._account_of(unit), _NOTHING)
 
     def recount(self) -> None:
-        """Count again, since units may belong to other accounts now."""
+        """Count all protected bytes again, because the accounts of units have changed."""
         self._bytes.clear()
         for unit, lease in self._leases.items():
             lease.account = self._account_of(unit)
             self._count(lease, lease.size, lease.on_disk)
 
     def _count(self, lease: Lease, size: int, on_disk: int = 0) -> None:
+        """Add bytes, which may be negative, to a lease's account."""
         had = self._bytes.get(lease.account, _NOTHING)
         left = Bytes(had.memory + size, had.disk + on_disk)
         if any(left):
@@ -92,12 +93,15 @@ class Leases:
         return self._leases.get(unit, _NONE)
 
     def spares(self, unit: Unit, now: int) -> bool:
-        """Return whether a unit is protected."""
+        """Return whether a unit is protected at `now`, in monotonic milliseconds."""
         lease = self._leases.get(unit)
         return lease is not None and (lease.pinned or lease.until > now)
 
     def lease(self, unit: Unit, size: Bytes, until: int, most: Bytes) -> bool:
-        """Protect a unit of `size` bytes until then. False if its account would have more than `most`."""
+        """Protect a unit of `size` bytes until a time in monotonic milliseconds.
+
+        A lease that ends later stays as it is. Return False if the account would exceed `most` protected bytes.
+        """
         lease = self._lease(unit, size, most)
         if lease is None:
             return False
@@ -108,7 +112,7 @@ class Leases:
         return True
 
     def pin(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
-        """Protect a unit until it is unpinned. False as for `lease`."""
+        """Protect a unit until it is unpinned. Return False as `lease` does."""
         lease = self._lease(unit, size, most)
         if lease is None:
             return False
@@ -116,6 +120,7 @@ class Leases:
         return True
 
     def _lease(self, unit: Unit, size: Bytes, most: Bytes) -> Lease | None:
+        """Return a unit's protection, which is created within the limit; None if the limit is reached."""
         lease = self._leases.get(unit)
         if lease is None and self.have_room(unit, size, most):
             lease = self._leases[unit] = Lease(*size, account=self._account_of(unit))
@@ -123,12 +128,12 @@ class Leases:
         return lease
 
     def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
-        """Return whether a unit's account has room for it."""
+        """Return whether a unit's account may protect `size` more bytes."""
         beside = self.beside(unit)
         return beside.memory + size.memory <= most.memory and beside.disk + size.disk <= most.disk
 
     def unpin(self, unit: Unit) -> bool:
-        """End a pin, if there is one. A lease stays."""
+        """Remove a pin. Return whether the unit was pinned. A lease of the unit stays."""
         lease = self._leases.get(unit)
         if lease is None or not lease.pinned:
             return False
@@ -138,20 +143,20 @@ class Leases:
         return True
 
     def grew(self, unit: Unit, size: int) -> None:
-        """Count a unit's growth by `size` bytes, which may be negative."""
+        """Add `size` bytes of memory, which may be negative, to a unit if it is protected."""
         lease = self._leases.get(unit)
         if lease is not None:
             lease.size += size
             self._count(lease, size)
 
     def removed(self, unit: Unit) -> None:
-        """Forget a unit that was removed or is no longer protected."""
+        """Remove the protection of a unit, if it has one."""
         lease = self._leases.pop(unit, None)
         if lease is not None:
             self._count(lease, -lease.size, -lease.on_disk)
 
     def settle(self, now: int) -> None:
-        """Remove leases that have ended, a limited number each time."""
+        """Remove up to _LEASES_PER_STEP leases that have ended at `now`, in monotonic milliseconds."""
         for _ in range(_LEASES_PER_STEP):
             if not self._due or self._due[0][0] > now:
                 return
@@ -166,6 +171,7 @@ class Leases:
                 self.removed(unit)
 
     def clear(self) -> None:
+        """Remove all leases and pins."""
         self._leases.clear()
         self._due.clear()
         self._bytes.clear()

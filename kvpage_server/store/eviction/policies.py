@@ -10,17 +10,17 @@ from kvpage_server.store.eviction.queues import BURST, FIRST, Queues, Unit, name
 
 # -- allkeys-lru: the least recently used unit is evicted first --------------------------------------------------------
 
-_NO_TIME = -1  # no unit has this time
+_NO_TIME = -1  # before the time of every unit
 
 
 class LRU(Queues):
-    """Least recently used first. Every operation is O(1)."""
+    """The policy allkeys-lru: one queue, in the order of the last use. Every operation is O(1)."""
 
     def used(self, unit: Unit) -> None:
         place = self._places.get(unit)
         if place is None:
             place = self._place_of(unit)
-        elif self._after[place] == self._home + 1:  # nothing was used since
+        elif self._after[place] == self._home + 1:  # it is the last of the queue already
             self._at[place] = self.now
             return
         else:
@@ -52,32 +52,34 @@ class LRU(Queues):
             if unit is None:
                 return
             yield unit
-            if self._places.get(unit) == place:
+            if self._places.get(unit) == place:  # spared: examine it again after all others
                 self._unlink(place)
                 self._link(place, self._before[queue])
 
 
-# -- s3fifo ------------------------------------------------------------------------------------------------------------
+# -- allkeys-s3fifo: units that were used once are evicted early -------------------------------------------------------
 #
-# S3-FIFO: queues in the order of arrival.
+# S3-FIFO of Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP '23, algorithm 1.
 #
-# Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP '23, algorithm 1. New units enter
-# a small queue, a tenth of all. Those used more than once in it move to the main queue; the others are evicted and
-# remembered as ghosts. A ghost that is inserted again enters the main queue, where each use, up to three, gives it
-# another round.
+# There are two queues in the order of insertion. A new unit enters the small queue, which has a tenth of all units. At
+# its turn, a unit that was used more than once in the small queue moves to the main queue. Another unit is evicted, and
+# its name becomes a ghost. A unit with a ghost that is inserted again enters the main queue. At its turn in the main
+# queue, a unit with uses loses one of them, and moves to the end. A unit without uses is evicted. So a unit stays for
+# at most _MOST_USES more rounds after its last use.
 
-_SMALL = 0.1  # of all units
-_MOST_USES = 3
-_NEW, _MAIN = 1, 2  # queues
+_SMALL = 0.1  # share of all units that the small queue has
+_MOST_USES = 3  # uses that are counted
+_NEW, _MAIN = 1, 2  # the small and the main queue
 
 
 class S3FIFO(Queues):
-    """Evicts units with a single use early. Every operation is amortised O(1)."""
+    """The policy allkeys-s3fifo. Every operation is amortised O(1)."""
 
     def reset(self) -> None:
         super().reset()
-        self._ghosts: OrderedDict[int, None] = OrderedDict()  # names of units that left the small queue
-        self._sizes = [0] * FIRST  # of the queues
+        # Names of units that were evicted from the small queue, the oldest first; as many as the main queue may have.
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._sizes = [0] * FIRST  # number of units in each queue of this policy, by the queue's number
 
     def used(self, unit: Unit) -> None:
         place = self._places.get(unit)
@@ -97,11 +99,13 @@ class S3FIFO(Queues):
             self._uses[place] = min(self._uses[place] + 1, _MOST_USES)
 
     def _come(self, place: int, queue: int) -> None:
+        """Insert a new unit at the end of a queue."""
         self._uses[place] = 0
         self._at[place] = self._counted[place] = self.now
         self._enter(place, queue, self._before[self._home + queue])
 
     def _enter(self, place: int, queue: int, behind: int) -> None:
+        """Insert a unit into a queue after the place `behind`."""
         self._sizes[queue] += 1
         self._queue[place] = self._home + queue
         self._link(place, behind)
@@ -126,14 +130,17 @@ class S3FIFO(Queues):
 
     def victims(self) -> Iterator[Unit]:
         yield from self._older_victims()
-        spared: set[Unit] = set()  # each unit is offered once
+        spared: set[Unit] = set()  # spared units, all of which are in the main queue; each unit is offered once
         while len(spared) < len(self):
+            # Examine the first unit of the small queue if that has its share of all units, or if every unit of the main
+            # queue was spared.
             small, main = self._sizes[_NEW], self._sizes[_MAIN]
-            all_spared = len(spared) >= main  # all that are left in MAIN are spared
+            all_spared = len(spared) >= main
             queue = _NEW if small and (small >= _SMALL * len(self) or all_spared) else _MAIN
             place = self._after[self._home + queue]
             unit = self._units[place]
             assert unit is not None
+            # A used unit moves to the end of the main queue. Another unit is offered, and moves there if it is spared.
             if self._uses[place] > (1 if queue == _NEW else 0):
                 self._uses[place] = 0 if queue == _NEW else self._uses[place] - 1
             elif unit not in spared:

@@ -1,22 +1,30 @@
 """allkeys-prefix: units that are used again are kept longer, and the end of a prefix is evicted before its beginning.
 
-**Kinds.** There are five kinds of units, each with a queue in the order of last use: ends of a chain that were used
-once, others used once, and those used 2 or 3, 4 to 7, 8 or more times. The victim is the unit that is worth least among
-the first of each queue. Time is the number of inserted units, so nothing ages while nothing is inserted. The newest
-units stay while there is anything else, since their writer may not have finished its chain.
+**Kinds.** There are five kinds of units, each with a queue in the order of last use:
 
-**Worth** is learned: how often units of a kind and an age are used again (see `worth`). A unit that was evicted becomes
-a ghost: its name, kind and last use are remembered and count like those of other units. So the policy also learns which
-units are used again after their eviction. (ARC, Megiddo and Modha, FAST '03, uses ghosts to divide memory between units
-with one use and with several; LHD, Beckmann et al., NSDI '18, ranks units by the hits of their class and age per used
-space and time.)
+    1  the end of a chain, used once
+    2  another unit, used once
+    3  used 2 or 3 times
+    4  used 4 to 7 times
+    5  used 8 times or more
 
-**Prefixes.** The owner says which units extend which (`follows`). A unit with extensions leaves its queue at its turn,
-and is evicted once it has no extension any more. So chains go from their ends. If the end of a chain is spared, so is
-the rest, unless nothing else is left. Protected units are examined again after the same number of evictions.
+The victim is the unit with the lowest worth among the first units of the queues. Time is the number of inserted units,
+so no unit ages while none is inserted. The last `_FRESH` inserted units are evicted only if no others are left, because
+their client may not have finished its chain.
 
-Every operation is amortised O(1). A unit takes some 150 bytes: its fields are in columns, at the place that `_places`
-has for it; the first places are the queues themselves. A ghost takes some 150 bytes, too.
+**Worth** is learned: it is the frequency with which units of a kind and an age are used again (see `Worth`). An evicted
+unit becomes a ghost: its name, kind and last use are kept, and count like those of other units. So the policy also
+learns which units are used again after their eviction. (ARC, Megiddo and Modha, FAST '03, uses ghosts to divide memory
+between units with one use and with several; LHD, Beckmann et al., NSDI '18, ranks units by the hits of their class and
+age per used space and time.)
+
+**Prefixes.** The owner reports which units extend which (`follows`): a block extends the block of the tokens before it.
+A unit with extensions is taken out of its queue at its turn, and returns to it when its last extension is removed. So
+chains are evicted from their ends. If the end of a chain is spared, the whole chain is spared, unless no other units
+are left. Spared units are examined again after as many evictions as there are spared units.
+
+Every operation is amortised O(1). A unit takes about 150 bytes, in the columns of `Queues` and in `_places`. A ghost
+takes about 150 bytes, too.
 """
 
 from __future__ import annotations
@@ -31,49 +39,63 @@ from kvpage_server.store.eviction.queues import BURST, NOBODY, QUEUES, Queues, U
 
 # -- worth -------------------------------------------------------------------------------------------------------------
 #
-# The worth of units by kind and age: how soon they will be used again, learned from earlier uses.
+# The worth of units by kind and age: an estimate of how soon they are used again, learned from earlier uses.
 #
-# An age is the time since the last use. For each kind and age it is known how much time units spent in it, whether they
-# still exist or were evicted, and how many uses ended it. The chance of a use at a moment is taken to be the product of
-# a factor for the kind and one for the age (proportional hazards: Cox, 1972). A unit's worth is the highest mean of
-# that chance over any period that starts now (the index of Gittins, 1979), so units that are usually used again after
-# minutes are not worth less before that.
+# The age of a unit is the time since its last use. Time is the number of inserted units, in slots of 2**_SLOT. For each
+# kind and age two numbers are kept: the time that units spent in it (existing units and ghosts), and the number of uses
+# that ended it. Their quotient is the frequency of use.
 #
-# Time is the number of inserted units, in slots. Every operation is amortised O(1).
+# The frequency is modelled as the product of a factor for the kind and a factor for the age (proportional hazards: Cox,
+# 1972), so that each factor is learned from the uses of many kinds or ages. A unit's worth is the highest mean of the
+# frequency over any period that starts now (the index of Gittins, 1979). So the worth of a unit that is usually used
+# again after some minutes is not lower before these minutes are over.
+#
+# Every operation is amortised O(1); `learn` is O(kinds * ages + slots in use).
 
-_AGES = 28  # the first four last a slot each; then each doubling has two
-_EVERY, _SHARE = 256, 64  # learn after this many new units at least, or after this share of all
-_MEMORY = 16  # how long learned values count, in multiples of the number of units
-# Prior uses of each kind and age, with the expected frequency: many, because the blocks of a prompt are used together;
-# in a smaller store, the number of its units.
+_AGES = 28  # number of ages: the first four last a slot each, then there are two for each doubling
+_EVERY, _SHARE = 256, 64  # new units after which `learn` is due: 256, or a 64th of all units if that is more
+_MEMORY = 16  # decay of learned numbers: to 1/e after this many times the number of units
+# Weight of the prior in `_estimate`, as a number of uses of each kind and age. It is large, because the blocks of a
+# prompt are used together, so that a thousand uses may be one event. In a smaller store it is the number of its units.
 _DOUBT = 1024
 
-_LASTS = [1 << max(age // 2 - 1, 0) for age in range(_AGES)]  # in slots
-_AGE_OF = bytes(age for age, lasts in enumerate(_LASTS) for _ in range(lasts))  # by slots
+_LASTS = [1 << max(age // 2 - 1, 0) for age in range(_AGES)]  # length of each age, in slots
+_AGE_OF = bytes(age for age, lasts in enumerate(_LASTS) for _ in range(lasts))  # age by the slots since the last use
 _OLDEST = len(_AGE_OF) - 1
 
 
 class Worth:
-    """The worth of units of several kinds. `expected` is the prior frequency of use of each kind."""
+    """The worth of units by kind and age. `expected` is the prior frequency of use of each kind, relative to the mean.
+
+    Callers report each unit with `began` or `came` when it enters a kind, and with `ended` or `used_again` when it
+    leaves the kind.
+    """
 
     def __init__(self, expected: Sequence[float]) -> None:
         kinds = len(expected)
         self._expected = expected
-        self._learned = 0  # when
-        self.due = _EVERY  # when to learn again
-        self._last_used: list[dict[int, int]] = [{} for _ in range(kinds)]  # number of units, by slot
-        self._again = [[0.0] * _AGES for _ in range(kinds)]  # uses that ended an age
-        self._time = [[0.0] * _AGES for _ in range(kinds)]  # of all units together
-        self._of_age = [1.0] * _AGES
-        self._worth = [[factor] * _AGES for factor in expected]
+        self._learned = 0  # time of the last `learn`
+        self.due = _EVERY  # time of the next `learn`
+
+        # Number of units and ghosts of each kind, by the slot of their last use. An age is a range of these slots that
+        # moves with time, so nothing has to be updated when units grow older.
+        self._last_used: list[dict[int, int]] = [{} for _ in range(kinds)]
+
+        # The statistics by kind and age, which decay at each `learn`.
+        self._again = [[0.0] * _AGES for _ in range(kinds)]  # number of uses
+        self._time = [[0.0] * _AGES for _ in range(kinds)]  # time that all units together spent in it
+
+        # The results of `learn`.
+        self._of_age = [1.0] * _AGES  # factor of each age
+        self._worth = [[factor] * _AGES for factor in expected]  # worth by kind and age
 
     def began(self, kind: int, last: int) -> None:
-        """Count a unit that now belongs to a kind, with its last use."""
+        """Count a unit that enters a kind, with the time of its last use."""
         slots, slot = self._last_used[kind], last >> _SLOT
         slots[slot] = slots.get(slot, 0) + 1
 
     def came(self, kind: int, first: int, stop: int) -> None:
-        """Units have become of a kind. One of them was used at each time from `first` to before `stop`."""
+        """Count units that enter a kind, one with its last use at each time from `first` to before `stop`."""
         slots = self._last_used[kind]
         while first < stop:
             slot = first >> _SLOT
@@ -82,33 +104,35 @@ class Worth:
             first = end
 
     def moved(self, kind: int, slot: int, count: int, now: int) -> None:
-        """Units that were used in a slot of time count as used now, without another use."""
+        """Set the last use of `count` units of a kind, which was in `slot`, to `now`. Counts no use, see BURST."""
         slots, to = self._last_used[kind], now >> _SLOT
         slots[slot] -= count
         slots[to] = slots.get(to, 0) + count
 
     def ended(self, kind: int, last: int) -> None:
-        """Count a unit that was removed or forgotten."""
+        """Count a unit that leaves a kind, or a ghost that is dropped, with the time of its last use."""
         self._last_used[kind][last >> _SLOT] -= 1
 
     def used_again(self, kind: int, last: int, now: int) -> None:
-        """Count another use of a unit, which leaves this kind and age."""
+        """Count a use of a unit or ghost at `now`, which leaves this kind. Its use before was at `last`."""
         self.ended(kind, last)
         self._again[kind][_age(last, now)] += 1
 
     def of(self, kind: int, last: int, now: int) -> float:
-        """Return the worth of a unit of a kind with its last use at `last`."""
+        """Return the worth at `now` of a unit of a kind with its last use at `last`."""
         return self._worth[kind][_age(last, now)]
 
     def learn(self, now: int, units: int) -> None:
-        """Update the worths with the uses since the last update."""
+        """Update the worths with the uses since the last call. `units` is the number of units in the store."""
         passed, self._learned = now - self._learned, now
         self.due = now + max(_EVERY, units // _SHARE)
         kept = exp(-passed / (_MEMORY * max(units, _EVERY)))
         for slots, again, time in zip(self._last_used, self._again, self._time, strict=True):
+            # Let the old statistics decay.
             for age in range(_AGES):
                 again[age] *= kept
                 time[age] *= kept
+            # Add the time that passed to the present age of each unit, and drop slots without units.
             for slot, count in list(slots.items()):
                 if count:
                     time[_AGE_OF[min((now >> _SLOT) - slot, _OLDEST)]] += count * passed
@@ -117,15 +141,23 @@ class Worth:
         self._estimate(min(_DOUBT, units))
 
     def _estimate(self, doubt: int) -> None:
+        """Estimate the factors of kinds and ages from the statistics, and the worths from the factors.
+
+        A factor is the number of observed uses, divided by the number that the mean frequency and the other factors
+        predict. A prior of `doubt` predicted uses is added to both numbers.
+        """
+        # The mean frequency of use; without any uses the worths stay as they are.
         uses, time = sum(map(sum, self._again)), sum(map(sum, self._time))
         if not uses or not time:
             return
         rate, of_age = uses / time, self._of_age
+        # The factors of kinds, with the last factors of ages. The prior is the expected frequency.
         of_kind = [
             (sum(again) + doubt * expected) / (rate * sum(map(mul, time, of_age)) + doubt)
             for again, time, expected in zip(self._again, self._time, self._expected, strict=True)
         ]
-        before = 1.0  # an age without data is like the one before
+        # The factors of ages, with the new factors of kinds. The prior is the factor of the age before.
+        before = 1.0
         for age in range(_AGES):
             again = sum(row[age] for row in self._again)
             expected = rate * sum(row[age] * factor for row, factor in zip(self._time, of_kind, strict=True))
@@ -135,9 +167,13 @@ class Worth:
 
 
 def _best_means(of_age: list[float]) -> list[float]:
-    """Return the highest mean, from each age on, over any time to wait."""
+    """Return for each age the highest mean of the factors over any period that starts with it. O(ages).
+
+    The best period from an age on is the age itself, extended by the best periods that follow as long as they have
+    higher means (pool adjacent violators). So consecutive periods on the stack have decreasing means.
+    """
     best = [0.0] * _AGES
-    later: list[tuple[float, int]] = []  # sums and times of later ages, the next one last
+    later: list[tuple[float, int]] = []  # sum of factors and length in slots of later periods, the next one last
     for age in range(_AGES - 1, -1, -1):
         total, time = of_age[age] * _LASTS[age], _LASTS[age]
         while later and later[-1][0] * time > total * later[-1][1]:
@@ -149,46 +185,58 @@ def _best_means(of_age: list[float]) -> list[float]:
 
 
 def _age(last: int, now: int) -> int:
+    """Return the age at `now` of a unit with its last use at `last`."""
     return _AGE_OF[min((now >> _SLOT) - (last >> _SLOT), _OLDEST)]
 
 
-_END, _ONCE, _OFTEN = 1, 2, 5  # kinds: the queues
+_END, _ONCE, _OFTEN = 1, 2, 5  # kinds, which are also the numbers of the queues
 _KINDS = range(1, QUEUES + 1)
 
-_FRESH = 8  # inserted units; a unit is fresh until that many others were inserted
-_GHOSTS = 4  # as many times as there are units
+_FRESH = 8  # inserted units: a unit used once is fresh until that many others were inserted
+_GHOSTS = 4  # ghosts that are kept for each unit, within the two bounds below
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
-# By kind, with none at 0: a unit with twice the uses is used again in half the time, and the end of a prompt seldom.
+# Prior frequency of use by kind, with no kind 0: a unit with twice the uses is used again in half the time, and the end
+# of a prompt seldom.
 _EXPECTED = (1.0, 0.25, 1.0, 2.0, 4.0, 8.0)
-_MOST_STEPS = 4096  # steps up a chain in the search for a circle
-_USES_BITS, _KIND_BITS = 8, 3
+_MOST_STEPS = 4096  # steps up a chain in the search for a cycle
+_USES_BITS, _KIND_BITS = 8, 3  # of a ghost's number, see `_packed`
 
 
 class Prefix(Queues):
-    """See the module."""
+    """The policy allkeys-prefix. `_parent` and `_children` of `Queues` link a unit to the unit that it extends.
+
+    A unit is in the queue of its kind. It is in no queue after its turn if it has children, or if it was spared. A
+    removed unit with children keeps its place until the last of them is removed, so that their links stay valid.
+    """
 
     def reset(self) -> None:
         super().reset()
-        self._time = 0  # number of inserted units
-        self._before_time = 0  # the last use of the unit that was handed over last
-        self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
-        self._aside: list[tuple[Unit, int, int]] = []  # spared units, with their places and their parents'
-        self._gone = 0  # units evicted since the last spared ones were queued again
+        self._time = 0  # number of units inserted so far: the clock of `_last` and `Worth`
+        self._before_time = 0  # last use of the unit that was taken over last; negative, since it is before all others
+        # By `name_of`: last use, uses and kind of an evicted unit in one number; the first evicted first.
+        self._ghosts: OrderedDict[int, int] = OrderedDict()
+        # Spared units, the first spared first, with the unit's place and its parent's place when it was spared.
+        self._aside: list[tuple[Unit, int, int]] = []
+        self._gone = 0  # number of units evicted since spared units were returned to their queues
         self._worth = Worth(_EXPECTED)
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
     def used(self, unit: Unit) -> None:
+        # Insert a new unit.
         place = self._places.get(unit)
         if place is None:
             self._come(self._place_of(unit), self._uses_before(unit))
             return
+        # Skip a unit that was already used in this second, if none was inserted since.
         if self._last[place] == self._time and self._at[place] == self.now:
-            return  # used in this second, without insertions since
+            return
+        # Take over a unit of the policy before this one as a new unit.
         if self._waits(place):
             self._take(place)
             self._come(place, 1)
             return
+        # Count the use, unless it is in one burst with the last counted one. A counted use may change the kind.
         self._unlink(place)
         kind, last = self._queue[place] - self._home, self._last[place]
         if self.now - self._counted[place] >= BURST:
@@ -199,26 +247,30 @@ class Prefix(Queues):
             self._queue[place] = self._home + kind
         else:
             self._worth.ended(kind, last)
+        # Move the unit to the end of the queue of its kind.
         self._worth.began(kind, self._time)
         self._at[place] = self.now
         self._last[place] = self._time
         self._link(place, self._before[self._queue[place]])
 
     def used_all(self, units: list[Unit]) -> None:
-        """Units were written or read, in this order. New ones are placed after all others."""
+        """Note writes or reads of units, in this order. New units are inserted after all others."""
         if len(units) == 1:
             self.used(units[0])
             return
         if self.hands_over:
             super().used_all(units)
             return
+        # The core moves the known units whose use is in one burst with their last counted one.
         new, due, moved = self._touch_many(units, self._time, self.now - BURST)
         for queue, slot, count in moved:
             self._worth.moved(queue - self._home, slot, count, self._time)
+        # Uses that count, and units with a ghost, are processed one by one.
         if self._ghosts:
             due += [unit for unit in new if name_of(unit) in self._ghosts]
         for unit in due:
             self.used(unit)
+        # The core inserts the remaining new units.
         if new:
             before, self._time = self._time, self._enter_all(new, _ONCE, self._time)
             self._worth.came(_ONCE, before + 1, self._time + 1)
@@ -226,7 +278,7 @@ class Prefix(Queues):
                 self._worth.learn(self._time, len(self._places))
 
     def _uses_before(self, unit: Unit) -> int:
-        """Return how often a new unit was used, including now, as far as is remembered."""
+        """Return the number of uses of a new unit, including this one and those of its ghost. Drop the ghost."""
         if not self._ghosts:
             return 1
         ghost = self._ghosts.pop(name_of(unit), None)
@@ -237,6 +289,7 @@ class Prefix(Queues):
         return min(before + 1, 255)
 
     def _come(self, place: int, uses: int) -> None:
+        """Insert a new unit at the end of the queue of its kind, and learn if that is due."""
         self._time += 1
         self._at[place] = self.now
         self._enter(place, uses, self._time)
@@ -245,6 +298,7 @@ class Prefix(Queues):
             self._worth.learn(self._time, len(self._places))
 
     def _enter(self, place: int, uses: int, last: int) -> None:
+        """Set the fields of a new unit. `last` is its last use, as a number of inserted units."""
         self._uses[place] = uses
         self._counted[place] = self._at[place]
         self._last[place] = last
@@ -261,6 +315,7 @@ class Prefix(Queues):
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def follows(self, units: Sequence[Unit]) -> None:
+        # Link each unit to the one before it, unless it has a parent already or the link would close a cycle.
         before = NOBODY
         for unit in units:
             place = self._places.get(unit, NOBODY)
@@ -269,15 +324,20 @@ class Prefix(Queues):
             if NOBODY not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
                 self._adopt(before, place)
             before = place
+        # The last unit is the end of a chain, if it was used once and nothing extends it.
         if before != NOBODY and self._queue[before] == self._home + _ONCE and not self._children[before]:
             self._requeue(before, _END)
 
     def _is_orphan(self, place: int) -> bool:
+        """Return whether a unit extends no existing unit."""
         parent = self._parent[place]
         return parent == NOBODY or self._units[parent] is None
 
     def _descends(self, place: int, ancestor: int) -> bool:
-        """Return whether a unit extends another, directly or not. Assumed if there are too many steps."""
+        """Return whether a unit is `ancestor`, or extends it directly or through other units.
+
+        Return True also after _MOST_STEPS, since a link that is not made costs less than a longer search.
+        """
         if not self._children[ancestor]:
             return place == ancestor
         for _ in range(_MOST_STEPS):
@@ -289,6 +349,7 @@ class Prefix(Queues):
         return True
 
     def _adopt(self, parent: int, child: int) -> None:
+        """Link a unit to the unit that it extends, which is no end of a chain any more."""
         self._abandon(child)
         self._parent[child] = parent
         self._children[parent] += 1
@@ -296,7 +357,7 @@ class Prefix(Queues):
             self._requeue(parent, _ONCE)
 
     def _abandon(self, child: int) -> None:
-        """Remove the link from a unit to its parent."""
+        """Remove the link from a unit to its parent. A parent without children may be evicted next."""
         parent = self._parent[child]
         if parent == NOBODY:
             return
@@ -304,12 +365,14 @@ class Prefix(Queues):
         self._children[parent] -= 1
         if self._children[parent]:
             return
+        # Free the place of a removed parent. An existing parent in no queue returns to the front of its queue.
         if self._units[parent] is None:
             self._give_back(parent)
         elif not self._after[parent]:
             self._link(parent, self._queue[parent])
 
     def _requeue(self, place: int, kind: int) -> None:
+        """Move a unit to the queue of another kind: to the front if its last use is before all there, or to the end."""
         self._unlink(place)
         self._worth.ended(self._queue[place] - self._home, self._last[place])
         self._worth.began(kind, self._last[place])
@@ -318,7 +381,7 @@ class Prefix(Queues):
         is_first = first != queue and self._last[place] < self._last[first]
         self._link(place, queue if is_first else self._before[queue])
 
-    # -- going -----------------------------------------------------------------------------------------------------
+    # -- removal and eviction --------------------------------------------------------------------------------------
 
     def removed(self, unit: Unit) -> None:
         place = self._places.get(unit)
@@ -337,6 +400,7 @@ class Prefix(Queues):
         self._leave(unit, place)
 
     def _leave(self, unit: Unit, place: int) -> None:
+        """Remove a unit. Its place becomes free, unless other units extend it."""
         del self._places[unit]
         self._units[place] = None
         if self._waits(place):
@@ -349,6 +413,7 @@ class Prefix(Queues):
             self._give_back(place)
 
     def _remember(self, unit: Unit, place: int) -> None:
+        """Record the ghost of an evicted unit. Drop the oldest ghosts that are too many."""
         self._gone += 1
         name = name_of(unit)
         if (old := self._ghosts.pop(name, None)) is not None:
@@ -359,15 +424,19 @@ class Prefix(Queues):
             self._forget(self._ghosts.popitem(last=False)[1])
 
     def _forget(self, ghost: int) -> None:
+        """Take a dropped ghost out of the statistics."""
         last, _, kind = _unpacked(ghost)
         self._worth.ended(kind, last)
 
     def victims(self) -> Iterator[Unit]:
+        # Units of the policy before this one are evicted first.
         yield from self._older_victims()
+        # Examine spared units again after as many evictions, so that each eviction costs amortised O(1).
         if self._gone >= len(self._aside):
             self._bring_back(len(self._aside))
         before, cut = len(self._aside), 0
         while True:
+            # Offer the unit with the lowest worth. A unit that still exists after that was spared.
             place = self._next()
             if place is not None:
                 unit = self._units[place]
@@ -376,10 +445,12 @@ class Prefix(Queues):
                 if self._places.get(unit) == place:
                     self._unlink(place)
                     self._aside.append((unit, place, self._parent[place]))
-            elif before:  # units that were protected in earlier rounds may be evicted now
+            # If the queues are empty, examine the units again that were spared in earlier calls.
+            elif before:
                 self._bring_back(before)
                 before = 0
-            elif cut < len(self._aside):  # only the beginnings of spared chains are left
+            # If only beginnings of spared chains are left, unlink spared units from them, so that these can be evicted.
+            elif cut < len(self._aside):
                 unit, place, _ = self._aside[cut]
                 cut += 1
                 if self._places.get(unit) == place:
@@ -388,11 +459,11 @@ class Prefix(Queues):
                 return
 
     def _bring_back(self, count: int) -> None:
-        """Queue the first `count` spared units again."""
+        """Return the first `count` spared units to the ends of their queues, and restore links to their parents."""
         some, self._aside = self._aside[:count], self._aside[count:]
         self._gone = 0
         for unit, place, parent in some:
-            if self._places.get(unit) != place:
+            if self._places.get(unit) != place:  # removed since
                 continue
             if not self._after[place] and not self._children[place]:
                 self._link(place, self._before[self._queue[place]])
@@ -401,9 +472,13 @@ class Prefix(Queues):
                 self.follows((before, unit))
 
     def _next(self) -> int | None:
-        """Return the place of the next victim, which nothing extends."""
+        """Return the place of the unit with the lowest worth that no unit extends; None if the queues have none.
+
+        Units that others extend are taken out of their queues on the way. `_abandon` returns them.
+        """
         after, home, now, worth_of = self._after, self._home, self._time, self._worth.of
         while True:
+            # Compare the first units of the queues: in a queue, the first has the oldest use.
             found = fresh = None
             lowest = inf
             for kind in _KINDS:
@@ -416,6 +491,7 @@ class Prefix(Queues):
                         fresh = first
                 elif (worth := worth_of(kind, last, now)) < lowest:
                     found, lowest = first, worth
+            # A fresh unit is the victim only if there is no other.
             if found is None:
                 found = fresh
             if found is None or not self._children[found]:
@@ -424,13 +500,16 @@ class Prefix(Queues):
 
 
 def _kind(uses: int) -> int:
+    """Return the kind of a unit with a number of uses, if it is no end of a chain."""
     return min(uses.bit_length() + 1, _OFTEN)
 
 
 def _packed(last: int, uses: int, kind: int) -> int:
+    """Return a ghost as one number, which takes less memory than a tuple."""
     return (last << _USES_BITS | uses) << _KIND_BITS | kind
 
 
 def _unpacked(ghost: int) -> tuple[int, int, int]:
+    """Return the last use, the uses and the kind of a ghost."""
     rest, kind = ghost >> _KIND_BITS, ghost & (1 << _KIND_BITS) - 1
     return rest >> _USES_BITS, rest & (1 << _USES_BITS) - 1, kind

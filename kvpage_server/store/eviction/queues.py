@@ -1,12 +1,20 @@
-"""Queues of units, by place: the base of every policy.
+"""Queues of units in columns: the base of every policy.
 
-A unit has a place, and a field there in each column. A queue is a ring of places, linked in two columns, which begins
-and ends with a place of its own. Every operation on a unit is O(1), and a unit takes few bytes.
+**Data structure.** A unit has a *place*, a number, and each of its fields is at that place in an array, a *column*. All
+columns together take about 50 bytes for each unit, and the core processes batches of units in them without Python code
+for each unit. A queue is a doubly linked ring of places, with a place of its own as head:
 
-**A change of policy.** The new policy takes over the places and columns unchanged, and adds its own queues to the old
-ones. It takes units over in steps, from the one used last to the one used first, each to the front of its queue. Units
-that are used meanwhile go to the end, as always. So the order is that of use, whatever the old policy was. Units that
-were not taken over yet are the first to go. The change itself costs nothing, however many units there are.
+    place 0          NOBODY: no place
+    places 1 to 10   heads of the queues: 5 of this policy and 5 of the policy before it, see `_home`
+    places from 11   units, free places, and removed units that other units still refer to as parents
+
+Every operation on a unit is O(1).
+
+**A change of policy.** The new policy takes over the places and columns unchanged, and uses the other 5 heads for its
+own queues. Then it takes over the units in steps, from the last used to the first used, and inserts each at the front
+of its new queue. A unit that is used meanwhile is taken over by that use, and inserted at the end. So the new queues
+are in the order of use, whatever the old policy was. Units that were not taken over are evicted first. The change
+itself is O(1), however many units there are.
 """
 
 from __future__ import annotations
@@ -21,54 +29,62 @@ from kvpage_server.store.memory.index import Block
 
 # -- policy ------------------------------------------------------------------------------------------------------------
 #
-# Which unit is evicted when memory is full. A unit is a whole block of pages, or a string's key.
+# A policy selects the units to evict when memory is full. A unit is a whole block of pages, or a string's key.
 #
-# Reading or writing any page of a block is a use of the block. Policies know units and the order of their uses, not
-# their sizes: the owner asks for victims as long as it needs room.
+# A read or write of any page of a block is a use of the block. A policy has units and the order of their uses, but not
+# their sizes: the caller requests victims until enough memory is free.
 
 Unit = Block | bytes
 
-BURST = 2  # seconds; closer uses count as one, since a block is written and read page by page
+BURST = 2  # seconds; uses within them count as one use, because a block is written and read page by page
 
 
 def name_of(unit: Unit) -> int:
-    """Return the name under which a removed unit is remembered; the same when it is inserted again."""
+    """Return the name of a unit's ghost: a hash of its request and page id, or of its key. Two units may share one."""
     return hash((unit.req_id, unit.page)) if isinstance(unit, Block) else hash(unit)
 
 
-NOBODY = 0  # no place
-QUEUES = 5  # of a policy, at the most
-FIRST = 1 + 2 * QUEUES  # the first place of a unit; before it are the queues of this policy and of the old one
-_MOST_PLACES = 1024  # that are made at once
-_LOOKED_AT = 10_000  # places at once, in a millisecond or two
+NOBODY = 0  # the place that stands for no place; it is its own neighbour, so to unlink it changes nothing
+QUEUES = 5  # queues that a policy may have
+FIRST = 1 + 2 * QUEUES  # the first place that a unit may have
+_MOST_PLACES = 1024  # places that are added in one step
+_LOOKED_AT = 10_000  # places examined in one call of `_left_over`, in a millisecond or two
 
-Moved = list[tuple[int, int, int]]  # from which queue and slot of time, how many in a row
+Moved = list[tuple[int, int, int]]  # (queue, slot of time, number of units in a row) that units left
 
 
 class Queues(ABC):
-    """Units at their places. A policy chooses a unit's queue, and the order in which they go."""
+    """The places and columns of all units. A subclass selects a unit's queue, and the order of the victims."""
 
     def __init__(self) -> None:
-        self.now = 0  # monotonic seconds, kept by the owner, since reading the clock would cost more than noting a use
+        self.now = 0  # monotonic seconds; the owner sets it, because reading the clock costs more than noting a use
         self.reset()
 
     def reset(self) -> None:
-        self._home = 0  # its queues are behind this place
-        self._older = -1  # the old policy's queues are behind this place; negative if all was taken over
-        self._waiting = 0  # units that were not taken over
-        self._looked = FIRST  # once those queues are empty, none of these units is before this place
+        """Remove all units."""
+        # Heads: the queues of this policy are at places `_home` + 1 to `_home` + QUEUES, with `_home` 0 or QUEUES. The
+        # queues of the policy before it are at `_older` + 1 to `_older` + QUEUES; -1 once all units were taken over.
+        self._home = 0
+        self._older = -1
+        self._waiting = 0  # number of units that were not taken over yet
+        self._looked = FIRST  # every unit that waits and is in no old queue has this place or a higher one
+
+        # Places: each unit has one, and `_units[_places[unit]]` is the unit. Other places are in `_free`, or have None
+        # in `_units` because their unit was removed while other units extend it.
         self._places: dict[Unit, int] = {}
         self._free: list[int] = []
         self._units: list[Unit | None] = [None] * FIRST
-        self._before = array("i", range(FIRST))  # neighbours in the queue; NOBODY if it is in none
-        self._after = array("i", range(FIRST))
-        self._queue = array("b", range(FIRST))  # its queue
-        self._uses = array("B", bytes(FIRST))
-        self._at = array("q", [0] * FIRST)  # last use, in seconds
-        self._counted = array("q", [0] * FIRST)  # last use that counted, in seconds
-        self._last = array("q", [0] * FIRST)  # use, as a number of inserted units
-        self._parent = array("i", [NOBODY] * FIRST)  # the unit that it extends
-        self._children = array("i", [0] * FIRST)  # how many extend it
+
+        # Columns: the fields of the unit at each place. All have the same length as `_units`.
+        self._before = array("i", range(FIRST))  # place before it in its queue; NOBODY if it is in no queue
+        self._after = array("i", range(FIRST))  # place after it; of a head, the first unit
+        self._queue = array("b", range(FIRST))  # head of the queue that the unit belongs to; 0 for a free place
+        self._uses = array("B", bytes(FIRST))  # number of uses, as the policy counts them
+        self._at = array("q", [0] * FIRST)  # last use, in monotonic seconds
+        self._counted = array("q", [0] * FIRST)  # last use that was counted in `_uses`, in monotonic seconds
+        self._last = array("q", [0] * FIRST)  # last use, as the number of units that were inserted until then
+        self._parent = array("i", [NOBODY] * FIRST)  # place of the unit that this one extends; NOBODY for none
+        self._children = array("i", [0] * FIRST)  # number of units that extend this one
         self._columns = self._all_columns()
 
     def _all_columns(self) -> Columns:
@@ -80,7 +96,7 @@ class Queues(ABC):
         return len(self._places)
 
     def __iter__(self) -> Iterator[Unit]:
-        """Yield every unit, in the order of use as far as it is known."""
+        """Yield every unit, in the order of insertion."""
         return iter(self._places)
 
     def __contains__(self, unit: Unit) -> bool:
@@ -88,26 +104,29 @@ class Queues(ABC):
 
     @abstractmethod
     def used(self, unit: Unit) -> None:
-        """Note a write or read of a unit."""
+        """Note a write or read of a unit. A new unit is inserted."""
 
     @abstractmethod
     def victims(self) -> Iterator[Unit]:
-        """Yield the units in the order they should go. One that still exists when the next is asked for is spared."""
+        """Yield the units in the order of eviction.
+
+        The caller evicts or demotes a unit before it requests the next. A unit that is still there then was spared.
+        """
 
     def idle(self, unit: Unit) -> int:
-        """Return seconds since a unit's last use; 0 if `now` is older than that."""
+        """Return the seconds since a unit's last use; 0 if `now` is before that use."""
         return max(self.now - self._at[self._places[unit]], 0)
 
     def used_all(self, units: list[Unit]) -> None:
-        """These units were written or read, in this order."""
+        """Note writes or reads of units, in this order."""
         for unit in units:
             self.used(unit)
 
     def follows(self, units: Sequence[Unit]) -> None:  # noqa: B027 - most policies ignore it
-        """Note that each unit extends the one before it. An unknown unit ends a run."""
+        """Note that each unit extends the one before it. An unknown unit extends none, and none extends it."""
 
     def removed(self, unit: Unit) -> None:
-        """Forget a deleted or expired unit."""
+        """Remove a unit that was deleted or has expired."""
         place = self._places.pop(unit, None)
         if place is not None:
             self.leave(place)
@@ -115,18 +134,18 @@ class Queues(ABC):
             self._give_back(place)
 
     def evicted(self, unit: Unit) -> None:
-        """Forget an evicted unit."""
+        """Remove a unit that was evicted or demoted."""
         self.removed(unit)
 
     def leave(self, place: int) -> None:
-        """Take a unit out of its queue, and out of the units that wait to be taken over."""
+        """Unlink a place from its queue. A unit of an old queue is taken over by that."""
         if self._older >= 0 and self._is_older(place):
             self._take(place)
         else:
             self._unlink(place)
 
     def clear(self) -> dict[Unit, Any]:
-        """Forget everything. Return the former contents."""
+        """Remove all units. Return the former places."""
         old = self._places
         self.reset()
         return old
@@ -134,7 +153,7 @@ class Queues(ABC):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def _place_of(self, unit: Unit) -> int:
-        """Return a place for a new unit."""
+        """Return a free place, which becomes that of a new unit."""
         if not self._free:
             self._make_places()
         place = self._free.pop()
@@ -142,16 +161,17 @@ class Queues(ABC):
         return place
 
     def _touch_many(self, units: list[Unit], time: int, since: int) -> tuple[list[Unit], list[Unit], Moved]:
-        """See `core.touch_many`. Only when nothing waits to be taken over."""
+        """Call `core.touch_many`. Every unit must have been taken over."""
         return touch_many(self._places, self._columns, units, self.now, time, since)
 
     def _enter_all(self, units: list[Unit], queue: int, time: int) -> int:
-        """See `core.enter`. Only when nothing waits to be taken over."""
+        """Insert new units at the end of a queue with `core.enter`. Every other unit must have been taken over."""
         while len(self._free) < len(units):
             self._make_places()
         return enter(self._places, self._units, self._free, self._columns, units, self._home + queue, self.now, time)
 
     def _make_places(self) -> None:
+        """Add places: as many as there are, but at most _MOST_PLACES. The lowest new place is used first."""
         first = len(self._units)
         more = min(first, _MOST_PLACES)
         self._units += [None] * more
@@ -162,15 +182,18 @@ class Queues(ABC):
         self._free.extend(range(first + more - 1, first - 1, -1))
 
     def _give_back(self, place: int) -> None:
+        """Make a place free."""
         self._queue[place] = 0
         self._free.append(place)
 
     def _link(self, place: int, behind: int) -> None:
+        """Insert a place into a queue after another one, which may be the queue's head."""
         after = self._after[behind]
         self._before[place], self._after[place] = behind, after
         self._after[behind] = self._before[after] = place
 
     def _unlink(self, place: int) -> None:
+        """Take a place out of its queue. A place in no queue is not changed."""
         before, after = self._before[place], self._after[place]
         self._after[before], self._before[after] = after, before
         self._before[place] = self._after[place] = NOBODY
@@ -178,7 +201,10 @@ class Queues(ABC):
     # -- a change of policy ------------------------------------------------------------------------------------------
 
     def take_over(self, old: Queues) -> None:
-        """Take over from another policy, which has finished its own change and is not used any more."""
+        """Take over the places and columns of another policy, which must not be used any more. O(1).
+
+        The other policy must have taken over all units of the one before it, because there are only two sets of heads.
+        """
         assert not old.hands_over
         self.now = old.now
         self._home, self._waiting, self._looked = QUEUES - old._home, len(old), FIRST
@@ -191,13 +217,14 @@ class Queues(ABC):
 
     @property
     def hands_over(self) -> bool:
-        """Whether some units were not taken over yet."""
+        """Whether some units of the old policy were not taken over yet."""
         return self._older >= 0
 
     def hand_over(self, most: int) -> list[Unit]:
-        """Take over up to `most` units, and return them."""
+        """Take over up to `most` units, from the last used on, and return them."""
         found: list[Unit] = []
         while self.hands_over and len(found) < most:
+            # The last used unit is the last of one of the old queues. Units in no queue follow after all these.
             ends = self._before[self._older + 1 : self._older + QUEUES + 1]
             place = max((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
             unit = self._units[place or self._left_over()]
@@ -210,9 +237,10 @@ class Queues(ABC):
         return found
 
     def _left_over(self) -> int:
-        """Return the place of a unit that waits and is in no queue. Looks at some places; NOBODY if it finds none.
+        """Return the place of a unit that waits and is in no queue; NOBODY if the next _LOOKED_AT places have none.
 
-        Places of removed units are released.
+        The search continues at `_looked`, so all calls together examine each place once. Places of removed units that
+        the old policy kept become free.
         """
         for place in range(self._looked, min(self._looked + _LOOKED_AT, len(self._units))):
             self._looked = place + 1
@@ -223,25 +251,26 @@ class Queues(ABC):
         return NOBODY
 
     def _take(self, place: int) -> None:
-        """Count a unit that was taken over, used or removed."""
+        """Unlink a unit that waits. When no other waits, the change of policy is complete."""
         self._unlink(place)
         self._waiting -= 1
         if not self._waiting:
             self._older = -1
 
     def _is_older(self, place: int) -> bool:
-        """Return whether a unit waits to be taken over."""
+        """Return whether a unit belongs to an old queue. Valid only while some units wait."""
         return 0 <= self._queue[place] - 1 - self._older < QUEUES
 
     def _waits(self, place: int) -> bool:
+        """Return whether a unit waits to be taken over."""
         return self._older >= 0 and self._is_older(place)
 
     @abstractmethod
     def inherit(self, place: int) -> None:
-        """Insert a unit with a last use before all units in the queues."""
+        """Insert a unit whose last use was before those of all units in the queues. It is in no queue before."""
 
     def _older_victims(self) -> Iterator[Unit]:
-        """Yield the units that wait, the least recently used first. A spared one is taken over."""
+        """Yield the units that wait, the least recently used first. A spared unit is taken over."""
         while self.hands_over:
             ends = self._after[self._older + 1 : self._older + QUEUES + 1]
             place = min((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
@@ -256,7 +285,7 @@ class Queues(ABC):
 
 
 def successor(old: Queues, kind: type[Queues]) -> Queues:
-    """Return a policy that takes over from another; the same one if it is of that kind already."""
+    """Return a policy of a kind that takes over from another; the other one itself if it is of that kind."""
     if type(old) is kind:
         return old
     new = kind()

@@ -1,12 +1,13 @@
 """Quotas: limits in bytes for the keys that match a pattern, usually a tenant's; and the order of their eviction.
 
-A key belongs to the first quota whose pattern matches it, a block to the first that matches `kv:{req_id}:`. The size
-counts as it was stored, in memory or on disk: a page as the 64 bytes of its header and its body, alone or in a block; a
-string as its key, its value and `TEXT_OVERHEAD`. So it is the same after a restart.
+A string belongs to the first quota whose pattern matches its key, a block to the first whose pattern matches
+`kv:{req_id}:`. A value counts with its stored size, whether it is in memory or on disk, so the size is the same after a
+restart. A page counts 64 bytes for its header and the bytes of its body, alone or in an extent. A string counts its
+key, its value and `TEXT_OVERHEAD`.
 
 Each quota has a policy of its own in addition to that of the whole store. It gets only the uses of the quota's units,
-so a quota's victim is found without passing over other units. Costs: O(1) a use, a change and a victim; which quota a
-name belongs to is looked for once, and remembered.
+so a quota's victim is found without examining other units. Costs: O(1) for a use, a change of size and a victim. The
+quota of a name is searched for once, O(quotas), and then cached.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.reservation import Account
 
-_MOST_NAMES = 1 << 17  # that are remembered
+_MOST_NAMES = 1 << 17  # names whose quota is cached; more clear the cache
 
 
 def block_name(req_id: bytes) -> bytes:
@@ -28,16 +29,16 @@ def block_name(req_id: bytes) -> bytes:
 
 
 def text_size(key: bytes, size: int) -> int:
-    """Return bytes that a string of `size` bytes counts as."""
+    """Return the bytes that a string with a value of `size` bytes counts for its quota."""
     return len(key) + size + TEXT_OVERHEAD
 
 
 class OverLimit(Exception):
-    """A write would take more than it may, and there is nothing that the policy may evict for it. Says so."""
+    """Error: a write would exceed a limit, and the policy may not evict enough. The message is the error reply."""
 
 
 class OverQuota(OverLimit):
-    """A write would take a quota over its limit, and there is nothing that the policy may evict for it."""
+    """Error: a write would exceed the limit of a quota, and the policy may not evict enough of the quota's values."""
 
     def __init__(self, quota: Quota) -> None:
         shown = quota.pattern.decode("utf-8", "surrogateescape")
@@ -45,7 +46,7 @@ class OverQuota(OverLimit):
 
 
 class Rule(NamedTuple):
-    """Declaration of a quota: a glob pattern, bytes (0 for no limit), and the function that matches names."""
+    """Declaration of a quota: a glob pattern, a limit in bytes, 0 for none, and the function that matches names."""
 
     pattern: bytes
     limit: int
@@ -53,24 +54,25 @@ class Rule(NamedTuple):
 
 
 class Quota(Account):
-    """The keys of a pattern: `bytes`, of `limit`. `units` is the order they go in, `evicted` how many did."""
+    """The units whose names match a pattern, their sizes, and the policy that orders their eviction."""
 
     __slots__ = ("bytes", "evicted", "limit", "matches", "pattern", "sizes", "units")
 
     def __init__(self, rule: Rule, units: Queues) -> None:
         super().__init__()
         self.pattern, self.limit, self.matches = rule
-        self.bytes = 0
-        self.sizes: dict[Unit, int] = {}  # of every unit that is counted
-        self.units = units
-        self.evicted = 0
+        self.bytes = 0  # the sum of `sizes`
+        self.sizes: dict[Unit, int] = {}  # bytes of every unit that was counted
+        self.units = units  # the policy
+        self.evicted = 0  # number of keys that were evicted because of this quota
 
     def lacks(self, coming: int) -> int:
-        """Return the bytes to evict before `coming` bytes can be stored; negative if there is space."""
+        """Return the bytes to evict before `coming` more bytes can be stored; 0 or less if they fit."""
         return self.bytes + self.promised + coming - self.limit if self.limit else -1
 
     @property
     def is_over(self) -> bool:
+        """Whether the units exceed the limit."""
         return self.bytes > self.limit > 0
 
     def resize(self, unit: Unit, size: int) -> None:
@@ -79,19 +81,23 @@ class Quota(Account):
         self.sizes[unit] = size
 
     def remove(self, unit: Unit) -> None:
+        """Remove a unit from the sizes and the policy."""
         self.bytes -= self.sizes.pop(unit, 0)
         self.units.removed(unit)
 
 
 class Quotas:
-    """Every quota, in order, and the policy of the whole store: together, they are a policy of units."""
+    """Every quota, in the order of the rules, and the policy of the whole store, `every`.
+
+    The object has the methods of a policy. It passes uses and removals to `every` and to the policy of a unit's quota.
+    """
 
     def __init__(self, rules: Iterable[Rule], every: Queues, make: Callable[[], Queues]) -> None:
         self.every = every
         self._quotas = [Quota(rule, make()) for rule in rules]
-        self.limits = sum(quota.limit for quota in self._quotas)  # bytes
-        self._names: dict[bytes, Quota | None] = {}
-        self.now = every.now  # of every one of them
+        self.limits = sum(quota.limit for quota in self._quotas)  # bytes of all limits together
+        self._names: dict[bytes, Quota | None] = {}  # cached results of `named`
+        self.now = every.now  # sets the time of each policy
 
     def __len__(self) -> int:
         return len(self.every)
@@ -104,12 +110,12 @@ class Quotas:
 
     @property
     def all(self) -> Sequence[Quota]:
-        """The quotas, in order."""
+        """The quotas in the order of the rules."""
         return self._quotas
 
     @property
     def now(self) -> int:
-        """Unix seconds."""
+        """The time of all policies, in monotonic seconds."""
         return self.every.now
 
     @now.setter
@@ -118,10 +124,10 @@ class Quotas:
         for quota in self._quotas:
             quota.units.now = now
 
-    # -- whose ------------------------------------------------------------------------------------------------------
+    # -- quotas of units --------------------------------------------------------------------------------------------
 
     def named(self, name: bytes) -> Quota | None:
-        """Return the quota of a string's key, or of a block: see `block_name`."""
+        """Return the quota of a string's key or of a block's name (see `block_name`); None without one."""
         try:
             return self._names[name]
         except KeyError:
@@ -131,16 +137,16 @@ class Quotas:
             return found
 
     def of(self, unit: Unit) -> Quota | None:
-        """Return the quota of a unit, if it has one."""
+        """Return the quota of a unit, or None."""
         return self.named(block_name(unit.req_id) if isinstance(unit, Block) else unit)
 
     def resize(self, unit: Unit, size: int) -> None:
-        """Set the size of a unit, in bytes."""
+        """Set the size of a unit, in bytes, if it belongs to a quota."""
         if quota := self.of(unit):
             quota.resize(unit, size)
 
     def grew(self, unit: Unit, size: int) -> None:
-        """Change the size of a unit by a number of bytes."""
+        """Add `size` bytes, which may be negative, to a unit that was counted."""
         quota = self.of(unit)
         if quota is not None and unit in quota.sizes:
             quota.resize(unit, quota.sizes[unit] + size)
@@ -172,11 +178,11 @@ class Quotas:
             quota.remove(unit)
 
     def evicted(self, unit: Unit) -> None:
-        """Note that a unit was evicted from memory: it may be on disk, and counts for its quota until it is removed."""
+        """Note that a unit was evicted or demoted. A demoted unit still counts for its quota."""
         self.every.evicted(unit)
 
     def victims(self) -> Iterator[Unit]:
-        """Yield the units in the order they should go: those of quotas that are exceeded, then all."""
+        """Yield the units in the order of eviction: first units of exceeded quotas, then all units."""
         for quota in self._quotas:
             if quota.is_over:
                 for unit in quota.units.victims():
@@ -187,6 +193,7 @@ class Quotas:
         yield from self.every.victims()
 
     def clear(self) -> dict[Unit, Any]:
+        """Remove all units from the quotas and the policies. Return the former units of the store's policy."""
         for quota in self._quotas:
             quota.bytes = 0
             quota.sizes = {}

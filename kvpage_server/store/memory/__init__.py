@@ -1,4 +1,4 @@
 """The index: entries by key, pages by request and block, the order of scans.
 
-This package neither decides about eviction nor waits for a disk.
+Eviction and the disk are outside this package.
 """

@@ -1,4 +1,4 @@
-"""A value whose bytes are on disk only."""
+"""The placeholder of a value whose bytes are on disk only."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from kvpage_server.core import Part, Slot
 
 
 class Absent(Exception):
-    """The bytes of a value are used that was not fetched first. A command's `needs` prevent this."""
+    """Error in the server: a command uses the bytes of a value that is on disk only. Its `needs` should load it."""
 
     def __init__(self, name: bytes) -> None:
         super().__init__(f"{name!r} lies on disk")
 
 
 class Cold:
-    """Stands in place of a slot: for a page, a long string, or the body of a block.
+    """Placeholder of the slot of a page, a long string, or a block's body that is on disk only.
 
-    `name` is the value's name on disk. `header` is a page's, empty for other values. `unit` is the block that it
-    belongs to. `expires` is in unix milliseconds, 0 for never, and `used`, the last use, in monotonic seconds.
-    `lent` is the number of bytes that had been lent before it was lent last; -1 if it was not lent since it is
-    cold. `failing` is why the disk could not be read for it; empty if it could. `shown` has the bytes for a client
-    that must not change anything, as long as it holds them.
+    `name` is the value's name on disk, `size` the bytes of its body. `header` is a page's 64-byte header, empty for
+    other values. `unit` is the block of a page or a body, None for a string. `expires` is in unix milliseconds, 0 for
+    never; `used`, the last use, in monotonic seconds. `lent` is the total of bytes that replies had borrowed from the
+    disk before the last one borrowed this value; -1 if none has borrowed it. `failing` is the error of the last attempt
+    to read it from disk, empty after a success. `shown` has the bytes temporarily, for a client with CLIENT NO-TOUCH,
+    whose reads must not change the order of eviction.
     """
 
     __slots__ = ("expires", "failing", "header", "lent", "name", "shown", "size", "unit", "used")
 
-    footprint = 0  # bytes of memory
+    footprint = 0  # bytes of memory in the arena
 
     def __init__(
         self, name: bytes, size: int, *, expires: int = 0, header: bytes = b"", unit: object = None, used: int = 0
@@ -41,7 +42,7 @@ class Cold:
 
     @property
     def slot(self) -> Slot:
-        """Return the slot that was loaded to be shown. Raises Absent, as do all methods below."""
+        """The slot of `shown`. This and all properties and methods below raise Absent without it."""
         if self.shown is None:
             raise Absent(self.name)
         return self.shown

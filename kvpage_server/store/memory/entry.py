@@ -10,15 +10,15 @@ from kvpage_server.page import PageError, PageHeader, PageKey
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Block, ExtentPage
 
-TEXT_OVERHEAD = 200  # bytes of a short string's overhead: dict entry, key, objects
+TEXT_OVERHEAD = 200  # bytes that a short string takes in addition to its key and value: dict entry, objects
 
 
 class Text:
-    """A short plain string. `expires` is a unix time in milliseconds, 0 for never."""
+    """A short plain string, as bytes. `expires` is in unix milliseconds, 0 for never."""
 
     __slots__ = ("data", "expires")
 
-    unit: object = None  # it is no page
+    unit: object = None  # a string belongs to no block
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -31,13 +31,14 @@ class Text:
 
 
 Page = Slot | ExtentPage | Cold
-Entry = Text | Page  # a Slot or Cold whose unit is a block is a page, any other is a long string
+Entry = Text | Page  # a Slot or Cold is a page if its `unit` is a block, and a long string otherwise
 
 
 _COLD = {Cold}
 
 
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
+    """Return whether an entry is a page, and not a string or None."""
     return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block
 
 
@@ -47,24 +48,24 @@ def is_cold(page: Page) -> bool:
 
 
 def cold_body(entry: Entry) -> Cold | None:
-    """Return the placeholder of the value's bytes, if they are on disk only."""
+    """Return the placeholder of a value's slot; None if its bytes are in memory."""
     body = entry.extent.slot if type(entry) is ExtentPage else entry
     return body if type(body) is Cold else None
 
 
 def has_bytes(page: Page) -> bool:
-    """Return whether a page's bytes are in memory, or shown."""
+    """Return whether a page's bytes can be read: they are in memory, or loaded temporarily as `shown`."""
     cold = cold_body(page)
     return cold is None or cold.shown is not None
 
 
 def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
-    """Return whether the bytes of all of them are on disk only."""
+    """Return whether all entries are placeholders of values on disk; False for no entries."""
     return {*map(type, entries)} == _COLD
 
 
 def page_named(key: bytes) -> PageKey | None:
-    """Return the page that a key names; None for the key of anything else."""
+    """Return the page that a key names; None if it is not a page's key."""
     try:
         return PageKey.parse(key)
     except PageError:
@@ -72,4 +73,5 @@ def page_named(key: bytes) -> PageKey | None:
 
 
 def header_of(page: Page) -> PageHeader:
+    """Return the parsed header of a page."""
     return PageHeader.parse(page.header)

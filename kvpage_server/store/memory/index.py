@@ -1,10 +1,11 @@
-"""The page index: requests, their blocks, and in each block the pages of every layer and plane.
+"""The page index: requests, their blocks, and in each block the pages of every layer, head and plane.
 
-A block of single pages that nobody has asked for since the start is *resting*: only the rows of its pages on disk are
-kept (see `sheet`). When somebody asks for it, it is woken, that is, made a `Block`.
+A block of single pages that no command has used since the server's start is *unloaded*: the index has only the rows of
+its sheets (see `records`), which take less memory than a `Block` and its entries. The first lookup of the block creates
+the `Block`.
 
-A block's pages are bits, in rows (see `core.rows`). For a block stored whole its extent says which pages it has. Costs:
-add and discard O(1); listing O(pages listed).
+A `Block` has a bit for each single page, in rows (see `core.pieces`). The pages of an extent follow from its shape.
+Costs: O(1) to add or discard a page; O(pages) to list pages.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from kvpage_server.store.records import ROW
 
 # -- scan --------------------------------------------------------------------------------------------------------------
 #
-# The order in which keys are scanned. SCAN's cursors name places in it, and random keys are drawn from it.
+# The order in which keys are scanned: a list of keys. SCAN's cursors are positions in it, and random keys are drawn
+# from it. It exists only while clients scan.
 #
-# It is kept only while somebody scans. A list has the keys that existed when it was created, then newer ones. A scan
-# starts at the end of the list and moves towards its beginning. So it ends however many keys are added, and finds every
-# key that exists from its start to its end, since places do not change. It also finds deleted keys, which the caller
-# leaves out. A key that was deleted and set again is in the list twice, and so is a page whose block was stored whole
-# after that.
+# The list has the keys that existed when it was created, then newer ones. A scan starts at the end of the list and
+# moves to its beginning. So the scan ends however many keys are added, and it finds every key that exists from its
+# start to its end, because positions do not change. It also finds deleted keys, which the caller filters out. A key
+# that was deleted and set again is in the list twice. So is a page that was stored by itself, and later in a block.
 #
-# A list with more dead keys than living ones gets no more keys, and the next scan begins a new one. Cursors into the
-# last few lists stay valid. Any other cursor starts again, which repeats keys but skips none.
+# When more than half of a list's keys are deleted, the list gets no more keys, and the next scan creates a new one.
+# Cursors into the last few lists stay valid. Any other cursor starts a new scan, which repeats keys but skips none.
 #
-# Costs: O(keys) to begin a list, paid for by as many deletions or by minutes; O(1) a key added or returned.
+# Costs: O(keys) to create a list, at most once for as many deletions, or once for REST_AFTER without a scan; O(1) for
+# each key that is added or returned.
 
-_PLACE_BITS = 40
-_OLD_LISTS = 2
-_SLACK = 1024
+_PLACE_BITS = 40  # low bits of a cursor: positions that are left; the bits above are the list's generation
+_OLD_LISTS = 2  # lists before the current one whose cursors stay valid
+_SLACK = 1024  # deleted keys that a list may have in any case
 REST_AFTER = 300_000  # milliseconds without a scan after which the lists are dropped
 
 
@@ -49,27 +51,28 @@ T = TypeVar("T")
 
 
 class ScanOrder(Generic[T]):
-    """Lists of scanned keys, by generation. A cursor has a generation and the number of places that are left.
-
-    `everything()` lists all items, and `count()` returns their number.
-    """
+    """The lists of keys for scans. `everything()` returns all existing keys, and `count()` their number."""
 
     def __init__(self, everything: Callable[[], list[T]], count: Callable[[], int]) -> None:
         self._everything = everything
         self._count = count
-        self._lists: dict[int, list[T]] = {}
-        self._generation = random.randrange(1, 1 << 22)  # so that cursors of an earlier process do not fit
-        self.current: list[T] | None = None  # the owner adds new items with `add`
-        self._last_used = 0  # monotonic milliseconds
+        self._lists: dict[int, list[T]] = {}  # by generation: the current list and up to _OLD_LISTS before it
+        self._generation = random.randrange(1, 1 << 22)  # random, so that cursors of an earlier process are invalid
+        self.current: list[T] | None = None  # the list that gets new keys; None while no client scans
+        self._last_used = 0  # the last scan, in monotonic milliseconds
 
     def add(self, name: T) -> None:
+        """Add a new key to the current list, which must exist."""
         assert self.current is not None
         self.current.append(name)
         if len(self.current) > 2 * self._count() + _SLACK:
             self.current = None
 
     def visit(self, cursor: int, count: int, now: int) -> tuple[int, list[T]]:
-        """Return the next cursor, 0 at the end, and up to `count` names, some of which may be dead."""
+        """Return the next cursor, 0 at the end, and up to `count` keys, some of which may be deleted.
+
+        `now` is in monotonic milliseconds.
+        """
         self._last_used = now
         generation, left = cursor >> _PLACE_BITS, cursor & ((1 << _PLACE_BITS) - 1)
         if generation not in self._lists:
@@ -81,13 +84,13 @@ class ScanOrder(Generic[T]):
         return (generation << _PLACE_BITS | left if left else 0), names[::-1]
 
     def draw(self, now: int) -> T | None:
-        """Return a random name, about half of which exist; None if there is none."""
+        """Return a random key, which exists in at least about half of the calls; None if the list is empty."""
         self._last_used = now
         generation, places = self._begin()
         return random.choice(self._lists[generation]) if places else None
 
     def _begin(self) -> tuple[int, int]:
-        """Return the generation and number of places for a new scan."""
+        """Return the generation and the length of the list for a new scan, which is created if necessary."""
         if self.current is None or len(self.current) > 2 * self._count() + _SLACK:
             self.current = self._everything()
             self._generation += 1
@@ -97,30 +100,31 @@ class ScanOrder(Generic[T]):
         return self._generation, len(self.current)
 
     def rest(self, now: int) -> None:
-        """Drop the lists if nobody has scanned for a while."""
+        """Drop the lists if no client has scanned for REST_AFTER. `now` is in monotonic milliseconds."""
         if self._lists and now - self._last_used > REST_AFTER:
             self.clear()
 
     def clear(self) -> None:
+        """Drop the lists."""
         self.current = None
         self._lists.clear()
 
 
 # -- extent ------------------------------------------------------------------------------------------------------------
 #
-# A block's body in one piece of memory, from which its pages are computed.
+# A block in one slot, with one digest and one entry in the index, however many pages it has.
 #
-# It has one slot, one digest and one entry in the index, however many pages it has. A page is made when somebody asks
-# for it. Its header needs a checksum; those of all pages are computed together, when the first one is needed, from a
-# body that was checked.
+# An object for a page is created at each lookup. Its header contains a checksum of the page's bytes. The checksums of
+# all pages are computed together when the first one is needed, after the whole body was compared with its digest.
 
-_WRONG = 0xFFFF_FFFF_FFFF_FFFF
+_WRONG = 0xFFFF_FFFF_FFFF_FFFF  # inverts the checksums of a damaged body
 
 
 class Extent:
-    """The body of a block, in `slot`, which may be on disk only. `digest` is its XXH3-64, 0 if not known.
+    """The body of a block, in `slot`. `digest` is its XXH3-64, 0 if it is not known.
 
-    `created` and `expires` are in unix milliseconds, `ttl`, as it was given, in seconds; 0 for never.
+    `slot` is a `Cold` if the body is on disk only. `created` and `expires` are in unix milliseconds, `ttl` is in
+    seconds; `expires` and `ttl` are 0 for never.
     """
 
     __slots__ = ("_checksums", "created", "digest", "expires", "shape", "slot", "ttl")
@@ -132,10 +136,10 @@ class Extent:
         self.created = created
         self.ttl = ttl
         self.expires = created + ttl * 1000 if ttl else 0
-        self._checksums: array[int] | None = None  # of its pages, in the body's order
+        self._checksums: array[int] | None = None  # XXH3-64 of each page in the body's order; None until one is needed
 
     def page(self, unit: object, page: int, layer: int, head: int, kv_type: int) -> ExtentPage | None:
-        """Return one of its pages; None if it has no such page. `unit` is its block, and `page` the block's page id."""
+        """Return a page of the extent; None if its shape has no such page. `unit` is the block, `page` its page id."""
         try:
             span = self.shape.page_span(layer, head, kv_type)
         except PageError:
@@ -144,16 +148,20 @@ class Extent:
 
     @property
     def is_intact(self) -> bool:
-        """Return whether the body is intact, as far as a digest is known."""
+        """Whether the body matches its digest, or has none. O(bytes)."""
         return not self.digest or checksum(self.slot.body) == self.digest
 
     @property
     def has_checksums(self) -> bool:
-        """Whether `checksum_of` can answer now."""
+        """Whether `checksum_of` needs no bytes from disk."""
         return self._checksums is not None or not self.digest or type(self.slot) is not Cold
 
     def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
-        """Return the XXH3-64 of a page. It is wrong if the body is damaged, so that no reader accepts the page."""
+        """Return the XXH3-64 of a page, 0 if the body has no digest.
+
+        The result is wrong on purpose if the body is damaged, so that no reader accepts the page. The first call for an
+        extent hashes its whole body.
+        """
         if not self.digest:
             return 0
         if self._checksums is None:
@@ -165,7 +173,11 @@ class Extent:
 
 
 class ExtentPage:
-    """A page within a block's body. `expires` is a unix time in milliseconds, 0 for never."""
+    """A page of an extent: the bytes from `start` of the body, `size` of them.
+
+    `unit` is its block, `page` the block's page id. `expires` is in unix milliseconds, 0 for never; it may differ from
+    the extent's after a split.
+    """
 
     __slots__ = ("expires", "extent", "head", "kv_type", "layer", "page", "size", "start", "unit")
 
@@ -180,10 +192,11 @@ class ExtentPage:
 
     @property
     def body(self) -> memoryview:
+        """The page's bytes."""
         return self.extent.slot.body[self.start : self.start + self.size]
 
     def part(self, start: int, stop: int) -> Part:
-        """Return the bytes of the body from `start` to before `stop`."""
+        """Return the bytes of the page from `start` to before `stop`, as a piece of a reply."""
         return self.extent.slot.part(self.start + start, self.start + stop)
 
     @property
@@ -193,11 +206,12 @@ class ExtentPage:
 
     @property
     def header(self) -> bytes:
+        """The page's 64-byte header, with its checksum."""
         extent = self.extent
         return self.header_with(extent.checksum_of(self.layer, self.head, extent.shape.plane(self.kv_type)))
 
     def header_with(self, checksum: int) -> bytes:
-        """Return the header with a given checksum."""
+        """Return the page's 64-byte header with a given checksum."""
         extent = self.extent
         plane = extent.shape.plane(self.kv_type)
         return pack_header(
@@ -216,7 +230,7 @@ class ExtentPage:
 
 
 def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
-    """Yield the rows of a block that has every page of a shape, in order, and the heads in each."""
+    """Yield the number and the bits of each row of a block that has every page of a shape, in order."""
     for layer in range(shape.layers):
         for plane in shape.planes:
             for first in range(0, shape.heads, ROW_HEADS):
@@ -226,12 +240,12 @@ def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def rows_of(shape: BlockShape) -> Mapping[int, int]:
-    """Return the same as a dictionary."""
+    """Return the bits of each row of a block that has every page of a shape, by the row's number."""
     return MappingProxyType(dict(rows_in(shape)))
 
 
 class Block(PageSet):
-    """The pages of one (req_id, page_id), which are evicted together."""
+    """The pages of one (req_id, page_id), which are evicted together: an extent, or single pages as bits."""
 
     __slots__ = ()
 
@@ -240,11 +254,11 @@ class Block(PageSet):
 
     @property
     def rows(self) -> Mapping[int, int]:
-        """The pages it has; see `core.rows`."""
+        """The bits of its pages, by row; see `core.pieces`."""
         return self.bits if self.extent is None else rows_of(self.extent.shape)
 
     def fill(self, extent: Extent) -> None:
-        """Have exactly the pages of an extent."""
+        """Replace the block's pages by those of an extent."""
         self.bits = {}
         self.extent = extent
         self.pages = extent.shape.pages
@@ -252,7 +266,7 @@ class Block(PageSet):
         self.shape, self.shape_known = extent.shape, True
 
     def split(self) -> None:
-        """Have the same pages, as single ones."""
+        """Turn the pages of the extent into bits of single pages."""
         self.bits = self.rows
         self.extent = None
 
@@ -261,7 +275,7 @@ class Block(PageSet):
         return (key for key, *_ in self.page_names())
 
     def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
-        """Yield the same, each with its layer, head and plane."""
+        """Yield the key, layer, head and kv_type of each page in the order of a block's body."""
         for row, heads in self.each_row() if self.extent is None else rows_in(self.extent.shape):
             plane, group = divmod(row, GROUPS)
             layer, kv_type = divmod(plane, TYPES)
@@ -274,12 +288,12 @@ class Block(PageSet):
                 heads ^= lowest
 
     def expires_at(self, expires: int) -> None:
-        """Note that one of its pages expires then (unix milliseconds, 0 for never)."""
+        """Lower `soonest` to the expiry of one of its pages, in unix milliseconds, 0 for never."""
         if expires and (not self.soonest or expires < self.soonest):
             self.soonest = expires
 
     def measure(self) -> tuple[int, int, list[int]]:
-        """Its last layer plus one, its last head plus one, and its kv_types."""
+        """Return its last layer plus one, its last head plus one, and its kv_types."""
         if self.extent is not None:
             shape = self.extent.shape
             return shape.layers, shape.heads, [plane.kv_type for plane in shape.planes]
@@ -294,21 +308,23 @@ class Block(PageSet):
 
 
 class PageIndex:
-    """The blocks of every request. They are listed by page id."""
+    """The blocks of every request, by page id."""
 
     def __init__(self) -> None:
-        self.requests: dict[bytes, dict[int, Block | bytes]] = {}  # the rows of one that is resting; see `note_made`
+        # By request and page id: a block, or the rows of its sheets while it is unloaded. A request has at least one
+        # block. The core adds blocks, too, and reports them to `note_made`.
+        self.requests: dict[bytes, dict[int, Block | bytes]] = {}
         self._scans = ScanOrder(lambda: list(self.requests), lambda: len(self.requests))
-        self._order: tuple[bytes, list[int]] | None = None  # the request that was listed last, and its page ids
-        self.blocks = 0
-        self.resting = 0  # pages of resting blocks
-        self.on_waking: Callable[[Block, bytes], None] | None = None  # gives a block the pages in those rows
+        self._order: tuple[bytes, list[int]] | None = None  # the last listed request, and its page ids in order
+        self.blocks = 0  # number of all blocks
+        self.resting = 0  # number of pages in unloaded blocks
+        self.on_waking: Callable[[Block, bytes], None] | None = None  # adds the pages of such rows to a new block
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def open(self, req_id: bytes, page: int) -> Block:
-        """Return the block with that name. It is made if there is none."""
+        """Return the block of a request with this page id. It is created if it does not exist."""
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
@@ -325,11 +341,11 @@ class PageIndex:
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        """Yield every block that does not rest."""
+        """Yield every block that is not unloaded."""
         return (block for request in self.requests.values() for block in request.values() if type(block) is Block)
 
     def note_on_disk(self, req_id: bytes, page: int, rows: bytes) -> None:
-        """Add a resting block, or pages of one, by their rows."""
+        """Add an unloaded block, or more pages of one, as the rows of a sheet."""
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
@@ -343,6 +359,7 @@ class PageIndex:
             request[page] = known + rows
 
     def _wake(self, req_id: bytes, page: int) -> Block:
+        """Create the `Block` of an unloaded block, and the entries of its pages. O(pages)."""
         request = self.requests[req_id]
         rows, block = request[page], Block(req_id, page)
         assert isinstance(rows, bytes)
@@ -353,18 +370,19 @@ class PageIndex:
         return block
 
     def rows(self, req_id: bytes, page: int) -> bytes | None:
-        """Return the rows of a resting block; None if it does not rest or does not exist."""
+        """Return the rows of an unloaded block; None for another block, or without one."""
         found = self.requests.get(req_id, {}).get(page)
         return found if isinstance(found, bytes) else None
 
     def blocks_on_disk(self) -> list[tuple[bytes, int]]:
+        """Return the request and page id of every unloaded block. O(blocks)."""
         if not self.resting:
             return []
         every = self.requests.items()
         return [(req_id, page) for req_id, request in every for page, rows in request.items() if type(rows) is bytes]
 
     def remove(self, block: Block) -> None:
-        """Forget a block. The block itself keeps its pages."""
+        """Remove a block from the index. The object keeps its pages."""
         request = self.requests[block.req_id]
         del request[block.page]
         self.blocks -= 1
@@ -377,7 +395,7 @@ class PageIndex:
         return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
     def rest(self, now: int) -> None:
-        """Drop the order of scans if nobody has scanned for a while; `now` is in monotonic milliseconds."""
+        """Drop the order of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""
         self._scans.rest(now)
 
     def page_ids(self, req_id: bytes) -> list[int]:
@@ -385,10 +403,14 @@ class PageIndex:
         return list(self.requests.get(req_id, ()))
 
     def count(self, req_id: bytes) -> int:
+        """Return the number of a request's blocks."""
         return len(self.requests.get(req_id, ()))
 
     def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
-        """Yield the page ids of a request's blocks in order, beginning with `first`."""
+        """Return the page ids of a request's blocks in order, from `first` on.
+
+        The sorted list of the last request is kept, so that consecutive parts of one request are listed in O(parts).
+        """
         order = self._order
         if order is None or order[0] != req_id:
             order = self._order = req_id, sorted(self.requests.get(req_id, ()))
@@ -396,11 +418,11 @@ class PageIndex:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether somebody scans requests: then blocks must be made by `open`."""
+        """Whether a client scans requests: then new blocks must be created by `open`."""
         return self._scans.current is not None
 
     def note_made(self, count: int) -> None:
-        """Count blocks that were entered into `requests` by others."""
+        """Count blocks that the core has added to `requests`."""
         self.blocks += count
         self._order = None
 
@@ -410,20 +432,21 @@ class PageIndex:
         return [block for page in pages if (block := self.block(req_id, page))]
 
     def block(self, req_id: bytes, page: int) -> Block | None:
+        """Return a block; None if it does not exist. An unloaded block gets its `Block` and its entries."""
         request = self.requests.get(req_id)
         block = request.get(page) if request is not None else None
         return block if block is None or type(block) is Block else self._wake(req_id, page)
 
     def has(self, req_id: bytes, page: int) -> bool:
-        """Return whether a request has a block. Wakes no block."""
+        """Return whether a request has a block. Loads no block."""
         return page in self.requests.get(req_id, ())
 
     def still_has(self, block: Block) -> bool:
-        """Return whether a block that was found in an earlier step is still there."""
+        """Return whether a block from an earlier step is still in the index."""
         return self.requests.get(block.req_id, {}).get(block.page) is block
 
     def around(self, block: Block) -> list[Block]:
-        """Return a block between its neighbours, as far as these exist."""
+        """Return the block before a block, the block itself, and the block after it, as far as these exist."""
         request, req_id, page = self.requests[block.req_id], block.req_id, block.page
         found = [block]
         if page - 1 in request and (before := self.block(req_id, page - 1)):
@@ -433,7 +456,7 @@ class PageIndex:
         return found
 
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
-        """Forget everything. Return the former contents."""
+        """Remove all blocks. Return the former requests."""
         old, self.requests = self.requests, {}
         self._scans.clear()
         self._order = None
