@@ -62,6 +62,12 @@ class DiskUsage:
             self._replaced[name] = there
             self.replaced += there
 
+    def expect_nothing(self, name: bytes) -> None:
+        """Note that a queued write of a value was dropped."""
+        if (size := self._expected.pop(name, None)) is not None:
+            self.expected += self._sizes.get(name, 0) - size
+        self.replaced -= self._replaced.pop(name, 0)
+
     def to_replace(self, names: Iterable[bytes]) -> int:
         """Return the bytes on disk of these values, without values that are in `replaced` already."""
         return sum(self._sizes.get(name, 0) for name in names if name not in self._replaced)
@@ -204,7 +210,7 @@ class DiskUsage:
 
 # -- The values on disk, and their queued changes ----------------------------------------------------------------------
 
-_RETIME = 100  # approximate bytes of memory of a queued change of an expiry, without the name
+_CHANGE = 100  # approximate bytes of memory of a queued change, without the name and the value
 
 
 class DiskCounters:
@@ -241,18 +247,19 @@ class Stored:
         if self.maxdisk and not isinstance(value, Cold):
             self.usage.expect(name, takes(name, value))
         if isinstance(value, Text):
-            self.behind.note(name, (value.data, value.expires), value.size + TEXT_OVERHEAD)
+            self.behind.note(name, (value.data, value.expires), value.size + TEXT_OVERHEAD + len(name))
         elif isinstance(value, Extent):
-            self.behind.note(name, value, value.slot.footprint)
+            self.behind.note(name, value, value.slot.footprint + _CHANGE + len(name))
         else:
-            self.behind.note(name, value, value.footprint)
+            self.behind.note(name, value, value.footprint + _CHANGE + len(name))
 
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
         names = [*map(name_of_key, keys)]
         if self.maxdisk:
             for name, page in zip(names, pages, strict=True):
                 self.usage.expect(name, takes(name, page))
-        self.behind.note_all(names, pages, [page.footprint for page in pages])
+        sizes = [page.footprint + _CHANGE + len(name) for name, page in zip(names, pages, strict=True)]
+        self.behind.note_all(names, pages, sizes)
 
     def retime(self, name: bytes, value: Entry) -> None:
         """Queue a value's new expiry if the value is or will be on disk; queue the whole value if it waits anyway."""
@@ -263,14 +270,23 @@ class Stored:
         if is_whole and (type(value) is Text or self.behind.waits_again(name)):
             self.store(name, value)
         else:
-            self.behind.note(name, Retime(name, value.expires), len(name) + _RETIME)
+            self.behind.note(name, Retime(name, value.expires), _CHANGE + len(name))
 
     def remove(self, name: bytes, *, replaced: bool = False) -> None:
-        """Queue the removal of a value from disk. One that is `replaced` stays until its replacement is committed."""
-        if self.has(name):
-            if self.maxdisk:
-                self.usage.expect(name, 0, replaced=replaced)
-            self.behind.note(name, None, 0)
+        """Queue the removal of a value from disk. One that is `replaced` stays until its replacement is committed.
+
+        A value that is neither on disk nor being written only leaves the queue. So removals take no memory for new
+        values, however long the disk cannot be written.
+        """
+        if not self.has(name):
+            return
+        if self.behind.may_cancel(name, is_on_disk=name in self.usage):
+            self.usage.expect_nothing(name)
+            self.behind.cancel(name)
+            return
+        if self.maxdisk:
+            self.usage.expect(name, 0, replaced=replaced)
+        self.behind.note(name, None, _CHANGE + len(name))
 
     def clear(self) -> None:
         """Queue the removal of all values."""

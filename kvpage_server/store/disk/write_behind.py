@@ -75,7 +75,7 @@ class Batch(Generic[T]):
         return value is not None and not isinstance(value, Retime)
 
     def forget(self, name: bytes) -> None:
-        """Remove a value's change from the batch, because it is committed."""
+        """Remove a value's change from the batch."""
         self.size -= self.changes.pop(name)[1]
         self.removed.pop(name, None)
 
@@ -310,6 +310,17 @@ class WriteBehind(Generic[T]):
         """Queue several changed values."""
         self._next.note_all(names, values, sizes)
         self.position += len(names)
+        self._changed()
+
+    def may_cancel(self, name: bytes, *, is_on_disk: bool) -> bool:
+        """Return whether a removed value can leave the queue, because no commit has to remove it from the disk."""
+        return self._next.clears or not (is_on_disk or (self._now is not None and name in self._now.changes))
+
+    def cancel(self, name: bytes) -> None:
+        """Drop the queued change of a removed value, see `may_cancel`."""
+        if name in self._next.changes:
+            self._next.forget(name)
+        self.position += 1
         self._changed()
 
     def clear(self) -> None:
