@@ -110,9 +110,14 @@ class ConfigError(ValueError):
     """
 
 
-def option(kind: Kind, default: Any, doc: str, *, mutable: bool = False, hidden: bool = False) -> Any:
-    """Declare a parameter. Its name is the field's, with dashes. CONFIG GET does not show a hidden one."""
-    metadata = {"kind": kind, "doc": doc, "mutable": mutable, "hidden": hidden}
+def option(
+    kind: Kind, default: Any, doc: str, *, mutable: bool = False, hidden: bool = False, secret: bool = False
+) -> Any:
+    """Declare a parameter. Its name is the field's, with dashes.
+
+    CONFIG GET does not show a hidden one, and shows a secret one to administrators only.
+    """
+    metadata = {"kind": kind, "doc": doc, "mutable": mutable, "hidden": hidden, "secret": secret}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -140,7 +145,10 @@ class Config:
     metrics_port: int = option(integer(0, 65535), 0, "HTTP port for /metrics and the web page; 0 is none")
     metrics_bind: list[str] = option(words, ["127.0.0.1", "-::1"], "addresses of metrics-port")
     web_token: str = option(
-        token, "", "token of /metrics and of the web page where no password is set; empty: a new one at each start"
+        token,
+        "",
+        "token of /metrics and of the web page where no password is set; empty: a new one at each start",
+        secret=True,
     )
     web_origin: list[str] = option(
         origins, [], "sites, such as https://store.example, under which a proxy offers the web page"
@@ -148,7 +156,7 @@ class Config:
     protected_mode: bool = option(
         yes_no, True, "without a password, accept connections from this machine only", mutable=True
     )
-    requirepass: str = option(text, "", "password of the user `default`", mutable=True)
+    requirepass: str = option(text, "", "password of the user `default`", mutable=True, secret=True)
     user: list[list[str]] = option(lines, [], "a user and its rules, as ACL SETUSER takes them", hidden=True)
     aclfile: str = option(path, "", "a file of `user` lines, instead of `user` lines in this file")
     acllog_max_len: int = option(integer(0, 100_000), 128, "number of entries in ACL LOG", mutable=True)
@@ -304,9 +312,10 @@ class Config:
         return bool(cls.parameters()[name].metadata["mutable"])
 
     @classmethod
-    def is_hidden(cls, name: str) -> bool:
-        """Return whether CONFIG GET hides it."""
-        return bool(cls.parameters()[name].metadata["hidden"])
+    def is_shown(cls, name: str, *, to_administrator: bool) -> bool:
+        """Return whether CONFIG GET shows a parameter."""
+        metadata = cls.parameters()[name].metadata
+        return not metadata["hidden"] and (to_administrator or not metadata["secret"])
 
     @property
     def client_memory(self) -> int:

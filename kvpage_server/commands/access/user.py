@@ -259,6 +259,11 @@ class User:
     def every_channel(self) -> bool:
         return b"*" in self.channels
 
+    @property
+    def is_administrator(self) -> bool:
+        """Whether it may run every command on every key."""
+        return self.every_command and not self.rules and self.may_use_all(READ) and self.may_use_all(WRITE)
+
     def may_use_all(self, access: int) -> bool:
         """Return whether the user may access every key in this way."""
         return self.keys.all(access)

@@ -515,3 +515,22 @@ def test_denials_are_counted_by_kind(admin: redis.Redis, locked: RunningServer) 
     assert told == {f"acl_access_denied_{kind}": count for kind, count in kinds.items()}
     admin.acl_dryrun("u", "get", "b")
     assert admin.info("stats")["acl_access_denied_key"] == 2, "a dry run is no attempt"
+
+
+def test_only_administrators_read_the_password_and_the_token() -> None:
+    token = "9jV2xQm4TzK7sWc1"
+    options = ("--requirepass", PASSWORD, "--web-token", token)
+    with start_server(*options) as server, server.client(password=PASSWORD) as admin:
+        rules = ("metrics on >figures %R~* -@all +info +config|get", "almost on >figures ~* &* +@all -flushall")
+        for line in rules:
+            admin.execute_command("ACL", "SETUSER", *line.split())
+        assert (admin.config_get("requirepass"), admin.config_get("web-token")) == (
+            {"requirepass": PASSWORD},
+            {"web-token": token},
+        )
+        for name in ("metrics", "almost"):
+            with server.client(username=name, password="figures") as other:
+                shown = other.config_get("*")
+                assert {"requirepass", "web-token"}.isdisjoint(shown)
+                assert not {PASSWORD, token} & set(shown.values())
+                assert shown["maxmemory-policy"] == "allkeys-prefix"

@@ -61,9 +61,13 @@ container("config", group="server", since="2.0.0", summary="A container for conf
     summary="Returns parameters.",
 )
 def config_get(client: Client, args: list[Argument]) -> Reply:
-    """A map of the parameters that match one of the patterns. Each pattern is compiled in its own step."""
+    """A map of the parameters that match one of the patterns. Each pattern is compiled in its own step.
+
+    `requirepass` and `web-token` are for administrators: users with the rights to every command and every key.
+    """
     config, words = client.server.config, plain_all(args)
-    names = [name for name in config.parameters() if not config.is_hidden(name)]
+    is_administrator = client.user is not None and client.user.is_administrator
+    names = [name for name in config.parameters() if config.is_shown(name, to_administrator=is_administrator)]
 
     def matched(some: Sequence[bytes]) -> list[str]:
         patterns = [glob(word, ignore_case=True) for word in some]
