@@ -209,13 +209,34 @@ def test_a_batch_with_one_page_of_another_does_nothing(shared: RunningServer) ->
     assert answer(shared, b"admin", [b"KVPAGEEXISTS", *other]).startswith(b":0\r\n")
 
 
+def test_a_scan_visits_few_keys_in_a_call(shared: RunningServer) -> None:
+    """A call of a tenant takes no longer than a call of another user, also in a transaction."""
+    with (
+        shared.client(username="admin", password="") as admin,
+        shared.client(username="tenantA", password="") as tenant,
+    ):
+        admin.mset({f"others:{i}": "x" for i in range(20_000)})
+        tenant.mset({f"kv:tenantA.k:{i}": "x" for i in range(3_000)})
+        cursor, found, calls = 0, set[bytes](), 0
+        while cursor or not calls:
+            cursor, keys = tenant.execute_command("SCAN", cursor, "COUNT", 1_000_000, "MATCH", "kv:tenantA.k:*")
+            assert len(keys) <= 1000
+            found.update(keys)
+            calls += 1
+        assert found == {b"kv:tenantA.k:%d" % i for i in range(3_000)}
+        assert calls >= 23
+        assert len(tenant.execute_command("SCAN", 0, "COUNT", 1)[1]) <= 1
+        admin.delete(*(f"others:{i}" for i in range(20_000)))
+        tenant.delete(*found)
+
+
 def test_lists_and_counts_are_of_its_own(shared: RunningServer) -> None:
     with shared.client(username="tenantA", password="") as tenant:
         mine = b"kv:tenantA.x:0:0:0:0"
         tenant.delete(*tenant.keys())
         _fill(shared, "tenantA")
         assert tenant.keys() == [mine]
-        assert list(tenant.scan_iter()) == [mine]
+        assert set(tenant.scan_iter()) == {mine}
         assert list(tenant.scan_iter(_type="set")) == [b"kv:tenantA.x:index"]
         assert tenant.dbsize() == 1
         assert tenant.randomkey() == mine

@@ -140,14 +140,13 @@ def scan(client: Client, args: list[Argument]) -> Reply:
 
     MAXLEN, which Redis does not have, leaves out keys of more bytes.
 
-    Index keys are sets, and the only ones: they are listed by TYPE set alone. Users without access to every key get all
-    their keys in one reply, because a cursor would reveal the number of other keys.
+    Index keys are sets, and the only ones: they are listed by TYPE set alone. A user without access to every key gets
+    only keys that it may read. The cursor and the number of calls reveal how many keys the store has, because a call
+    that looked at all keys would delay other clients.
     """
     keyspace = client.server.keyspace
     cursor = scan_cursor(plain(args[0]))
     matches, count, wanted_type = scan_options(plain_all(args[1:]), has_maxlen=True)
-    if not client.sees_all:
-        return _scan_all(client, matches, wanted_type)
     found: list[bytes] = []
     count = min(count, MOST_SCANNED)
     if wanted_type == b"set":
@@ -156,36 +155,20 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     else:
         cursor, keys = keyspace.listing.scan(cursor, count)
         found = keys if wanted_type == b"string" else []
+    if not client.sees_all:
+        return Stream(None, _visible_among(client, cursor, found, matches))
     return [b"%d" % cursor, found if matches is None else list(filter(matches, found))]
 
 
-def _scan_all(client: Client, matches: Matches | None, wanted_type: bytes) -> Reply:
-    """A scan that returns everything that the user may read at once."""
-
-    def steps() -> Iterator[Reply]:
-        found: list[bytes] = []
-        scanned: Iterator[list[bytes]] = iter(())
-        if wanted_type == b"set":
-            scanned = _visible_requests(client)
-        elif wanted_type == b"string":
-            scanned = _visible_keys(client)
-        for some in scanned:
-            found += some if matches is None else filter(matches, some)
-            yield ()
-        yield Raw(b"*2\r\n$1\r\n0\r\n")
-        yield from _spelt(found)
-
-    return Stream(None, steps())
-
-
-def _visible_requests(client: Client) -> Iterator[list[bytes]]:
-    """The index keys that the client may know about, found in steps."""
-    keyspace, cursor = client.keyspace, 0
-    while True:
-        cursor, requests = keyspace.listing.scan_requests(cursor, _PLACES)
-        yield client.visible(map(index_key, requests))
-        if not cursor:
-            return
+def _visible_among(client: Client, cursor: int, keys: list[bytes], matches: Matches | None) -> Iterator[Reply]:
+    """The reply of a scan: the cursor, and the keys that the client may know about, found in steps."""
+    found, step = list[bytes](), max(_STEP // client.cost_of_a_key, 1)
+    for start in range(0, len(keys), step):
+        some = client.visible(keys[start : start + step])
+        found += some if matches is None else filter(matches, some)
+        yield ()
+    yield Raw(b"*2\r\n$%d\r\n%d\r\n" % (len(b"%d" % cursor), cursor))
+    yield from _spelt(found)
 
 
 def _spelt(keys: list[bytes]) -> Iterator[Reply]:
