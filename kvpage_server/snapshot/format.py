@@ -298,7 +298,7 @@ def _pages_of(told: dict[str, Any], nbytes: int, most_pages: int) -> PageTensor:
     pages = PageTensor(
         PageKey(req_id, layer, head, page, kv_type),
         (layers, heads),
-        Geometry(DType[told["dtype"].upper()], page_size, head_dim, nbytes // count),
+        Geometry(_dtype(told["dtype"]), page_size, head_dim, nbytes // count),
         WrittenPages(
             _numbers(told["created_ms"], count, 0, MAX_I64),
             _numbers(told["ttl"], count, 0, MAX_TTL),
@@ -309,6 +309,12 @@ def _pages_of(told: dict[str, Any], nbytes: int, most_pages: int) -> PageTensor:
     )
     pages.header(0)  # raises for values out of range that all pages have in common
     return pages
+
+
+def _dtype(name: Any) -> DType:
+    if not isinstance(name, str) or name.upper() not in DType.__members__:
+        raise ValueError(f"dtype must be one of {', '.join(DType.__members__).lower()}, got {name!r:.40}")
+    return DType[name.upper()]
 
 
 def _numbers(value: Any, count: int, low: int, high: int) -> list[int]:
@@ -569,17 +575,23 @@ def _is_intact(header: bytes, digest: str) -> bool:
 
 def _end_of(told: dict[str, Any], begin: int) -> int:
     """Return the end of a tensor's data. Raises ValueError or KeyError if it has another start or length."""
-    numbers, shape = told["data_offsets"], told["shape"]
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in [*numbers, *shape[:_MAX_DIMENSIONS]]):
+    numbers, shape, dtype = told["data_offsets"], told["shape"], told["dtype"]
+    if dtype not in _ITEMSIZE:
+        raise ValueError(f"{dtype!r:.40} is no type of elements of a dump")
+    sizes = [*numbers, *shape[:_MAX_DIMENSIONS]]
+    if len(numbers) != 2 or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         raise ValueError("sizes and offsets are whole numbers of 0 or more")
     start, end = numbers
-    if len(shape) > _MAX_DIMENSIONS or start != begin or end - start != prod(shape) * _ITEMSIZE[told["dtype"]]:
+    if len(shape) > _MAX_DIMENSIONS or start != begin or end - start != prod(shape) * _ITEMSIZE[dtype]:
         raise ValueError("the tensors do not lie one after the other, each as long as its shape")
     return int(end)
 
 
 def _reason(error: Exception) -> str:
-    return f"{error}"[:200] if isinstance(error, ValueError) else f"{error!r:.200}"
+    """Return a text for an error of a header or a note."""
+    if isinstance(error, KeyError):
+        return f"it has no field {error.args[0]!r:.40}"
+    return f"{error}"[:200] if isinstance(error, ValueError) else "one of its fields has a value of another type"
 
 
 @contextmanager

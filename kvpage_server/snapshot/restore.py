@@ -356,8 +356,8 @@ class _Restore:
         return False
 
     def _send_blocks(self, blocks: list[PlannedBlock]) -> None:
-        there: list[set[bytes]] = [set() for _ in blocks]
-        has_strings = [False for _ in blocks]  # under keys of the block's pages
+        there: list[set[bytes] | Refused] = [set() for _ in blocks]
+        has_strings: list[bool | Refused] = [False for _ in blocks]  # under keys of the block's pages
         if not self._replace:
             there = self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
             has_strings = self._store.are_any_there(
@@ -365,6 +365,9 @@ class _Restore:
             )
         pages: list[Item] = []
         for block, had, has_string in zip(blocks, there, has_strings, strict=True):
+            if isinstance(had, Refused) or isinstance(has_string, Refused):
+                self._send_items(block.pages)  # the user may be allowed to write some of them
+                continue
             if had:  # pages on the server that are not in the dump stay
                 pages += [page for page in block.pages if page.key not in had]
                 self._restored.there += sum(page.key in had for page in block.pages)
@@ -382,14 +385,21 @@ class _Restore:
             some = items[start : start + _KEYS_PER_QUERY]
             if not self._replace:
                 there = self._store.are_there([item.key for item in some])
-                self._restored.there += sum(there)
-                some = [item for item, is_there in zip(some, there, strict=True) if not is_there]
+                self._restored.there += there.count(True)
+                for item, is_there in zip(some, there, strict=True):
+                    if isinstance(is_there, Refused):
+                        self._refused([item.key], is_there)
+                some = [item for item, is_there in zip(some, there, strict=True) if is_there is False]
             self._set(some)
 
     def _set(self, items: list[Item]) -> None:
         for key, value, left, is_page in items:
             self._writes.set(key, value, left, only_new=not self._replace)
             self._wrote(_Write([key], is_page, sum(map(len, value))))
+
+    def _refused(self, keys: Iterable[bytes], error: Refused) -> None:
+        for key in keys:
+            self._restored.refused.add(f"{text_of(key)}: {error}")
 
     def _wrote(self, write: _Write) -> None:
         self._waiting.append(write)
@@ -404,8 +414,7 @@ class _Restore:
                 for key in write.keys:
                     self._restored.no_room.add(text_of(key))
             elif isinstance(written, Refused):
-                for key in write.keys:
-                    self._restored.refused.add(f"{text_of(key)}: {written}")
+                self._refused(write.keys, written)
             else:
                 self._restored.amount.add(write.nbytes, len(write.keys), are_pages=write.are_pages)
         self._writes, self._waiting = Writes(), []

@@ -185,14 +185,16 @@ class RunningStore:
                     break
                 ((cursor, keys),) = self.ask([_sscan(req_id, int(cursor), match)])
 
-    def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes]]:
-        """Return the page keys that each block ``(req_id, page_id)`` has."""
+    def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes] | Refused]:
+        """Return the page keys that each block ``(req_id, page_id)`` has, or the error if the user may not know."""
         # SSCAN of an index key proceeds block by block, starting with this cursor's page id
-        replies = self.ask([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
+        replies = self._look([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
         suffixes = [b":%d" % page for _, page in blocks]
         return [
-            {key for key in keys if key.rpartition(b":")[0].endswith(suffix)}
-            for (_, keys), suffix in zip(replies, suffixes, strict=True)
+            reply
+            if isinstance(reply, Refused)
+            else {key for key in reply[1] if key.rpartition(b":")[0].endswith(suffix)}
+            for reply, suffix in zip(replies, suffixes, strict=True)
         ]
 
     def strings(self, match: bytes) -> Iterator[list[tuple[bytes, int]]]:
@@ -254,16 +256,27 @@ class RunningStore:
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _living(keys, replies[::2], replies[1::2])
 
-    def are_there(self, keys: Sequence[bytes]) -> list[bool]:
-        return [kind != b"none" for kind in self.ask([command(b"TYPE", key) for key in keys])]
+    def are_there(self, keys: Sequence[bytes]) -> list[bool | Refused]:
+        """Return for each key whether it exists, or the error if the user may not know."""
+        replies = self._look([command(b"TYPE", key) for key in keys])
+        return [reply if isinstance(reply, Refused) else reply != b"none" for reply in replies]
 
-    def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool]:
-        """Return for each group of keys whether one of them exists."""
+    def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool | Refused]:
+        """Return for each group of keys whether one of them exists, or the error if the user may not know."""
         parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _KEYS_PER_QUERY)]
-        found = [False] * len(groups)
-        for (i, _), count in zip(parts, self.ask([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
-            found[i] = found[i] or count > 0
+        found: list[bool | Refused] = [False] * len(groups)
+        for (i, _), reply in zip(parts, self._look([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
+            if not isinstance(found[i], Refused):
+                found[i] = reply if isinstance(reply, Refused) else found[i] or reply > 0
         return found
+
+    def _look(self, commands: Sequence[bytes]) -> list[Any]:
+        """Return the replies to commands that are sent together; a reply may be a Refused with NOPERM."""
+        replies = self._ask(list(commands), len(commands), with_errors=True)
+        for reply in replies:
+            if isinstance(reply, Refused) and reply.code != "NOPERM":
+                raise reply
+        return replies
 
     def write(self, writes: Writes) -> list[Written | Refused]:
         """Send the writes, and return their outcomes: Refused for a value that the server refuses.

@@ -169,9 +169,11 @@ FILES = [
     Hostile("numbers", _literal("", ',"a":1'), "its metadata is not text"),
     Hostile("moment", _literal("", dumped_ms="\u0661"), "dumped_ms must be between 0"),
     Hostile("list", _literal(',"a":[]'), "its header makes no sense"),
-    Hostile("no dtype", _literal(',"a":{"shape":[],"data_offsets":[0,1]}'), "makes no sense: KeyError"),
-    Hostile("dtype", _string(dtype="COMPLEX"), "its header makes no sense: KeyError"),
-    Hostile("nested dtype", _string(dtype=[[]]), "its header makes no sense: TypeError"),
+    Hostile("no dtype", _literal(',"a":{"shape":[],"data_offsets":[0,1]}'), "makes no sense: it has no field 'dtype'"),
+    Hostile("dtype", _string(dtype="COMPLEX"), "its header makes no sense: 'COMPLEX' is no type of elements"),
+    Hostile(
+        "nested dtype", _string(dtype=[[]]), "its header makes no sense: one of its fields has a value of another type"
+    ),
     Hostile("float size", _string(shape=[5.0]), "sizes and offsets are whole numbers"),
     Hostile("negative size", _string(shape=[-5]), "sizes and offsets are whole numbers"),
     Hostile("true size", _string(shape=[True]), "sizes and offsets are whole numbers"),
@@ -179,7 +181,7 @@ FILES = [
     Hostile("great size", _string(shape=[1 << 62, 1 << 62]), "the tensors do not lie one after the other"),
     Hostile("negative offset", _string(data_offsets=[-5, 0]), "sizes and offsets are whole numbers"),
     Hostile("float offset", _string(data_offsets=[0.0, 5.0]), "sizes and offsets are whole numbers"),
-    Hostile("three offsets", _string(data_offsets=[0, 5, 5]), "its header makes no sense"),
+    Hostile("three offsets", _string(data_offsets=[0, 5, 5]), "sizes and offsets are whole numbers"),
     Hostile("text offsets", _string(data_offsets="05"), "sizes and offsets are whole numbers"),
     Hostile(
         "overlap", _file({"string:a": tensor(), "string:b": tensor()}), "the tensors do not lie one after the other"
@@ -198,7 +200,7 @@ ENTRIES = [
     ),
     Hostile("list", _string(note=[1]), "string:bad: its note is not a JSON object"),
     Hostile(
-        "no note", _file({"string:bad": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}}), "string:bad: KeyError"
+        "no note", _file({"string:bad": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}}), "string:bad: it has"
     ),
     Hostile("other name", _string("plain:bad"), "plain:bad: its note is that of string:plain:bad"),
     Hostile(
@@ -206,8 +208,8 @@ ENTRIES = [
         _literal(rf',"string:\ud800":{FIVE}', rf',"string:\ud800":{json.dumps(json.dumps(NOTE))}'),
         "surrogates not allowed",
     ),
-    Hostile("escapes", _string("string:\x1b[2J\n", note={}), r"string:\x1b[2J\n: KeyError"),
-    Hostile("long name", _string("string:" + "x" * 100_000, note={}), "string:" + "x" * 293 + ": KeyError"),
+    Hostile("escapes", _string("string:\x1b[2J\n", note={}), r"string:\x1b[2J\n: it has no field"),
+    Hostile("long name", _string("string:" + "x" * 100_000, note={}), "string:" + "x" * 293 + ": it has no field"),
     Hostile("dtype of note", _string(dtype="I8"), "its type or shape is not that of its note"),
     Hostile("checksum", _string(note=NOTE | {"checksum": "0x" + DIGEST[2:]}), "a checksum has 16 hexadecimal digits"),
     Hostile("checksum number", _string(note=NOTE | {"checksum": 7}), "a checksum has 16 hexadecimal digits"),
@@ -229,7 +231,7 @@ ENTRIES = [
     Hostile("request", _file(page("kv:r r:0:0:7:0", request="r r")), "req_id must be 1 to 256 bytes"),
     Hostile("request number", _file(page(request=7)), "kv:r:0:0:7:0: "),
     Hostile("page size", _file(page(page_size=0)), "page_size must be between 1 and"),
-    Hostile("dtype number", _file(page(dtype=7)), "kv:r:0:0:7:0: AttributeError"),
+    Hostile("dtype number", _file(page(dtype=7)), "kv:r:0:0:7:0: dtype must be one of float16, "),
     Hostile("another page", _file(page(page=8)), "its note is that of kv:r:0:0:8:0"),
     Hostile(
         "sparse string",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from keyspaces import BINARY, HALVES, block, check_same, everything, fill, set_block
 from servers import RunningServer, start_server
 from test_kvpage_cli import flip_a_bit, kvpage
+from waiting import until
 
 from kvpage_server.page import DType, PageKey, encode_page
 from kvpage_server.snapshot.dump import Dumped, Selection, dump
@@ -530,3 +531,38 @@ def test_a_restore_reports_errors_of_a_full_server(store: RunningStore, client: 
         assert f"{(8 - len(kept)) * 16} did not fit into the store, and were not restored:" in shown
         for page in range(len(kept)):
             assert other.execute_command("KVBLOCKGET", "large", page)
+
+
+def test_a_restore_omits_values_that_its_user_may_not_write(tmp_path: Path) -> None:
+    """Every other value is restored, and each omitted one is listed with the reason."""
+    user = ("--user", "tenantA", "on", ">password", "~kv:tenantA.*", "+@all")
+    with start_server(*user) as server, server.client() as client:
+        for req_id in ("tenantA.q", "other"):
+            set_block(client, req_id, 0, HALVES)
+            client.execute_command("KVPAGESET", req_id, 0, 0, 9, 0, 1, 1, 1, 0, b"ab")
+        client.set("string", "value")
+        assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
+        for options in ((), ("--replace",)):
+            client.flushall()
+            client.set("kv:tenantA.q:0:0:9:0", "another value")
+            arguments = ("restore", str(tmp_path), "--url", f"redis://tenantA:password@127.0.0.1:{server.port}")
+            code, shown, said = kvpage(*arguments, *options)
+            assert (code, said) == (1, "")
+            there = 0 if options else 1
+            assert shown.startswith(f"{HALVES.pages + 1 - there} pages and 0 strings"), shown
+            assert shown.count("NOPERM No permissions to access a key") == HALVES.pages + 2
+            assert client.dbsize() == HALVES.pages + 1
+
+
+def test_a_dump_leaves_values_in_memory_and_on_disk(tmp_path: Path) -> None:
+    options = ("--store", "tiered", "--maxmemory", "8mb")
+    (tmp_path / "store").mkdir()
+    with start_server(*options, directory=tmp_path / "store") as server, server.client() as client:
+        for i in range(100):
+            client.execute_command("KVPAGESET", f"r{i}", 0, 0, 0, 0, 1, 1, 1 << 17, 0, random.randbytes(1 << 18))
+        until(lambda: client.info("kvpage")["disk_waiting_bytes"] == 0)
+        client.set("x", "y")  # makes room
+        before = client.info("memory")["used_memory"], client.info("kvpage")["disk_dropped_from_memory"]
+        assert before[1] > 50
+        assert kvpage("dump", str(tmp_path / "dump"), "--url", server.url)[0] == 0
+        assert (client.info("memory")["used_memory"], client.info("kvpage")["disk_dropped_from_memory"]) == before
