@@ -86,6 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         choose_defaults(config)
         if "dir" not in config.chosen:
             os.chdir(config.dir)
+            config.dir = os.getcwd()
         _check(config)
         if check_only:
             _check_addresses(config)
@@ -116,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     ) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
-        where = os.path.abspath(error.filename or config.dir or "dir")
+        where = os.path.join(config.dir, error.filename or "")
         sys.exit(f"kvpage-server: {where}: {error.strerror or error}")
 
 
@@ -172,7 +173,7 @@ def _open_store(config: Config) -> Keyspace:
     if config.store != "tiered":
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
     began = time.monotonic()
-    maxdisk = config.maxdisk if isinstance(config.maxdisk, int) else default_maxdisk(Path())
+    maxdisk = _within_file_size(config.maxdisk if isinstance(config.maxdisk, int) else default_maxdisk(Path()))
     disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no")
     keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, maxdisk=maxdisk)
     tier = keyspace.tier
@@ -180,10 +181,27 @@ def _open_store(config: Config) -> Keyspace:
     tier.load()
     if config.maxdisk == AUTO:
         tier.ensure_space_for_all()
+    if config.maxdisk != tier.stored.maxdisk:
         config.in_effect["maxdisk"] = tier.stored.maxdisk
     seconds = time.monotonic() - began
     logger.info("%d keys found on disk, %s, in %.2f s", len(keyspace), human(tier.used_disk), seconds)
     return keyspace
+
+
+def _within_file_size(maxdisk: int) -> int:
+    """Return `maxdisk`, 0 for no limit, lowered to the size that the system allows for a file (`ulimit -f`).
+
+    As with `maxdisk`, LMDB then keeps the space that it needs for removals.
+    """
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most == resource.RLIM_INFINITY or 0 < maxdisk <= most:
+        return maxdisk
+    if most < SMALLEST_DISK:
+        logger.warning("the store cannot grow: the system allows files of %s (ulimit -f)", human(most))
+        return maxdisk
+    lowered = most - most % resource.getpagesize()
+    logger.warning("maxdisk is %s: the system allows no larger file (ulimit -f)", human(lowered))
+    return lowered
 
 
 def _load_users(server: Server) -> None:

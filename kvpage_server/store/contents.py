@@ -300,7 +300,7 @@ class Contents:
         self.tell("del", key)
 
     def _take(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
-        entry = self.catalogue.entries.pop(key)
+        entry = self.catalogue.pop(key)
         self.forget(key, entry, None, event)
         if not is_page(entry):
             self.lost.remember(key, reason or _REASONS.get(event, event), by)

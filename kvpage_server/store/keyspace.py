@@ -255,8 +255,9 @@ class Keyspace:
         put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
         if put.stop == at:
             return self._put_one(pages, at)
+        catalogue.key_bytes += put.key_bytes
         if put.made:
-            index.note_made(put.made)
+            index.note_made(put.made, put.name_bytes)
         if fresh:
             catalogue.list_all(fresh)
         if expires := pages.expires(at):

@@ -2,22 +2,45 @@
 
 Without a tier below, a unit is evicted: its keys are removed. With a tier, a unit that is also on disk is demoted: its
 bytes leave memory, and its keys stay. Leased, pinned and held units are spared.
+
+The index does not count against `maxmemory`. It may take as much again, and at least LEAST_INDEX. Above that, units are
+evicted, also with a tier, because the keys of a demoted unit stay in the index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.records import ROW
 from kvpage_server.system.text import monotonic_ms
 
 MOST_LEAVE = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
 _MOST_PASSED = 1024  # spared units after which a search ends
+LEAST_INDEX = 64 << 20  # bytes that the index may take in any case
+
+
+class IndexCosts(NamedTuple):
+    """Approximate bytes of memory of the index, measured with 100,000 and 400,000 small pages and strings.
+
+    An entry costs `entry` bytes and `copies` times the length of its key; a block `block` bytes and `copies` times the
+    length of its request id.
+    """
+
+    entry: int
+    block: int
+    copies: int
+
+
+_IN_MEMORY = IndexCosts(entry=200, block=350, copies=1)
+_WITH_TIER = IndexCosts(entry=350, block=500, copies=2)  # the tier has a name and a size for each value
+_REQUEST = 250  # bytes of a request, without its blocks
+_UNLOADED_PAGE = ROW  # bytes of a page in an unloaded block
 
 
 class OutOfMemory(Exception):
@@ -39,6 +62,12 @@ class TierBelow(Protocol):
 
     def evict(self, unit: Unit) -> bool:
         """Evict a unit. Return False if it is dirty, or if its eviction would free no memory."""
+
+    def evictable(self) -> Iterator[Unit]:
+        """Yield the units that may be evicted from memory and disk, units on disk only first."""
+
+    def evict_everywhere(self, unit: Unit) -> bool:
+        """Evict a unit from memory and disk. Return True."""
 
     def drops_any(self) -> bool:
         """Return whether some units may be demoted, whatever the policy."""
@@ -63,12 +92,29 @@ class MemoryLimit:
         return self._arena.used - self.receiving + self._contents.texts
 
     @property
+    def index_size(self) -> int:
+        """Approximate bytes of memory of the index, see `IndexCosts`. O(1)."""
+        catalogue, index = self._contents.catalogue, self._contents.index
+        costs = _IN_MEMORY if self.tier is None else _WITH_TIER
+        size = costs.entry * len(catalogue.entries) + costs.copies * (catalogue.key_bytes + index.name_bytes)
+        return size + costs.block * index.blocks + _REQUEST * len(index) + _UNLOADED_PAGE * index.resting
+
+    @property
     def is_full(self) -> bool:
-        """Whether memory exceeds `maxmemory`. Values that are loaded for waiting commands do not count."""
+        """Whether memory exceeds `maxmemory`, or the index its limit."""
+        return self.maxmemory > 0 and (self._values_are_full or self._index_is_full)
+
+    @property
+    def _values_are_full(self) -> bool:
+        """Whether values exceed `maxmemory`. Values that are loaded for waiting commands do not count."""
         most = self.maxmemory
-        if not most or self._arena.used + self._contents.texts <= most:
+        if self._arena.used + self._contents.texts <= most:
             return False
         return self.used - (self.tier.held if self.tier is not None else 0) > most
+
+    @property
+    def _index_is_full(self) -> bool:
+        return self.index_size > max(self.maxmemory, LEAST_INDEX)
 
     def make_room(self) -> bool:
         """Evict or demote units until memory is within its limit, but at most about MOST_LEAVE keys.
@@ -78,34 +124,41 @@ class MemoryLimit:
         """
         if not self.is_full:
             return True
-        for units, leave in self._ways():
-            done = self._leave(units, leave)
-            if done is not None:
-                return done
+        for units, leave, is_full in self._sources():
+            done = self._leave(units, leave, is_full)
+            if done is False or not self.is_full:
+                return done is not False
         if self.tier is not None:
             self.tier.hurry()
         if self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL):
             raise OutOfMemory
         return True
 
-    def _ways(self) -> Iterator[tuple[Iterator[Unit], Callable[[Unit], bool]]]:
-        """Yield pairs of units in the order of eviction and the function that evicts or demotes one.
+    def _sources(self) -> Iterator[tuple[Iterator[Unit], Callable[[Unit], bool], Callable[[], bool]]]:
+        """Yield units in the order of eviction, the function that evicts or demotes one, and whether it is needed.
 
-        The next pair is used if the units of the pairs before did not free enough memory.
+        The next source is used if the units of the sources before did not free enough memory.
         """
         evictor, tier = self._contents.evictor, self.tier
-        if tier is not None and tier.drops_any():
-            yield evictor.units.victims(), tier.demote
-        elif evictor.policy not in (NO_EVICTION, VOLATILE_TTL):
-            yield evictor.units.victims(), self._evict
-        if evictor.policy == VOLATILE_TTL:
-            yield self.soonest(), tier.evict if tier is not None else self._evict
+        evicts_any = evictor.policy not in (NO_EVICTION, VOLATILE_TTL)
+        if tier is None:
+            if evictor.policy != NO_EVICTION:
+                yield evictor.units.victims() if evicts_any else self.soonest(), self._evict, lambda: self.is_full
+            return
+        if self._index_is_full and evictor.policy != NO_EVICTION:
+            yield tier.evictable(), tier.evict_everywhere, lambda: self._index_is_full
+            # If the disk fails, values that wait to be written may be evicted.
+            yield evictor.units.victims() if evicts_any else self.soonest(), tier.evict, lambda: self._index_is_full
+        if self._values_are_full and tier.drops_any():
+            yield evictor.units.victims(), tier.demote, lambda: self._values_are_full
+        if self._values_are_full and evictor.policy == VOLATILE_TTL:
+            yield self.soonest(), tier.evict, lambda: self._values_are_full
 
-    def _leave(self, units: Iterator[Unit], leave: Callable[[Unit], bool]) -> bool | None:
-        """Evict or demote units in order. Return True once memory is within its limit, False after MOST_LEAVE keys.
+    def _leave(self, units: Iterator[Unit], leave: Callable[[Unit], bool], is_full: Callable[[], bool]) -> bool | None:
+        """Evict or demote units in order. Return True once `is_full` is False, and False after MOST_LEAVE keys.
 
-        Return None if memory is still full and no other unit may leave. With a tier the search ends after _MOST_PASSED
-        spared units, because examining all of them would block the event loop.
+        Return None if `is_full` is still True and no other unit may leave. With a tier the search ends after
+        _MOST_PASSED spared units, because examining all of them would block the event loop.
         """
         now, passed, left, tier = monotonic_ms(), 0, MOST_LEAVE, self.tier
         leases = self._contents.leases
@@ -118,11 +171,11 @@ class MemoryLimit:
                     break
                 continue
             left -= pages
-            if not self.is_full:
+            if not is_full():
                 return True
             if left <= 0:
                 return False
-        return None if self.is_full else True
+        return None if is_full() else True
 
     def _evict(self, unit: Unit) -> bool:
         self._contents.evict(unit)

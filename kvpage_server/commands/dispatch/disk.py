@@ -222,7 +222,7 @@ class ReadAhead(Generic[T]):
                 lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_of_cold, lacking))
                 self._holds.append(hold)
                 if lent is None and not self._touches:
-                    tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)))
+                    tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)), stays=False)
                 yield Wait(partial(tiered.fetching.fetch, lacking, lent=lent, touches=self._touches))
             for value in self._sent:
                 value.failing = ""

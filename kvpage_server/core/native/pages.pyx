@@ -528,6 +528,7 @@ cdef class NewPages(PageNames):
 
     def put(self, dict entries not None, dict requests not None, Py_ssize_t at, type make not None, list fresh, *, bint one_block):
         cdef Py_ssize_t i = at, made = 0, grown = 0, stored = 0, replaced = 0, footprint, size
+        cdef Py_ssize_t key_bytes = 0, name_bytes = 0, made_before
         cdef list blocks = [], beside = []
         cdef Place *place
         cdef PyObject *found
@@ -553,15 +554,18 @@ cdef class NewPages(PageNames):
                     block = <PageSet>old.unit
                     note_neighbours(requests, block, beside)
                 else:
+                    made_before = made
                     other = self.open_block(requests, i, make, &made, beside)
                     if other is None:
                         break
+                    name_bytes += (made - made_before) * place.req_id
                     block = <PageSet>other
                 blocks.append(block)
             # Add the page to the block, and count its growth.
             footprint, size = footprint_of(slot), slot.size
             if old is None:
                 block.add_page(place.layer, place.head, place.kv_type)
+                key_bytes += len(<bytes>key)
                 size += sizeof(Header)
                 if fresh is not None:
                     fresh.append(key)
@@ -579,7 +583,7 @@ cdef class NewPages(PageNames):
             slot.unit, slot.expires = block, expires
             PyDict_SetItem(entries, key, slot)
             i += 1
-        return Put(i, blocks, made, beside, grown, stored, replaced)
+        return Put(i, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes)
 
     cdef object open_block(self, dict requests, Py_ssize_t i, type make, Py_ssize_t *made, list beside):
         """Return the block of page `i`, which is created if it does not exist; None if it needs a decision."""

@@ -31,6 +31,8 @@ class Put(NamedTuple):
     grown: int  # growth of the memory of all pages, in bytes
     stored: int  # growth of headers and bodies of all pages, in bytes
     replaced: int  # number of replaced pages that had an expiry
+    key_bytes: int  # sum of the lengths of the keys without a value before
+    name_bytes: int  # sum of the lengths of the request ids of created blocks
 
 
 class PageSet:
@@ -236,7 +238,7 @@ class NewPages(PageNames):
         block, name, expires = PageSet(b"", 0), None, self._expires[at]
         blocks: list[PageSet] = []
         beside: list[PageSet] = []
-        made = grown = stored = replaced = 0
+        made = grown = stored = replaced = key_bytes = name_bytes = 0
         i = at
         while i < len(self) and self._expires[i] == expires:
             slot, (key, req_id, layer, head, page, kv_type) = self.slots[i], self._names[i]
@@ -252,12 +254,14 @@ class NewPages(PageNames):
                 if known is None:
                     known = requests.setdefault(req_id, {})[page] = make(req_id, page)
                     made += 1
+                    name_bytes += len(req_id)
                 name, block = (req_id, page), known
                 blocks.append(block)
                 if requests[req_id].keys() & {page - 1, page + 1}:
                     beside.append(block)
             if old is None:
                 block.add(layer, head, kv_type)
+                key_bytes += len(key)
                 size, footprint = HEADER_SIZE + slot.size, slot.footprint
                 if fresh is not None:
                     fresh.append(key)
@@ -273,7 +277,7 @@ class NewPages(PageNames):
             slot.unit, slot.expires = block, expires
             entries[key] = slot
             i += 1
-        return Put(i, blocks, made, beside, grown, stored, replaced)
+        return Put(i, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes)
 
 
 def look_up(

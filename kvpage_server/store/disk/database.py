@@ -7,12 +7,13 @@ disk is full and the flag is set, all records are read once, and pieces that bel
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 import lmdb
 
@@ -143,7 +144,7 @@ class Disk:
     def _open(self, maxdisk: int, *, flushes: bool) -> None:
         if not self.path.exists():
             create(self.path)
-        self._locks.enter_context(claim(self.path))
+        self._file: IO[bytes] = self._locks.enter_context(claim(self.path))
         self._witness = Witness(self.path)
         try:
             look_through(self.path, self._witness)
@@ -193,11 +194,12 @@ class Disk:
 
     def close(self) -> None:
         """Flush and close the file, and note that it is sound. Raises DiskFull, DiskError."""
-        self.flush()
-        self._env.close()
-        self._witness.closed()
-        self._witness.go()
-        self._locks.close()
+        with lmdb_errors(self.path, writing=True):
+            self._env.sync(True)
+            self._env.close()
+            self._witness.closed()
+            self._witness.go()
+            self._locks.close()
 
     def flush(self) -> None:
         """Make all commits durable. Raises DiskFull, DiskError."""
@@ -206,8 +208,8 @@ class Disk:
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes, including free pages."""
-        return self.path.stat().st_size
+        """Size of the file in bytes, including free pages. It is known also if somebody has removed the file."""
+        return os.fstat(self._file.fileno()).st_size
 
     @property
     def free(self) -> int:

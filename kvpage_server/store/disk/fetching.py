@@ -59,7 +59,9 @@ class Fetching:
         self._memory = memory
         self._stored = stored
         self._fetching: dict[Cold, _Job] = {}  # the job of each value that is being read
-        self._copied = Arena()  # small borrowed values, for a short time, in addition to maxmemory
+        # Small borrowed values, and shown ones, for a short time. They do not count against maxmemory, because replies
+        # may refer to them after the hold has ended.
+        self._copied = Arena()
         self._bytes_lent = 0  # since the start
         self._waiting: list[Callable[[], None]] = []  # clients that wait because other loads have reached the limit
         self._shown: set[Cold] = set()  # values with `shown` bytes
@@ -116,7 +118,7 @@ class Fetching:
             return self.holds.begin(()), self._waiting.append
         hold = self.holds.begin(units)
         self.fetch(cold, _nothing, touches=touches)
-        self.holds.grow(hold, size)
+        self.holds.grow(hold, size, stays=touches)
         return hold, partial(self.fetch, cold, touches=touches)
 
     def _after_a_hold(self) -> None:
@@ -170,7 +172,8 @@ class Fetching:
                 group.then()
 
     def _fetch_to_stay(self, values: list[Cold], *, touches: bool) -> list[_Job]:
-        slots = [self._contents.arena.allocate(value.size) for value in values]
+        arena = self._contents.arena if touches else self._copied
+        slots = [arena.allocate(value.size) for value in values]
         parts = [slice(start, start + _VALUES_PER_READ) for start in range(0, len(values), _VALUES_PER_READ)]
         return [self._begin_to_stay(values[part], slots[part], touches=touches) for part in parts]
 

@@ -302,17 +302,20 @@ class DiskLimit:
     def _freed(self, stay: Collection[bytes], *, alone: bool, last: bool) -> Iterator[int]:
         """Evict one unit after another. Yields the bytes freed so far."""
         stored, usage, freed = self._stored, self._stored.usage, 0
-        for unit in self._going(alone=alone, last=last):
-            name, names = name_of_unit(unit), [one for one in names_in(unit) if stored.has(one)]
-            if name in stay or not names:
+        for unit in self.evictable(alone=alone, last=last):
+            if name_of_unit(unit) in stay or not (names := [one for one in names_in(unit) if stored.has(one)]):
                 continue
             freed += sum(map(usage.size_of, names))
-            usage.remove_unit(name)
-            stored.counts.evicted += len(names)
-            self._contents.evict(unit, room="disk")
+            self.evict(unit, names, room="disk")
             yield freed
 
-    def _going(self, *, alone: bool, last: bool) -> Iterator[Unit]:
+    def evict(self, unit: Unit, names: Collection[bytes], *, room: str) -> None:
+        """Evict a unit from memory and disk. `names` are its names on disk; `room` is the limit's."""
+        self._stored.usage.remove_unit(name_of_unit(unit))
+        self._stored.counts.evicted += len(names)
+        self._contents.evict(unit, room=room)
+
+    def evictable(self, *, alone: bool = False, last: bool = True) -> Iterator[Unit]:
         """Yield the units on disk in the order of eviction, without held, leased and pinned ones.
 
         With `alone`, only units on disk only; with `last`, also blocks that other blocks extend, and short strings.

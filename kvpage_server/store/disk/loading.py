@@ -164,6 +164,7 @@ class Loader:
             size, last = records.size_of(header), self._seconds(used)
             cold = Cold(name, size, expires=expires, header=header, unit=block, used=last)
             entries[key] = cold
+            self._catalogue.key_bytes += len(key)
             block.add(layer, head, kv_type)
             know(name, unit, records.footprint_of(len(block.req_id), cold.size))
             if expires:

@@ -29,12 +29,13 @@ class TooMuch(Exception):
 class Hold:
     """Units that are held for one command. The hold ends with its last reference, or after `LONGEST`."""
 
-    __slots__ = ("__weakref__", "_holds", "since", "size", "units")
+    __slots__ = ("__weakref__", "_holds", "since", "size", "stays", "units")
 
     def __init__(self, holds: Holds, units: Iterable[Unit]) -> None:
         self._holds = holds
         self.units: frozenset[Unit] = frozenset(units)
         self.size = 0  # bytes that were loaded for it
+        self.stays = True  # whether these are in the index, and not only shown
         self.since = monotonic()  # seconds
 
     def __del__(self) -> None:
@@ -42,10 +43,11 @@ class Hold:
 
 
 class Holds:
-    """All holds. `bytes` is the size of values loaded for them; `on_end` is called when it decreases."""
+    """All holds. `on_end` is called when `bytes` decreases."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = 0  # size of the values that were loaded for them
+        self.bytes_to_stay = 0  # of these, the size of the values that are not only shown
         self.on_end: Callable[[], object] | None = None
         self._counts: dict[Unit, int] = {}  # number of holds of each held unit
         self._holds: WeakSet[Hold] = WeakSet()
@@ -60,10 +62,12 @@ class Holds:
             self._counts[unit] = self._counts.get(unit, 0) + 1
         return hold
 
-    def grow(self, hold: Hold, size: int) -> None:
-        """Count bytes that are loaded for a hold."""
+    def grow(self, hold: Hold, size: int, *, stays: bool) -> None:
+        """Count bytes that are loaded for a hold. `stays` is False if they will only be shown."""
         hold.size += size
+        hold.stays = stays
         self.bytes += size
+        self.bytes_to_stay += size * stays
 
     def end(self, hold: Hold) -> None:
         """Release the units of a hold, which may be dropped again."""
@@ -73,6 +77,7 @@ class Holds:
                 self._counts[unit] = left
         size, hold.size, hold.units = hold.size, 0, frozenset()
         self.bytes -= size
+        self.bytes_to_stay -= size * hold.stays
         if size and self.on_end is not None:
             self.on_end()
 

@@ -207,8 +207,11 @@ class DiskTier:
         failing = self.behind.failing
         lost = await self.behind.close()
         await self.fetching.close()
-        self.disk.close()
         why = self.behind.failing or failing
+        try:
+            self.disk.close()
+        except (DiskError, DiskFull) as error:
+            return f"the store cannot be closed, {lost} values that were to be written are not on disk: {why or error}"
         return f"{lost} values that were to be written are not on disk: {why}" if lost else ""
 
     # -- stored values -------------------------------------------------------------------------------------------------
@@ -274,7 +277,7 @@ class DiskTier:
 
     @property
     def held(self) -> int:
-        return self.fetching.holds.bytes
+        return self.fetching.holds.bytes_to_stay
 
     def holds(self, unit: Unit) -> bool:
         return unit in self.fetching.holds
@@ -311,6 +314,13 @@ class DiskTier:
         if not self.behind.failing and self._waits(unit):
             return False
         self._contents.evict(unit)
+        return True
+
+    def evictable(self) -> Iterator[Unit]:
+        return self.limit.evictable()
+
+    def evict_everywhere(self, unit: Unit) -> bool:
+        self.limit.evict(unit, [name for name in names_in(unit) if self.stored.has(name)], room="memory")
         return True
 
     def _waits(self, unit: Unit) -> bool:

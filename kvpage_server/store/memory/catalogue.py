@@ -29,6 +29,7 @@ class Catalogue:
         # Values by key. Pages of extents and of unloaded blocks have no entry. So every key is in exactly one of:
         # `entries`, an extent of the index, the rows of an unloaded block.
         self.entries: dict[bytes, Entry] = {}
+        self.key_bytes = 0  # sum of the lengths of the keys in `entries`
         self.index = PageIndex()
         self._in_extents = 0  # number of pages in extents
         self._scans: ScanOrder[Place] = ScanOrder(self.places, self.__len__)
@@ -131,8 +132,14 @@ class Catalogue:
     def put(self, key: bytes, entry: Entry) -> None:
         """Set the entry of a key."""
         if key not in self.entries:
+            self.key_bytes += len(key)
             self._list(key)
         self.entries[key] = entry
+
+    def pop(self, key: bytes) -> Entry:
+        """Remove the entry of a key, which must exist, and return it."""
+        self.key_bytes -= len(key)
+        return self.entries.pop(key)
 
     @property
     def listed(self) -> list[bytes] | None:
@@ -164,6 +171,7 @@ class Catalogue:
             for (key, *spot), span in zip(block.page_names(), spans, strict=True)
         }
         self.entries.update(pages)
+        self.key_bytes += sum(map(len, pages))
         if self._scans.current is not None:
             self.list_all(pages)
         self._in_extents -= len(pages)
@@ -174,7 +182,7 @@ class Catalogue:
         """Remove the entries of a block's pages. Return the number of pages with an expiry. The block is unchanged."""
         extent = block.extent
         if extent is None:
-            return sum(bool(self.entries.pop(key).expires) for key in block.page_keys())
+            return sum(bool(self.pop(key).expires) for key in block.page_keys())
         self._in_extents -= block.pages
         return block.pages if extent.expires else 0
 
@@ -200,7 +208,7 @@ class Catalogue:
     def clear(self) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """Remove all keys. Return the former entries and the former requests of the index."""
         old, self.entries = self.entries, {}
-        self._in_extents = 0
+        self._in_extents = self.key_bytes = 0
         self._scans.clear()
         self._strays.clear()
         return old, self.index.clear()

@@ -318,6 +318,7 @@ class PageIndex:
         self._order: tuple[bytes, list[int]] | None = None  # the last listed request, and its page ids in order
         self.blocks = 0  # number of all blocks
         self.resting = 0  # number of pages in unloaded blocks
+        self.name_bytes = 0  # sum of the lengths of `req_id` of all blocks
         self.on_waking: Callable[[Block, bytes], None] | None = None  # adds the pages of such rows to a new block
 
     def __len__(self) -> int:
@@ -336,6 +337,7 @@ class PageIndex:
                 self._order = None
             block = request[page] = Block(req_id, page)
             self.blocks += 1
+            self.name_bytes += len(req_id)
         elif type(block) is not Block:
             block = self._wake(req_id, page)
         return block
@@ -353,6 +355,7 @@ class PageIndex:
         known = request.get(page)
         if known is None:
             self.blocks += 1
+            self.name_bytes += len(req_id)
             request[page] = rows
         else:
             assert isinstance(known, bytes)
@@ -386,6 +389,7 @@ class PageIndex:
         request = self.requests[block.req_id]
         del request[block.page]
         self.blocks -= 1
+        self.name_bytes -= len(block.req_id)
         if not request:
             del self.requests[block.req_id]
 
@@ -421,9 +425,10 @@ class PageIndex:
         """Whether a client scans requests: then new blocks must be created by `open`."""
         return self._scans.current is not None
 
-    def note_made(self, count: int) -> None:
-        """Count blocks that the core has added to `requests`."""
+    def note_made(self, count: int, name_bytes: int) -> None:
+        """Count blocks that the core has added to `requests`. `name_bytes` is the sum of the lengths of `req_id`."""
         self.blocks += count
+        self.name_bytes += name_bytes
         self._order = None
 
     def of(self, req_id: bytes) -> list[Block]:
@@ -460,5 +465,5 @@ class PageIndex:
         old, self.requests = self.requests, {}
         self._scans.clear()
         self._order = None
-        self.blocks = self.resting = 0
+        self.blocks = self.resting = self.name_bytes = 0
         return old

@@ -230,6 +230,9 @@ class KeyspaceMachine(RuleBasedStateMachine):
         assert self.keys.arena.used == slots
         assert self.keys.memory.used == slots + texts
         assert self.keys.arena.held >= slots
+        catalogue, index = self.keys.contents.catalogue, self.keys.index
+        assert catalogue.key_bytes == sum(map(len, catalogue.entries))
+        assert index.name_bytes == sum(len(block.req_id) for block in index)
 
     @invariant()
     def the_index_knows_every_page_and_no_other(self) -> None:

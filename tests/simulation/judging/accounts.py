@@ -26,6 +26,10 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     texts = sum(len(key) + entry.size + TEXT_OVERHEAD for key, entry in entries.items() if type(entry) is Text)
     if contents.texts != texts:
         yield f"{contents.texts} bytes of short strings are counted, there are {texts}"
+    key_bytes, name_bytes = sum(map(len, entries)), sum(_lengths_of_names(keyspace))
+    if (contents.catalogue.key_bytes, contents.index.name_bytes) != (key_bytes, name_bytes):
+        counted = f"{contents.catalogue.key_bytes} and {contents.index.name_bytes}"
+        yield f"keys and names of blocks have {key_bytes} and {name_bytes} bytes, counted are {counted}"
     if not memory.receiving and not server.in_flight:
         held = sum(slot.footprint for slot in _slots(server))
         if keyspace.arena.used < held:  # it may be more: a removed value may still be referenced
@@ -44,6 +48,12 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
         most = memory.maxmemory + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
         if memory.used > most:
             yield f"{memory.used} bytes are used of a maxmemory of {memory.maxmemory}, {just_stored} were just stored"
+
+
+def _lengths_of_names(keyspace: Keyspace) -> Iterator[int]:
+    """The length of the request id of each block."""
+    for req_id, blocks in keyspace.index.requests.items():
+        yield from (len(req_id) for _ in blocks)
 
 
 def _mistaken_expiry(keyspace: Keyspace) -> Iterator[str]:

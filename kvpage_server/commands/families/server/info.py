@@ -103,6 +103,7 @@ def _memory(server: Server) -> Fields:
         "used_memory_overhead": server.in_flight,
         "used_memory_startup": 0,
         "used_memory_dataset": max(used - server.in_flight, 0),
+        "used_memory_index": keyspace.memory.index_size,
         "total_system_memory": total,
         "total_system_memory_human": human(total),
         **_maxmemory(server),

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -366,3 +367,68 @@ def test_arguments_of_a_failed_write_are_freed_at_once(tmp_path: Path) -> None:
         assert known() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
+def test_removals_of_new_values_take_no_memory(tmp_path: Path) -> None:
+    """While the disk cannot be written, a value that is removed before it was written leaves the queue."""
+    with start_server(*TIERED, directory=tmp_path, killed=True) as server, server.client() as client:
+        client.set("first", body(SIZE))
+        settle(client)
+        unlimited = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+        client.set("second", body(SIZE))
+        until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+        before = disk_info(client)["disk_waiting_bytes"]
+        for i in range(100):
+            key = f"{i}".encode().ljust(1 << 20, b"k")
+            client.set(key, "text")
+            client.delete(key)
+            client.execute_command("KVPAGESET", f"r{i}", 0, 0, 0, 0, 1, 1, 1, 0, b"ab")
+            client.delete(f"kv:r{i}:0:0:0:0")
+        assert disk_info(client)["disk_waiting_bytes"] == before
+        assert server.rss() < 300 << 20
+        client.delete("first")  # it is on disk, so its removal waits
+        assert disk_info(client)["disk_waiting_bytes"] > before
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, unlimited)
+        settle(client)
+        server.stop(signal.SIGKILL)
+    with tiered(tmp_path) as (_, client):
+        assert client.keys() == [b"second"]
+
+
+def test_a_limit_of_file_sizes_lowers_maxdisk(tmp_path: Path) -> None:
+    """With `ulimit -f`, values are evicted as with `maxdisk`, and everything is written."""
+    most = 24 << 20
+    limited = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({most}, {most}))"
+    program = ("-c", f"{limited}; from kvpage_server.app import main; main()")
+    options = (*TIERED, "--maxmemory", "8mb")
+    with start_server(*options, directory=tmp_path, program=program) as server, server.client() as client:
+        assert client.config_get("maxdisk") == {"maxdisk": str(most)}
+        for i in range(600):
+            client.set(f"key:{i}", body(SIZE, i))
+        settle(client)
+        assert disk_info(client)["disk_failing"] == ""
+        assert (tmp_path / FILE).stat().st_size <= most
+        assert client.info("stats")["evicted_keys"] > 300
+        assert client.get("key:599") == body(SIZE, 599)
+        assert "no larger file (ulimit -f)" in server.log
+
+
+def test_a_removed_directory_is_reported(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(AssertionError, match="exit code 1"):
+        stop_without_a_directory(tmp_path / "store", log)
+    shown = log.read_text(encoding="utf-8")
+    assert "the store cannot be closed, 1 values that were to be written are not on disk" in shown
+    assert "Traceback" not in shown
+
+
+def stop_without_a_directory(directory: Path, log: Path) -> None:
+    directory.mkdir()
+    with start_server(*TIERED, directory=directory, name=str(log)) as server, server.client() as client:
+        client.set("key", body(SIZE))
+        settle(client)
+        shutil.rmtree(directory)
+        client.set("other", body(SIZE))
+        until(lambda: "No such file" in disk_info(client)["disk_failing"])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from contextlib import suppress
 from itertools import islice, permutations
+from pathlib import Path
 
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from servers import start_server
-from stored_pages import set_block
+from servers import start_server, with_constants
+from stored_pages import set_block, set_page
 from waiting import until
 
 from kvpage_server.page import unix_ms
@@ -324,6 +326,48 @@ def test_plain_strings_take_part_and_memory_keeps_its_limit(policy: str) -> None
         assert keys.memory.used <= 100_000
     assert keys.counters.evicted == 1000 - len(keys)
     assert keys.find(text(999)) is not None
+
+
+@pytest.mark.parametrize("stored", ["pages", "blocks", "strings"])
+def test_the_index_is_limited_too(stored: str) -> None:
+    """Small values with long names take more memory in the index than in the arena."""
+    program = with_constants("kvpage_server.store.memory_limit", LEAST_INDEX=100_000)
+    with start_server("--maxmemory", "80000", program=program) as server, server.client() as client:
+        for number in range(1000):
+            name = f"{number}".zfill(200)
+            if stored == "pages":
+                set_page(client, name, body=b"x")
+            elif stored == "blocks":
+                set_block(client, name, 0, size=1)
+            else:
+                client.set(name, "x")
+            memory = client.info("memory")
+            assert memory["used_memory_index"] <= 101_000  # room is made before a write
+            assert memory["used_memory"] <= 81_000
+        assert 50 < client.dbsize() < 900
+        client.config_set("maxmemory-policy", "noeviction")
+        with suppress(redis.ResponseError):
+            client.mset({f"more {number}": "x" for number in range(1000)})
+        with pytest.raises(redis.ResponseError, match="command not allowed when used memory > 'maxmemory'"):
+            client.set("another", "x")
+
+
+def test_with_a_disk_a_full_index_evicts_the_oldest_units(tmp_path: Path) -> None:
+    options = ("--store", "tiered", "--maxmemory", "16mb", "--maxdisk", "256mb")
+    program = with_constants("kvpage_server.store.memory_limit", LEAST_INDEX=1 << 20)
+    with start_server(*options, directory=tmp_path, program=program) as server, server.client() as client:
+        for start in range(0, 40_000, 1000):
+            pipeline = client.pipeline(transaction=False)
+            for number in range(start, start + 1000):
+                name = f"{number}".zfill(200)
+                pipeline.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 1, 1, 0, b"ab")
+            pipeline.execute()
+        info = client.info()
+        assert info["used_memory_index"] <= 17 << 20
+        assert 5_000 < client.dbsize() < 20_000
+        assert info["evicted_keys"] == 40_000 - client.dbsize()
+        assert client.execute_command("KVPAGEGET", "39999".zfill(200), 0, 0, 0, 0) == b"ab"
+        assert client.execute_command("KVPAGEGET", "0".zfill(200), 0, 0, 0, 0) is None
 
 
 def test_volatile_ttl_evicts_the_soonest_expiry_only() -> None:
