@@ -81,12 +81,13 @@ def main(arguments: list[str] | None = None) -> None:
         return
     signals.begin()
     check_only = words[:1] == ["--check-config"]
+    here = os.getcwd()
     try:
         config = from_arguments(words[1:] if check_only else words)
         choose_defaults(config)
         if "dir" not in config.chosen:
             os.chdir(config.dir)
-            config.dir = os.getcwd()
+            config.dir = here = os.getcwd()
         _check(config)
         if check_only:
             _check_addresses(config)
@@ -94,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         log.start(config)
         enter_data_directory(config)
+        here = config.dir
         server = Server(config, _open_store(config))
         upstream = _upstream(config)
         _load_users(server)
@@ -117,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     ) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
-        where = os.path.join(config.dir, error.filename or "")
+        where = os.path.join(here, error.filename or "")  # `here` may not exist any more
         sys.exit(f"kvpage-server: {where}: {error.strerror or error}")
 
 

@@ -126,7 +126,7 @@ class TestDirectory:
         (home.here / "kvpage.conf").write_text("loglevel notice\n", encoding="utf-8")
         with home.server(file="kvpage.conf") as (client, told):
             assert client.config_get("maxmemory") == {"maxmemory": "0"}
-            assert client.config_get("dir") == {"dir": "."}
+            assert client.config_get("dir") == {"dir": str(home.here)}
         assert "(maxdisk auto: half of the free space and the store together)" in "".join(told)
         assert (home.here / "kvpage.lmdb").exists()
         assert not home.data.exists()

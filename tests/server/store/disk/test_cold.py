@@ -285,9 +285,9 @@ def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyP
     holds, ended = Holds(), []
     holds.on_end = lambda: ended.append(holds.bytes)
     first, second = holds.begin([b"a", b"b"]), holds.begin([b"b"])
-    holds.grow(first, 10)
-    holds.grow(second, 5)
-    assert holds.bytes == 15
+    holds.grow(first, 10, stays=True)
+    holds.grow(second, 5, stays=False)
+    assert (holds.bytes, holds.bytes_to_stay) == (15, 10)
     holds.end_old()
     assert [b"a" in holds, b"b" in holds] == [True, True]
     del first
@@ -296,7 +296,7 @@ def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyP
     holds.end_old()
     assert [b"b" in holds, ended] == [False, [5, 0]]
     del second
-    assert [holds.bytes, ended] == [0, [5, 0]]
+    assert [holds.bytes, holds.bytes_to_stay, ended] == [0, 0, [5, 0]]
 
 
 # -- single commands ---------------------------------------------------------------------------------------------------
