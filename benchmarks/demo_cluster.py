@@ -94,7 +94,7 @@ def _holders(cluster: Cluster) -> list[tuple[Node, int]]:
 
 def _living_masters(cluster: Cluster) -> list[Node]:
     living = [node for node in cluster.nodes if node.process.poll() is None]
-    return [node for node in living if node.told("INFO", "replication")["role"] == "master"]
+    return [node for node in living if node.info_of("INFO", "replication")["role"] == "master"]
 
 
 def _all(cluster: Cluster) -> int:
@@ -109,7 +109,7 @@ def _kill(node: Node) -> None:
 def _await_whole(cluster: Cluster) -> None:
     """Until all slots are served again. Raises ProcessError."""
     deadline = time.monotonic() + _WITHIN
-    while any(node.told("CLUSTER", "INFO")["cluster_state"] != "ok" for node in _living_masters(cluster)):
+    while any(node.info_of("CLUSTER", "INFO")["cluster_state"] != "ok" for node in _living_masters(cluster)):
         if time.monotonic() > deadline:
             raise ProcessError(f"no replica has taken over within {_WITHIN:g} s")
         time.sleep(0.1)

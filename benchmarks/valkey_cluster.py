@@ -66,7 +66,7 @@ class Node:
             client.response_callbacks.clear()
             return client.execute_command(*words)
 
-    def told(self, *words: Any) -> dict[str, str]:
+    def info_of(self, *words: Any) -> dict[str, str]:
         """The fields of an answer that has one in each line."""
         lines = self.ask(*words).decode().splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
@@ -86,7 +86,7 @@ class Node:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all its threads so far, including the kernel's."""
-        info = self.told("INFO", "cpu")
+        info = self.info_of("INFO", "cpu")
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
@@ -202,8 +202,8 @@ def _knows(node: Node, count: int) -> bool:
 
 
 def _is_whole(node: Node, masters: int, replicas: int) -> bool:
-    told, link = node.told("CLUSTER", "INFO"), node.told("INFO", "replication")
-    if told["cluster_state"] != "ok" or int(told["cluster_size"]) != masters:
+    received, link = node.info_of("CLUSTER", "INFO"), node.info_of("INFO", "replication")
+    if received["cluster_state"] != "ok" or int(received["cluster_size"]) != masters:
         return False
     shown = sum(len(ranges) - 3 for ranges in node.ask("CLUSTER", "SLOTS"))  # behind each range's master
     return shown == replicas and (link["role"] == "master" or link["master_link_status"] == "up")
@@ -259,8 +259,8 @@ def stop(directory: Path) -> None:
 
 def _program(pid: int) -> str:
     """Return a process' program; empty if there is none."""
-    told = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, encoding="utf-8", check=False)
-    return told.stdout.strip()
+    received = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, encoding="utf-8", check=False)
+    return received.stdout.strip()
 
 
 def _listens(port: int) -> bool:

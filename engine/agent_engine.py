@@ -305,7 +305,7 @@ class AgentEngine:
         self._closed = True
         for job in list(self._jobs.values()):
             self.cancel(job.uid)
-            _tell(job.on_error, EngineClosedError("the engine was shut down before the answer was complete"))
+            _notify(job.on_error, EngineClosedError("the engine was shut down before the answer was complete"))
         self._batch.shutdown()
 
     def _at(self, stage: Stage) -> Iterator[Job]:
@@ -463,11 +463,11 @@ class AgentEngine:
             else:
                 self._store.publish(done.blocks, label=job.label)
         self._batch.pool.free(done.blocks.block_ids, job.agent_id)
-        _see(job, done, answer.reuse)
+        _end_span(job, done, answer.reuse)
         if done.error:
-            _tell(job.on_error, done.error)
+            _notify(job.on_error, done.error)
         else:
-            _tell(job.on_done, answer)
+            _notify(job.on_done, answer)
         return None
 
     def _fail(self, job: Job, error: Exception) -> None:
@@ -475,7 +475,7 @@ class AgentEngine:
         self._release(job)
         self._let_go(job)
         job.span.end(error)
-        _tell(job.on_error, error)
+        _notify(job.on_error, error)
 
     def _release(self, job: Job) -> None:
         if job.claim:
@@ -491,7 +491,7 @@ class AgentEngine:
             job.loaded = replace(job.loaded, blocks=None)
 
 
-def _see(job: Job, done: CompletedGeneration, reuse: Reuse) -> None:
+def _end_span(job: Job, done: CompletedGeneration, reuse: Reuse) -> None:
     """End the job's span, with the time of its first token."""
     if reuse.time_to_first_token > 0:
         first = job.submitted + reuse.time_to_first_token
@@ -514,9 +514,9 @@ def _see(job: Job, done: CompletedGeneration, reuse: Reuse) -> None:
 _Told = TypeVar("_Told")
 
 
-def _tell(receiver: Callable[[_Told], None], told: _Told) -> None:
+def _notify(receiver: Callable[[_Told], None], received: _Told) -> None:
     """Call a final callback, and log its exception."""
     try:
-        receiver(told)
+        receiver(received)
     except Exception:
         log.exception("a receiver failed")

@@ -366,7 +366,7 @@ class BlockPoolBatchEngine:
         if response.finish_reason or request.text.stopped:
             request.text.finish()
         if request.on_token:
-            request.on_token(request.told(response, ends_text=ends_text))
+            request.on_token(request.token_event(response, ends_text=ends_text))
         if response.uid not in self._running:
             return None
         if response.finish_reason:

@@ -249,10 +249,10 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     _calm_the_collector()
     token = config.web_token or secrets.token_urlsafe(24)
     greet(server, addresses, list(map(name_of, http)), token)
-    told = [*regular_work(server), renew_when(renewing, server)]
+    received = [*regular_work(server), renew_when(renewing, server)]
     if upstream is not None:
-        told.append(upstream.begin())
-    tasks = [asyncio.create_task(one) for one in told]
+        received.append(upstream.begin())
+    tasks = [asyncio.create_task(one) for one in received]
     companion = asyncio.create_task(Companion(listener, http, token, config.web_origin).run()) if http else None
     try:
         await stopping.wait()

@@ -268,11 +268,11 @@ class HttpConnection(H11Protocol):
         self.flow = _Flow(self)
         self._host = self.client[0] if self.client else ""
         self._crowds = self._door.join(self, self._host)
-        self._be_patient()
+        self._start_silence_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._incoming.clear()
-        self._hear()
+        self._stop_silence_timer()
         self._read()
         self._door.leave(self, self._host)
         super().connection_lost(exc)
@@ -296,7 +296,7 @@ class HttpConnection(H11Protocol):
         part = bytes(self._incoming[:SLICE_BYTES])
         del self._incoming[:SLICE_BYTES]
         if not self._requests and not self._silence:
-            self._be_patient()
+            self._start_silence_timer()
         super().data_received(part)
         self._note_asked()
         if self.conn.states == BETWEEN:
@@ -320,7 +320,7 @@ class HttpConnection(H11Protocol):
             self.transport.resume_reading()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._hear()
+        self._stop_silence_timer()
         self._lines = 0
         self._chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
         self._requests += 1
@@ -363,10 +363,10 @@ class HttpConnection(H11Protocol):
             return TOO_MANY
         return None
 
-    def _be_patient(self) -> None:
+    def _start_silence_timer(self) -> None:
         self._silence = self.loop.call_later(HEADERS_SECONDS, self.drop, "silent")
 
-    def _hear(self) -> None:
+    def _stop_silence_timer(self) -> None:
         if self._silence:
             self._silence.cancel()
             self._silence = None

@@ -247,4 +247,4 @@ def measured(quick: bool) -> tuple[list[Finding], str]:
         for shape, count in WORKS.items():
             blocks, rounds = (max(count // 8, 1), 1) if quick else (count, ROUNDS)
             findings += _measured(three, one, gateway, servers, shape, blocks, rounds)
-        return findings, three.nodes[0].told("INFO", "server")["valkey_version"]
+        return findings, three.nodes[0].info_of("INFO", "server")["valkey_version"]

@@ -62,13 +62,13 @@ def _run(command: str, server: Server, op: str, size: int) -> Pass:
     adapter = {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 4}
     rounds = SIZES[size]
     with tempfile.TemporaryDirectory() as directory:
-        told = Path(directory, "told.json")
+        received = Path(directory, "told.json")
         words = ["bench", "l2", "--l2-adapter", json.dumps(adapter), "--only", op, "--num-keys", str(KEYS)]
-        options = ["--data-size-kb", str(size), "--rounds", str(rounds), "--format", "json", "--output", str(told)]
+        options = ["--data-size-kb", str(size), "--rounds", str(rounds), "--format", "json", "--output", str(received)]
         before = server.cpu_seconds()
         subprocess.run([command, *words, *options], check=True, capture_output=True, timeout=_TIMEOUT, cwd=directory)
         cpu = server.cpu_seconds() - before
-        result: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))["metrics"]["op_0"]
+        result: dict[str, Any] = json.loads(received.read_text(encoding="utf-8"))["metrics"]["op_0"]
     assert result["total_success"] == rounds * KEYS, f"{server.name} answered {result['total_success']} of them well"
     moved = (rounds + 1) * KEYS * size * 1024 / GB  # the first round is for warming up
     return Pass(cpu / moved, rounds * KEYS * size * 1024 / GB / (result["duration_avg_ms"] * rounds / 1000))

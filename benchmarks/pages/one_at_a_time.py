@@ -83,10 +83,10 @@ def _findings(op: str, count: int, size: int, passes: Passes) -> Iterator[Findin
     target, command = TARGETS[count][size], size * KIB / GB
     work = name(op, size, count)
     cpu, seconds = ([middle(passes, server, of) for server in (OURS, VALKEY)] for of in (cpu_of, speed_of))
-    told = " / ".join(f"{value * command * 1e6:.1f}" for value in cpu)
-    yield Finding(work, VALKEY, CPU, told, ratio(passes, OURS, VALKEY, cpu_of), at_most=target.cpu)
-    told = " / ".join(f"{value / command / 1000:.2f}" for value in seconds)
-    yield Finding(work, VALKEY, RATE, told, ratio(passes, OURS, VALKEY, speed_of), at_least=target.speed)
+    received = " / ".join(f"{value * command * 1e6:.1f}" for value in cpu)
+    yield Finding(work, VALKEY, CPU, received, ratio(passes, OURS, VALKEY, cpu_of), at_most=target.cpu)
+    received = " / ".join(f"{value / command / 1000:.2f}" for value in seconds)
+    yield Finding(work, VALKEY, RATE, received, ratio(passes, OURS, VALKEY, speed_of), at_least=target.speed)
 
 
 def kvpage_way(sockets: Sequence[socket.socket], batch: Batch) -> Way:

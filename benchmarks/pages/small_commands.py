@@ -24,8 +24,8 @@ def measure(server: Server, *, pipeline: int, requests: int) -> Rates:
     """One run of redis-benchmark. Raises CalledProcessError when it fails."""
     command = ["redis-benchmark", "-p", str(server.port), "--csv", "-t", "ping_mbulk,set,get", "-c", "50", "-d", "3"]
     command += ["-P", str(pipeline), "-n", str(requests)]
-    told = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
-    return {COMMANDS[row["test"]]: float(row["rps"]) for row in csv.DictReader(told.splitlines())}
+    received = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
+    return {COMMANDS[row["test"]]: float(row["rps"]) for row in csv.DictReader(received.splitlines())}
 
 
 def findings(plan: Plan) -> list[Finding]:

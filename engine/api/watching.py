@@ -111,15 +111,15 @@ class Watching:
     ) -> AsyncIterator[bytes]:
         """Yield a tenant's view as server-sent events, for as long as the engine runs."""
         self.watchers[tenant.name] += 1
-        told, agents = 0, None
+        received, agents = 0, None
         try:
             while self._worker.running:
                 self._ask("running", self._look_at_batch())
                 if time.monotonic() >= self._again:
                     self._ask("agents", self._look_at_agents(engine))
                 seen = self._tenants.setdefault(tenant.name, _Tenancy())
-                new = [answer for answer in seen.answers if answer.number > told]
-                told = new[-1].number if new else told
+                new = [answer for answer in seen.answers if answer.number > received]
+                received = new[-1].number if new else received
                 yield _event("state", self._state(engine, tenant, seen.totals, store_health()))
                 if new:
                     yield _event("answers", [asdict(answer) for answer in new])

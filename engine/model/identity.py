@@ -249,8 +249,8 @@ class _Walk:
             self._alive.append(value)
             self._object(path, value)
 
-    def _put(self, kind: str, told: bytes = b"") -> None:
-        self._hash.update(f"{kind} {len(told)}\n".encode() + told)
+    def _put(self, kind: str, received: bytes = b"") -> None:
+        self._hash.update(f"{kind} {len(received)}\n".encode() + received)
 
     def _hold(self, now: Callable[[], Iterable[Any]]) -> None:
         self.holders.append((now, tuple(now())))

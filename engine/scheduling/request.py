@@ -126,7 +126,7 @@ class Request:
             self.tokens.append(token)
             self.text.add(token)
 
-    def told(self, response: Any, *, ends_text: bool) -> Token:
+    def token_event(self, response: Any, *, ends_text: bool) -> Token:
         """Return the argument of `on_token` for an added token (mlx-lm's GenerationBatch.Response)."""
         text = self.text.read()
         if not self.logprobs:

@@ -197,10 +197,10 @@ class Flusher:
             for entry in self._hot:
                 if agent_id in (None, entry.context.agent_id):
                     if entry.whole and not entry.kept:
-                        entry.owed |= self._save.keys()
+                        entry.unwritten_tiers |= self._save.keys()
                     elif entry.whole and agent_id and self._pages:
-                        entry.owed.add("page")
-                    if entry.owed:
+                        entry.unwritten_tiers.add("page")
+                    if entry.unwritten_tiers:
                         dirty.append(entry.context.agent_id)
         for agent_id in dirty:
             for tier in self._save:
@@ -288,7 +288,7 @@ class Flusher:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _owed(self) -> Iterator[tuple[CacheEntry, Below]]:
-        return ((entry, tier) for entry in self._hot for tier in entry.owed)
+        return ((entry, tier) for entry in self._hot for tier in entry.unwritten_tiers)
 
     def _when(self, entry: CacheEntry, tier: Below) -> float:
         """Return the time.monotonic() from which an entry may be written to a tier."""
@@ -300,7 +300,7 @@ class Flusher:
         with self._writing:
             with self._changed:
                 entry = self._hot.look(agent_id)
-                if entry is None or tier not in entry.owed:
+                if entry is None or tier not in entry.unwritten_tiers:
                     return True
                 context = entry.context
                 self._pool.share(context.block_ids, agent_id)
@@ -343,7 +343,7 @@ class Flusher:
             return
         self._failed.pop(tier, None)
         entry.kept |= self._failures[tier]() is None
-        entry.owed.discard(tier)
-        if not entry.owed:
+        entry.unwritten_tiers.discard(tier)
+        if not entry.unwritten_tiers:
             self._tally.count("dirty_flushes")
             self._hot.written(entry)

@@ -23,7 +23,7 @@ class CacheEntry:
     """An agent's context in memory. Its blocks are held under the agent's name."""
 
     context: AgentBlocks
-    owed: set[Below]  # tiers it is still to be written to; empty when it is clean
+    unwritten_tiers: set[Below]  # tiers it is still to be written to; empty when it is clean
     whole: bool  # the agent's last context; False for a loaded one, which may be only its beginning
     pinned: bool = False
     leaving: bool = False  # evicted, not written yet
@@ -84,17 +84,17 @@ class HotTier:
             entry.leaving = False
         return entry
 
-    def put(self, context: AgentBlocks, owed: Collection[Below], *, whole: bool, kept: bool = False) -> None:
+    def put(self, context: AgentBlocks, unwritten_tiers: Collection[Below], *, whole: bool, kept: bool = False) -> None:
         """Keep a context in place of the agent's last one. Takes over the caller's references.
 
         `kept`: it was loaded from a tier below.
         """
         before = self._entries.get(context.agent_id)
-        entry = CacheEntry(context, set(owed), whole, kept=kept)
+        entry = CacheEntry(context, set(unwritten_tiers), whole, kept=kept)
         entry.sizes = {block.block_id: block.nbytes for block in context.blocks}
         if before:
             entry.pinned = before.pinned
-            if before.owed:
+            if before.unwritten_tiers:
                 entry.dirty_since = before.dirty_since
             self.drop(context.agent_id)
         self._entries[context.agent_id] = entry
@@ -121,7 +121,7 @@ class HotTier:
 
     def abandon(self, stuck: Collection[Below]) -> bool:
         """Drop one leaving context that no tier can take now. Return whether there was one."""
-        stranded = next((entry for entry in self if entry.leaving and entry.owed <= set(stuck)), None)
+        stranded = next((entry for entry in self if entry.leaving and entry.unwritten_tiers <= set(stuck)), None)
         if stranded is None:
             return False
         if not stranded.kept:
@@ -129,15 +129,15 @@ class HotTier:
             log.warning("the context of %s is lost: memory is full, and no tier takes it", stranded.context.agent_id)
         return self.drop(stranded.context.agent_id)
 
-    def coming(self, stuck: Collection[Below]) -> dict[int, int]:
+    def bytes_being_freed(self, stuck: Collection[Below]) -> dict[int, int]:
         """Return the bytes, by block id, that will be free once leaving contexts are written, unless others hold the
         blocks."""
-        return _sizes([entry for entry in self if entry.leaving and not entry.owed <= set(stuck)])
+        return _sizes([entry for entry in self if entry.leaving and not entry.unwritten_tiers <= set(stuck)])
 
     def drop_clean(self) -> None:
         """Drop all clean contexts that are not pinned."""
         for entry in self:
-            if not entry.owed and not entry.pinned:
+            if not entry.unwritten_tiers and not entry.pinned:
                 self.drop(entry.context.agent_id)
                 self.evictions += 1
 
@@ -152,7 +152,7 @@ class HotTier:
 
     def _let_go(self, entry: CacheEntry, stuck: Collection[Below]) -> bool:
         """Drop a clean entry, or mark a dirty one as leaving. Return False if too many bytes are leaving already."""
-        if not entry.owed:
+        if not entry.unwritten_tiers:
             return self.drop(entry.context.agent_id)
         while leaving := [other for other in self if other.leaving]:
             if sum(_sizes([*leaving, entry]).values()) <= self._max_leaving:

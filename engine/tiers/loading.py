@@ -113,7 +113,7 @@ class Loading:
         self._agent_id = wanted.agent_id
         self._tokens = wanted.tokens
         self._memory = memory
-        self._came = came
+        self._on_loaded = came
         self._named = wanted.named
         self._started = time.perf_counter()
         self._settled: Future[float] = Future()  # seconds from its begin to SETTLED
@@ -132,7 +132,7 @@ class Loading:
         if within > 0:
             with self._span.current():
                 self._begin(within)
-        self._go_on()
+        self._advance()
 
     def done(self) -> bool:
         """Return whether `result` returns without waiting."""
@@ -161,7 +161,7 @@ class Loading:
             if is_seen(self._span):
                 self._span.set(tier=found.tier, tokens=found.reach, bytes=self._loaded.nbytes, reason=why)
             self._span.end()
-            self._came(self._loaded, self._tokens)
+            self._on_loaded(self._loaded, self._tokens)
         return self._loaded
 
     def cancel(self) -> None:
@@ -189,7 +189,7 @@ class Loading:
             self._fetch = ways.pages.fetch(
                 self._agent_id, self._tokens, held=held, within=within, beyond=self._memory.reach, named=self._named
             )
-            self._fetch.add_done_callback(lambda _: self._go_on())
+            self._fetch.add_done_callback(lambda _: self._advance())
         for timer in self._timers:
             timer.daemon = True
             timer.start()
@@ -199,7 +199,7 @@ class Loading:
     def _grow_impatient(self, event: LoadEvent) -> None:
         with self._lock:
             self._patience = moved(self._patience, event)
-        self._go_on()
+        self._advance()
 
     def _stop_timers(self) -> None:
         for timer in self._timers:
@@ -212,7 +212,7 @@ class Loading:
         with self._lock:
             self._file.tokens = reach if self._tokens is None else min(reach, len(self._tokens) - 1)
             self._file.state = moved(self._file.state, LoadEvent.LOOKED)
-        self._go_on()
+        self._advance()
 
     def _read(self) -> None:
         """Load the file, on a reader's thread."""
@@ -229,9 +229,9 @@ class Loading:
                 self._file.found, self._file.why = found, why
             else:
                 self._release(found)
-        self._go_on()
+        self._advance()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Settle the load, begin to read the file, or continue to wait. Called after each change of a source or of the
         patience."""
         with self._lock:

@@ -60,8 +60,8 @@ class Claim:
     def settle(self, state: State) -> list[Callable[[], object]]:
         """End the wait, with the lock held. Return the callbacks, which are to be called without the lock."""
         self.state = state
-        told, self._callbacks = self._callbacks, []
-        return told
+        received, self._callbacks = self._callbacks, []
+        return received
 
 
 class Lease(Enum):
@@ -85,12 +85,12 @@ class _Queue:
 
     def dismiss(self, claims: Iterable[Claim]) -> list[Callable[[], object]]:
         """Remove claims, and return the callbacks of waiting ones."""
-        told = []
+        received = []
         for claim in claims:
             self.claims.remove(claim)
             if claim.state == "wait":
-                told += claim.settle("proceed")
-        return told
+                received += claim.settle("proceed")
+        return received
 
     @property
     def waiting(self) -> list[Claim]:
@@ -137,47 +137,47 @@ class Claims:
     def published(self, claim: Claim) -> None:
         with self.lock:
             queue = self._queues.get(claim.name)
-            told = queue.dismiss(queue.waiting) if queue else []
-        _tell(told)
+            received = queue.dismiss(queue.waiting) if queue else []
+        _notify(received)
 
     def release(self, claim: Claim) -> None:
         """Remove a claim, and give it to the next in the queue."""
-        told: list[Callable[[], object]] = []
+        received: list[Callable[[], object]] = []
         with self.lock:
             queue = self._queues.get(claim.name)
             if queue and claim in queue.claims:
-                told = queue.dismiss([claim])
+                received = queue.dismiss([claim])
                 if claim.state == "mine":
-                    told += queue.give()
+                    received += queue.give()
                 self.lock.notify_all()
-        _tell(told)
+        _notify(received)
 
     def close(self) -> None:
         """Release all claims, and let the waiting prompts proceed."""
         with self.lock:
             self._closed = True
-            told = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]
+            received = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]
             self.lock.notify_all()
-        _tell(told)
+        _notify(received)
         self._clock.join()
         self._server.shutdown()
 
     def _watch(self) -> None:
         """Request, renew and release leases when that is due, on a thread of its own."""
         while True:
-            told: list[Callable[[], object]] = []
+            received: list[Callable[[], object]] = []
             with self.lock:
                 for queue in list(self._queues.values()):
-                    told += self._look_after(queue, time.monotonic())
+                    received += self._look_after(queue, time.monotonic())
                 if self._closed and not self._queues:
                     return
-                if not told:
+                if not received:
                     self.lock.wait(POLL_SECONDS if self._queues else None)
-            _tell(told)
+            _notify(received)
 
     def _look_after(self, queue: _Queue, now: float) -> list[Callable[[], object]]:
         """Start the request that is due for a queue, with the lock held. Return the callbacks of claims that end."""
-        told = queue.dismiss([claim for claim in queue.waiting if now - claim.since > PATIENCE_SECONDS])
+        received = queue.dismiss([claim for claim in queue.waiting if now - claim.since > PATIENCE_SECONDS])
         if self._pages and not queue.asking:
             if queue.lease is Lease.OURS and not queue.claims:
                 self._ask(self._give_back, queue)
@@ -186,10 +186,10 @@ class Claims:
             elif queue.waiting and queue.due <= now:
                 self._ask(self._apply, queue)
         if queue.waiting and queue.lease is Lease.UNKNOWN and now - queue.claims[0].since > ANSWER_SECONDS:
-            told += queue.give()
+            received += queue.give()
         if not (queue.claims or queue.asking or queue.lease is Lease.OURS):
             del self._queues[queue.name]
-        return told
+        return received
 
     def _ask(self, question: Callable[[PageTier, _Queue], list[Callable[[], object]]], queue: _Queue) -> None:
         """Send a request about a queue's lease, on the executor's thread."""
@@ -197,16 +197,16 @@ class Claims:
         assert pages
 
         def ask() -> None:
-            told: list[Callable[[], object]] = []
+            received: list[Callable[[], object]] = []
             try:
-                told = question(pages, queue)
+                received = question(pages, queue)
             finally:
                 with self.lock:
                     queue.asking = False
                     if queue.lease is Lease.UNKNOWN:  # it did not answer
                         queue.lease = Lease.ELSEWHERE
                     self.lock.notify_all()
-            _tell(told)
+            _notify(received)
 
         queue.asking = True
         self._server.submit(ask)
@@ -235,6 +235,6 @@ class Claims:
         return []
 
 
-def _tell(callbacks: Iterable[Callable[[], object]]) -> None:
+def _notify(callbacks: Iterable[Callable[[], object]]) -> None:
     for callback in callbacks:
         callback()

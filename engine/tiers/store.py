@@ -181,7 +181,9 @@ class AgentCacheStore:
                 enough = tokens is not None and len(tokens) - 1 - memory.reach < least_tail(self.spec)
             unchanged = self._unchanged.setdefault(agent_id, _Unchanged()) if named else None
         within = within if (self._pages or self._cold) and not enough else 0.0
-        loading = Loading(self._ways, Wanted(agent_id, tokens, named), memory, partial(self._came, unchanged), within)
+        loading = Loading(
+            self._ways, Wanted(agent_id, tokens, named), memory, partial(self._on_loaded, unchanged), within
+        )
         self._loadings.add(loading)
         return loading
 
@@ -240,8 +242,8 @@ class AgentCacheStore:
     def publish_statistics(self) -> None:
         """Publish statistics on the page server every few seconds from now on."""
         if self._pages:
-            told = partial(figures, self.spec.model_id, self._pool, self._tally)
-            self._pages.do_in_background(lambda connection: publish_statistics(connection, told))
+            received = partial(figures, self.spec.model_id, self._pool, self._tally)
+            self._pages.do_in_background(lambda connection: publish_statistics(connection, received))
 
     def delete(self, agent_id: str) -> bool:
         """Delete an agent from every tier. Return whether any tier had it. Blocks that others share stay.
@@ -327,8 +329,8 @@ class AgentCacheStore:
         with self._changed:
             while not self._has_space(blocks, nbytes):
                 stuck = self._flusher.stuck
-                coming = self._hot.coming(stuck)
-                if self._has_space(blocks - len(coming), nbytes - sum(coming.values())):
+                bytes_being_freed = self._hot.bytes_being_freed(stuck)
+                if self._has_space(blocks - len(bytes_being_freed), nbytes - sum(bytes_being_freed.values())):
                     break
                 if not (self._flusher.abandon_prompt() or self._evict(stuck) or self._hot.abandon(stuck)):
                     break
@@ -400,7 +402,7 @@ class AgentCacheStore:
     def metrics(self) -> StoreMetrics:
         """Return the counters, and the use of memory."""
         with self._changed:
-            dirty = [entry for entry in self._hot if entry.owed]
+            dirty = [entry for entry in self._hot if entry.unwritten_tiers]
             return self._tally.snapshot(
                 self._pages,
                 self._cold,
@@ -515,7 +517,7 @@ class AgentCacheStore:
         size = self.spec.block_tokens
         return reach // size < (len(tokens) - 1) // size
 
-    def _came(self, unchanged: _Unchanged | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
+    def _on_loaded(self, unchanged: _Unchanged | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
         """Keep a context from a lower tier in memory: in the tree for all agents, and the agent's own as its context.
 
         If the agent has changed since the load began, the loaded context is older, or was deleted, and is not kept. For
@@ -534,7 +536,7 @@ class AgentCacheStore:
             adopted = self._tree.adopt(blocks)
             self._tree.mark_stored(adopted)
             entry = self._hot.look(blocks.agent_id)
-            if unchanged and not anybodys and not (entry and entry.owed):
+            if unchanged and not anybodys and not (entry and entry.unwritten_tiers):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
                 self._hot.put(adopted, (), whole=whole, kept=True)
                 self._hot.trim(self._flusher.stuck)

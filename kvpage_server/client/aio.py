@@ -85,13 +85,13 @@ class _Drive:
         self._steps = conversation.steps()
         self._watched = 0  # events
         self.over: asyncio.Future[None] = self._loop.create_future()
-        self._go_on(None)
+        self._advance(None)
 
     def close(self) -> None:
         self._watch_for(0)
         self._steps.close()
 
-    def _go_on(self, ready: int | None) -> None:
+    def _advance(self, ready: int | None) -> None:
         if self.over.done():
             return
         if self._moved:
@@ -106,7 +106,7 @@ class _Drive:
             self.over.set_exception(error)
         else:
             if not events:
-                self._loop.call_soon(self._go_on, 0)
+                self._loop.call_soon(self._advance, 0)
             self._watch_for(events)
 
     def _watch_for(self, events: int) -> None:
@@ -115,12 +115,12 @@ class _Drive:
         self._watched = events
         if changed & READ:
             if events & READ:
-                self._loop.add_reader(self._sock, self._go_on, READ)
+                self._loop.add_reader(self._sock, self._advance, READ)
             else:
                 self._loop.remove_reader(self._sock)
         if changed & WRITE:
             if events & WRITE:
-                self._loop.add_writer(self._sock, self._go_on, WRITE)
+                self._loop.add_writer(self._sock, self._advance, WRITE)
             else:
                 self._loop.remove_writer(self._sock)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from kvpage_server.commands.access.guesses import Guesses
+from kvpage_server.commands.access.login_limit import LoginLimiter
 from kvpage_server.commands.access.user import User
 from kvpage_server.commands.access.users import Refusals, Users
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
@@ -72,7 +72,7 @@ class Pause:
     only_writes: bool
 
 
-class Instead(Protocol):
+class RowOverride(Protocol):
     """Gives commands other rows."""
 
     def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
@@ -113,7 +113,7 @@ class Totals:
 class Server:
     """The state that all clients share. `stop` asks the process to end."""
 
-    command_override: Instead | None = None  # where keys lie behind this server, not in it
+    command_override: RowOverride | None = None  # where keys lie behind this server, not in it
     port = 0  # the port that is really listened on
     tls: ssl.SSLContext | None = None  # used by the next encrypted connection
     slow_from = NEVER  # nanoseconds: calls that take longer are noted
@@ -137,7 +137,7 @@ class Server:
         self.started = time.monotonic()
         self.users = Users()
         self.refusals = Refusals(lambda: self.config.acllog_max_len)
-        self.guesses = Guesses()
+        self.login_limit = LoginLimiter()
         self.stats = Stats()
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
         self.latency = Latency()
@@ -293,7 +293,7 @@ class Client:
         now = time.monotonic()
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         queued = len(self.transaction.commands) if self.transaction is not None else -1
-        told = {
+        received = {
             "id": self.id,
             "addr": self.address,
             "laddr": self.local_address,
@@ -326,7 +326,7 @@ class Client:
             "lib-name": self.lib_name.decode("ascii"),
             "lib-ver": self.lib_version.decode("ascii"),
         }
-        return " ".join(f"{name}={value}" for name, value in told.items())
+        return " ".join(f"{name}={value}" for name, value in received.items())
 
     @property
     def redirection(self) -> int:
@@ -427,7 +427,7 @@ class Client:
         """Return whether the client may know that a key exists."""
         return self.user is not None and self.user.may_use(key, READ)
 
-    def hears(self, channel: bytes) -> bool:
+    def may_subscribe(self, channel: bytes) -> bool:
         """Return whether it may know about a channel, or a pattern of channels."""
         return self.user is not None and (self.user.may_listen(channel) or channel in self.user.channels)
 

@@ -74,12 +74,12 @@ class JSONLines(logging.Formatter):
     """One object a line: time, level, message, and the fields in `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, object] = {
+        received: dict[str, object] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "facts", {}),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            received["exception"] = self.formatException(record.exc_info)
+        return json.dumps(received)

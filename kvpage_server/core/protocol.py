@@ -15,7 +15,9 @@ MOST_LISTED = 64  # words of a command that is a list; a command with more is a 
 WORD = 48  # bytes that a word takes in addition to its own
 SCRATCH_SIZE = 128 * 1024  # bytes of the receive buffer
 RECEIVE_TURN = 1024 * 1024  # bytes received in one turn, because other clients wait meanwhile
-MUCH = 64 * 1024  # bytes of one call to receive after which another call is worth its cost, as more may have arrived
+RECEIVE_AGAIN_FROM = (
+    64 * 1024
+)  # bytes of one call to receive after which another call is worth its cost, as more may have arrived
 AHEAD = 4 * 1024  # bytes received after a long word: few, because they have to be copied if the next word is long, too
 DIRECT = IN_PLACE - AHEAD  # missing bytes of a word from which on they are received into its slot
 

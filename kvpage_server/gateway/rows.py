@@ -12,10 +12,10 @@ from kvpage_server.client import BlockName
 from kvpage_server.client.cluster.commands import Write, block_key, block_writes, get_opening, shape_of, simple
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import Postponed
+from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.families.keys.value import checked_page
 from kvpage_server.commands.families.pages.block import read_shape
-from kvpage_server.commands.families.pages.page import PAGES_PER_STEP, new_pages, page_name, told_of
+from kvpage_server.commands.families.pages.page import PAGES_PER_STEP, header_fields, new_pages, page_name
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
 from kvpage_server.commands.steps import Steps, each
 from kvpage_server.commands.table import TABLE, Spec, nothing
@@ -187,7 +187,7 @@ class PagesBehind:
             yield bulk_reply(found)
             return
         left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "tier": "cluster"}
-        yield told_of(found.header) | left
+        yield header_fields(found.header) | left
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

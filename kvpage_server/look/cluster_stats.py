@@ -61,8 +61,10 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
 
         def changed() -> bool:
             """Return whether other masters serve slots now, according to the first master that answers."""
-            told = as_one.of_each(b"CLUSTER", b"SLOTS").items()
-            server, answer = next((server, answer) for server, answer in told if not isinstance(answer, Unavailable))
+            received = as_one.of_each(b"CLUSTER", b"SLOTS").items()
+            server, answer = next(
+                (server, answer) for server, answer in received if not isinstance(answer, Unavailable)
+            )
             return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
 
         args.home, args.unreachable, args.changed = home, lambda: as_one.unreachable, changed
@@ -182,8 +184,8 @@ def _status_table(shares: list[Share]) -> RenderableType:
     columns = "node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients"
     table = table_of(*columns, numbers_from=2, drop=("clients", "server", "limit", "evicted", "reads"))
     for share in shares:
-        told = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_silent(share)]
-        table.add_row(share["url"], *told)
+        received = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_silent(share)]
+        table.add_row(share["url"], *received)
     table.add_row(how_many(len(shares), "node"), "", *_status_cells(_total(shares)), style="bold")
     return Group(table, Text("Valkey and Redis tell nothing of pages, blocks or why something was missed"))
 
@@ -287,8 +289,8 @@ def _top_table(shares: list[Share]) -> RenderableType:
     drop = "clients", "limit", "evicted/s", "received/s", "sent/s"
     table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1, drop=drop)
     for share in shares:
-        told = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_silent(share)]
-        table.add_row(share["url"], *told)
+        received = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_silent(share)]
+        table.add_row(share["url"], *received)
     if _reporting(shares):
         table.add_row("together", *_top_cells(_total(shares), _total_rates(shares)), style="bold")
     return table

@@ -71,8 +71,8 @@ class PagesOnStrings:
         for some, _ in asked:
             for command in some:
                 pipeline.execute_command(*command)
-        told = iter(pipeline.execute(raise_on_error=False))
-        return [read([next(told) for _ in some]) for some, read in asked]
+        received = iter(pipeline.execute(raise_on_error=False))
+        return [read([next(received) for _ in some]) for some, read in asked]
 
     def _look_for(self, req_id: bytes) -> None:
         """Scan for the strings of a request, to fill `_blocks` and `_pages`. Raises ResponseError."""
@@ -101,15 +101,17 @@ class PagesOnStrings:
             return [[*command[:-1], b"string"]], self._requests
         if name == b"KVPAGEINDEX":
             asked, read = self._parts(req_id)
-            return asked, (lambda told: _total(read(told))) if more == [b"TOTAL"] else read
+            return asked, (lambda received: _total(read(received))) if more == [b"TOTAL"] else read
         if name == b"KVPAGESTAT":
-            return [[b"EXISTS", block_key((req_id, int(more[2])))]], lambda told: _THERE if told == [1] else None
+            return [
+                [b"EXISTS", block_key((req_id, int(more[2])))]
+            ], lambda received: _THERE if received == [1] else None
         if name == b"KVPAGEWHY" and more:
             return self._why_page(PageKey(req_id, *map(int, more)))
         if name == b"KVPAGEWHY":
             asked, read = self._parts(req_id)
-            return asked, lambda told: _why(read(told))
-        return [command], lambda told: told[0]
+            return asked, lambda received: _why(read(received))
+        return [command], lambda received: received[0]
 
     def _stat(self, key: PageKey) -> dict[str, Any] | None:
         """Return KVPAGESTAT's reply for a page, which is a string of its own or a part of its block's string."""
@@ -122,11 +124,15 @@ class PagesOnStrings:
         found = ask(b"GETRANGE", *place)
         if not found:
             return None
-        told = asdict(PageHeader.parse(found))
-        del told["flags"]
-        named = {"type": told.pop("kv_type"), "bytes": told.pop("body_size"), "checksum": b"%016x" % told["checksum"]}
+        received = asdict(PageHeader.parse(found))
+        del received["flags"]
+        named = {
+            "type": received.pop("kv_type"),
+            "bytes": received.pop("body_size"),
+            "checksum": b"%016x" % received["checksum"],
+        }
         left = {"ttl_left_ms": ask(b"PTTL", place[0]), "url": self._store.home(place[0])}
-        return told | named | _THERE | left
+        return received | named | _THERE | left
 
     def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
         """Return KVPAGEVERIFY's reply. Read one string at a time, and delete corrupt strings."""
@@ -149,9 +155,9 @@ class PagesOnStrings:
         self._store.execute_command(b"UNLINK", key)
         return pages
 
-    def _requests(self, told: Answers) -> Any:
+    def _requests(self, received: Answers) -> Any:
         """Return SCAN's reply, with an index key for each request. Note the requests' pages and blocks."""
-        (answer,) = told
+        (answer,) = received
         if isinstance(answer, redis.ResponseError):
             return answer
         cursor, keys = answer
@@ -178,12 +184,12 @@ class PagesOnStrings:
             asked += [[b"GETRANGE", key, 0, OPENING_SIZE - 1], [b"STRLEN", key]]
         asked += [[b"STRLEN", bytes(page)] for page in pages]
 
-        def read(told: Answers) -> Any:
-            if refusal := next((one for one in told if isinstance(one, redis.ResponseError)), None):
+        def read(received: Answers) -> Any:
+            if refusal := next((one for one in received if isinstance(one, redis.ResponseError)), None):
                 return refusal
-            openings, lengths = told[: 2 * len(numbers) : 2], told[1 : 2 * len(numbers) : 2]
+            openings, lengths = received[: 2 * len(numbers) : 2], received[1 : 2 * len(numbers) : 2]
             found = [*map(_of_block, numbers, openings, lengths)]
-            found += _of_pages(pages, told[2 * len(numbers) :])
+            found += _of_pages(pages, received[2 * len(numbers) :])
             return sorted(filter(None, found), key=lambda part: int(part["page"]))
 
         return asked, read
@@ -191,8 +197,8 @@ class PagesOnStrings:
     def _why_page(self, key: PageKey) -> Asked:
         block = block_key((key.req_id, key.page))
 
-        def read(told: Answers) -> Any:
-            there, opening = told
+        def read(received: Answers) -> Any:
+            there, opening = received
             shape = shape_of(opening) if isinstance(opening, bytes) else None
             in_block = shape is not None and ranges_of_page(key, shape) is not None
             where = {"url": self._store.home(bytes(key))} if there == 1 else {}
@@ -241,9 +247,9 @@ def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None
     if shape is None:
         return None
     planes = [int(plane.kv_type) for plane in shape.planes]
-    told = {"page": number, "pages": shape.pages, "layers": shape.layers, "heads": shape.heads, "planes": planes}
+    received = {"page": number, "pages": shape.pages, "layers": shape.layers, "heads": shape.heads, "planes": planes}
     complete = length == head_size(shape) + shape.nbytes
-    return told | {"complete": int(complete), "bytes": shape.nbytes, "memory": length}
+    return received | {"complete": int(complete), "bytes": shape.nbytes, "memory": length}
 
 
 def _total(parts: Any) -> Any:
@@ -266,10 +272,10 @@ def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str,
     for number, pages in blocks.items():
         layers, heads = (1 + max(getattr(key, name) for key, _ in pages) for name in ("layer", "head"))
         planes = sorted({int(key.kv_type) for key, _ in pages})
-        told = {"page": number, "pages": len(pages), "layers": layers, "heads": heads, "planes": planes}
+        received = {"page": number, "pages": len(pages), "layers": layers, "heads": heads, "planes": planes}
         size = sum(length for _, length in pages)
         whole = len(pages) == layers * heads * len(planes)
-        found.append(told | {"complete": int(whole), "bytes": size - HEADER_SIZE * len(pages), "memory": size})
+        found.append(received | {"complete": int(whole), "bytes": size - HEADER_SIZE * len(pages), "memory": size})
     return found
 
 

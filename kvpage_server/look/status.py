@@ -32,8 +32,8 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
     def frame() -> RenderableType:
         now = overview(store, args.url)
-        told = _told(now) if now.everything else _tenant_lines(store, now)
-        return Group(headline(args.url, now), titled(told))
+        received = _told(now) if now.everything else _tenant_lines(store, now)
+        return Group(headline(args.url, now), titled(received))
 
     return watch(args, frame, lambda: _as_json(store, args.url))
 

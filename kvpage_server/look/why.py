@@ -80,8 +80,8 @@ def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
         raise LookError(_no_agent(store, args.key))
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:
-        told = [context_as_json(agent, places, args) for agent, places in contexts]
-        print_json({"url": shown(args.url), "unreachable": args.unreachable(), "contexts": told})
+        received = [context_as_json(agent, places, args) for agent, places in contexts]
+        print_json({"url": shown(args.url), "unreachable": args.unreachable(), "contexts": received})
         return True
     for agent, places in contexts:
         _show_context(agent, places)
@@ -284,9 +284,9 @@ def _lost(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
         )
     except redis.ResponseError:  # from a gateway, an earlier version, or for a long pattern
         return [], 0
-    told = [named(answer) for answer in answers if not refused(answer)]
-    losses = [_texts(named(loss)) for answer in told for loss in answer["strings"]]
-    return sorted(losses, key=lambda loss: -loss["at"]), max((answer["since"] for answer in told), default=0)
+    received = [named(answer) for answer in answers if not refused(answer)]
+    losses = [_texts(named(loss)) for answer in received for loss in answer["strings"]]
+    return sorted(losses, key=lambda loss: -loss["at"]), max((answer["since"] for answer in received), default=0)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -319,8 +319,8 @@ async def _metrics(request: Request) -> Response:
     if observer is None:
         return PlainTextResponse("the store does not take this password or token\n", 401, ASK)
     closed, overview, engines = dict(request.app.state.closed), await observer.overview(), await observer.engines()
-    told = await asyncio.to_thread(exposition, overview, closed, engines)
-    return Response(told, media_type=EXPOSITION)
+    received = await asyncio.to_thread(exposition, overview, closed, engines)
+    return Response(received, media_type=EXPOSITION)
 
 
 async def _health(request: Request) -> Response:
@@ -330,10 +330,10 @@ async def _health(request: Request) -> Response:
 async def _log_in(request: Request) -> Response:
     """Takes a form of `user` and `password`. Redirects to the first page, or back to the form with ?wrong."""
     try:
-        told = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
+        received = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
     except ValueError as error:
         raise HTTPException(400, "a form of user and password has no more than 8 fields") from error
-    user, password = (told.get(name, [""])[0] for name in ("user", "password"))
+    user, password = (received.get(name, [""])[0] for name in ("user", "password"))
     return await log_in(request, user or DEFAULT, password)
 
 

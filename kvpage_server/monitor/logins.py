@@ -144,18 +144,18 @@ def cookie_name(request: Request) -> str:
 def credentials(request: Request) -> tuple[str, str] | None:
     """User and password of HTTP's basic authentication, or "" and a bearer token; None without the header. Raises
     Malformed."""
-    told = request.headers.getlist("authorization")
-    if not told:
+    received = request.headers.getlist("authorization")
+    if not received:
         return None
-    scheme, _, encoded = told[0].partition(" ")
-    if len(told) == 1 and scheme.lower() == "bearer" and encoded.strip():
+    scheme, _, encoded = received[0].partition(" ")
+    if len(received) == 1 and scheme.lower() == "bearer" and encoded.strip():
         return "", encoded.strip()
     try:
         raw = base64.b64decode(encoded.strip().encode("latin-1"), validate=True)
         user, colon, password = raw.decode().partition(":")
     except ValueError as error:  # of base64's, or of UTF-8's
         raise Malformed from error
-    if len(told) > 1 or scheme.lower() != "basic" or not colon:
+    if len(received) > 1 or scheme.lower() != "basic" or not colon:
         raise Malformed
     return user or DEFAULT, password
 

@@ -94,7 +94,7 @@ class Companion:
             ours.send(self._first)  # not an argument, which every user of the machine can read
             loop.add_reader(ours, self._take, ours)
             try:
-                await _tell(process)
+                await _notify(process)
                 return await process.wait()
             finally:
                 loop.remove_reader(ours)
@@ -123,7 +123,7 @@ class Companion:
             self._listener.take(sock, address, None, needs_password=address == words)
 
 
-async def _tell(process: Process) -> None:
+async def _notify(process: Process) -> None:
     """Copy the process's output to the log until it ends."""
     assert process.stderr is not None
     while said := await process.stderr.read(1 << 16):

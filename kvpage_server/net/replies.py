@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.chunked import execute
-from kvpage_server.commands.dispatch.disk import Paused, Postponed, is_unqueued
+from kvpage_server.commands.dispatch.checks import Paused, Postponed, is_unqueued
+from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.dispatch.run import caller_of, finish_call
 from kvpage_server.core import Callee, Command, Parser
 from kvpage_server.core.pieces import Piece, lent
@@ -296,11 +296,11 @@ class CommandRunner:
     def _take_over(self, command: Command, row: Callee, reply: Reply, error: Exception | None) -> None:
         """Turn the result of a call on the fast path into replies."""
         try:
-            told = finish_call(self._client, row.what, command, reply, error)
+            received = finish_call(self._client, row.what, command, reply, error)
         except Postponed as postponed:
             self._put_off(command, self._parser.received, postponed)
             raise
-        if self._replies.add(told):
+        if self._replies.add(received):
             self._send()
 
     def _answer(self, command: Command) -> None:

@@ -112,12 +112,12 @@ class _Unfinished:
         end = time.monotonic_ns() + TURN
         for step in self._steps:
             if type(step) is Wait:
-                step.start(self._go_on)
+                step.start(self._advance)
                 return True
             if time.monotonic_ns() > end:
-                self._go_on()
+                self._advance()
                 return True
         return False
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         self._line.join(self)

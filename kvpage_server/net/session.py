@@ -9,10 +9,10 @@ from functools import partial
 from time import monotonic, monotonic_ns
 
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.dispatch.disk import Paused, Postponed
+from kvpage_server.commands.dispatch.checks import Paused, Postponed
 from kvpage_server.commands.steps import freed
 from kvpage_server.core import Parser, ProtocolError, Scratch
-from kvpage_server.core.protocol import MUCH, RECEIVE_TURN
+from kvpage_server.core.protocol import RECEIVE_AGAIN_FROM, RECEIVE_TURN
 from kvpage_server.net import connection_memory
 from kvpage_server.net.connection_memory import ConnectionMemory
 from kvpage_server.net.replies import CommandRunner, Replies
@@ -101,7 +101,7 @@ class Session:
             self.client.active = monotonic()
             self._run()
             taken += count
-            if count < MUCH or taken >= RECEIVE_TURN or self._state is not READING:
+            if count < RECEIVE_AGAIN_FROM or taken >= RECEIVE_TURN or self._state is not READING:
                 return
 
     def received(self, data: bytes) -> None:
@@ -322,12 +322,12 @@ class Session:
             return
         self._awaited += 1
         try:
-            wait.start(self._go_on)
+            wait.start(self._advance)
         except MemoryError:
             log.error("there is no memory for what %s asks for", self.client.address)
             self.abort()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Send the replies that waited for the disk, or an error if their writes are not on disk."""
         self._awaited -= 1
         if self._awaited or not self._move(SessionEvent.ALL_CAME):

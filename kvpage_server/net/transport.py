@@ -119,7 +119,7 @@ class SocketTransport:
     def renew(self) -> None:
         self._outbox.renew()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Send more output."""
         try:
             self.bytes_out += self._outbox.send(self._descriptor)
@@ -134,7 +134,7 @@ class SocketTransport:
         if self.queued:
             if not self._writing:
                 self._writing = True
-                self._loop.add_writer(self._sock, self._go_on)
+                self._loop.add_writer(self._sock, self._advance)
         else:
             if self._writing:
                 self._writing = False

@@ -69,15 +69,15 @@ def _stat(name: bytes, index: Any) -> Command:
 
 def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any) -> BlockPlace:
     why = {} if refused(reason) else named(reason)
-    told = {} if refused(stat) or stat is None else named(stat)
-    pinned = told.get("pinned", 0)
+    received = {} if refused(stat) or stat is None else named(stat)
+    pinned = received.get("pinned", 0)
     there = block.complete or why.get("reason") == b"stored"
     return BlockPlace(
         block,
         agents,
-        text(told["tier"]) if told else "",
+        text(received["tier"]) if received else "",
         None if pinned is None else bool(pinned),
-        told.get("lease_left_ms", 0),
+        received.get("lease_left_ms", 0),
         "" if there else text(why.get("cause") or why.get("reason", b"")),
         int(why.get("at", 0)),
         " at ".join(text(why[what]) for what in ("policy", "quota", "limit") if what in why),
@@ -99,8 +99,8 @@ def pages_of(name: bytes) -> Reading[Pages | None]:
     stats = yield [[b"KVPAGESTAT", name, 0, 0, 0, plane] for plane in planes]
     if any(refused(stat) or stat is None for stat in stats):
         return None
-    told = [named(stat) for stat in stats]
-    dtypes, sizes = [DType(stat["dtype"]) for stat in told], [int(stat["bytes"]) for stat in told]
+    received = [named(stat) for stat in stats]
+    dtypes, sizes = [DType(stat["dtype"]) for stat in received], [int(stat["bytes"]) for stat in received]
     layers, heads = part["layers"], part["heads"]
     norms = np.full((layers, len(planes), heads), np.nan, np.float32)
     for at, dtype, size in zip(range(len(planes)), dtypes, sizes, strict=True):
@@ -117,7 +117,7 @@ def pages_of(name: bytes) -> Reading[Pages | None]:
             for (layer, head), body in zip(places[start : start + some], bodies, strict=True):
                 norms[layer, at, head] = _norm(body, dtype)
     names = tuple(dtype.name.lower() for dtype in dtypes)
-    return Pages(name, told[0]["page_size"], tuple(planes), names, tuple(sizes), layers, heads, norms)
+    return Pages(name, received[0]["page_size"], tuple(planes), names, tuple(sizes), layers, heads, norms)
 
 
 _NUMPY = {

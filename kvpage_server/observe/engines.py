@@ -87,7 +87,7 @@ class Engines:
     def seen(self, by: str | None = None) -> EnginesSeen:
         """Return the engines of a user; without one, all of them."""
         since = self._clock() - SILENT_SECONDS
-        found = [told for (user, _), (at, told) in self._last.items() if at >= since and by in (None, user)]
+        found = [received for (user, _), (at, received) in self._last.items() if at >= since and by in (None, user)]
         counts = [each for user, each in self._tokens.items() if by in (None, user)]
         tokens = {where: sum(each[where] for each in counts) for where in (COMPUTED, *TIERS)}
         return EnginesSeen(sorted(found, key=lambda each: each.name), tokens)
@@ -98,25 +98,25 @@ def parse(raw: bytes) -> EngineFigures | None:
     try:
         if len(raw) > MOST_BYTES:
             return None
-        told = json.loads(raw)
+        received = json.loads(raw)
         return EngineFigures(
-            str(told["name"])[:MOST_LETTERS],
-            str(told["model"])[:MOST_LETTERS],
-            _count(told["answers"]),
-            _count(told["computed"]),
-            _count(told["used"]),
-            _count(told["room"]),
-            {name: _tier(told["tiers"][name]) for name in TIERS},
+            str(received["name"])[:MOST_LETTERS],
+            str(received["model"])[:MOST_LETTERS],
+            _count(received["answers"]),
+            _count(received["computed"]),
+            _count(received["used"]),
+            _count(received["room"]),
+            {name: _tier(received["tiers"][name]) for name in TIERS},
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _tier(told: Mapping[str, object]) -> TierFigures:
-    return TierFigures(_count(told["hits"]), _count(told["tokens"]), _count(told["bytes"]))
+def _tier(received: Mapping[str, object]) -> TierFigures:
+    return TierFigures(_count(received["hits"]), _count(received["tokens"]), _count(received["bytes"]))
 
 
-def _count(told: object) -> int:
-    if not isinstance(told, int) or not 0 <= told < MOST_COUNT:
-        raise ValueError(f"a count is a number from 0, got {told!r:.40}")
-    return told
+def _count(received: object) -> int:
+    if not isinstance(received, int) or not 0 <= received < MOST_COUNT:
+        raise ValueError(f"a count is a number from 0, got {received!r:.40}")
+    return received

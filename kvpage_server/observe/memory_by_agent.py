@@ -56,54 +56,54 @@ def parse(key: bytes, raw: bytes) -> Manifest | None:
     """
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
-        told = _told(raw)
-        names, together = [_text(name) for name in _list(told["chain"])], _count(told.get("together", 0))
+        received = _told(raw)
+        names, together = [_text(name) for name in _list(received["chain"])], _count(received.get("together", 0))
         blocks = tuple((tag_of(names, i, together) + name).encode() for i, name in enumerate(names))
         if any(len(name) > _MOST_NAME for name in blocks):
             raise ValueError("a block's name is too long")
-        tokens = _count(told["count"]) if "count" in told else len(_list(told["tokens"]))
-        block_tokens = _count(told.get("block_tokens", 0)) or _block_tokens(tokens, len(blocks))
+        tokens = _count(received["count"]) if "count" in received else len(_list(received["tokens"]))
+        block_tokens = _count(received.get("block_tokens", 0)) or _block_tokens(tokens, len(blocks))
         if not (len(blocks) - 1) * block_tokens < tokens <= len(blocks) * block_tokens and (tokens or blocks):
             raise ValueError("the blocks are too few or too many for the tokens")
         return Manifest(
             key,
             agent,
             fingerprint,
-            _text(told.get("model", ""))[:MOST_LETTERS],
+            _text(received.get("model", ""))[:MOST_LETTERS],
             tokens,
             block_tokens,
             blocks,
-            _moment(told.get("created", 0)),
-            _moment(told.get("saved", 0)),
-            _text(told.get("by", ""))[:MOST_LETTERS],
+            _moment(received.get("created", 0)),
+            _moment(received.get("saved", 0)),
+            _text(received.get("by", ""))[:MOST_LETTERS],
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _count(told: object) -> int:
-    if type(told) is not int or not 0 <= told < _MOST:
+def _count(received: object) -> int:
+    if type(received) is not int or not 0 <= received < _MOST:
         raise ValueError("no count")
-    return told
+    return received
 
 
-def _moment(told: object) -> int:
-    if type(told) is not int or not 0 <= told < _LAST_MOMENT:
+def _moment(received: object) -> int:
+    if type(received) is not int or not 0 <= received < _LAST_MOMENT:
         raise ValueError("no moment in unix milliseconds")
-    return told
+    return received
 
 
-def _text(told: object) -> str:
-    if not isinstance(told, str):
+def _text(received: object) -> str:
+    if not isinstance(received, str):
         raise ValueError("no text")
-    told.encode()  # raises if a half of a surrogate pair stands alone
-    return told
+    received.encode()  # raises if a half of a surrogate pair stands alone
+    return received
 
 
-def _list(told: object) -> list[object]:
-    if not isinstance(told, list):
+def _list(received: object) -> list[object]:
+    if not isinstance(received, list):
         raise ValueError("no list")
-    return told
+    return received
 
 
 def _told(raw: bytes) -> Any:

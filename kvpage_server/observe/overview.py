@@ -33,13 +33,13 @@ _FULL = 0.95  # of the room for values on disk
 
 def _of(name: str, default: Any = 0) -> Any:
     """Return a field that INFO has under another name."""
-    return field(default=default, metadata={"read": lambda told: type(default)(told.get(name) or default)})
+    return field(default=default, metadata={"read": lambda received: type(default)(received.get(name) or default)})
 
 
-def _read(kind: Callable[..., F], told: Mapping[str, str], **others: Any) -> F:
+def _read(kind: Callable[..., F], received: Mapping[str, str], **others: Any) -> F:
     """Return the fields that INFO has, and others."""
     return kind(
-        **{each.name: each.metadata["read"](told) for each in fields(cast(Any, kind)) if each.metadata}, **others
+        **{each.name: each.metadata["read"](received) for each in fields(cast(Any, kind)) if each.metadata}, **others
     )
 
 
@@ -225,34 +225,36 @@ def overview_of_store() -> Reading[Overview]:
 
 def parse(info: str) -> Overview:
     """Return the reply to INFO EVERYTHING. Raises NotAStore."""
-    told = dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
-    if "kvpage_version" not in told:
-        raise NotAStore(f"{told.get('redis_mode', 'some')} Redis {told.get('redis_version', '')}".strip())
+    received = dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
+    if "kvpage_version" not in received:
+        raise NotAStore(f"{received.get('redis_mode', 'some')} Redis {received.get('redis_version', '')}".strip())
 
     def number(name: str) -> int:
-        return int(told.get(name) or 0)
+        return int(received.get(name) or 0)
 
     def numbers(prefix: str) -> dict[str, int]:
-        return {name.removeprefix(prefix): int(value) for name, value in told.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): int(value) for name, value in received.items() if name.startswith(prefix)}
 
     def groups(prefix: str) -> dict[str, dict[str, str]]:
-        return {name.removeprefix(prefix): _fields(value) for name, value in told.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): _fields(value) for name, value in received.items() if name.startswith(prefix)
+        }
 
-    keys = _fields(told.get("db0", ""))
+    keys = _fields(received.get("db0", ""))
     return Overview(
         at=number("server_time_usec") / 1e6,
-        everything="used_memory" in told,
-        server=_read(ServerFigures, told),
+        everything="used_memory" in received,
+        server=_read(ServerFigures, received),
         memory=_read(
             MemoryFigures,
-            told,
+            received,
             fragmentation=number("arena_held") - number("arena_used") - number("arena_spare"),
         ),
-        contents=_read(ContentFigures, told, keys=int(keys.get("keys", 0)), expiring=int(keys.get("expires", 0))),
-        traffic=_read(TrafficFigures, told),
+        contents=_read(ContentFigures, received, keys=int(keys.get("keys", 0)), expiring=int(keys.get("expires", 0))),
+        traffic=_read(TrafficFigures, received),
         connections=_read(
             ConnectionFigures,
-            told,
+            received,
             closed={reason: number(name) for reason, name in _CLOSED.items()},
             denied=numbers("acl_access_denied_"),
         ),
@@ -269,11 +271,11 @@ def parse(info: str) -> Overview:
         ),
         disk=_read(
             DiskFigures,
-            told,
-            commits=_calls(_fields(told.get("disk_commit_times", ""))),
-            fetches=_calls(_fields(told.get("disk_fetch_times", ""))),
+            received,
+            commits=_calls(_fields(received.get("disk_commit_times", ""))),
+            fetches=_calls(_fields(received.get("disk_fetch_times", ""))),
         )
-        if "disk_values" in told
+        if "disk_values" in received
         else None,
     )
 

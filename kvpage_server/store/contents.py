@@ -207,7 +207,7 @@ class Contents:
 
         Return None if the key does not exist. Raise OverLimit if the disk has no space for the pages of the split.
         """
-        if self.index.resting:
+        if self.index.unloaded_pages:
             self.catalogue.get(key)  # this gives its block's pages their entries
         entry = self.catalogue.entries.get(key)
         if entry is None and (page := self.catalogue.page_in_extent(key)):
@@ -372,7 +372,7 @@ class Contents:
 
     def expire(self, key: bytes) -> None:
         """Remove an expired key. If the key is a page of an extent, the whole block is removed."""
-        if self.index.resting:
+        if self.index.unloaded_pages:
             self.catalogue.get(key)  # this gives its block's pages their entries
         page = self.catalogue.page_in_extent(key)
         if page is not None and key not in self.catalogue.entries:

@@ -36,15 +36,15 @@ from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.fetching import Loans
+from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.leases import Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, has_bytes
 from kvpage_server.store.memory.index import Block, Extent, rows_of
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 from kvpage_server.store.quota_limit import PendingWrite, QuotaLimit, counted
 from kvpage_server.store.reading import Listing, Reader
@@ -61,7 +61,7 @@ from kvpage_server.system.text import monotonic_ms
 # memory outside quotas.
 
 SHARE = 0.5  # of memory, of the disk, and of each quota, that leases and pins may protect
-PROMISE = 10_000  # milliseconds of the lease after a reply that a key exists
+EXISTS_LEASE_MS = 10_000  # milliseconds of the lease after a reply that a key exists
 
 
 class Protection:
@@ -72,13 +72,13 @@ class Protection:
         self._memory = memory
         self._disk = disk
 
-    def promise(self, key: bytes, entry: Entry) -> None:
-        """Lease a key's unit for PROMISE, because a reply said that the key exists, and the client will read it.
+    def lease_after_exists(self, key: bytes, entry: Entry) -> None:
+        """Lease a key's unit for EXISTS_LEASE_MS, because a reply said that it exists, and the client will read it.
 
         An LMCache client that gets 1 from EXISTS, and then a miss from GET, waits for ever. Short strings get no lease.
         """
         if (self._memory.maxmemory or self._of_disk) and not isinstance(entry, Text):
-            self.lease(unit_of(key, entry), PROMISE)
+            self.lease(unit_of(key, entry), EXISTS_LEASE_MS)
 
     def lease(self, unit: Unit, milliseconds: int) -> bool:
         """Lease a unit for `milliseconds`. Return False if protected units would exceed their limit."""
@@ -204,7 +204,7 @@ class Keyspace:
                 coming += [PendingWrite(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
             yield ()
         of_quotas = self._admit(parts)
-        if len(parts) == 1 and (self.tier is None or not self.tier.any_cold):
+        if len(parts) == 1 and (self.tier is None or not self.tier.any_on_disk):
             return Reservation(())  # the batch waits for nothing, and is stored in this step
         on_disk = self.tier.limit.reservation_parts(parts) if self.tier is not None else ()
         return Reservation(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
@@ -212,7 +212,7 @@ class Keyspace:
     def split_block(self, req_id: bytes, page: int) -> None:
         """Replace an extent by single pages if it is in memory, before some of its pages are replaced."""
         block = self.index.block(req_id, page)
-        if block is not None and block.extent is not None and type(block.extent.slot) is not Cold:
+        if block is not None and block.extent is not None and type(block.extent.slot) is not OnDisk:
             self.contents.split(block)
 
     def chain(self, blocks: Sequence[Block]) -> None:
@@ -235,7 +235,7 @@ class Keyspace:
 
     def set_pages(self, pages: NewPages) -> None:
         """Store pages. If limits apply, the pages were admitted before."""
-        if self.index.resting or self.index.is_scanned:
+        if self.index.unloaded_pages or self.index.is_scanned:
             for block in pages.blocks():
                 self.index.open(*block)
         at = 0
@@ -500,7 +500,7 @@ class Gathered(NamedTuple):
 Steps = Generator[tuple[()], None, T]  # other clients get their turn after each step
 
 
-def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tuple[Piece, ...] | None]:
+def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> Steps[tuple[Piece, ...] | None]:
     """Return a complete block's bulk string in pieces, in steps; None if the block is not complete.
 
     Counts as a hit and a use, or as a miss. The block must be in memory, or its extent in `lent`, the values that the
@@ -513,7 +513,7 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tu
     keyspace.use_block(block)
     if block.extent is not None:
         slot = block.extent.slot
-        if isinstance(slot, Cold):
+        if isinstance(slot, OnDisk):
             return lent[slot].pieces([slot]) if slot in lent else None
         return (slot,)
     pieces: list[Piece] = [frame(found.shape.nbytes)]

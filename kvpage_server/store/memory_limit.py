@@ -97,7 +97,7 @@ class MemoryLimit:
         catalogue, index = self._contents.catalogue, self._contents.index
         costs = _IN_MEMORY if self.tier is None else _WITH_TIER
         size = costs.entry * len(catalogue.entries) + costs.copies * (catalogue.key_bytes + index.name_bytes)
-        return size + costs.block * index.blocks + _REQUEST * len(index) + _UNLOADED_PAGE * index.resting
+        return size + costs.block * index.blocks + _REQUEST * len(index) + _UNLOADED_PAGE * index.unloaded_pages
 
     @property
     def is_full(self) -> bool:

@@ -12,9 +12,9 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import NEVER_STORED, Contents, unit_of
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.catalogue import Place
-from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import Entry, Page, cold_body, page_named
+from kvpage_server.store.memory.entry import Entry, Page, body_on_disk, page_named
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.system.text import monotonic_ms
 
 ANY = sys.maxsize  # bytes: no limit of a read
@@ -153,14 +153,14 @@ class Reader:
         found.entries[i - first] = entry
         found.others.append(i)
         unit = unit_of(key, entry)
-        if type(entry) is not Cold and not (found.units and found.units[-1] is unit):
+        if type(entry) is not OnDisk and not (found.units and found.units[-1] is unit):
             found.units.append(unit)
 
     def idle(self, key: bytes) -> int:
         """Return the seconds since an existing key, or its block, was last used, as far as this is known."""
         entry = self._catalogue.get(key)
         assert entry is not None
-        units, cold = self._contents.evictor.units, cold_body(entry)
+        units, cold = self._contents.evictor.units, body_on_disk(entry)
         return units.idle(unit_of(key, entry)) if cold is None else max(units.now - cold.used, 0)
 
     def block(self, req_id: bytes, page: int) -> Block | None:
@@ -175,7 +175,7 @@ class Reader:
     def use_block(self, block: Block) -> None:
         """Count a read of a whole block as a hit and a use."""
         self._counters.hits += 1
-        if block.extent is not None and type(block.extent.slot) is Cold:  # the reply borrows its bytes from disk
+        if block.extent is not None and type(block.extent.slot) is OnDisk:  # the reply borrows its bytes from disk
             return
         if self._touching:
             self._contents.evictor.units.used(block)

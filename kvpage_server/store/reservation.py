@@ -14,12 +14,12 @@ from typing import Self
 
 
 class Account:
-    """A limited resource, in bytes or another unit. `promised` is the amount that unfinished batches have reserved."""
+    """A limited resource, in bytes or another unit. `reserved` is the amount that unfinished batches have reserved."""
 
-    __slots__ = ("promised",)
+    __slots__ = ("reserved",)
 
     def __init__(self) -> None:
-        self.promised = 0
+        self.reserved = 0
 
 
 ReservationParts = Iterable[tuple[Account, int]]  # amounts for one part of a batch; negative if the part frees some
@@ -36,7 +36,7 @@ class Reservation:
 
     def __enter__(self) -> Self:
         for account, size in chain.from_iterable(self._parts):
-            account.promised += size
+            account.reserved += size
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,4 +46,4 @@ class Reservation:
     def commit(self) -> None:
         """Release the reservation of the next part, which is stored in the same step."""
         for account, size in self._parts.popleft() if self._parts else ():
-            account.promised -= size
+            account.reserved -= size

@@ -18,13 +18,15 @@ from functools import partial
 _LOOK_SECONDS = 1.0  # between two checks of the terminal
 
 
-def _those(*names: str) -> list[int]:
+def _numbers_of(*names: str) -> list[int]:
     """Return the numbers of the signals with these names, without signals that the system lacks."""
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
-STOP = _those("SIGTERM", "SIGINT", "SIGQUIT", "SIGXCPU", "SIGPWR")
-IGNORED = _those("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGIO", "SIGSTKFLT", "SIGPIPE", "SIGXFSZ")
+STOP = _numbers_of("SIGTERM", "SIGINT", "SIGQUIT", "SIGXCPU", "SIGPWR")
+IGNORED = _numbers_of(
+    "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGIO", "SIGSTKFLT", "SIGPIPE", "SIGXFSZ"
+)
 if hasattr(signal, "SIGRTMIN"):
     IGNORED += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
 

@@ -70,12 +70,12 @@ def losses_of(holdings: Holdings) -> Reading[list[Shown]]:
     """For agents with missing blocks: the first missing one, why, and which agent was saved next. Blocks that were
     stored again meanwhile are left out."""
     holes = [(agent, *hole) for agent in holdings.agents if (hole := _first_hole(agent))]
-    told = list(islice(holes, MOST_LOSSES))
-    reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in told]
+    received = list(islice(holes, MOST_LOSSES))
+    reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in received]
     return sorted(
         (
             _loss(holdings, agent, index, reason)
-            for (agent, index, _), reason in zip(told, reasons, strict=True)
+            for (agent, index, _), reason in zip(received, reasons, strict=True)
             if refused(reason) or named(reason).get("reason") != b"stored"
         ),
         key=lambda loss: -loss["at"],
@@ -128,13 +128,13 @@ class Feed:
                 moments = [moment for moment in self._observer.history.moments if moment.at > last]
                 last = moments[-1].at if moments else last
                 engines = await self._observer.engines()
-                told = views.event("overview", views.overview(now, user, engines))
+                received = views.event("overview", views.overview(now, user, engines))
                 if moments:
-                    told += views.event("moments", [views.moment(moment) for moment in moments])
+                    received += views.event("moments", [views.moment(moment) for moment in moments])
                 if slowly is not self._slowly:
                     slowly = self._slowly
-                    told += slowly
-                yield told
+                    received += slowly
+                yield received
                 if self._looking is None:
                     self._looking = asyncio.create_task(self._look())
                 elif self._looking.done():
@@ -154,8 +154,8 @@ class Feed:
         clients = await self._observer.read(connected_clients())
         more = {"losses": losses, "slow": slow, "connected": clients}
         store = (await self._observer.overview()).server.store
-        told = await asyncio.to_thread(_slow_events, holdings, store, more)
-        self._slowly = told if told != self._slowly else self._slowly
+        received = await asyncio.to_thread(_slow_events, holdings, store, more)
+        self._slowly = received if received != self._slowly else self._slowly
         await asyncio.sleep(SLOWLY_SECONDS)
 
 

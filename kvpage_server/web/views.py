@@ -68,13 +68,13 @@ def holdings(found: Holdings, store: str) -> Shown:
     """Memory by agent, the largest first. `shared` has each block that several agents have once; `unseen` is why
     nothing can be seen.
     """
-    told = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
+    received = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
     requests = [_request(request) for request in found.requests[:MOST_REQUESTS]]
     tenants: Counter[str] = Counter()
     for agent in found.agents:
         tenants[agent.tenant] += agent.own_bytes
     return {
-        "agents": told,
+        "agents": received,
         "agent_count": len(found.agents),
         "agent_bytes": found.bytes,
         "more_agents": sum(agent.own_bytes for agent in found.agents[MOST_AGENTS:]),

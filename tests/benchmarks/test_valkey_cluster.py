@@ -22,7 +22,7 @@ def test_a_cluster_has_three_masters_with_replicas_and_stops() -> None:
         with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
             assert client.set("kv:a", "1", px=100_000)
             assert client.get("kv:a") == b"1"
-        assert [node.told("INFO", "replication")["role"] for node in cluster.nodes] == ["master"] * 3 + ["slave"] * 3
+        assert [node.info_of("INFO", "replication")["role"] for node in cluster.nodes] == ["master"] * 3 + ["slave"] * 3
     assert not any(answers(node.port) for node in cluster.nodes)
     assert all(node.process.poll() is not None for node in cluster.nodes)
 

@@ -27,7 +27,7 @@ ENGINE = "kvpage_engine_"
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[str]:
+def metrics() -> Iterator[str]:
     with start_seen_server("--store", "tiered", "--quota", "kv:tenant.*", "1mb", "--maxmemory", "4mb") as seen:
         work(seen)
         with seen.browser() as browser:
@@ -42,10 +42,10 @@ def work(seen: SeenServer) -> None:
         client.get("nothing")
 
 
-def families(told: str) -> dict[str, str]:
+def families(metrics: str) -> dict[str, str]:
     """The kind of each metric by its name, as a question may name it."""
     found = {}
-    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", told, re.MULTILINE):
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", metrics, re.MULTILINE):
         found[name] = kind
         if kind == "histogram":
             found |= dict.fromkeys((f"{name}_bucket", f"{name}_sum", f"{name}_count"), kind)
@@ -65,8 +65,8 @@ def expressions() -> list[str]:
     return of_alerts() + of_panels()
 
 
-def test_alerts_and_dashboard_ask_for_metrics_that_exist(told: str) -> None:
-    there = families(told)
+def test_alerts_and_dashboard_ask_for_metrics_that_exist(metrics: str) -> None:
+    there = families(metrics)
     asked = {name for expression in expressions() for name in NAME.findall(expression)}
     assert len(asked) > 30
     assert {name for name in asked if not name.startswith(ENGINE)} - there.keys() == set()
@@ -87,14 +87,14 @@ def test_queried_engine_metrics_exist() -> None:
         assert f'"{short}"' in source, name
 
 
-def test_the_page_lists_all_metrics_and_no_other(told: str) -> None:
+def test_the_page_lists_all_metrics_and_no_other(metrics: str) -> None:
     listed = set(NAME.findall(PAGE.read_text(encoding="utf-8").partition("## What is told")[2]))
-    there = {name for name, kind in families(told).items() if not name.endswith(("_bucket", "_sum", "_count"))}
+    there = {name for name, kind in families(metrics).items() if not name.endswith(("_bucket", "_sum", "_count"))}
     assert listed == there
 
 
-def test_labels_that_are_asked_for_exist(told: str) -> None:
-    labels = set(re.findall(r'[{,](\w+)="', told)) | {"instance", "job", "le", "tier", "state"}
+def test_labels_that_are_asked_for_exist(metrics: str) -> None:
+    labels = set(re.findall(r'[{,](\w+)="', metrics)) | {"instance", "job", "le", "tier", "state"}
     for expression in expressions():
         by = re.findall(r"\bby \(([\w, ]+)\)", expression)
         assert {name for group in by for name in re.split(", *", group)} <= labels, expression
@@ -155,7 +155,7 @@ def _trial(directory: Path) -> Path:
     """A store whose engines end after eight hours, and begin to compute everything after six."""
     of = 'instance="kv1:9223"'
     spared, computed = (f'kvpage_prompt_tokens_total{{{of},tier="{tier}"}}' for tier in ("page", "none"))
-    told = [
+    metrics = [
         (f"kvpage_engines{{{of}}}", "2x480 0x60"),
         (spared, "0+900x360 324000x180"),
         (computed, "0+100x360 36100+1000x180"),
@@ -173,7 +173,7 @@ def _trial(directory: Path) -> Path:
         }
         for at, names in firing.items()
     ]
-    series = [{"series": name, "values": values} for name, values in told]
+    series = [{"series": name, "values": values} for name, values in metrics]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": questions}
     trial = directory / "trial.yml"
     trial.write_text(
@@ -183,14 +183,14 @@ def _trial(directory: Path) -> Path:
 
 
 @pytest.mark.skipif(not PROMTOOL, reason=NO_PROMETHEUS)
-def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
+def test_prometheus_takes_them(metrics: str, tmp_path: Path) -> None:
     assert PROMTOOL
     checked = subprocess.run(
         [PROMTOOL, "check", "rules", str(ALERTS)], capture_output=True, encoding="utf-8", timeout=60
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     linted = subprocess.run(
-        [PROMTOOL, "check", "metrics"], input=told, capture_output=True, encoding="utf-8", timeout=60
+        [PROMTOOL, "check", "metrics"], input=metrics, capture_output=True, encoding="utf-8", timeout=60
     )
     assert linted.returncode == 0, linted.stdout + linted.stderr
     checked = subprocess.run(
@@ -268,5 +268,5 @@ def test_prometheus_scrapes_the_store_and_answers_the_queries(tmp_path: Path) ->
         for expression in of_panels():
             asked = expression.replace("$__rate_interval", "5m").replace("$instance", ".*")
             assert found("/query", query=asked)["resultType"] == "vector"
-        told = set(re.findall(r"^\w+", seen.browser().get("/metrics").text, re.MULTILINE))
-        assert told <= set(found("/label/__name__/values"))
+        metrics = set(re.findall(r"^\w+", seen.browser().get("/metrics").text, re.MULTILINE))
+        assert metrics <= set(found("/label/__name__/values"))

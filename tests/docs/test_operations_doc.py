@@ -57,12 +57,12 @@ class Machines:
         """Start a server with the shipped configuration and the document's disk settings."""
         directory = self._directory / name
         directory.mkdir(exist_ok=True)
-        told = dict(line.split() for line in blocks(DOCUMENT, "conf")[0].splitlines())
-        assert told.pop("dir") == "/var/lib/kvpage"
+        received = dict(line.split() for line in blocks(DOCUMENT, "conf")[0].splitlines())
+        assert received.pop("dir") == "/var/lib/kvpage"
         if name == "kv1":
-            told |= {"pidfile": f"{self._directory}/run/kvpage/kvpage.pid", "tls-port": str(free_port())}
-            told["logfile"] = f"{self._directory}/log/kvpage/kvpage.log"
-        options = [word for option, value in told.items() for word in (f"--{option}", value)]
+            received |= {"pidfile": f"{self._directory}/run/kvpage/kvpage.pid", "tls-port": str(free_port())}
+            received["logfile"] = f"{self._directory}/log/kvpage/kvpage.log"
+        options = [word for option, value in received.items() for word in (f"--{option}", value)]
         options += files(self._certificates)
         return self._stack.enter_context(
             start_server(*options, port=port, file=self._configuration, directory=directory)
@@ -119,10 +119,10 @@ def test_the_commands_have_the_documented_output(machines: Machines) -> None:
 
 def test_the_documented_fields_exist() -> None:
     table = re.findall(r"^\| (`.*?`) \| ", (ROOT / DOCUMENT).read_text(encoding="utf-8"), re.MULTILINE)
-    told = {field for row in table for field in re.findall(r"`(\w+)`", row) if not field.startswith("SIG")}
-    assert len(told) > 20
+    received = {field for row in table for field in re.findall(r"`(\w+)`", row) if not field.startswith("SIG")}
+    assert len(received) > 20
     with start_server("--store", "tiered") as server, server.client() as client:
-        assert told <= client.info("everything").keys()
+        assert received <= client.info("everything").keys()
 
 
 def test_its_rights_suffice_to_dump_and_restore(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_its_service_starts_the_server(tmp_path: Path) -> None:
 
 def test_its_container_starts_the_server(tmp_path: Path) -> None:
     (text,) = blocks(DOCUMENT, "dockerfile")
-    told = re.search(r"^CMD (.*)$", text, re.MULTILINE)
-    assert told
-    program, file, *options = json.loads(told[1])
+    received = re.search(r"^CMD (.*)$", text, re.MULTILINE)
+    assert received
+    program, file, *options = json.loads(received[1])
     assert (program, file) == ("kvpage-server", "/etc/kvpage/kvpage.conf")
     command = [*entry_point(program), "--check-config", str(ROOT / "conf" / "kvpage.conf"), *options]
     assert run(command) == "the configuration is valid"

@@ -78,7 +78,7 @@ class Bench:
         self.errors: dict[int, Exception] = {}
 
     def submit(self, agent_id: str, tokens: Sequence[int], max_tokens: int = 8, **options: Any) -> int:
-        told: list[Token] = []
+        received: list[Token] = []
         uid: int | None = None
 
         def done(answer: Answer) -> None:
@@ -89,9 +89,9 @@ class Bench:
             assert uid is not None
             self.errors[uid] = error
 
-        receivers = {"on_token": told.append, "on_done": done, "on_error": failed}
+        receivers = {"on_token": received.append, "on_done": done, "on_error": failed}
         uid = self.engine.submit(agent_id, tokens, max_tokens=max_tokens, **(receivers | options))
-        self.tokens[uid] = told
+        self.tokens[uid] = received
         return uid
 
     def run(self) -> None:

@@ -164,9 +164,9 @@ def test_the_driver_gets_the_error_and_others_continue() -> None:
     engine = AgentEngine(BlockPoolBatchEngine(of.model, TOKENIZER, of.spec, pool), AgentCacheStore(of.spec, pool))
     answers: list[Answer] = []
     errors: list[Exception] = []
-    told = {"on_done": answers.append, "on_error": errors.append}
-    engine.submit("bob", TOKENS[:40], max_tokens=8, sampler=after(2, raises), **told)
-    engine.submit("alice", TOKENS[:300], max_tokens=8, **told)
+    received = {"on_done": answers.append, "on_error": errors.append}
+    engine.submit("bob", TOKENS[:40], max_tokens=8, sampler=after(2, raises), **received)
+    engine.submit("alice", TOKENS[:300], max_tokens=8, **received)
     engine.drain()
     assert [answer.agent_id for answer in answers] == ["alice"]
     assert [str(error) for error in errors] == ["no such token"]

@@ -19,8 +19,8 @@ TEN = 10 * SPEC.token_nbytes  # bytes of ten tokens
 pool = pool_of(64)
 
 
-def keep(hot: HotTier, pool: BlockPool, agent_id: str, *owed: Below, count: int = 10) -> None:
-    hot.put(made(pool, agent_id, some_tokens(len(agent_id), count)), owed, whole=True)
+def keep(hot: HotTier, pool: BlockPool, agent_id: str, *unwritten_tiers: Below, count: int = 10) -> None:
+    hot.put(made(pool, agent_id, some_tokens(len(agent_id), count)), unwritten_tiers, whole=True)
 
 
 def agents(hot: HotTier) -> list[str]:
@@ -78,8 +78,8 @@ def test_a_dirty_context_leaves_when_it_is_written(pool: BlockPool) -> None:
     alice = hot.look("alice")
     assert alice
     assert alice.leaving
-    assert hot.coming(()) == alice.sizes
-    alice.owed.clear()
+    assert hot.bytes_being_freed(()) == alice.sizes
+    alice.unwritten_tiers.clear()
     hot.written(alice)
     assert agents(hot) == ["bob"]
     hot.clear()
@@ -94,7 +94,7 @@ def test_a_context_used_while_leaving_stays(pool: BlockPool) -> None:
     assert alice
     hot.trim(())
     assert [(entry.context.agent_id, entry.leaving) for entry in hot] == [("bob", True), ("alice", False)]
-    alice.owed.clear()
+    alice.unwritten_tiers.clear()
     hot.written(alice)
     assert hot.look("alice")
     hot.clear()
@@ -107,7 +107,7 @@ def test_a_newer_context_stays_when_the_older_was_written(pool: BlockPool) -> No
     older = hot.look("alice")
     assert older
     keep(hot, pool, "alice", "page", count=20)
-    older.owed.clear()
+    older.unwritten_tiers.clear()
     hot.written(older)
     assert hot.nbytes == 2 * TEN
     hot.clear()
@@ -138,5 +138,5 @@ def test_only_an_unwritable_context_is_dropped(pool: BlockPool) -> None:
     keep(hot, pool, "david", "page")
     hot.trim(["page"])
     assert (agents(hot), hot.lost) == (["carol", "david"], 1)
-    assert hot.coming(["page"]) == {}
+    assert hot.bytes_being_freed(["page"]) == {}
     hot.clear()

@@ -200,6 +200,6 @@ def wanted_size(described: dict[str, dict[str, object]]) -> int:
 def as_of_that_day(value: bytes) -> object:
     """Return a value without its variable parts; a manifest with its former fields."""
     if b'{"format"' in value:
-        told = json.loads(value.partition(b" ")[2])
-        return {name: told[name] for name in ("format", "fingerprint", "tokens", "chain")}
+        received = json.loads(value.partition(b" ")[2])
+        return {name: received[name] for name in ("format", "fingerprint", "tokens", "chain")}
     return value[:32] + value[40:] if value.startswith(b"KVPG") else value

@@ -34,8 +34,8 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tokens(seen: SeenServer, **options: object) -> dict[str, float]:
     """By where they were found."""
-    told = seen.metrics(**options)
-    return {key[1]: count for key, count in told.items() if key[0] == "kvpage_prompt_tokens_total"}
+    received = seen.metrics(**options)
+    return {key[1]: count for key, count in received.items() if key[0] == "kvpage_prompt_tokens_total"}
 
 
 def test_the_store_counts_prompt_tokens_not_computed(seen: SeenServer) -> None:
@@ -111,8 +111,8 @@ def test_statistics_are_short_and_name_no_agent(seen: SeenServer) -> None:
         heard: list[Any] = []
         until(lambda: heard.append(channel.get_message(timeout=1.0)) or heard[-1], "a message")
     bench.store.close()
-    told = json.loads(heard[-1]["data"])
-    assert told.keys() == {"name", "model", "answers", "computed", "used", "room", "tiers"}
-    assert told["answers"] == 1
-    assert told["computed"] + sum(tier["tokens"] for tier in told["tiers"].values()) == 20
-    assert "alice" not in json.dumps(told)
+    received = json.loads(heard[-1]["data"])
+    assert received.keys() == {"name", "model", "answers", "computed", "used", "room", "tiers"}
+    assert received["answers"] == 1
+    assert received["computed"] + sum(tier["tokens"] for tier in received["tiers"].values()) == 20
+    assert "alice" not in json.dumps(received)

@@ -54,7 +54,7 @@ class Spans:
         return [span.name for span in sorted(its, key=lambda span: span.start_time or 0)]
 
 
-def told(span: ReadableSpan) -> dict[str, Any]:
+def attributes_of(span: ReadableSpan) -> dict[str, Any]:
     return {name.removeprefix("kvpage."): value for name, value in (span.attributes or {}).items()}
 
 
@@ -117,18 +117,18 @@ def test_a_callers_trace_is_continued(restored: Spans, computed: Spans) -> None:
 
 
 def test_spans_say_how_many_bytes_and_tokens(restored: Spans, computed: Spans) -> None:
-    request, load, fetch = (told(restored.one(f"kvpage.{name}")) for name in ("request", "load", "fetch"))
+    request, load, fetch = (attributes_of(restored.one(f"kvpage.{name}")) for name in ("request", "load", "fetch"))
     reused = request["reused_tokens"]
     assert (request["prompt_tokens"], request["tier"], request["finish_reason"]) == (len(SYSTEM), "page", "length")
     assert reused == load["tokens"] == fetch["tokens"] == len(SYSTEM) - 1
-    assert told(restored.one("kvpage.assemble"))["tokens"] == reused
-    assert told(restored.one("kvpage.first_token"))["tokens"] == 1
-    assert told(computed.one("kvpage.first_token"))["tokens"] == len(SYSTEM)
-    lookup = told(restored.one("kvpage.lookup"))
+    assert attributes_of(restored.one("kvpage.assemble"))["tokens"] == reused
+    assert attributes_of(restored.one("kvpage.first_token"))["tokens"] == 1
+    assert attributes_of(computed.one("kvpage.first_token"))["tokens"] == len(SYSTEM)
+    lookup = attributes_of(restored.one("kvpage.lookup"))
     assert lookup["blocks"] == 3
-    written = sum(told(span)["bytes"] for span in computed.named("kvpage.save"))
-    verified = [told(span)["bytes"] for span in restored.named("kvpage.verify")]
-    received = [told(span)["bytes"] for span in restored.named("kvpage.client.fetch_blocks_into")]
+    written = sum(attributes_of(span)["bytes"] for span in computed.named("kvpage.save"))
+    verified = [attributes_of(span)["bytes"] for span in restored.named("kvpage.verify")]
+    received = [attributes_of(span)["bytes"] for span in restored.named("kvpage.client.fetch_blocks_into")]
     assert sum(verified) == sum(received) == fetch["bytes"] == lookup["bytes"]
     assert written == load["bytes"] == fetch["bytes"]
 
@@ -136,17 +136,17 @@ def test_spans_say_how_many_bytes_and_tokens(restored: Spans, computed: Spans) -
 def test_spans_say_why_less_was_found(
     computed: Spans, restored: Spans, server: RunningServer, exporter: InMemorySpanExporter
 ) -> None:
-    assert told(computed.one("kvpage.request"))["reason"] == "absent"
-    assert told(computed.one("kvpage.lookup"))["reason"] == "absent"
-    assert "reason" not in told(restored.one("kvpage.request"))
+    assert attributes_of(computed.one("kvpage.request"))["reason"] == "absent"
+    assert attributes_of(computed.one("kvpage.lookup"))["reason"] == "absent"
+    assert "reason" not in attributes_of(restored.one("kvpage.request"))
     with server.client() as client:
         (name, *_) = json.loads(client.get(client.keys("manifest:alice:*")[0])[17:])["chain"]
         damage(client, name)
     damaged = ask(server.url, exporter, {})
-    reasons = {told(span).get("reason") for span in damaged.named("kvpage.verify")}
+    reasons = {attributes_of(span).get("reason") for span in damaged.named("kvpage.verify")}
     assert "checksum" in reasons
-    assert told(damaged.one("kvpage.fetch"))["reason"] == "checksum"
-    assert told(damaged.one("kvpage.request"))["reason"] == "checksum"
+    assert attributes_of(damaged.one("kvpage.fetch"))["reason"] == "checksum"
+    assert attributes_of(damaged.one("kvpage.request"))["reason"] == "checksum"
 
 
 def damage(client: redis.Redis, name: str) -> None:
@@ -171,7 +171,7 @@ def test_a_failed_span_ends_with_its_error(exporter: InMemorySpanExporter) -> No
     failed, given_up = spans.named("kvpage.request")
     assert failed.status.status_code is trace.StatusCode.ERROR
     assert str(error) in str(failed.status.description)
-    assert (given_up.status.is_ok, told(given_up)["finish_reason"]) == (True, "cancelled")
+    assert (given_up.status.is_ok, attributes_of(given_up)["finish_reason"]) == (True, "cancelled")
 
 
 def test_client_spans_have_bytes_and_misses(server: RunningServer, exporter: InMemorySpanExporter) -> None:
@@ -186,7 +186,7 @@ def test_client_spans_have_bytes_and_misses(server: RunningServer, exporter: InM
     spans = Spans(list(exporter.get_finished_spans()))
     assert [span.name for span in spans.found] == [f"kvpage.client.{name}" for name in ("mset", "mget_into", "mget")]
     assert {span.kind for span in spans.found} == {trace.SpanKind.CLIENT}
-    assert [told(span) for span in spans.found] == [
+    assert [attributes_of(span) for span in spans.found] == [
         {"bytes": 512},
         {"bytes": 512, "missed": 1, "reason": "absent"},
         {"bytes": 0, "missed": 1, "reason": "absent"},
@@ -205,7 +205,7 @@ def test_a_batch_for_several_servers_is_one_span(
         found = client.mget_into([*keys, absent], list(np.empty((41, 16, 8), np.float16)))
     assert found == [True] * 40 + [False]
     (span,) = exporter.get_finished_spans()
-    assert told(span) == {"bytes": 40 * 256, "missed": 1, "reason": "absent"}
+    assert attributes_of(span) == {"bytes": 40 * 256, "missed": 1, "reason": "absent"}
 
 
 def test_the_page_names_every_span_and_attribute(computed: Spans, restored: Spans) -> None:

@@ -215,8 +215,8 @@ def test_a_second_save_keeps_when_the_agent_began(server: RunningServer, engine:
 def test_manifests_of_earlier_versions_are_read(server: RunningServer, client: redis.Redis, three: Engine) -> None:
     (key,) = client.keys("manifest:alice:*")
     raw = client.get(key)
-    told = json.loads(raw[17:])
-    older = {name: told[name] for name in ("format", "fingerprint", "tokens", "chain")}
+    received = json.loads(raw[17:])
+    older = {name: received[name] for name in ("format", "fingerprint", "tokens", "chain")}
     found = memory_by_agent.parse(key, b"0123456789abcdef " + json.dumps(older).encode())
     assert found is not None
     assert (found.tokens, len(found.blocks), found.model, found.saved_ms) == (52, 7, "", 0)

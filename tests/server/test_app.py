@@ -48,10 +48,10 @@ class TestWords:
             assert run(word).stdout == VERSION
 
     def test_help_names_every_parameter(self) -> None:
-        told = run("--help").stdout
-        assert "kvpage-server [FILE]" in told
+        received = run("--help").stdout
+        assert "kvpage-server [FILE]" in received
         for name in ("port", "bind", "maxmemory", "requirepass", "tls-port", "page-checksums", "loglevel"):
-            assert re.search(rf"^ +--{name} ", told, re.MULTILINE), name
+            assert re.search(rf"^ +--{name} ", received, re.MULTILINE), name
 
     def test_it_is_installed_as_a_command(self) -> None:
         command = Path(sysconfig.get_path("scripts"), "kvpage-server")

@@ -36,25 +36,25 @@ class Home:
     def server(self, *options: str, file: str = "", **environment: str) -> Iterator[tuple[redis.Redis, list[str]]]:
         """Yield a client of the server, and the server's start messages."""
         with self._run(*filter(None, [file]), "--port", "0", *options, **environment) as process:
-            told = []
+            received = []
             assert process.stderr
             for line in process.stderr:
-                told.append(line)
+                received.append(line)
                 if found := READY.search(line):
                     break
             else:
-                raise AssertionError("".join(told))
+                raise AssertionError("".join(received))
             with redis.Redis(**{**CLIENT_OPTIONS, "port": int(found[1])}, decode_responses=True) as client:
-                yield client, told
+                yield client, received
             process.terminate()
             process.communicate(timeout=100)
             assert process.returncode == 0
 
     def refused(self, *options: str, **environment: str) -> str:
         with self._run(*options, **environment) as process:
-            _, told = process.communicate(timeout=100)
+            _, received = process.communicate(timeout=100)
         assert process.returncode == 1
-        return told
+        return received
 
     @contextmanager
     def _run(self, *options: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
@@ -77,16 +77,16 @@ def home(tmp_path: Path) -> Home:
 
 class TestDirectory:
     def test_the_store_is_in_the_data_directory_of_the_platform(self, home: Home) -> None:
-        with home.server() as (client, told):
+        with home.server() as (client, received):
             assert client.config_get("dir") == {"dir": str(home.data)}
-            assert f"disk    {home.data}/kvpage.lmdb" in "".join(told)
+            assert f"disk    {home.data}/kvpage.lmdb" in "".join(received)
             client.set("x", "kept")
         assert list(home.here.iterdir()) == []
         for made in (home.data, home.data.parent, home.data.parent.parent):
             assert stat.S_IMODE(made.stat().st_mode) == 0o700
-        with home.server() as (client, told):
+        with home.server() as (client, received):
             assert client.get("x") == "kept"
-            assert "NOT used" not in "".join(told)
+            assert "NOT used" not in "".join(received)
 
     @pytest.mark.skipif(sys.platform == "darwin", reason="XDG is Linux's")
     def test_xdg_data_home_is_used(self, home: Home) -> None:
@@ -97,15 +97,15 @@ class TestDirectory:
         with home.server("--dir", ".") as (client, _):
             client.set("x", "of before")
         assert (home.here / "kvpage.lmdb").exists()
-        with home.server("--loglevel", "notice") as (client, told):
+        with home.server("--loglevel", "notice") as (client, received):
             assert client.get("x") is None
-            (warning,) = (line for line in told if "NOT used" in line)
+            (warning,) = (line for line in received if "NOT used" in line)
         assert f"{home.here}/kvpage.lmdb is NOT used; this store lies in {home.data}. " in warning
         command = warning.rpartition("To use the other: ")[2].split()
         assert command[0] == "kvpage-server"
-        with home.server(*command[1:]) as (client, told):
+        with home.server(*command[1:]) as (client, received):
             assert client.get("x") == "of before"
-            assert "NOT used" not in "".join(told)
+            assert "NOT used" not in "".join(received)
 
     def test_names_on_the_command_line_are_relative_to_the_directory(self, home: Home) -> None:
         (home.here / "users.acl").write_text(
@@ -124,10 +124,10 @@ class TestDirectory:
 
     def test_with_a_file_nothing_changes(self, home: Home) -> None:
         (home.here / "kvpage.conf").write_text("loglevel notice\n", encoding="utf-8")
-        with home.server(file="kvpage.conf") as (client, told):
+        with home.server(file="kvpage.conf") as (client, received):
             assert client.config_get("maxmemory") == {"maxmemory": "0"}
             assert client.config_get("dir") == {"dir": str(home.here)}
-        assert "(maxdisk auto: half of the free space and the store together)" in "".join(told)
+        assert "(maxdisk auto: half of the free space and the store together)" in "".join(received)
         assert (home.here / "kvpage.lmdb").exists()
         assert not home.data.exists()
 
@@ -144,25 +144,25 @@ class TestDirectory:
 
     def test_without_a_home_directory_the_error_has_a_remedy(self, home: Home) -> None:
         (home.path / "file").touch()
-        told = home.refused(HOME=str(home.path / "file"), XDG_DATA_HOME=str(home.path / "file" / "data"))
-        assert told.count("\n") == 1
-        assert "Name another directory with --dir, or do without a disk: --store memory" in told
+        received = home.refused(HOME=str(home.path / "file"), XDG_DATA_HOME=str(home.path / "file" / "data"))
+        assert received.count("\n") == 1
+        assert "Name another directory with --dir, or do without a disk: --store memory" in received
 
 
 class TestMemory:
     def test_a_quarter_of_the_machines_memory_is_used_and_printed(self, home: Home) -> None:
         expected = config.default_memory() // 4 // MIB * MIB
-        with home.server("--store", "memory") as (client, told):
+        with home.server("--store", "memory") as (client, received):
             assert client.config_get("maxmemory") == {"maxmemory": str(expected)}
             assert client.info("memory")["maxmemory"] == expected
-        (line,) = (line for line in told if "store   memory" in line)
+        (line,) = (line for line in received if "store   memory" in line)
         assert re.search(r"limit [\d.]+[GM] of the [\d.]+[GM] there are \(maxmemory\), allkeys-prefix", line)
 
     @pytest.mark.parametrize("given", ["0", "64mb"])
     def test_given_values_are_used(self, home: Home, given: str) -> None:
-        with home.server("--store", "memory", "--maxmemory", given) as (client, told):
+        with home.server("--store", "memory", "--maxmemory", given) as (client, received):
             assert client.config_get("maxmemory") == {"maxmemory": str(64 * MIB if given == "64mb" else 0)}
-        assert "there are" not in "".join(told)
+        assert "there are" not in "".join(received)
 
     @pytest.mark.parametrize(
         ("own", "limits", "expected"),

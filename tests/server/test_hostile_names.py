@@ -62,8 +62,8 @@ def test_every_answer_about_the_server_is_given(seen: SeenServer) -> None:
 
 def test_info_escapes_a_pattern(seen: SeenServer) -> None:
     with seen.server.client(protocol=3) as client:
-        told = client.execute_command(b"INFO", "quotas")
-    assert f"pattern=kv:{SHOWN}*\r\n" in told.decode()
+        received = client.execute_command(b"INFO", "quotas")
+    assert f"pattern=kv:{SHOWN}*\r\n" in received.decode()
 
 
 def test_figures_for_people_and_for_prometheus_go_on(seen: SeenServer) -> None:
@@ -82,10 +82,10 @@ def test_the_page_continues(seen: SeenServer) -> None:
 def printed(*words: str, url: str, code: int = 0) -> str:
     """The text of a terminal, all of which can be printed. `code` is the expected exit code."""
     *found, said = kvpage(*words, url=url)
-    told = str(found[1])
+    received = str(found[1])
     assert (found[0], said) == (code, "")
-    assert told.replace("\n", "").isprintable(), told
-    return told
+    assert received.replace("\n", "").isprintable(), received
+    return received
 
 
 def test_no_name_is_a_command_to_a_terminal(server: RunningServer, client: redis.Redis) -> None:
@@ -136,8 +136,8 @@ def test_an_invalid_manifest_is_unreadable_and_hides_no_other(
 ) -> None:
     set_block(client, "r")
     right = {"model": "tiny", "by": "host:1", "created": 1, "saved": 1, "chain": ["r"], "block_tokens": 4, "count": 4}
-    for agent, told in (("alice", right), ("mallory", right | wrong)):
-        client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(told))
+    for agent, received in (("alice", right), ("mallory", right | wrong)):
+        client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(received))
     found = json.loads(printed("ls", "--json", url=server.url))
     assert [agent["agent"] for agent in found["agents"]] == ["alice"]
     assert found["unreadable"] == ["manifest:mallory:00aa"]
@@ -148,16 +148,16 @@ def test_an_invalid_manifest_is_unreadable_and_hides_no_other(
 
 def test_a_clock_that_is_ahead_is_no_age(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "r")
-    told = {"saved": 253_000_000_000_000, "chain": ["r"], "block_tokens": 4, "count": 4}
-    client.set("manifest:alice:00aa", "0" * 16 + json.dumps(told))
+    received = {"saved": 253_000_000_000_000, "chain": ["r"], "block_tokens": 4, "count": 4}
+    client.set("manifest:alice:00aa", "0" * 16 + json.dumps(received))
     assert " 0 s " in printed("ls", url=server.url)
     assert "1970" not in printed("why", "alice", url=server.url)
 
 
 def test_a_long_name_takes_a_few_lines_of_a_table(server: RunningServer, client: redis.Redis) -> None:
-    told = {"chain": ["r"], "block_tokens": 4, "count": 4, "model": "m" * 5000}
+    received = {"chain": ["r"], "block_tokens": 4, "count": 4, "model": "m" * 5000}
     for agent in ("a" * 400, "b" * 400):
-        client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(told))
+        client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(received))
     lines = printed("ls", url=server.url).splitlines()
     assert len(lines) < 30
     assert "…" in "".join(lines)

@@ -214,8 +214,8 @@ def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.
     code, shown, _ = kvpage("why", "r", url=server.url)
     first, second = shown.splitlines()
     assert (code, first) == (1, "23 pages stored, in blocks 0, 2")
-    told = "a read from the start finds block 0; block 1 is not there: never stored, as far as is known since "
-    assert second.startswith(told)
+    received = "a read from the start finds block 0; block 1 is not there: never stored, as far as is known since "
+    assert second.startswith(received)
     client.execute_command("KVPAGESET", "test_req_001", 5, 8, 42, 0, 1, 128, 64, 3600, b"BLOB_DATA")
     code, shown, _ = kvpage("why", "test_req_001", url=server.url)
     lines = shown.splitlines()
@@ -241,8 +241,8 @@ def test_why_reports_the_removal_of_a_string(server: RunningServer, client: redi
         code, shown, _ = kvpage("why", name, url=server.url)
         assert (code, shown) == (1, "deleted, just now\n")
     code, shown, _ = kvpage("why", "with: space", "--json", url=server.url)
-    told = json.loads(shown)
-    assert (code, told["string"], told["reason"]) == (1, "with: space", "deleted")
+    received = json.loads(shown)
+    assert (code, received["string"], received["reason"]) == (1, "with: space", "deleted")
     for name in ("never", "never: stored"):
         code, shown, _ = kvpage("why", name, url=server.url)
         assert (code, shown.split(",")[0]) == (1, "never stored")
@@ -265,8 +265,8 @@ def test_why_reports_the_state_of_an_agent(server: RunningServer, client: redis.
     client.delete("manifest:alice@acme:f1")
     code, shown, _ = kvpage("why", "alice@acme", url=server.url)
     assert (code, len(shown.splitlines())) == (1, 2)
-    told = json.loads(kvpage("why", "alice@acme", "--json", url=server.url)[1])
-    assert [(lost["key"], lost["reason"]) for lost in told["lost"]] == [
+    received = json.loads(kvpage("why", "alice@acme", "--json", url=server.url)[1])
+    assert [(lost["key"], lost["reason"]) for lost in received["lost"]] == [
         ("manifest:alice@acme:f1", "deleted"),
         ("manifest:alice@acme:f2", "deleted"),
     ]

@@ -86,8 +86,8 @@ def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
 
 def test_a_watch_shows_all_servers_each_time(server: RunningServer, second_server: RunningServer) -> None:
     with watched("status", "--json", "--watch", "0.2", "--url", f"{server.url},{second_server.url}") as lines:
-        told = [json.loads(lines.readline())["url"] for _ in range(4)]
-    assert told == 2 * [server.url, second_server.url]
+        received = [json.loads(lines.readline())["url"] for _ in range(4)]
+    assert received == 2 * [server.url, second_server.url]
 
 
 def test_top_shows_each_server_and_memory_by_agent_of_all(server: RunningServer, second_server: RunningServer) -> None:
@@ -115,14 +115,14 @@ def test_top_continues_when_a_server_dies_and_returns(server: RunningServer) -> 
     with ExitStack() as stack:
         mortal = stack.enter_context(start_server(port=port))
         lines = stack.enter_context(watched("top", "--json", "--watch", "0.2", "--url", both))
-        told = (json.loads(line)["nodes"][1] for line in lines)
-        assert "error" not in next(told)
+        received = (json.loads(line)["nodes"][1] for line in lines)
+        assert "error" not in next(received)
         mortal.stop()
-        assert f"{port} is gone" in next(node for node in told if "error" in node)["error"]
+        assert f"{port} is gone" in next(node for node in received if "error" in node)["error"]
         stack.enter_context(start_server(port=port))
-        back = next(node for node in told if "error" not in node)
+        back = next(node for node in received if "error" not in node)
         assert back["per_second"] is None  # rates of a restarted server are unknown, not negative
-        assert next(told)["per_second"]["commands"] > 0
+        assert next(received)["per_second"]["commands"] > 0
 
 
 def test_an_unavailable_server_is_named_and_the_others_answer(
@@ -182,9 +182,9 @@ def test_a_hanging_server_is_named_and_the_others_answer(
         assert run("ls", "--json", "--url", both) == 2
         said = capsys.readouterr()
         assert f"cannot reach {second_server.url}" in said.err
-        told = json.loads(said.out)
-        assert told["unreachable"] == [second_server.url]
-        assert {*ours} <= {request["request"].encode() for request in told["requests"]}
+        received = json.loads(said.out)
+        assert received["unreachable"] == [second_server.url]
+        assert {*ours} <= {request["request"].encode() for request in received["requests"]}
         assert run("why", theirs[0].decode(), "--url", both) == 2
         assert "gone" in capsys.readouterr().out
         assert run("status", "--url", both) == 2

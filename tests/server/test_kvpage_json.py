@@ -38,7 +38,7 @@ PARTS = {
 PROGRAM = str(Path(sys.executable).with_name("kvpage"))
 
 
-def told(*words: str, url: str = "") -> dict[str, Any]:
+def json_of(*words: str, url: str = "") -> dict[str, Any]:
     code, shown, said = kvpage(*words, "--json", url=url)
     assert (code, said) == (0, "")
     assert shown.count("\n") == 1
@@ -66,7 +66,7 @@ def test_its_keys_match_the_documentation(
 ) -> None:
     set_block(client, "chat-7")
     remember(client, "alice")
-    found = told(*words, url=server.url)
+    found = json_of(*words, url=server.url)
     assert set(LISTED[name]) <= found.keys()
     assert found["url"] == server.url
 
@@ -75,12 +75,12 @@ def test_the_keys_of_parts_match_the_documentation(server: RunningServer, client
     set_block(client, "chat-7")
     remember(client, "alice")
     remember(client, "bob", "alice")
-    looked = told("ls", url=server.url)
+    looked = json_of("ls", url=server.url)
     assert PARTS["ls", "an agent"] == [*looked["agents"][0]]
     assert PARTS["ls", "a shared prefix"] == [*looked["shared"][0]]
     assert PARTS["ls", "a request"] == [*looked["requests"][0]]
-    assert set(PARTS["ls REQ", "a block"]) == told("ls", "chat-7", url=server.url)["blocks"][0].keys()
-    context = told("stat", "alice", url=server.url)["contexts"][0]
+    assert set(PARTS["ls REQ", "a block"]) == json_of("ls", "chat-7", url=server.url)["blocks"][0].keys()
+    context = json_of("stat", "alice", url=server.url)["contexts"][0]
     assert context.keys() == {*PARTS["ls", "an agent"], "places"}
     assert PARTS["stat AGENT", "a place"] == [*context["places"][0]]
 
@@ -134,7 +134,7 @@ def test_hidden_values_of_a_tenant_are_null() -> None:
     with start_server("--user", "app", "on", ">word", "~kv:app.*", "+@all") as server, server.client() as client:
         set_block(client, "app.chat")
         set_block(client, "other")
-        found = told("status", url=server.url.replace("//", "//app:word@"))
+        found = json_of("status", url=server.url.replace("//", "//app:word@"))
     assert set(LISTED["status"]) <= found.keys()
     assert found["contents"] == {"requests": 1, "keys": 12}
     assert found["traffic"] is found["connections"] is found["misses"] is None
@@ -143,21 +143,21 @@ def test_hidden_values_of_a_tenant_are_null() -> None:
 
 def test_dumps_report_their_results(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     set_block(client, "chat-7")
-    dumped = told("dump", str(tmp_path / "dump"), url=server.url)
+    dumped = json_of("dump", str(tmp_path / "dump"), url=server.url)
     assert (dumped["pages"], dumped["strings"], dumped["corrupt"]) == (12, 0, [])
     assert set(LISTED["dump"]) == dumped.keys()
-    found = told("inspect", str(tmp_path / "dump"))
+    found = json_of("inspect", str(tmp_path / "dump"))
     assert set(LISTED["inspect"]) == found.keys()
     assert (found["requests"], found["pages"]) == (1, 12)
     client.flushall()
-    restored = told("restore", str(tmp_path / "dump"), url=server.url)
+    restored = json_of("restore", str(tmp_path / "dump"), url=server.url)
     assert set(LISTED["restore"]) == restored.keys()
     assert (restored["pages"], restored["there"], restored["finished"]) == (12, 0, True)
 
 
 def test_values_equal_those_of_info(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "chat-7")
-    info, found = client.info("everything"), told("status", url=server.url)
+    info, found = client.info("everything"), json_of("status", url=server.url)
     assert found["memory"]["used"] == info["used_memory"]
     assert found["contents"]["blocks"] == info["blocks"] == 1
     assert found["commands"]["kvblockset"]["count"] == info["cmdstat_kvblockset"]["calls"]
@@ -166,7 +166,7 @@ def test_values_equal_those_of_info(server: RunningServer, client: redis.Redis) 
 def test_bytes_that_are_no_text_are_shown(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "x")
     client.execute_command("KVPAGESET", b"\xff\xfe<script>", 0, 0, 0, 0, 1, 1, 1, 0, b"ab")
-    assert "\\xff\\xfe<script>" in {each["request"] for each in told("ls", url=server.url)["requests"]}
+    assert "\\xff\\xfe<script>" in {each["request"] for each in json_of("ls", url=server.url)["requests"]}
 
 
 @pytest.mark.parametrize("words", [["status", "--watch", "0.2"], ["top", "--watch", "0.2"]])

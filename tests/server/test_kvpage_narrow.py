@@ -24,8 +24,8 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def manifest(*blocks: str) -> bytes:
-    told = {"model": MODEL, "saved": 1, "chain": blocks, "block_tokens": 4, "count": 4 * len(blocks)}
-    return b"0123456789abcdef" + json.dumps(told).encode()
+    received = {"model": MODEL, "saved": 1, "chain": blocks, "block_tokens": 4, "count": 4 * len(blocks)}
+    return b"0123456789abcdef" + json.dumps(received).encode()
 
 
 def printed(width: int, drop: Sequence[str] = ()) -> list[str]:
@@ -121,11 +121,11 @@ def test_ls_stat_and_status_fit_a_narrow_terminal(server: RunningServer, client:
 def test_top_fits_a_narrow_terminal(server: RunningServer, client: redis.Redis, width: int) -> None:
     fill(client)
     tier = {"hits": 2, "tokens": 3_000_000, "bytes": 1 << 20}
-    told = {"name": "machine.example:12345", "model": MODEL, "answers": 4, "computed": 100, "used": 1 << 40}
-    told |= {"room": 1 << 41, "tiers": dict.fromkeys(("hot", "prefix", "page", "cold"), tier)}
+    received = {"name": "machine.example:12345", "model": MODEL, "answers": 4, "computed": 100, "used": 1 << 40}
+    received |= {"room": 1 << 41, "tiers": dict.fromkeys(("hot", "prefix", "page", "cold"), tier)}
     with server.client(protocol=3, decode_responses=False) as store:
         view = _View(store, server.url)
-        until(lambda: client.publish("kvpage:engines", json.dumps(told)), "a listener")
+        until(lambda: client.publish("kvpage:engines", json.dumps(received)), "a listener")
 
         def frame() -> str:
             with redirect_stdout(StringIO()) as shown:
@@ -169,8 +169,8 @@ def test_an_agent_can_be_verified(server: RunningServer, client: redis.Redis) ->
     code, shown, _ = kvpage("verify", "alice", url=server.url)
     assert code == 1
     assert shown == "1 block missing: kvpage why alice says why\n12 pages in 2 blocks checked, all intact\n"
-    told = json.loads(kvpage("verify", "alice", "--json", url=server.url)[1])
-    assert {key: told[key] for key in ("agent", "checked", "unchecked", "corrupt", "missing_blocks")} == {
+    received = json.loads(kvpage("verify", "alice", "--json", url=server.url)[1])
+    assert {key: received[key] for key in ("agent", "checked", "unchecked", "corrupt", "missing_blocks")} == {
         "agent": "alice", "checked": 12, "unchecked": 0, "corrupt": [], "missing_blocks": 1,
     }  # fmt: skip
 

@@ -232,9 +232,9 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
     with subprocess.Popen(words, stderr=subprocess.PIPE, start_new_session=True) as process:
         writing = os.open(pipe, os.O_WRONLY)  # it reads
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, received = process.communicate(timeout=60)
         os.close(writing)
-    assert (process.returncode, told) == (-signal.SIGINT, b"")
+    assert (process.returncode, received) == (-signal.SIGINT, b"")
 
 
 def fates() -> dict[str, str]:
@@ -244,7 +244,7 @@ def fates() -> dict[str, str]:
 
 
 def test_the_table_of_signals_is_true_and_whole() -> None:
-    told = fates()
+    received = fates()
     realtime = range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if hasattr(signal, "SIGRTMIN") else ()
     for number in signal.valid_signals() - set(realtime):
         name = signal.Signals(number).name
@@ -253,7 +253,7 @@ def test_the_table_of_signals_is_true_and_whole() -> None:
             number in signals.IGNORED: lambda fate: fate.startswith("is ignored"),
             number == signal.SIGHUP: lambda fate: "terminal" in fate and "service" in fate,
         }.get(True, lambda fate: fate.startswith("as the system has it"))
-        assert expected(told.get(name, "nothing")), (name, told.get(name))
+        assert expected(received.get(name, "nothing")), (name, received.get(name))
     assert set(realtime) <= set(signals.IGNORED)
 
 

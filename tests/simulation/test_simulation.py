@@ -48,10 +48,10 @@ def check(result: subprocess.CompletedProcess[str]) -> None:
 
 def found(result: subprocess.CompletedProcess[str]) -> int:
     """The seed with which a mistake in the server was found."""
-    told = AGAIN.search(result.stdout)
+    received = AGAIN.search(result.stdout)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert told, result.stdout + result.stderr
-    return int(told[1])
+    assert received, result.stdout + result.stderr
+    return int(received[1])
 
 
 def test_every_command_is_in_some_program() -> None:

@@ -86,7 +86,7 @@ def busy(page: Any) -> Iterator[list[float]]:
     tracing = page.context.browser.new_browser_cdp_session()
     events: list[dict[str, Any]] = []
     ended: list[bool] = []
-    tracing.on("Tracing.dataCollected", lambda told: events.extend(told["value"]))
+    tracing.on("Tracing.dataCollected", lambda received: events.extend(received["value"]))
     tracing.on("Tracing.tracingComplete", lambda _: ended.append(True))
     config = {"includedCategories": ["toplevel", "blink.user_timing"]}
     tracing.send("Tracing.start", {"transferMode": "ReportEvents", "traceConfig": config})

@@ -47,7 +47,7 @@ def main() -> None:
     model, tokenizer = (made(), letter_tokenizer()) if made else models.load(name)
     if made:
         tokenizer.eos_token_ids = []
-    told: deque[dict[str, Any]] = deque()
+    received: deque[dict[str, Any]] = deque()
     ended = threading.Event()
 
     def say(**what: Any) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
 
     def listen() -> None:
         for line in sys.stdin:
-            told.append(json.loads(line))
+            received.append(json.loads(line))
             life.engine.wake()
         ended.set()
         life.engine.wake()
@@ -109,8 +109,8 @@ def main() -> None:
     threading.Thread(target=listen, daemon=True).start()
     say(ready=True)
     while not ended.is_set():
-        while told:
-            asked = told.popleft()
+        while received:
+            asked = received.popleft()
             if "flush" in asked:
                 life.store.flush_dirty()
                 say(flushed=True)
@@ -139,7 +139,7 @@ class EngineProcess:
         """Without waiting for the answer; its number."""
         self._asked += 1
         self.tokens[self._asked] = []
-        self._tell(id=self._asked, agent=agent_id, tokens=list(tokens), max_tokens=max_tokens)
+        self._notify(id=self._asked, agent=agent_id, tokens=list(tokens), max_tokens=max_tokens)
         return self._asked
 
     def answer(self, number: int) -> dict[str, Any]:
@@ -189,12 +189,12 @@ class EngineProcess:
         assert self.process.wait(WITHIN) == 0
 
     def _have_done(self, done: str, **what: Any) -> None:
-        self._tell(**what)
+        self._notify(**what)
         while not self._said or done not in self._said[-1]:
             self._hear()
         self._said.clear()
 
-    def _tell(self, **what: Any) -> None:
+    def _notify(self, **what: Any) -> None:
         assert self.process.stdin
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()

@@ -132,10 +132,10 @@ def measure(name: str, url: str) -> Figures:
         theirs = MlxLm(of)
         first = theirs.said(PROMPTS[0], ANSWERED, of.chunk)
         second = theirs.said(QUESTION, ANSWERED)
-        told = [*PROMPTS[0], *first.tokens, *QUESTION]
-        restored = _distance(_restored(of, of.spec, told, url), second)
+        received = [*PROMPTS[0], *first.tokens, *QUESTION]
+        restored = _distance(_restored(of, of.spec, received, url), second)
         if of.spec.batches and not of.spec.resumes:
-            at_once = _distance(_restored(of, replace(of.spec, resumes=True), told, url), second)
+            at_once = _distance(_restored(of, replace(of.spec, resumes=True), received, url), second)
     keeps = kept(of.empty())
     return Figures(keeps, of.spec.batches, of.spec.resumes, of.spec.refusal, forced, together, restored, at_once)
 
@@ -157,7 +157,7 @@ def _together(of: Tiny, spec: ModelCacheSpec) -> list[Said]:
     return [said[i] for i in range(len(PROMPTS))]
 
 
-def _restored(of: Tiny, spec: ModelCacheSpec, told: Sequence[int], url: str) -> Said:
+def _restored(of: Tiny, spec: ModelCacheSpec, received: Sequence[int], url: str) -> Said:
     """Return the answer to a question after a turn that was stored and loaded again."""
     bench = Bench(of, spec)
     pages = PageTier(url, spec, bench.pool)
@@ -167,12 +167,12 @@ def _restored(of: Tiny, spec: ModelCacheSpec, told: Sequence[int], url: str) -> 
         assert first.not_kept is None, first.not_kept
         assert pages.save(first.blocks), pages.unsaved
         bench.free(first)
-        known = pages.load("agent", told)
+        known = pages.load("agent", received)
         assert known, pages.misses
         assert not pages.misses
-        bench.submit(told, known)
+        bench.submit(received, known)
         (second,) = bench.batch.step()
-        assert second.tokens_reused == len(told) - len(QUESTION)
+        assert second.tokens_reused == len(received) - len(QUESTION)
         bench.free(second)
         bench.pool.free(known.block_ids, "agent")
         pages.delete("agent")

@@ -38,10 +38,10 @@ def main() -> object:
     for module in sys.argv[1:]:
         importlib.import_module(module)
     assert threading.active_count() == 1, "a fork has one thread of several"
-    told = socket.socket(fileno=os.dup(0))
+    received = socket.socket(fileno=os.dup(0))
     running = set[int]()
     while True:
-        line, streams, _, _ = socket.recv_fds(told, LONGEST, 3)
+        line, streams, _, _ = socket.recv_fds(received, LONGEST, 3)
         if not line:
             break
         asked = json.loads(line)
@@ -50,7 +50,7 @@ def main() -> object:
             said = os.waitstatus_to_exitcode(status) if pid else None
             running.discard(pid)
         elif not (said := os.fork()):
-            told.close()
+            received.close()
             _become(streams)
             sys.argv[1:] = asked["arguments"]
             return importlib.import_module(asked["module"]).main()
@@ -58,7 +58,7 @@ def main() -> object:
             running.add(said)
             for stream in streams:
                 os.close(stream)
-        told.send(json.dumps(said).encode())
+        received.send(json.dumps(said).encode())
     for pid in running:  # processes whose parent was killed before it could stop them
         os.kill(pid, signal.SIGKILL)
     return None

@@ -31,8 +31,8 @@ def forge(file: Path, header: dict[str, Any] | bytes, data: bytes | int = VALUE,
     """A file of a dump with a right digest; as many bytes of data as a number says take no room on disk."""
     facts = {"digest": "0" * 16, "format": "kvpage-dump", "version": "1", "dumped_ms": "5", "selection": "everything"}
     if isinstance(header, dict):
-        told = {name: json.dumps(told.pop("note")) for name, told in header.items() if "note" in told}
-        header = {"__metadata__": facts | told if metadata is None else metadata, **header}
+        received = {name: json.dumps(received.pop("note")) for name, received in header.items() if "note" in received}
+        header = {"__metadata__": facts | received if metadata is None else metadata, **header}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     else:
         text = header
@@ -100,7 +100,7 @@ def _bound(file: Path) -> None:
 
 
 def _replaced(text: str, by: str) -> Make:
-    return _summary(lambda told: told.replace(text, by, 1))
+    return _summary(lambda received: received.replace(text, by, 1))
 
 
 def _literal(tensors: str, notes: str = "", dumped_ms: str = "5") -> Make:
@@ -113,7 +113,7 @@ FIVE = '{"dtype":"U8","shape":[5],"data_offsets":[0,5]}'
 LARGE = 1 << 40  # bytes
 
 SUMMARIES = [
-    Hostile("nested", _summary(lambda told: NESTED), "dump.json is corrupt: more than 8 lists and objects"),
+    Hostile("nested", _summary(lambda received: NESTED), "dump.json is corrupt: more than 8 lists and objects"),
     Hostile("1e999", _replaced('"dumped_ms": ', '"dumped_ms": 1e999, "x": '), "dump.json is corrupt: the number 1e999"),
     Hostile("NaN", _replaced('"dumped_ms": ', '"dumped_ms": NaN, "x": '), "dump.json is corrupt: NaN is no number"),
     Hostile("negative", _replaced('"dumped_ms": ', '"dumped_ms": -'), "dump.json is corrupt: dumped_ms must be"),
@@ -121,7 +121,9 @@ SUMMARIES = [
     Hostile("float", _replaced('"dumped_ms": ', '"dumped_ms": 1.5, "x": '), "dumped_ms must be between 0 and"),
     Hostile(
         "pairs",
-        _summary(lambda told: json.dumps(json.loads(told) | {"files": [*json.loads(told)["files"].items()]})),
+        _summary(
+            lambda received: json.dumps(json.loads(received) | {"files": [*json.loads(received)["files"].items()]})
+        ),
         "files an object",
     ),
     Hostile("twice", _replaced('"version"', '"version": "1", "version"'), "has the name 'version' twice"),
@@ -133,8 +135,8 @@ SUMMARIES = [
     ),
     Hostile("selection", _replaced('"everything"', "7"), "selection must be a string"),
     Hostile("bytes", _summary_is(lambda file: file.write_bytes(b'{"format": "\xff"}')), "can't decode byte 0xff"),
-    Hostile("cut", _summary(lambda told: told[:40]), "dump.json is corrupt: "),
-    Hostile("empty", _summary(lambda told: ""), "dump.json is corrupt: "),
+    Hostile("cut", _summary(lambda received: received[:40]), "dump.json is corrupt: "),
+    Hostile("empty", _summary(lambda received: ""), "dump.json is corrupt: "),
     Hostile("pipe", _summary_is(os.mkfifo), "dump.json cannot be read: it is not a regular file"),
     Hostile("socket", _summary_is(_bound), "dump.json cannot be read: "),
     Hostile("directory", _summary_is(Path.mkdir), "dump.json cannot be read: Is a directory"),

@@ -333,10 +333,10 @@ class Fetch:
             else:
                 self._free()
             self.report.seconds = time.perf_counter() - self._started
-            counted, *told = self._ended
+            counted, *received = self._ended
             counted(self)
             self._over.set()
-        for callback in told:
+        for callback in received:
             callback(self)
 
     async def _run(self) -> None:

@@ -39,7 +39,7 @@ async def save(
     await _change(connection, [key, older], change)
     again = await write()  # blocks that were deleted before this manifest named them
     if again.blocks_written or again.nbytes:  # or after that, because another engine replaced it
-        await bury(connection, sorted(names))
+        await delete_unreferenced(connection, sorted(names))
     return saved
 
 
@@ -104,10 +104,10 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
 
     answers = await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), questions)
     counts = answers[len(answers) - len(dropped) :]
-    await bury(connection, [name for name, count in zip(dropped, counts, strict=True) if count <= 0])
+    await delete_unreferenced(connection, [name for name, count in zip(dropped, counts, strict=True) if count <= 0])
 
 
-async def bury(connection: ServerConnection, names: Sequence[str]) -> None:
+async def delete_unreferenced(connection: ServerConnection, names: Sequence[str]) -> None:
     """Delete the blocks among `names` that no manifest names."""
     if not names:
         return

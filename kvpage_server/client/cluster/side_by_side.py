@@ -233,8 +233,8 @@ class SideBySideCalls:
             left = [p for p in parts if p.server not in answers or _is_retryable(answers[p.server])]
             strange = [part for part in left if part.server not in self._dialects]
             if strange:
-                told = yield Round([Errand(part.server, ask_dialect()) for part in strange])
-                for part, dialect in zip(strange, told, strict=True):
+                received = yield Round([Errand(part.server, ask_dialect()) for part in strange])
+                for part, dialect in zip(strange, received, strict=True):
                     if isinstance(dialect, Failed):
                         answers[part.server] = dialect
                     else:

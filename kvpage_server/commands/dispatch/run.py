@@ -10,7 +10,7 @@ from functools import cache
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import Postponed, check_rights, end_caching, is_at_hand
+from kvpage_server.commands.dispatch.checks import Postponed, check_rights, end_caching, runs_without_disk_wait
 from kvpage_server.commands.index_key import TAIL, names_index, refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.table import BY_WORD, SUBCOMMANDS, WORDS_PER_STEP, Spec, too_many
@@ -259,6 +259,6 @@ def _may_run(client: Client, spec: Spec, words: Command) -> bool:
     tiered = client.server.tiered
     if spec.stores and client.keyspace.memory.is_full:
         return False
-    if tiered is not None and not is_at_hand(client, tiered, spec):
+    if tiered is not None and not runs_without_disk_wait(client, tiered, spec):
         return False
     return not (spec.writes_several and names_index(spec, words))

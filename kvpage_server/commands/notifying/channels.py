@@ -170,9 +170,9 @@ class Channels:
 
         The message is encoded once for each protocol, not for each listener.
         """
-        told = self._told(channel, message)
-        count = sum(len(listeners) for listeners, _ in told)
-        self._do(_push(told, about), at_once=count <= _FEW)
+        received = self._told(channel, message)
+        count = sum(len(listeners) for listeners, _ in received)
+        self._do(_push(received, about), at_once=count <= _FEW)
         return count
 
     def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
@@ -205,12 +205,12 @@ class Channels:
     def _told(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
         """Return the listeners, grouped by the message that they get."""
         listeners = self.by_name.get(channel)
-        told: list[tuple[Listeners, list[Reply]]] = []
+        received: list[tuple[Listeners, list[Reply]]] = []
         if listeners:
-            told.append((listeners, [b"message", channel, message]))
+            received.append((listeners, [b"message", channel, message]))
         for pattern, listeners in self.by_pattern.matching(channel):
-            told.append((listeners, [b"pmessage", pattern, channel, message]))
-        return told
+            received.append((listeners, [b"pmessage", pattern, channel, message]))
+        return received
 
     # -- in turns ----------------------------------------------------------------------------------------------------
 
@@ -244,15 +244,15 @@ def _size_of(pattern: bytes) -> int:
     return _CHANNEL + _COMPILED * len(pattern)
 
 
-def _push(told: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
+def _push(received: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
     """Send to the remaining subscribers, several in every step."""
-    for listeners, items in told:
+    for listeners, items in received:
         encoded: dict[int, Raw] = {}
         everybody = iter(list(listeners))
         while some := list(islice(everybody, _FEW)):
             for client in some:
-                hears = client.channels if items[0] == b"message" else client.patterns
-                if items[1] in hears and (about is None or client.sees(about)):
+                may_subscribe = client.channels if items[0] == b"message" else client.patterns
+                if items[1] in may_subscribe and (about is None or client.sees(about)):
                     protocol = client.protocol
                     if protocol not in encoded:
                         encoded[protocol] = _spelt(items, protocol)

@@ -12,10 +12,10 @@ from libc.string cimport memcmp, memcpy
 from kvpage_server.core.native.frames cimport Parser
 from kvpage_server.core.native.slots cimport Slot
 
-from kvpage_server.core.python.calls import FEW as _FEW
+from kvpage_server.core.python.calls import PLAIN_REPLY_PIECES as _FEW
 from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 
-cdef Py_ssize_t FEW = _FEW
+cdef Py_ssize_t PLAIN_REPLY_PIECES = _FEW
 cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 
 cdef extern from "Python.h":
@@ -165,7 +165,7 @@ cdef class Caller:
             PyList_Append(pieces, b"_\r\n" if self.client.protocol == 3 else b"$-1\r\n")
         elif PyLong_CheckExact(reply):
             PyList_Append(pieces, b":%d\r\n" % reply)
-        elif PyTuple_CheckExact(reply) and PyTuple_GET_SIZE(reply) <= FEW:
+        elif PyTuple_CheckExact(reply) and PyTuple_GET_SIZE(reply) <= PLAIN_REPLY_PIECES:
             for piece in <tuple>reply:
                 PyList_Append(pieces, piece)
                 if type(piece) is Slot:

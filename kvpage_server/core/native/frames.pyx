@@ -31,7 +31,7 @@ cdef Py_ssize_t IN_PLACE = _IN_PLACE
 cdef Py_ssize_t DIRECT = protocol.DIRECT
 cdef Py_ssize_t AHEAD = protocol.AHEAD
 cdef Py_ssize_t RECEIVE_TURN = protocol.RECEIVE_TURN
-cdef Py_ssize_t MUCH = protocol.MUCH
+cdef Py_ssize_t RECEIVE_AGAIN_FROM = protocol.RECEIVE_AGAIN_FROM
 cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot in one call: they are hashed while in the cache
 cdef Py_ssize_t SHORTEST = 6  # bytes of an empty word with its line
 cdef Py_ssize_t LITTLE = 4096  # unparsed bytes that are moved to the scratch memory before more are received
@@ -102,7 +102,7 @@ cdef class Parser:
             if count <= 0:
                 return received or count
             received += count
-            if self.completes() or (count < room and count < MUCH):
+            if self.completes() or (count < room and count < RECEIVE_AGAIN_FROM):
                 break
         return received
 

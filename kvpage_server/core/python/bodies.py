@@ -489,7 +489,7 @@ class Bodies:
         word = line[:end]
         if word in (b"_", b"$-1"):
             self._missed[self._item] = "absent"
-            self._go_on()
+            self._advance()
             return end + 2
         if word[:1] == b"_" or not word[1:].isdigit() or len(word) > 11 or int(word[1:]) > MAX_BULK:
             raise self._wrong(some, self._item)
@@ -541,7 +541,7 @@ class Bodies:
             raise self._wrong(some, self._item)
         self._left -= 1
         if not self._left:
-            self._go_on()
+            self._advance()
         return 1
 
     def _take_nothing(self, some: memoryview) -> int:
@@ -562,7 +562,7 @@ class Bodies:
             if reason:
                 self._missed[self._item] = reason
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Begin with the next item."""
         self._item += 1
         self._next = Bodies._take_line

@@ -15,7 +15,7 @@ from kvpage_server.core.pieces import Piece, lent
 from kvpage_server.core.python.bodies import SEND_BYTES
 from kvpage_server.core.python.frames import Argument, Command, Parser
 
-FEW = 4  # pieces that a plain reply may have
+PLAIN_REPLY_PIECES = 4  # pieces that a plain reply may have
 
 
 class Callee(NamedTuple):
@@ -143,9 +143,9 @@ class Caller:
 
 
 def _is_plain(reply: object) -> bool:
-    """Return whether the fast path can encode a reply: bytes, None, an int, or up to FEW pieces."""
+    """Return whether the fast path can encode a reply: bytes, None, an int, or up to PLAIN_REPLY_PIECES pieces."""
     if type(reply) is tuple:
-        return len(reply) <= FEW
+        return len(reply) <= PLAIN_REPLY_PIECES
     return isinstance(reply, bytes) or reply is None or type(reply) is int
 
 

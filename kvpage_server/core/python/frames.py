@@ -25,8 +25,8 @@ from kvpage_server.core.protocol import (
     LONG_LENGTH,
     MAX_LINE,
     MOST_LISTED,
-    MUCH,
     NO_CRLF,
+    RECEIVE_AGAIN_FROM,
     RECEIVE_TURN,
     SCRATCH_SIZE,
     TOO_LONG,
@@ -199,7 +199,7 @@ class Parser:
                 raise
             self._put(room, count)
             received += count
-            if not count or self._completes() or (count < sum(map(len, room)) and count < MUCH):
+            if not count or self._completes() or (count < sum(map(len, room)) and count < RECEIVE_AGAIN_FROM):
                 break
         return received
 

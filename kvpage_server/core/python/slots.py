@@ -197,7 +197,7 @@ class Arena:
 
     def rest(self) -> None:
         """Return empty chunks to their regions, and memory that was spare for long enough to the system."""
-        self._let_go()
+        self._free_empty_chunks()
         self._regions.rest()
 
     def _take_back(self) -> None:
@@ -223,7 +223,7 @@ class Arena:
 
     def _map_chunk(self, size_class: SizeClass) -> None:
         """Add an empty chunk to a size class."""
-        self._let_go()
+        self._free_empty_chunks()
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
         chunk = SlotChunk(self, size_class, self._regions.take(nbytes), slots)
         size_class.open[chunk] = None
@@ -231,7 +231,7 @@ class Arena:
         self._in_chunks += nbytes
         self._empty[chunk] = None
 
-    def _let_go(self) -> None:
+    def _free_empty_chunks(self) -> None:
         """Return up to _CHUNKS_PER_STEP empty chunks to their regions, so that other sizes can use the memory."""
         self._take_back()
         for chunk in [*islice(self._empty, _CHUNKS_PER_STEP)]:

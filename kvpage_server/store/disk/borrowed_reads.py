@@ -16,7 +16,7 @@ from weakref import ref
 
 from kvpage_server.core import Arena
 from kvpage_server.core.pieces import END, Piece, frame
-from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.on_disk import OnDisk
 
 _SIZE = attrgetter("size")
 
@@ -36,7 +36,7 @@ class Copies:
 
     __slots__ = ("_intact", "_memory", "_starts", "_values")
 
-    def __init__(self, arena: Arena, values: Sequence[Cold]) -> None:
+    def __init__(self, arena: Arena, values: Sequence[OnDisk]) -> None:
         self._values = list(values)
         self._intact: frozenset[object] = frozenset()
         sizes = [*map(_SIZE, values)]
@@ -55,7 +55,7 @@ class Copies:
         view = self._memory.body
         return [view[end - value.size : end] for value, end in zip(self._values, self._starts[1:], strict=True)]
 
-    def filled(self, intact: Sequence[Cold]) -> None:
+    def filled(self, intact: Sequence[OnDisk]) -> None:
         """Set the values whose memory was filled with intact bytes. The others are never available."""
         self._intact = frozenset(intact)
 
@@ -63,7 +63,7 @@ class Copies:
         """Return one piece with the values, see `BorrowedRead`."""
         if values[0] not in self._intact:
             return None
-        at = self._values.index(cast(Cold, values[0]))
+        at = self._values.index(cast(OnDisk, values[0]))
         end = at + len(values)
         if self._values[at:end] != values or not self._intact.issuperset(values):
             return None
@@ -85,16 +85,16 @@ class Mapped:
     """Borrowed read of intact bodies, each in one or more views of the map.
 
     `reading` is the transaction that keeps the views valid. It ends with the last reference to this object and its
-    pieces, or with `call_in`.
+    pieces, or with `copy_to_memory`.
     """
 
     __slots__ = ("__weakref__", "_reading", "_values", "_views", "since")
 
-    def __init__(self, reading: object, bodies: Mapping[Cold, Sequence[memoryview]]) -> None:
+    def __init__(self, reading: object, bodies: Mapping[OnDisk, Sequence[memoryview]]) -> None:
         self.since = monotonic()
         self._reading = reading
         self._views: list[memoryview] = []
-        self._values: dict[Cold, range] = {}  # indexes of each value's views
+        self._values: dict[OnDisk, range] = {}  # indexes of each value's views
         for value, views in bodies.items():
             self._values[value] = range(len(self._views), len(self._views) + len(views))
             self._views += views
@@ -103,12 +103,12 @@ class Mapped:
         """Return a frame, the views and an end for each value, see `BorrowedRead`."""
         if not self._values.keys() >= set(values):
             return None
-        return (*chain.from_iterable(map(self._spell, cast("Sequence[Cold]", values))),)
+        return (*chain.from_iterable(map(self._spell, cast("Sequence[OnDisk]", values))),)
 
-    def _spell(self, value: Cold) -> list[Piece]:
+    def _spell(self, value: OnDisk) -> list[Piece]:
         return [frame(value.size), *(MappedPiece(self, at) for at in self._values[value]), END]
 
-    def call_in(self) -> None:
+    def copy_to_memory(self) -> None:
         """Copy the bytes to memory, and end the transaction."""
         self._views = [memoryview(bytes(view)) for view in self._views]
         self._reading = None
@@ -129,7 +129,7 @@ class MappedPiece:
 
     @property
     def view(self) -> memoryview:
-        """Bytes of the piece. Their address changes with `Mapped.call_in`."""
+        """Bytes of the piece. Their address changes with `Mapped.copy_to_memory`."""
         return self._loan.view(self._at)
 
     @property
@@ -137,7 +137,7 @@ class MappedPiece:
         return len(self.view)
 
 
-class MappedLoans:
+class MappedReads:
     """All current borrowed reads from the map. `moved` is called after bytes were copied to memory."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
@@ -148,20 +148,20 @@ class MappedLoans:
         self._loans.append(ref(loan))
         if len(self._loans) > MOST:
             self._drop_ended()
-            self.call_in(len(self._loans) - MOST)
+            self.copy_to_memory(len(self._loans) - MOST)
 
-    def call_in_old(self) -> None:
+    def copy_old_to_memory(self) -> None:
         """End the oldest borrowed reads that exceed `LONGEST`, at most `ENDED_PER_STEP`."""
         since = monotonic() - LONGEST
         self._drop_ended()
         first = [known() for known in islice(self._loans, ENDED_PER_STEP)]
-        self.call_in(sum(loan is not None and loan.since < since for loan in first))
+        self.copy_to_memory(sum(loan is not None and loan.since < since for loan in first))
 
-    def call_in(self, count: int | None = None) -> None:
+    def copy_to_memory(self, count: int | None = None) -> None:
         """End the oldest `count` borrowed reads, or all."""
         called_in = [self._loans.popleft()() for _ in range(len(self._loans) if count is None else count)]
         for loan in filter(None, called_in):
-            loan.call_in()
+            loan.copy_to_memory()
         if called_in:
             self._moved()
 

@@ -20,7 +20,7 @@ import lmdb
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
 from kvpage_server.store import records
 from kvpage_server.store.disk.bodies import NUMBER, Found, Outcome, ReadTxn, StoredBodies
-from kvpage_server.store.disk.encoding import Change, Clear, Delete, Retime, Sheets, Write
+from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, Sheets, Write
 from kvpage_server.store.disk.lmdb_file import (
     FORMAT,
     RESERVE,
@@ -325,7 +325,7 @@ class Disk:
             self._put(txn, sheets, change, place, piece)
         elif isinstance(change, Delete):
             self._delete(txn, sheets, change.name, place)
-        elif isinstance(change, Retime):
+        elif isinstance(change, SetExpiry):
             self._retime(txn, sheets, change, place)
         else:
             self._move_to_quarantine(txn, sheets, change.name, place)
@@ -371,7 +371,7 @@ class Disk:
         for number in record.body.pieces:
             txn.delete(NUMBER.pack(number), db=self._pieces)
 
-    def _retime(self, txn: _Txn, sheets: Sheets, change: Retime, place: _Place) -> None:
+    def _retime(self, txn: _Txn, sheets: Sheets, change: SetExpiry, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).get(place[1])):
             record = records.record_of(change.name, row)
             record.expires = change.expires

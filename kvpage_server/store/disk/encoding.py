@@ -10,8 +10,8 @@ import lmdb
 from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
 from kvpage_server.store import records
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import Damaged, Record, Spot
 
 
@@ -39,7 +39,7 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
-class Retime:
+class SetExpiry:
     """Change of a value's expiry, in unix milliseconds, 0 for never."""
 
     name: bytes
@@ -57,7 +57,7 @@ class Clear:
     """Change that deletes all values."""
 
 
-Change = Write | Delete | Retime | Quarantine | Clear
+Change = Write | Delete | SetExpiry | Quarantine | Clear
 
 
 # -- Encoding of values, and decoding of blocks after a restart --------------------------------------------------------
@@ -77,19 +77,19 @@ class Corrupt:
 
 
 ShortText = tuple[bytes, int]  # the bytes and the expiry of a string
-Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt | Retime
+Value = Slot | ExtentPage | Extent | ShortText | OnDisk | Corrupt | SetExpiry
 
 
 def change_of(name: bytes, value: Value) -> Change:
     """Return the change that stores a value. For a value that is on disk only, it changes the expiry."""
-    if isinstance(value, Retime):
+    if isinstance(value, SetExpiry):
         return value
     if isinstance(value, tuple):
         return Write(name, b"", value[0], value[1], unix_ms())
     if isinstance(value, Extent):
         return Write(name, _encode_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
-    if isinstance(value, Cold):
-        return Retime(name, value.expires)
+    if isinstance(value, OnDisk):
+        return SetExpiry(name, value.expires)
     if isinstance(value, Corrupt):
         return Quarantine(name)
     if type(value.unit) is not Block:
@@ -114,7 +114,7 @@ def extent_of(record: Record, block: Block, used: int) -> Extent:
         raise Damaged(f"its shape cannot be read: {error}") from None
     if shape.nbytes != record.body.size:
         raise Damaged("its body has another length than its shape")
-    body = Cold(record.name, record.body.size, unit=block, used=used)
+    body = OnDisk(record.name, record.body.size, unit=block, used=used)
     extent = Extent(shape, body, record.body.digest, created, ttl)
     extent.expires = record.expires
     return extent

@@ -22,17 +22,17 @@ from typing import TypeAlias, cast
 from kvpage_server.core import Arena, Slot
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.bodies import Found, Outcome
-from kvpage_server.store.disk.borrowed_reads import BorrowedRead, Copies, Mapped, MappedLoans
+from kvpage_server.store.disk.borrowed_reads import BorrowedRead, Copies, Mapped, MappedReads
 from kvpage_server.store.disk.encoding import Corrupt
 from kvpage_server.store.disk.lmdb_file import DiskError
-from kvpage_server.store.disk.naming import described, name_of_unit, unit_of_cold
-from kvpage_server.store.disk.pins import Hold, Holds, TooMuch
+from kvpage_server.store.disk.naming import described, name_of_unit, unit_on_disk
+from kvpage_server.store.disk.pins import HeldUnits, Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.readers import DiskReader
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Block, Extent
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 from kvpage_server.system.text import Durations
 
@@ -40,7 +40,7 @@ _COPIED = 64 * 1024  # bytes of the largest value that is borrowed as a copy, wh
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _VALUES_PER_READ = 64  # values that a reader thread loads in one job
 
-Loans: TypeAlias = dict[Cold, BorrowedRead]
+BorrowedReads: TypeAlias = dict[OnDisk, BorrowedRead]
 Start = Callable[[Callable[[], None]], None]  # starts a wait; the argument is called after it
 
 log = logging.getLogger("kvpage")
@@ -50,36 +50,41 @@ class Fetching:
     """Loads and borrowed reads in progress. Call `connect` when the loop runs."""
 
     _reader: DiskReader
-    _mapped: MappedLoans
+    _mapped: MappedReads
 
     def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored) -> None:
-        self.holds = Holds()
+        self.holds = HeldUnits()
         self.times = Durations()  # of jobs
         self._contents = contents
         self._memory = memory
         self._stored = stored
-        self._fetching: dict[Cold, _Job] = {}  # the job of each value that is being read
+        self._fetching: dict[OnDisk, _Job] = {}  # the job of each value that is being read
         # Small borrowed values, and shown ones, for a short time. They do not count against maxmemory, because replies
         # may refer to them after the hold has ended.
         self._copied = Arena()
         self._bytes_lent = 0  # since the start
         self._waiting: list[Callable[[], None]] = []  # clients that wait because other loads have reached the limit
-        self._shown: set[Cold] = set()  # values with `shown` bytes
+        self._shown: set[OnDisk] = set()  # values with `shown` bytes
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
         """Start to read. `moved` is called when borrowed bytes, which may wait to be sent, have moved."""
         self._reader = reader
-        self._mapped = MappedLoans(moved)
+        self._mapped = MappedReads(moved)
         self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
 
     async def close(self) -> None:
         """Stop reading. Borrowed values in the map are copied to memory."""
         await self._reader.close()
         self.holds.on_end = None
-        self._mapped.call_in()
+        self._mapped.copy_to_memory()
 
     def fetch(
-        self, values: Sequence[Cold], then: Callable[[], None], lent: Loans | None = None, *, touches: bool = True
+        self,
+        values: Sequence[OnDisk],
+        then: Callable[[], None],
+        lent: BorrowedReads | None = None,
+        *,
+        touches: bool = True,
     ) -> None:
         """Load values, then call `then`. Damaged values are removed from the store. Raises MemoryError.
 
@@ -105,7 +110,9 @@ class Fetching:
         for job in jobs:
             job.groups.append(group)
 
-    def bring(self, needed: Iterable[Needed], cold: Sequence[Cold], most: int, *, touches: bool) -> tuple[Hold, Start]:
+    def load_and_hold(
+        self, needed: Iterable[Needed], cold: Sequence[OnDisk], most: int, *, touches: bool
+    ) -> tuple[Hold, Start]:
         """Start to load the values `cold`, and hold all of `needed`. Return the hold, and the start of the wait.
 
         All clients together may load at most `most` bytes, 0 for no limit; one unit is always allowed. A client that
@@ -123,7 +130,7 @@ class Fetching:
 
     def _after_a_hold(self) -> None:
         """Let waiting clients continue after a hold has ended, and memory may be free."""
-        self._end_looks()
+        self._drop_unheld()
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
             self._memory.make_room()
@@ -133,11 +140,11 @@ class Fetching:
     def sweep(self) -> None:
         """End borrowed reads and holds that have lasted too long."""
         self._copied.rest()
-        self._mapped.call_in_old()
+        self._mapped.copy_old_to_memory()
         self.holds.end_old()
-        self._end_looks()
+        self._drop_unheld()
 
-    def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
+    def _are_worth_memory(self, values: Sequence[OnDisk]) -> bool:
         """Return whether the values of a long reply should stay in memory. Otherwise it borrows them."""
         needs = 2 * sum(map(_SIZE, values))  # upper bound: slots are larger than their values
         memory = self._memory
@@ -146,7 +153,7 @@ class Fetching:
         since = max(self._bytes_lent - memory.maxmemory, 0)
         return needs <= memory.maxmemory and any(value.lent >= since for value in values)
 
-    def _begin(self, values: Sequence[Cold], *, touches: bool) -> _Job:
+    def _begin(self, values: Sequence[OnDisk], *, touches: bool) -> _Job:
         """Create a job for a thread. No other job reads these values meanwhile."""
         job = _Job(values, touches=touches)
         for value in values:
@@ -171,13 +178,13 @@ class Fetching:
             if not group.left:
                 group.then()
 
-    def _fetch_to_stay(self, values: list[Cold], *, touches: bool) -> list[_Job]:
+    def _fetch_to_stay(self, values: list[OnDisk], *, touches: bool) -> list[_Job]:
         arena = self._contents.arena if touches else self._copied
         slots = [arena.allocate(value.size) for value in values]
         parts = [slice(start, start + _VALUES_PER_READ) for start in range(0, len(values), _VALUES_PER_READ)]
         return [self._begin_to_stay(values[part], slots[part], touches=touches) for part in parts]
 
-    def _begin_to_stay(self, values: list[Cold], slots: list[Slot], *, touches: bool) -> _Job:
+    def _begin_to_stay(self, values: list[OnDisk], slots: list[Slot], *, touches: bool) -> _Job:
         job = self._begin(values, touches=touches)
 
         def keep(outcomes: list[Outcome]) -> None:
@@ -192,7 +199,7 @@ class Fetching:
         self._reader.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
         return job
 
-    def _load_to_borrow(self, values: list[Cold], *, touches: bool) -> list[_Job]:
+    def _load_to_borrow(self, values: list[OnDisk], *, touches: bool) -> list[_Job]:
         if touches:
             for value in values:
                 value.lent = self._bytes_lent
@@ -200,7 +207,7 @@ class Fetching:
         large = all(value.size > _COPIED for value in values)
         return [(self._begin_to_map if large else self._begin_to_copy)(values, touches=touches)]
 
-    def _begin_to_copy(self, values: list[Cold], *, touches: bool) -> _Job:
+    def _begin_to_copy(self, values: list[OnDisk], *, touches: bool) -> _Job:
         copies = Copies(self._copied, values)
         job = self._begin(values, touches=touches)
 
@@ -213,7 +220,7 @@ class Fetching:
         self._reader.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend)
         return job
 
-    def _begin_to_map(self, values: list[Cold], *, touches: bool) -> _Job:
+    def _begin_to_map(self, values: list[OnDisk], *, touches: bool) -> _Job:
         job = self._begin(values, touches=touches)
 
         def lend(result: tuple[object, list[Found]]) -> None:
@@ -227,7 +234,7 @@ class Fetching:
         self._reader.find([(value.name, value.size) for value in values], lend)
         return job
 
-    def _lend(self, loan: BorrowedRead, values: Collection[Cold], job: _Job) -> None:
+    def _lend(self, loan: BorrowedRead, values: Collection[OnDisk], job: _Job) -> None:
         for group in job.groups:
             if group.lent is not None:
                 group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), loan))
@@ -249,7 +256,7 @@ class Fetching:
         elif quota := evictor.quota_of(unit):
             quota.units.used(unit)
 
-    def _warm(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
+    def _warm(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
         """Replace cold values by loaded slots, except values that have changed meanwhile."""
         contents, entries = self._contents, self._contents.catalogue.entries
         grown: dict[Unit, int] = {}
@@ -265,7 +272,7 @@ class Fetching:
                 entries[place] = slot
             else:
                 cast(Extent, place).slot = slot
-            unit = unit_of_cold(value)
+            unit = unit_on_disk(value)
             grown[unit] = grown.get(unit, 0) + slot.footprint
             self._stored.counts.fetched += 1
         for unit, size in grown.items():
@@ -273,7 +280,7 @@ class Fetching:
             contents.evictor.units.used(unit)
             self._stored.usage.remove_unit(name_of_unit(unit))
 
-    def _show(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
+    def _show(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
         """Keep loaded bytes in addition to the values on disk, for clients that hold the values."""
         for value, slot in fetched:
             if value.header:
@@ -283,13 +290,13 @@ class Fetching:
             self._shown.add(value)
             self._stored.counts.fetched += 1
 
-    def _end_looks(self) -> None:
+    def _drop_unheld(self) -> None:
         """Free shown bytes of values that no client holds."""
-        for value in [value for value in self._shown if unit_of_cold(value) not in self.holds]:
+        for value in [value for value in self._shown if unit_on_disk(value) not in self.holds]:
             self._shown.remove(value)
             value.shown = None
 
-    def _place_of(self, value: Cold) -> bytes | Extent | None:
+    def _place_of(self, value: OnDisk) -> bytes | Extent | None:
         """Return the place of a value, a key or an extent, or None if it was removed."""
         if value.name[:1] == b"k":
             key = value.name[1:]
@@ -298,7 +305,7 @@ class Fetching:
         extent, known = block.extent, self._contents.index.block(block.req_id, block.page)
         return extent if extent is not None and extent.slot is value and known is block else None
 
-    def lose(self, value: Cold, outcome: Outcome) -> None:
+    def lose(self, value: OnDisk, outcome: Outcome) -> None:
         """Remove a value that could not be read, and move its record to the quarantine."""
         place = self._place_of(value)
         if place is None:
@@ -324,7 +331,7 @@ class _Job:
 
     __slots__ = ("began", "groups", "touches", "values")
 
-    def __init__(self, values: Sequence[Cold], *, touches: bool) -> None:
+    def __init__(self, values: Sequence[OnDisk], *, touches: bool) -> None:
         self.values = values
         self.touches = touches  # whether the read counts as a use
         self.began = time.monotonic_ns()
@@ -336,7 +343,9 @@ class _Group:
 
     __slots__ = ("left", "lent", "then", "values")
 
-    def __init__(self, values: Sequence[Cold], left: int, then: Callable[[], None], lent: Loans | None) -> None:
+    def __init__(
+        self, values: Sequence[OnDisk], left: int, then: Callable[[], None], lent: BorrowedReads | None
+    ) -> None:
         self.values = values
         self.left = left
         self.then = then

@@ -30,7 +30,7 @@ from kvpage_server.store import records
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.naming import is_there, name_of_unit, names_in, parse_block, unit_named
-from kvpage_server.store.disk.pins import Holds
+from kvpage_server.store.disk.pins import HeldUnits
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.eviction.policies import NO_EVICTION, PREFIX, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
@@ -139,7 +139,7 @@ class TooMuchAtOnce(OverLimit):
 class DiskLimit:
     """The limit of the disk: `maxdisk`, and the space that other programs leave."""
 
-    def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored, holds: Holds) -> None:
+    def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored, holds: HeldUnits) -> None:
         self._contents = contents
         self._memory = memory
         self._stored = stored
@@ -174,7 +174,7 @@ class DiskLimit:
             split |= self._split_sizes(block)
         most_new = sum(map(_size_of_write, coming)) + sum(split.values())
         # Usually an upper bound fits, and the sizes of replaced values are not looked up.
-        if usage.expected + usage.replaced + self._under_way_beside.promised + 2 * most_new > self.most:
+        if usage.expected + usage.replaced + self._under_way_beside.reserved + 2 * most_new > self.most:
             sizes = split | {name_of_key(value.key): _size_of_write(value) for value in coming}
             self._ensure_space(sizes, {*sizes, *map(name_of_unit, blocks)})
 
@@ -235,7 +235,7 @@ class DiskLimit:
         # Growth after the commit; and during it, when replaced values are on disk, too.
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
         at_once = growth + usage.to_replace(sizes)
-        later, beside_later = self._under_way.promised, self._under_way_beside.promised
+        later, beside_later = self._under_way.reserved, self._under_way_beside.reserved
         lacking = min(usage.expected + later + growth - most, 2 * growth)  # in steps, after a lower maxdisk
         with_it = usage.replaced + beside_later + at_once
         beside = min(usage.expected + with_it - int(maxdisk * _SHARE_WITH_REPLACED), 2 * at_once)
@@ -283,7 +283,7 @@ class DiskLimit:
         """Remove all links between blocks."""
         self._chains.clear()
 
-    def give_up(self, error: DiskFull, size: int) -> Iterator[None]:
+    def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict `size` bytes, if possible, because the disk is full. Yields after each unit."""
         if self._policy != NO_EVICTION:
             for freed in self._freed((), alone=not isinstance(error, MaxDisk), last=True):

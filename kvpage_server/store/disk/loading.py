@@ -1,6 +1,6 @@
 """The load of all keys at the start of a store.
 
-Values become `Cold`, except short strings. Of a block whose pages were stored one by one, memory has only the rows of
+Values become `OnDisk`, except short strings. Of a block whose pages were stored one by one, memory has only the rows of
 its sheet, and the entries of its pages are created at their first lookup. So a million pages load in less than a
 second.
 """
@@ -22,9 +22,9 @@ from kvpage_server.store.disk.encoding import extent_of
 from kvpage_server.store.disk.naming import block_name_of, name_of_unit, parse_block
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.eviction.policies import PREFIX
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_key
 from kvpage_server.system.text import monotonic_ms
 
@@ -41,7 +41,7 @@ class Loader:
         self._expirer = contents.expirer
         self._stored = stored
         self._began = (0, 0)  # the start of the load, in unix and in monotonic seconds
-        contents.index.on_waking = self._wake
+        contents.index.on_load = self._wake
 
     def load(self) -> bool:
         """Load all keys. Returns whether there are any. Damaged values are omitted; overdue ones expire as usual."""
@@ -116,7 +116,7 @@ class Loader:
             takes = footprint(record.name, record.body.size)
             if block := block_name_of(record.name):
                 self._stored.usage.note_stray(record.name, block)
-            self._stored.usage.know(record.name, record.name, takes)
+            self._stored.usage.note_found(record.name, record.name, takes)
             size += takes
         return size
 
@@ -137,7 +137,7 @@ class Loader:
     def _string_of(self, key: bytes, record: Record) -> Entry:
         self._catalogue.note_stray(key)
         if record.body.first:
-            return Cold(record.name, record.body.size, expires=record.expires, used=self._seconds(record.used))
+            return OnDisk(record.name, record.body.size, expires=record.expires, used=self._seconds(record.used))
         text = Text(record.body.inline)
         text.expires = record.expires
         self._contents.texts += len(key) + record.body.size + TEXT_OVERHEAD
@@ -157,16 +157,16 @@ class Loader:
 
     def _wake(self, block: Block, rows: bytes) -> None:
         """Create the entries of a block's pages from their rows, all of them cold."""
-        entries, know, note = self._catalogue.entries, self._stored.usage.know, self._expirer.note
+        entries, note_found, note = self._catalogue.entries, self._stored.usage.note_found, self._expirer.note
         pages, unit = records.pages(block.req_id, block.page, rows), name_of_unit(block)
         for header, (key, (kv_type, layer, head), expires, used) in zip(records.headers(rows), pages, strict=True):
             name = name_of_key(key)
             size, last = records.size_of(header), self._seconds(used)
-            cold = Cold(name, size, expires=expires, header=header, unit=block, used=last)
+            cold = OnDisk(name, size, expires=expires, header=header, unit=block, used=last)
             entries[key] = cold
             self._catalogue.key_bytes += len(key)
             block.add(layer, head, kv_type)
-            know(name, unit, records.footprint_of(len(block.req_id), cold.size))
+            note_found(name, unit, records.footprint_of(len(block.req_id), cold.size))
             if expires:
                 block.expires_at(expires)
                 note(key, expires)

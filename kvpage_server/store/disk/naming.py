@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, is_page, page_named
 from kvpage_server.store.memory.index import Block, Extent
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import name_of_block, name_of_key
 from kvpage_server.system.text import printable
 
@@ -35,7 +35,7 @@ def names_in(unit: Unit) -> Sequence[bytes]:
     return [*each_name_in(unit)]
 
 
-def unit_of_cold(value: Cold) -> Unit:
+def unit_on_disk(value: OnDisk) -> Unit:
     """Return the unit of a value on disk only."""
     return value.unit if type(value.unit) is Block else value.name[1:]
 
@@ -96,7 +96,7 @@ def is_removed(contents: Contents, name: bytes) -> bool:
     )
 
 
-def is_cold_named(contents: Contents, name: bytes) -> bool:
+def is_on_disk_named(contents: Contents, name: bytes) -> bool:
     """Return whether a value's bytes are on disk only."""
     value = value_named(contents, name)
-    return isinstance(value.slot if isinstance(value, Extent) else value, Cold)
+    return isinstance(value.slot if isinstance(value, Extent) else value, OnDisk)

@@ -1,4 +1,4 @@
-"""Holds, which keep values in memory for commands that will use them.
+"""HeldUnits, which keep values in memory for commands that will use them.
 
 A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all values
 that it needs are *held*, including values that were in memory before: they are not dropped until the command has run.
@@ -31,7 +31,7 @@ class Hold:
 
     __slots__ = ("__weakref__", "_holds", "since", "size", "stays", "units")
 
-    def __init__(self, holds: Holds, units: Iterable[Unit]) -> None:
+    def __init__(self, holds: HeldUnits, units: Iterable[Unit]) -> None:
         self._holds = holds
         self.units: frozenset[Unit] = frozenset(units)
         self.size = 0  # bytes that were loaded for it
@@ -42,7 +42,7 @@ class Hold:
         self._holds.end(self)
 
 
-class Holds:
+class HeldUnits:
     """All holds. `on_end` is called when `bytes` decreases."""
 
     def __init__(self) -> None:

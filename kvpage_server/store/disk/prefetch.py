@@ -8,38 +8,38 @@ from typing import TypeAlias, cast
 from kvpage_server.core import Slot
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import Text, are_cold, is_page, page_named
+from kvpage_server.store.memory.entry import Text, are_on_disk, is_page, page_named
 from kvpage_server.store.memory.index import ExtentPage
+from kvpage_server.store.memory.on_disk import OnDisk
 
-Body: TypeAlias = "Slot | Cold"
+Body: TypeAlias = "Slot | OnDisk"
 Needed = tuple[Unit, Body]  # a unit, and the bytes of it that must be in memory
 
 
-class Needs:
+class Prefetcher:
     """Lookup of the values that a command needs, in the index alone."""
 
     def __init__(self, contents: Contents) -> None:
         self._catalogue = contents.catalogue
         self.index = contents.index
 
-    def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
+    def cold_of(self, keys: Iterable[bytes]) -> list[OnDisk]:
         """Return the values that must be loaded before these keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
-        if are_cold(entries):
+        if are_on_disk(entries):
             return [*dict.fromkeys(entries)]
-        if {Cold, ExtentPage}.isdisjoint(map(type, entries)):
+        if {OnDisk, ExtentPage}.isdisjoint(map(type, entries)):
             return []
         slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
-        return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
+        return [*dict.fromkeys(slot for slot in slots if type(slot) is OnDisk)]
 
-    def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
+    def cold_of_block(self, req_id: bytes, page: int) -> list[OnDisk]:
         """Return the values that must be loaded before a block can be read whole."""
         block = self.index.block(req_id, page)
         if block is None:
             return []
         if block.extent is not None:
-            return [block.extent.slot] if type(block.extent.slot) is Cold else []
+            return [block.extent.slot] if type(block.extent.slot) is OnDisk else []
         return self.cold_of(block.page_keys())
 
     def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:

@@ -1,6 +1,6 @@
 """The disk tier. Values that do not fit in memory are dropped from memory, and loaded on access.
 
-Memory has every key. A value is in memory, too, or it is `Cold`: its bytes are on disk only. The tier is notified of
+Memory has every key. A value is in memory, too, or it is `OnDisk`: its bytes are on disk only. The tier is notified of
 every change, and queues it for write-behind. A value may be dropped from memory when its last change is on disk.
 
 Every value is written to disk, and writers wait if the disk is slower than they are.
@@ -20,7 +20,7 @@ from kvpage_server.core import NewPages, Slot
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.encoding import Change, Corrupt, Retime, Value, change_of
+from kvpage_server.store.disk.encoding import Change, Corrupt, SetExpiry, Value, change_of
 from kvpage_server.store.disk.fetching import Fetching
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
@@ -29,22 +29,22 @@ from kvpage_server.store.disk.naming import (
     block_name_of,
     described,
     each_name_in,
-    is_cold_named,
+    is_on_disk_named,
     is_removed,
     name_of_unit,
     names_in,
     parse_block,
     value_named,
 )
-from kvpage_server.store.disk.prefetch import Needs
+from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, takes
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.cold import Absent, Cold
 from kvpage_server.store.memory.entry import Entry, Page, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
+from kvpage_server.store.memory.on_disk import NotLoaded, OnDisk
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import Damaged, name_of_block, name_of_key
 
@@ -67,7 +67,7 @@ class Changes:
 
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict, because the disk is full and `size` bytes wait. Yields after each unit."""
-        return self._limit.give_up(error, size)
+        return self._limit.evict_for_full_disk(error, size)
 
     def is_removed(self, name: bytes) -> bool:
         """Return whether the store has no value with that name."""
@@ -83,7 +83,7 @@ class Changes:
         for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
             if not number % _VALUES_PER_STEP:
                 yield
-            if isinstance(value, Cold | Retime):
+            if isinstance(value, OnDisk | SetExpiry):
                 continue
             if value is None or isinstance(value, Corrupt):
                 self._removed(name)
@@ -124,9 +124,9 @@ class DiskTier:
 
     def __init__(self, disk: Disk, contents: Contents, memory: MemoryLimit, maxdisk: int) -> None:
         self.disk = disk
-        self.any_cold = False  # whether any value may be cold
+        self.any_on_disk = False  # whether any value may be cold
         self.stored = Stored(maxdisk)
-        self.needs = Needs(contents)
+        self.needs = Prefetcher(contents)
         self.fetching = Fetching(contents, memory, self.stored)
         self.limit = DiskLimit(contents, memory, self.stored, self.fetching.holds)
         self._contents = contents
@@ -137,7 +137,7 @@ class DiskTier:
 
     def load(self) -> None:
         """Load all keys on disk."""
-        self.any_cold = self._loader.load()
+        self.any_on_disk = self._loader.load()
 
     def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""
@@ -186,7 +186,7 @@ class DiskTier:
     @property
     def values_on_disk(self) -> int:
         """Number of values on disk."""
-        return len(self.stored.usage) + self._contents.index.resting
+        return len(self.stored.usage) + self._contents.index.unloaded_pages
 
     @property
     def used_disk(self) -> int:
@@ -227,10 +227,10 @@ class DiskTier:
         self.stored.store(name_of_unit(block), block.extent)
 
     def splits(self, block: Block) -> None:
-        """Prepare the split of a block stored whole. Raises Absent if it is not in memory."""
+        """Prepare the split of a block stored whole. Raises NotLoaded if it is not in memory."""
         assert block.extent is not None
-        if isinstance(block.extent.slot, Cold):
-            raise Absent(block.extent.slot.name)
+        if isinstance(block.extent.slot, OnDisk):
+            raise NotLoaded(block.extent.slot.name)
 
     def admit_split(self, block: Block) -> None:
         self.limit.admit_split(block)
@@ -309,7 +309,7 @@ class DiskTier:
 
     def evict(self, unit: Unit) -> bool:
         """Evict a unit. Returns False if it waits to be written, or is on disk only."""
-        if all(is_cold_named(self._contents, name) for name in each_name_in(unit)):
+        if all(is_on_disk_named(self._contents, name) for name in each_name_in(unit)):
             return False
         if not self.behind.failing and self._waits(unit):
             return False
@@ -333,13 +333,13 @@ class DiskTier:
         used = units.now - units.idle(unit)
         if isinstance(unit, bytes) or unit.extent is None:
             contents.grow(unit, -self._cool(unit, names, used))
-        elif not isinstance(slot := unit.extent.slot, Cold):
-            unit.extent.slot = Cold(names[0], slot.size, unit=unit, used=used)
+        elif not isinstance(slot := unit.extent.slot, OnDisk):
+            unit.extent.slot = OnDisk(names[0], slot.size, unit=unit, used=used)
             contents.grow(unit, -slot.footprint)
             self.stored.counts.dropped += 1
         units.evicted(unit)
-        self.stored.usage.is_alone(name_of_unit(unit))
-        self.any_cold = True
+        self.stored.usage.note_on_disk_only(name_of_unit(unit))
+        self.any_on_disk = True
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
         """Replace the values of these names by cold ones. Returns the freed bytes."""
@@ -347,9 +347,11 @@ class DiskTier:
         for name in names:
             key = name[1:]
             entry = cast(Page, entries[key])
-            if type(entry) is not Cold:
+            if type(entry) is not OnDisk:
                 header = bytes(entry.header) if type(unit) is Block else b""
-                entries[key] = Cold(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
+                entries[key] = OnDisk(
+                    name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used
+                )
                 freed += entry.footprint
                 self.stored.counts.dropped += 1
         return freed
@@ -369,7 +371,7 @@ class DiskTier:
             return
         value = value_named(self._contents, name)
         cold = value.slot if isinstance(value, Extent) else value
-        if isinstance(cold, Cold):
+        if isinstance(cold, OnDisk):
             self.fetching.lose(cold, Damaged("the scrubber found it damaged"))
             return
         self.stored.counts.repaired += 1

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvpage_server.core import Slot
 from kvpage_server.store import records
-from kvpage_server.store.disk.encoding import Retime, ShortText, Value
+from kvpage_server.store.disk.encoding import SetExpiry, ShortText, Value
 from kvpage_server.store.disk.write_behind import WriteBehind
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import footprint, name_of_key
 
 
@@ -136,7 +136,7 @@ class DiskUsage:
         self._alone.update((unit, None) for unit in units if unit not in in_memory)
         self.used = self.expected = size
 
-    def know(self, name: bytes, unit: bytes, size: int) -> None:
+    def note_found(self, name: bytes, unit: bytes, size: int) -> None:
         """Note a value that was found at the start."""
         self._sizes[name] = size
         self._grow(name, unit, size)
@@ -149,9 +149,9 @@ class DiskUsage:
     def use(self, unit: bytes) -> None:
         """Make a unit on disk only the last to evict."""
         if self.is_on_disk_only(unit):
-            self.is_alone(unit)
+            self.note_on_disk_only(unit)
 
-    def is_alone(self, unit: bytes) -> None:
+    def note_on_disk_only(self, unit: bytes) -> None:
         """Note that a unit is on disk only, as the last to evict."""
         self.remove_unit(unit)
         self._alone[unit] = None
@@ -244,7 +244,7 @@ class Stored:
 
     def store(self, name: bytes, value: Entry | Extent) -> None:
         """Queue a write of a value."""
-        if self.maxdisk and not isinstance(value, Cold):
+        if self.maxdisk and not isinstance(value, OnDisk):
             self.usage.expect(name, takes(name, value))
         if isinstance(value, Text):
             self.behind.note(name, (value.data, value.expires), value.size + TEXT_OVERHEAD + len(name))
@@ -266,11 +266,11 @@ class Stored:
         if not self.keeps(name):
             return
         waiting = self.behind.waiting(name)
-        is_whole = waiting is not None and not isinstance(waiting[0], Retime)
+        is_whole = waiting is not None and not isinstance(waiting[0], SetExpiry)
         if is_whole and (type(value) is Text or self.behind.waits_again(name)):
             self.store(name, value)
         else:
-            self.behind.note(name, Retime(name, value.expires), _CHANGE + len(name))
+            self.behind.note(name, SetExpiry(name, value.expires), _CHANGE + len(name))
 
     def remove(self, name: bytes, *, replaced: bool = False) -> None:
         """Queue the removal of a value from disk. One that is `replaced` stays until its replacement is committed.

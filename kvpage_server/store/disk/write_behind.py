@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.encoding import Change, Clear, Delete, Retime, Write
+from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, Write
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.system import malloc
 from kvpage_server.system.text import Durations
@@ -72,7 +72,7 @@ class Batch(Generic[T]):
     def has_whole(self, name: bytes) -> bool:
         """Return whether the batch has the whole value, and not only its removal or a change of its expiry."""
         value = self.changes.get(name, (None, 0))[0]
-        return value is not None and not isinstance(value, Retime)
+        return value is not None and not isinstance(value, SetExpiry)
 
     def forget(self, name: bytes) -> None:
         """Remove a value's change from the batch."""
@@ -358,7 +358,7 @@ class WriteBehind(Generic[T]):
     def waits_again(self, name: bytes) -> bool:
         """Return whether a value, and not only its expiry, has changed since the last commit began."""
         change = self._next.changes.get(name)
-        return self._next.clears or (change is not None and not isinstance(change[0], Retime))
+        return self._next.clears or (change is not None and not isinstance(change[0], SetExpiry))
 
     @property
     def settled(self) -> bool:
@@ -483,7 +483,7 @@ class WriteBehind(Generic[T]):
             batch.expiries.clear()  # the next attempt writes the current expiries
             for name, (value, size) in newer.changes.items():
                 # A whole value in the batch has the new expiry already.
-                if not (isinstance(value, Retime) and batch.has_whole(name)):
+                if not (isinstance(value, SetExpiry) and batch.has_whole(name)):
                     batch.note(name, value, size)
             self._next = batch
         if isinstance(error, DiskFull):

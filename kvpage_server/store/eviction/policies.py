@@ -20,13 +20,13 @@ class LRU(Queues):
         place = self._places.get(unit)
         if place is None:
             place = self._place_of(unit)
-        elif self._after[place] == self._home + 1:  # it is the last of the queue already
+        elif self._after[place] == self._heads + 1:  # it is the last of the queue already
             self._at[place] = self.now
             return
         else:
             self.leave(place)
         self._at[place] = self.now
-        self._enter(place, self._before[self._home + 1])
+        self._enter(place, self._before[self._heads + 1])
 
     def used_all(self, units: list[Unit]) -> None:
         if self.hands_over:
@@ -37,15 +37,15 @@ class LRU(Queues):
             self._enter_all(new, 1, 0)
 
     def _enter(self, place: int, behind: int) -> None:
-        self._queue[place] = self._home + 1
+        self._queue[place] = self._heads + 1
         self._link(place, behind)
 
     def inherit(self, place: int) -> None:
-        self._enter(place, self._home + 1)
+        self._enter(place, self._heads + 1)
 
     def victims(self) -> Iterator[Unit]:
         yield from self._older_victims()
-        queue = self._home + 1
+        queue = self._heads + 1
         for _ in range(len(self._places)):
             place = self._after[queue]
             unit = self._units[place]
@@ -102,27 +102,27 @@ class S3FIFO(Queues):
         """Insert a new unit at the end of a queue."""
         self._uses[place] = 0
         self._at[place] = self._counted[place] = self.now
-        self._enter(place, queue, self._before[self._home + queue])
+        self._enter(place, queue, self._before[self._heads + queue])
 
     def _enter(self, place: int, queue: int, behind: int) -> None:
         """Insert a unit into a queue after the place `behind`."""
         self._sizes[queue] += 1
-        self._queue[place] = self._home + queue
+        self._queue[place] = self._heads + queue
         self._link(place, behind)
 
     def leave(self, place: int) -> None:
         if not self._waits(place):
-            self._sizes[self._queue[place] - self._home] -= 1
+            self._sizes[self._queue[place] - self._heads] -= 1
         super().leave(place)
 
     def inherit(self, place: int) -> None:
         self._uses[place] = 0
         self._counted[place] = self._at[place]
-        self._enter(place, _NEW, self._home + _NEW)
+        self._enter(place, _NEW, self._heads + _NEW)
 
     def evicted(self, unit: Unit) -> None:
         place = self._places.get(unit)
-        if place is not None and self._queue[place] == self._home + _NEW:
+        if place is not None and self._queue[place] == self._heads + _NEW:
             self._ghosts[name_of(unit)] = None
             while len(self._ghosts) > len(self) * (1 - _SMALL):
                 self._ghosts.popitem(last=False)
@@ -137,7 +137,7 @@ class S3FIFO(Queues):
             small, main = self._sizes[_NEW], self._sizes[_MAIN]
             all_spared = len(spared) >= main
             queue = _NEW if small and (small >= _SMALL * len(self) or all_spared) else _MAIN
-            place = self._after[self._home + queue]
+            place = self._after[self._heads + queue]
             unit = self._units[place]
             assert unit is not None
             # A used unit moves to the end of the main queue. Another unit is offered, and moves there if it is spared.
@@ -146,11 +146,11 @@ class S3FIFO(Queues):
             elif unit not in spared:
                 spared.add(unit)
                 yield unit
-                if self._places.get(unit) != place or self._queue[place] != self._home + queue:
+                if self._places.get(unit) != place or self._queue[place] != self._heads + queue:
                     spared.discard(unit)
                     continue
             self.leave(place)
-            self._enter(place, _MAIN, self._before[self._home + _MAIN])
+            self._enter(place, _MAIN, self._before[self._heads + _MAIN])
 
 
 PREFIX = "allkeys-prefix"

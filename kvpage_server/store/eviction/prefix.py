@@ -216,7 +216,7 @@ class Prefix(Queues):
         # By `name_of`: last use, uses and kind of an evicted unit in one number; the first evicted first.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         # Spared units, the first spared first, with the unit's place and its parent's place when it was spared.
-        self._aside: list[tuple[Unit, int, int]] = []
+        self._spared: list[tuple[Unit, int, int]] = []
         self._gone = 0  # number of units evicted since spared units were returned to their queues
         self._worth = Worth(_EXPECTED)
 
@@ -238,13 +238,13 @@ class Prefix(Queues):
             return
         # Count the use, unless it is in one burst with the last counted one. A counted use may change the kind.
         self._unlink(place)
-        kind, last = self._queue[place] - self._home, self._last[place]
+        kind, last = self._queue[place] - self._heads, self._last[place]
         if self.now - self._counted[place] >= BURST:
             self._counted[place] = self.now
             self._worth.used_again(kind, last, self._time)
             uses = self._uses[place] = min(self._uses[place] + 1, 255)
             kind = _kind(uses)
-            self._queue[place] = self._home + kind
+            self._queue[place] = self._heads + kind
         else:
             self._worth.ended(kind, last)
         # Move the unit to the end of the queue of its kind.
@@ -264,7 +264,7 @@ class Prefix(Queues):
         # The core moves the known units whose use is in one burst with their last counted one.
         new, due, moved = self._touch_many(units, self._time, self.now - BURST)
         for queue, slot, count in moved:
-            self._worth.moved(queue - self._home, slot, count, self._time)
+            self._worth.moved(queue - self._heads, slot, count, self._time)
         # Uses that count, and units with a ghost, are processed one by one.
         if self._ghosts:
             due += [unit for unit in new if name_of(unit) in self._ghosts]
@@ -304,7 +304,7 @@ class Prefix(Queues):
         self._last[place] = last
         self._parent[place], self._children[place] = NOBODY, 0
         kind = _kind(uses)
-        self._queue[place] = self._home + kind
+        self._queue[place] = self._heads + kind
         self._worth.began(kind, last)
 
     def inherit(self, place: int) -> None:
@@ -325,7 +325,7 @@ class Prefix(Queues):
                 self._adopt(before, place)
             before = place
         # The last unit is the end of a chain, if it was used once and nothing extends it.
-        if before != NOBODY and self._queue[before] == self._home + _ONCE and not self._children[before]:
+        if before != NOBODY and self._queue[before] == self._heads + _ONCE and not self._children[before]:
             self._requeue(before, _END)
 
     def _is_orphan(self, place: int) -> bool:
@@ -353,7 +353,7 @@ class Prefix(Queues):
         self._abandon(child)
         self._parent[child] = parent
         self._children[parent] += 1
-        if self._queue[parent] == self._home + _END:
+        if self._queue[parent] == self._heads + _END:
             self._requeue(parent, _ONCE)
 
     def _abandon(self, child: int) -> None:
@@ -374,9 +374,9 @@ class Prefix(Queues):
     def _requeue(self, place: int, kind: int) -> None:
         """Move a unit to the queue of another kind: to the front if its last use is before all there, or to the end."""
         self._unlink(place)
-        self._worth.ended(self._queue[place] - self._home, self._last[place])
+        self._worth.ended(self._queue[place] - self._heads, self._last[place])
         self._worth.began(kind, self._last[place])
-        queue = self._queue[place] = self._home + kind
+        queue = self._queue[place] = self._heads + kind
         first = self._after[queue]
         is_first = first != queue and self._last[place] < self._last[first]
         self._link(place, queue if is_first else self._before[queue])
@@ -388,7 +388,7 @@ class Prefix(Queues):
         if place is None:
             return
         if not self._waits(place):
-            self._worth.ended(self._queue[place] - self._home, self._last[place])
+            self._worth.ended(self._queue[place] - self._heads, self._last[place])
         self._leave(unit, place)
 
     def evicted(self, unit: Unit) -> None:
@@ -418,7 +418,7 @@ class Prefix(Queues):
         name = name_of(unit)
         if (old := self._ghosts.pop(name, None)) is not None:
             self._forget(old)
-        self._ghosts[name] = _packed(self._last[place], self._uses[place], self._queue[place] - self._home)
+        self._ghosts[name] = _packed(self._last[place], self._uses[place], self._queue[place] - self._heads)
         most = min(max(_GHOSTS * len(self), _FEWEST_GHOSTS), _MOST_GHOSTS)
         while len(self._ghosts) > most:
             self._forget(self._ghosts.popitem(last=False)[1])
@@ -432,9 +432,9 @@ class Prefix(Queues):
         # Units of the policy before this one are evicted first.
         yield from self._older_victims()
         # Examine spared units again after as many evictions, so that each eviction costs amortised O(1).
-        if self._gone >= len(self._aside):
-            self._bring_back(len(self._aside))
-        before, cut = len(self._aside), 0
+        if self._gone >= len(self._spared):
+            self._bring_back(len(self._spared))
+        before, cut = len(self._spared), 0
         while True:
             # Offer the unit with the lowest worth. A unit that still exists after that was spared.
             place = self._next()
@@ -444,14 +444,14 @@ class Prefix(Queues):
                 yield unit
                 if self._places.get(unit) == place:
                     self._unlink(place)
-                    self._aside.append((unit, place, self._parent[place]))
+                    self._spared.append((unit, place, self._parent[place]))
             # If the queues are empty, examine the units again that were spared in earlier calls.
             elif before:
                 self._bring_back(before)
                 before = 0
             # If only beginnings of spared chains are left, unlink spared units from them, so that these can be evicted.
-            elif cut < len(self._aside):
-                unit, place, _ = self._aside[cut]
+            elif cut < len(self._spared):
+                unit, place, _ = self._spared[cut]
                 cut += 1
                 if self._places.get(unit) == place:
                     self._abandon(place)
@@ -460,7 +460,7 @@ class Prefix(Queues):
 
     def _bring_back(self, count: int) -> None:
         """Return the first `count` spared units to the ends of their queues, and restore links to their parents."""
-        some, self._aside = self._aside[:count], self._aside[count:]
+        some, self._spared = self._spared[:count], self._spared[count:]
         self._gone = 0
         for unit, place, parent in some:
             if self._places.get(unit) != place:  # removed since
@@ -476,7 +476,7 @@ class Prefix(Queues):
 
         Units that others extend are taken out of their queues on the way. `_abandon` returns them.
         """
-        after, home, now, worth_of = self._after, self._home, self._time, self._worth.of
+        after, home, now, worth_of = self._after, self._heads, self._time, self._worth.of
         while True:
             # Compare the first units of the queues: in a queue, the first has the oldest use.
             found = fresh = None

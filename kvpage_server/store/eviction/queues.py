@@ -5,7 +5,7 @@ columns together take about 50 bytes for each unit, and the core processes batch
 for each unit. A queue is a doubly linked ring of places, with a place of its own as head:
 
     place 0          NOBODY: no place
-    places 1 to 10   heads of the queues: 5 of this policy and 5 of the policy before it, see `_home`
+    places 1 to 10   heads of the queues: 5 of this policy and 5 of the policy before it, see `_heads`
     places from 11   units, free places, and removed units that other units still refer to as parents
 
 Every operation on a unit is O(1).
@@ -62,12 +62,13 @@ class Queues(ABC):
 
     def reset(self) -> None:
         """Remove all units."""
-        # Heads: the queues of this policy are at places `_home` + 1 to `_home` + QUEUES, with `_home` 0 or QUEUES. The
-        # queues of the policy before it are at `_older` + 1 to `_older` + QUEUES; -1 once all units were taken over.
-        self._home = 0
-        self._older = -1
+        # The heads of this policy's queues are at places `_heads` + 1 to `_heads` + QUEUES, where `_heads` is 0 or
+        # QUEUES. The heads of the policy before it are at `_old_heads` + 1 to `_old_heads` + QUEUES; `_old_heads` is -1
+        # when all units were taken over.
+        self._heads = 0
+        self._old_heads = -1
         self._waiting = 0  # number of units that were not taken over yet
-        self._looked = FIRST  # every unit that waits and is in no old queue has this place or a higher one
+        self._next_unlinked = FIRST  # every unit that waits and is in no old queue has this place or a higher one
 
         # Places: each unit has one, and `_units[_places[unit]]` is the unit. Other places are in `_free`, or have None
         # in `_units` because their unit was removed while other units extend it.
@@ -139,7 +140,7 @@ class Queues(ABC):
 
     def leave(self, place: int) -> None:
         """Unlink a place from its queue. A unit of an old queue is taken over by that."""
-        if self._older >= 0 and self._is_older(place):
+        if self._old_heads >= 0 and self._is_older(place):
             self._take(place)
         else:
             self._unlink(place)
@@ -168,7 +169,7 @@ class Queues(ABC):
         """Insert new units at the end of a queue with `core.enter`. Every other unit must have been taken over."""
         while len(self._free) < len(units):
             self._make_places()
-        return enter(self._places, self._units, self._free, self._columns, units, self._home + queue, self.now, time)
+        return enter(self._places, self._units, self._free, self._columns, units, self._heads + queue, self.now, time)
 
     def _make_places(self) -> None:
         """Add places: as many as there are, but at most _MOST_PLACES. The lowest new place is used first."""
@@ -207,8 +208,8 @@ class Queues(ABC):
         """
         assert not old.hands_over
         self.now = old.now
-        self._home, self._waiting, self._looked = QUEUES - old._home, len(old), FIRST
-        self._older = old._home if self._waiting else -1
+        self._heads, self._waiting, self._next_unlinked = QUEUES - old._heads, len(old), FIRST
+        self._old_heads = old._heads if self._waiting else -1
         self._places, self._free, self._units = old._places, old._free, old._units
         self._before, self._after, self._queue, self._uses = old._before, old._after, old._queue, old._uses
         self._at, self._counted, self._last = old._at, old._counted, old._last
@@ -218,14 +219,14 @@ class Queues(ABC):
     @property
     def hands_over(self) -> bool:
         """Whether some units of the old policy were not taken over yet."""
-        return self._older >= 0
+        return self._old_heads >= 0
 
     def hand_over(self, most: int) -> list[Unit]:
         """Take over up to `most` units, from the last used on, and return them."""
         found: list[Unit] = []
         while self.hands_over and len(found) < most:
             # The last used unit is the last of one of the old queues. Units in no queue follow after all these.
-            ends = self._before[self._older + 1 : self._older + QUEUES + 1]
+            ends = self._before[self._old_heads + 1 : self._old_heads + QUEUES + 1]
             place = max((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
             unit = self._units[place or self._left_over()]
             if unit is None:
@@ -239,11 +240,11 @@ class Queues(ABC):
     def _left_over(self) -> int:
         """Return the place of a unit that waits and is in no queue; NOBODY if the next _LOOKED_AT places have none.
 
-        The search continues at `_looked`, so all calls together examine each place once. Places of removed units that
-        the old policy kept become free.
+        The search continues at `_next_unlinked`, so all calls together examine each place once. Places of removed units
+        that the old policy kept become free.
         """
-        for place in range(self._looked, min(self._looked + _LOOKED_AT, len(self._units))):
-            self._looked = place + 1
+        for place in range(self._next_unlinked, min(self._next_unlinked + _LOOKED_AT, len(self._units))):
+            self._next_unlinked = place + 1
             if self._is_older(place):
                 if self._units[place] is not None:
                     return place
@@ -255,15 +256,15 @@ class Queues(ABC):
         self._unlink(place)
         self._waiting -= 1
         if not self._waiting:
-            self._older = -1
+            self._old_heads = -1
 
     def _is_older(self, place: int) -> bool:
         """Return whether a unit belongs to an old queue. Valid only while some units wait."""
-        return 0 <= self._queue[place] - 1 - self._older < QUEUES
+        return 0 <= self._queue[place] - 1 - self._old_heads < QUEUES
 
     def _waits(self, place: int) -> bool:
         """Return whether a unit waits to be taken over."""
-        return self._older >= 0 and self._is_older(place)
+        return self._old_heads >= 0 and self._is_older(place)
 
     @abstractmethod
     def inherit(self, place: int) -> None:
@@ -272,7 +273,7 @@ class Queues(ABC):
     def _older_victims(self) -> Iterator[Unit]:
         """Yield the units that wait, the least recently used first. A spared unit is taken over."""
         while self.hands_over:
-            ends = self._after[self._older + 1 : self._older + QUEUES + 1]
+            ends = self._after[self._old_heads + 1 : self._old_heads + QUEUES + 1]
             place = min((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
             place = place or self._left_over()
             unit = self._units[place]

@@ -68,7 +68,7 @@ class Quota(Account):
 
     def lacks(self, coming: int) -> int:
         """Return the bytes to evict before `coming` more bytes can be stored; 0 or less if they fit."""
-        return self.bytes + self.promised + coming - self.limit if self.limit else -1
+        return self.bytes + self.reserved + coming - self.limit if self.limit else -1
 
     @property
     def is_over(self) -> bool:

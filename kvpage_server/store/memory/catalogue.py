@@ -38,19 +38,19 @@ class Catalogue:
         self._strays: dict[tuple[bytes, int], set[bytes]] = {}
 
     def __len__(self) -> int:
-        return len(self.entries) + self._in_extents + self.index.resting
+        return len(self.entries) + self._in_extents + self.index.unloaded_pages
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
     @property
     def get(self) -> Callable[[bytes], Entry | None]:
         """The function that finds a key's value. It is valid until the next write: often `dict.get` is enough."""
-        return self._get if self._in_extents or self.index.resting else self.entries.get
+        return self._get if self._in_extents or self.index.unloaded_pages else self.entries.get
 
     @property
     def has_all_entries(self) -> bool:
         """Whether every key has an entry: no page is in an extent or in an unloaded block."""
-        return not (self._in_extents or self.index.resting)
+        return not (self._in_extents or self.index.unloaded_pages)
 
     def _get(self, key: bytes) -> Entry | None:
         entry = self.entries.get(key)
@@ -120,7 +120,7 @@ class Catalogue:
 
     def expires_of(self, key: bytes) -> int:
         """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Loads no block."""
-        if self.index.resting and key not in self.entries and (page := page_named(key)):
+        if self.index.unloaded_pages and key not in self.entries and (page := page_named(key)):
             rows = self.index.rows(page.req_id, page.page)
             if rows is not None:
                 return records.expires_of(rows, (page.kv_type, page.layer, page.head))

@@ -7,8 +7,8 @@ from typing import TypeGuard
 
 from kvpage_server.core import Slot
 from kvpage_server.page import PageError, PageHeader, PageKey
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Block, ExtentPage
+from kvpage_server.store.memory.on_disk import OnDisk
 
 TEXT_OVERHEAD = 200  # bytes that a short string takes in addition to its key and value: dict entry, objects
 
@@ -30,36 +30,36 @@ class Text:
         return len(self.data)
 
 
-Page = Slot | ExtentPage | Cold
-Entry = Text | Page  # a Slot or Cold is a page if its `unit` is a block, and a long string otherwise
+Page = Slot | ExtentPage | OnDisk
+Entry = Text | Page  # a Slot or OnDisk is a page if its `unit` is a block, and a long string otherwise
 
 
-_COLD = {Cold}
+_COLD = {OnDisk}
 
 
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
     """Return whether an entry is a page, and not a string or None."""
-    return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block
+    return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is OnDisk) and type(entry.unit) is Block
 
 
-def is_cold(page: Page) -> bool:
+def is_only_on_disk(page: Page) -> bool:
     """Return whether a page's bytes are on disk only."""
-    return type(page) is Cold or (type(page) is ExtentPage and type(page.extent.slot) is Cold)
+    return type(page) is OnDisk or (type(page) is ExtentPage and type(page.extent.slot) is OnDisk)
 
 
-def cold_body(entry: Entry) -> Cold | None:
+def body_on_disk(entry: Entry) -> OnDisk | None:
     """Return the placeholder of a value's slot; None if its bytes are in memory."""
     body = entry.extent.slot if type(entry) is ExtentPage else entry
-    return body if type(body) is Cold else None
+    return body if type(body) is OnDisk else None
 
 
 def has_bytes(page: Page) -> bool:
     """Return whether a page's bytes can be read: they are in memory, or loaded temporarily as `shown`."""
-    cold = cold_body(page)
+    cold = body_on_disk(page)
     return cold is None or cold.shown is not None
 
 
-def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
+def are_on_disk(entries: Sequence[Entry | None]) -> TypeGuard[list[OnDisk]]:
     """Return whether all entries are placeholders of values on disk; False for no entries."""
     return {*map(type, entries)} == _COLD
 

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from kvpage_server.core import PageSet, Part, Slot
 from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, row_of
 from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
-from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import ROW
 
 # -- scan --------------------------------------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ _WRONG = 0xFFFF_FFFF_FFFF_FFFF  # inverts the checksums of a damaged body
 class Extent:
     """The body of a block, in `slot`. `digest` is its XXH3-64, 0 if it is not known.
 
-    `slot` is a `Cold` if the body is on disk only. `created` and `expires` are in unix milliseconds, `ttl` is in
+    `slot` is a `OnDisk` if the body is on disk only. `created` and `expires` are in unix milliseconds, `ttl` is in
     seconds; `expires` and `ttl` are 0 for never.
     """
 
     __slots__ = ("_checksums", "created", "digest", "expires", "shape", "slot", "ttl")
 
-    def __init__(self, shape: BlockShape, slot: Slot | Cold, digest: int, created: int, ttl: int) -> None:
+    def __init__(self, shape: BlockShape, slot: Slot | OnDisk, digest: int, created: int, ttl: int) -> None:
         self.shape = shape
         self.slot = slot
         self.digest = digest
@@ -154,7 +154,7 @@ class Extent:
     @property
     def has_checksums(self) -> bool:
         """Whether `checksum_of` needs no bytes from disk."""
-        return self._checksums is not None or not self.digest or type(self.slot) is not Cold
+        return self._checksums is not None or not self.digest or type(self.slot) is not OnDisk
 
     def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
         """Return the XXH3-64 of a page, 0 if the body has no digest.
@@ -317,9 +317,9 @@ class PageIndex:
         self._scans = ScanOrder(lambda: list(self.requests), lambda: len(self.requests))
         self._order: tuple[bytes, list[int]] | None = None  # the last listed request, and its page ids in order
         self.blocks = 0  # number of all blocks
-        self.resting = 0  # number of pages in unloaded blocks
+        self.unloaded_pages = 0  # number of pages in unloaded blocks
         self.name_bytes = 0  # sum of the lengths of `req_id` of all blocks
-        self.on_waking: Callable[[Block, bytes], None] | None = None  # adds the pages of such rows to a new block
+        self.on_load: Callable[[Block, bytes], None] | None = None  # adds the pages of such rows to a new block
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -339,7 +339,7 @@ class PageIndex:
             self.blocks += 1
             self.name_bytes += len(req_id)
         elif type(block) is not Block:
-            block = self._wake(req_id, page)
+            block = self._load_block(req_id, page)
         return block
 
     def __iter__(self) -> Iterator[Block]:
@@ -351,7 +351,7 @@ class PageIndex:
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
-        self.resting += len(rows) // ROW
+        self.unloaded_pages += len(rows) // ROW
         known = request.get(page)
         if known is None:
             self.blocks += 1
@@ -361,15 +361,15 @@ class PageIndex:
             assert isinstance(known, bytes)
             request[page] = known + rows
 
-    def _wake(self, req_id: bytes, page: int) -> Block:
+    def _load_block(self, req_id: bytes, page: int) -> Block:
         """Create the `Block` of an unloaded block, and the entries of its pages. O(pages)."""
         request = self.requests[req_id]
         rows, block = request[page], Block(req_id, page)
         assert isinstance(rows, bytes)
-        assert self.on_waking is not None
+        assert self.on_load is not None
         request[page] = block
-        self.resting -= len(rows) // ROW
-        self.on_waking(block, rows)
+        self.unloaded_pages -= len(rows) // ROW
+        self.on_load(block, rows)
         return block
 
     def rows(self, req_id: bytes, page: int) -> bytes | None:
@@ -379,7 +379,7 @@ class PageIndex:
 
     def blocks_on_disk(self) -> list[tuple[bytes, int]]:
         """Return the request and page id of every unloaded block. O(blocks)."""
-        if not self.resting:
+        if not self.unloaded_pages:
             return []
         every = self.requests.items()
         return [(req_id, page) for req_id, request in every for page, rows in request.items() if type(rows) is bytes]
@@ -440,7 +440,7 @@ class PageIndex:
         """Return a block; None if it does not exist. An unloaded block gets its `Block` and its entries."""
         request = self.requests.get(req_id)
         block = request.get(page) if request is not None else None
-        return block if block is None or type(block) is Block else self._wake(req_id, page)
+        return block if block is None or type(block) is Block else self._load_block(req_id, page)
 
     def has(self, req_id: bytes, page: int) -> bool:
         """Return whether a request has a block. Loads no block."""
@@ -465,5 +465,5 @@ class PageIndex:
         old, self.requests = self.requests, {}
         self._scans.clear()
         self._order = None
-        self.blocks = self.resting = self.name_bytes = 0
+        self.blocks = self.unloaded_pages = self.name_bytes = 0
         return old

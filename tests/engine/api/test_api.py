@@ -368,20 +368,22 @@ def test_nothing_can_be_had_without_a_token_but_its_health(engine: RunningEngine
 
 
 def test_a_tenant_sees_metrics_of_its_own_answers_only(engine: RunningEngine) -> None:
-    def told(token: str) -> str:
+    def metrics_of(token: str) -> str:
         return httpx.get(engine.url + "/metrics", headers={"Authorization": f"Bearer {token}"}).text
 
     def answers(token: str) -> float:
-        return sum(map(float, re.findall(r"^kvpage_engine_answers_total\{.*\} (\S+)$", told(token), re.MULTILINE)))
+        return sum(
+            map(float, re.findall(r"^kvpage_engine_answers_total\{.*\} (\S+)$", metrics_of(token), re.MULTILINE))
+        )
 
     before = answers("acme-secret"), answers("umbrella-secret"), answers("watcher-secret")
     post(engine, "/v1/chat/completions", asked(), token="acme-secret").raise_for_status()
     assert answers("acme-secret") == before[0] + 1
     assert answers("umbrella-secret") == before[1]
     assert answers("watcher-secret") == before[2] + 1
-    assert "kvpage_engine_pool_used_bytes" in told("watcher-secret")
+    assert "kvpage_engine_pool_used_bytes" in metrics_of("watcher-secret")
     for of_all in ("pool", "requests", "hot_agents", "pending", "tier_hits"):
-        assert f"kvpage_engine_{of_all}" not in told("umbrella-secret")
+        assert f"kvpage_engine_{of_all}" not in metrics_of("umbrella-secret")
 
 
 def test_tenants_share_nothing(engine: RunningEngine) -> None:

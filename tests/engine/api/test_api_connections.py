@@ -38,7 +38,7 @@ def connect(engine: RunningEngine, said: bytes = b"", source: str = "127.0.0.1")
     return sock
 
 
-def told(sock: socket.socket) -> bytes:
+def reply_on(sock: socket.socket) -> bytes:
     """Return all bytes until the peer closes."""
     received = b""
     with suppress(ConnectionResetError):
@@ -70,7 +70,7 @@ def answered(engine: RunningEngine) -> int:
 
 def healthy(engine: RunningEngine, source: str = "127.0.0.1") -> bool:
     with connect(engine, b"GET /health/live HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n", source) as sock:
-        return told(sock).startswith(b"HTTP/1.1 200")
+        return reply_on(sock).startswith(b"HTTP/1.1 200")
 
 
 def test_an_unfinished_request_is_not_waited_for(engine: RunningEngine) -> None:
@@ -142,7 +142,7 @@ def test_two_lengths_are_refused_and_the_connection_with_them(engine: RunningEng
     body = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: here\r\n\r\n"
     for more in ("Transfer-Encoding: chunked\r\n", "transfer-encoding: Chunked\r\nConnection: keep-alive\r\n"):
         with connect(engine, posting(body, more=more)) as sock:
-            reply = told(sock)
+            reply = reply_on(sock)
         assert reply.startswith(b"HTTP/1.1 400")
         assert reply.count(b"HTTP/1.1") == 1
         assert b"Content-Length or Transfer-Encoding" in reply
@@ -150,7 +150,7 @@ def test_two_lengths_are_refused_and_the_connection_with_them(engine: RunningEng
 
 def test_expect_continue_is_refused_for_too_large_a_body(engine: RunningEngine) -> None:
     with connect(engine, posting(length=70_000, more="Expect: 100-continue\r\n")) as sock:
-        reply = told(sock)
+        reply = reply_on(sock)
     assert reply.startswith(b"HTTP/1.1 413")
     assert b"100 Continue" not in reply
 
@@ -160,7 +160,7 @@ def test_expect_continue_is_confirmed(engine: RunningEngine) -> None:
     with connect(engine, posting(length=len(body), more="Expect: 100-continue\r\nConnection: close\r\n")) as sock:
         assert sock.recv(1000).startswith(b"HTTP/1.1 100")
         sock.sendall(body)
-        assert told(sock).startswith(b"HTTP/1.1 200")
+        assert reply_on(sock).startswith(b"HTTP/1.1 200")
 
 
 def chunked(engine: RunningEngine, chunks: bytes) -> bytes:
@@ -169,7 +169,7 @@ def chunked(engine: RunningEngine, chunks: bytes) -> bytes:
     with Heart(engine) as heart, connect(engine, head) as sock:
         with suppress(OSError):
             sock.sendall(chunks)
-        reply = told(sock)
+        reply = reply_on(sock)
     assert heart.longest < MOST_WAIT
     return reply
 
@@ -187,7 +187,7 @@ def test_headers_have_an_end(engine: RunningEngine) -> None:
         with Heart(engine) as heart, connect(engine) as sock:
             with suppress(OSError):
                 sock.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n" + headers + b"\r\n\r\n")
-            assert not told(sock).startswith(b"HTTP/1.1 2")
+            assert not reply_on(sock).startswith(b"HTTP/1.1 2")
         assert heart.longest < MOST_WAIT
 
 
@@ -195,7 +195,7 @@ def test_pipelined_requests_are_answered_in_order(engine: RunningEngine) -> None
     """Many in one packet, and then one more, each whole."""
     asked = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n" + posting(json.dumps(CHAT).encode())
     with connect(engine, asked * 5 + b"GET /v1/models HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n") as sock:
-        replies = told(sock).split(b"HTTP/1.1 200")[1:]
+        replies = reply_on(sock).split(b"HTTP/1.1 200")[1:]
     assert len(replies) == 11
     assert all(b'"status":"ok"' in reply for reply in replies[:10:2])
     assert all(b'"chat.completion"' in reply for reply in replies[1:10:2])

@@ -60,17 +60,17 @@ def ask(engine: RunningEngine, agent: str | None, text: str, token: str = "none"
 
 def first_events(engine: RunningEngine, token: str) -> dict[str, Any]:
     """Return the first events of a page."""
-    told: dict[str, Any] = {}
+    received: dict[str, Any] = {}
     headers = {"Authorization": f"Bearer {token}"}
     with httpx.stream("GET", f"{engine.url}/page/events", headers=headers, timeout=60) as reply:
         for line in reply.iter_lines():
             if line.startswith("event: "):
                 name = line.removeprefix("event: ")
             elif line.startswith("data: "):
-                told[name] = json.loads(line.removeprefix("data: "))
-            if {"state", "answers"} <= told.keys() and told.get("agents", {}).get("count"):
+                received[name] = json.loads(line.removeprefix("data: "))
+            if {"state", "answers"} <= received.keys() and received.get("agents", {}).get("count"):
                 break
-    return told
+    return received
 
 
 @in_chromium
@@ -173,8 +173,8 @@ def test_a_token_opens_the_page_of_its_tenant(tenants: RunningEngine, browser: A
 def test_an_anonymous_answer_is_labelled_by_its_first_words(tenants: RunningEngine, browser: Any) -> None:
     ask(tenants, None, "<b>What</b>  is the\ncapital of France? " + "x" * 100, token="sesame")
     ask(tenants, "ours", "Named", token="sesame")
-    told = first_events(tenants, "sesame")
-    labels = {answer["agent"]: answer["label"] for answer in told["answers"]}
+    received = first_events(tenants, "sesame")
+    labels = {answer["agent"]: answer["label"] for answer in received["answers"]}
     assert labels[None] == "<b>What</b> is the capital of France? " + "x" * 22
     assert labels["ours"] == ""
     with shown(browser, tenants.url, status="") as page:
@@ -186,12 +186,12 @@ def test_an_anonymous_answer_is_labelled_by_its_first_words(tenants: RunningEngi
 def test_a_tenant_sees_its_own_agents_only(tenants: RunningEngine) -> None:
     ask(tenants, "theirs", "Hello", token="open")
     ask(tenants, "ours", "Hello", token="sesame")
-    told = first_events(tenants, "sesame")
-    assert "theirs" not in json.dumps(told)
-    assert {answer["agent"] for answer in told["answers"]} <= {"ours", None}
-    assert told["state"]["totals"]["answers"] == len(told["answers"])
-    assert [answer["number"] for answer in told["answers"]] == list(range(1, len(told["answers"]) + 1))
-    assert told["state"]["memory"] is None
+    received = first_events(tenants, "sesame")
+    assert "theirs" not in json.dumps(received)
+    assert {answer["agent"] for answer in received["answers"]} <= {"ours", None}
+    assert received["state"]["totals"]["answers"] == len(received["answers"])
+    assert [answer["number"] for answer in received["answers"]] == list(range(1, len(received["answers"]) + 1))
+    assert received["state"]["memory"] is None
     assert httpx.get(f"{tenants.url}/page/events").status_code == 401
 
 

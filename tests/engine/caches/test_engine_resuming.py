@@ -48,19 +48,19 @@ def bench() -> Iterator[Bench]:
 
 def test_a_short_question_takes_one_pass_to_its_first_token(bench: Bench) -> None:
     passes: list[int] = []
-    told: list[Token] = []
+    received: list[Token] = []
 
     def receive(token: Token) -> None:
-        told.append(token)
+        received.append(token)
         passes.append(len(bench.model.given))
 
     done = bench.answer("alice", bench.prompt, bench.known, max_tokens=8, on_token=receive, logprobs=2)
     assert done.tokens_reused == KNOWN
     assert bench.model.given[0] == (1, QUESTION)
     assert passes[0] == 1
-    computed = bench.answer("bob", bench.prompt, max_tokens=8, on_token=told.append, logprobs=2)
+    computed = bench.answer("bob", bench.prompt, max_tokens=8, on_token=received.append, logprobs=2)
     assert done.tokens == computed.tokens
-    np.testing.assert_allclose([t.logprob for t in told[:8]], [t.logprob for t in told[8:]], atol=1e-4)
+    np.testing.assert_allclose([t.logprob for t in received[:8]], [t.logprob for t in received[8:]], atol=1e-4)
     bench.free(done, computed)
 
 

@@ -230,12 +230,12 @@ def ends(waiting: Claim, within: float = PATIENCE) -> str:
 def test_one_of_two_agents_computes_and_the_other_waits(alone: Claims) -> None:
     first, second, third = (alone.begin(agent, TOKENS) for agent in ("alice", "bob", "carol"))
     assert [first.state, second.state, third.state] == ["mine", "wait", "wait"]
-    told: list[str] = []
-    second.add_done_callback(lambda: told.append(second.state))
-    first.add_done_callback(lambda: told.append("at once"))
-    assert told == ["at once"]
+    received: list[str] = []
+    second.add_done_callback(lambda: received.append(second.state))
+    first.add_done_callback(lambda: received.append("at once"))
+    assert received == ["at once"]
     first.published()
-    assert told == ["at once", "proceed"]
+    assert received == ["at once", "proceed"]
     assert third.state == "proceed"
     first.release()
     first.release()

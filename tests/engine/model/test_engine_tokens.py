@@ -39,10 +39,10 @@ class Bench(EngineBench):
 
     def __init__(self, kind: str) -> None:
         super().__init__(family(kind), TOKENIZER, 32)
-        self.told: list[Token] = []
+        self.received: list[Token] = []
 
     def complete(self, prompt: list[int], cache: AgentBlocks | None = None, **options: Any) -> CompletedGeneration:
-        options = {"on_token": self.told.append, "max_tokens": 12, **options}
+        options = {"on_token": self.received.append, "max_tokens": 12, **options}
         self.batch.submit("alice", prompt, cache, **options)
         (done,) = self.batch.step()
         return done
@@ -65,10 +65,10 @@ both_ways = kinds(IN_ONE_BATCH, IN_TURNS)
 @both_ways
 def test_the_streamed_tokens_are_the_answer(bench: Bench) -> None:
     done = bench.complete(TOKENS[:300])
-    assert [token.token for token in bench.told] == list(done.tokens)
-    assert "".join(token.text for token in bench.told) == done.text
-    assert len({token.uid for token in bench.told} | {done.uid}) == 1
-    assert {(token.logprob, token.top, token.ends_text) for token in bench.told} == {(None, (), False)}
+    assert [token.token for token in bench.received] == list(done.tokens)
+    assert "".join(token.text for token in bench.received) == done.text
+    assert len({token.uid for token in bench.received} | {done.uid}) == 1
+    assert {(token.logprob, token.top, token.ends_text) for token in bench.received} == {(None, (), False)}
     bench.free(done)
 
 
@@ -81,11 +81,11 @@ def test_text_that_utf8_cannot_spell_is_refused(bench: Bench) -> None:
 
 @both_ways
 def test_a_token_is_sent_before_the_next_is_computed(bench: Bench) -> None:
-    bench.batch.submit("alice", TOKENS[:20], max_tokens=5, on_token=bench.told.append)
+    bench.batch.submit("alice", TOKENS[:20], max_tokens=5, on_token=bench.received.append)
     grown = []
     while bench.batch.pending:
         completed = bench.batch.step_once()
-        grown.append(len(bench.told))
+        grown.append(len(bench.received))
     assert grown[-5:] == [1, 2, 3, 4, 5]
     bench.free(*completed)
 
@@ -94,12 +94,12 @@ def test_a_token_is_sent_before_the_next_is_computed(bench: Bench) -> None:
 def test_log_probabilities_equal_mlx_lms(bench: Bench) -> None:
     done = bench.complete(TOKENS[:300], logprobs=3)
     steps = generate_step(mx.array(TOKENS[:300]), bench.of.model, max_tokens=12, prompt_cache=bench.of.empty())
-    for told, (token, logprobs) in zip(bench.told, steps, strict=True):
+    for received, (token, logprobs) in zip(bench.received, steps, strict=True):
         likeliest = np.argsort(-np.array(logprobs), kind="stable")[:3].tolist()
-        assert told.token == token == likeliest[0]
-        assert [token for token, _ in told.top] == likeliest
-        np.testing.assert_allclose([logprob for _, logprob in told.top], np.array(logprobs)[likeliest], atol=1e-4)
-        assert told.logprob == told.top[0][1]
+        assert received.token == token == likeliest[0]
+        assert [token for token, _ in received.top] == likeliest
+        np.testing.assert_allclose([logprob for _, logprob in received.top], np.array(logprobs)[likeliest], atol=1e-4)
+        assert received.logprob == received.top[0][1]
     bench.free(done)
 
 
@@ -107,11 +107,11 @@ def test_log_probabilities_equal_mlx_lms(bench: Bench) -> None:
 def test_text_that_may_be_a_stop_string_is_held_back(bench: Bench) -> None:
     whole = bench.complete(PLAIN)
     text = whole.text
-    bench.told.clear()
+    bench.received.clear()
     never = text[2:5] + "\x00"  # begins as the text does and goes on in another way
     done = bench.complete(PLAIN, stop=[never, text[7:10]])
-    assert "".join(token.text for token in bench.told) == done.text == text[:7]
-    texts = [token.text for token in bench.told]
+    assert "".join(token.text for token in bench.received) == done.text == text[:7]
+    texts = [token.text for token in bench.received]
     assert (texts[2:5], texts[5]) == ([""] * 3, text[2:6])
     assert texts[7:] == [""] * 3
     assert done.finish_reason == "stop"
@@ -121,15 +121,15 @@ def test_text_that_may_be_a_stop_string_is_held_back(bench: Bench) -> None:
 @both_ways
 def test_the_end_of_text_is_reported_with_the_held_back_text(bench: Bench) -> None:
     whole = bench.complete(PLAIN)
-    bench.told.clear()
+    bench.received.clear()
     at = next(i for i, token in enumerate(whole.tokens) if token not in whole.tokens[:i] and i > 2)
     tokenizer = letter_tokenizer()
     tokenizer.eos_token_ids = [whole.tokens[at]]
     bench.batch = BlockPoolBatchEngine(bench.of.model, tokenizer, bench.of.spec, bench.pool)
     done = bench.complete(PLAIN, stop=[whole.text[at - 1] + "\x00"])
-    assert [token.ends_text for token in bench.told] == [False] * at + [True]
-    assert [token.text for token in bench.told][-2:] == ["", whole.text[at - 1]]
-    assert "".join(token.text for token in bench.told) == done.text == whole.text[:at]
+    assert [token.ends_text for token in bench.received] == [False] * at + [True]
+    assert [token.text for token in bench.received][-2:] == ["", whole.text[at - 1]]
+    assert "".join(token.text for token in bench.received) == done.text == whole.text[:at]
     bench.free(whole, done)
 
 
@@ -179,7 +179,7 @@ def test_full_blocks_of_the_prompt_precede_the_first_token(bench: Bench) -> None
     shared: list[AgentBlocks] = []
 
     def keep(blocks: AgentBlocks) -> None:
-        assert not bench.told
+        assert not bench.received
         bench.pool.share(blocks.block_ids, "elsewhere")
         shared.append(blocks)
 
@@ -245,7 +245,7 @@ def test_a_receiver_may_cancel_its_answer_and_another(bench: Bench) -> None:
     uids: list[int] = []
 
     def leave(token: Token) -> None:
-        bench.told.append(token)
+        bench.received.append(token)
         for uid in uids:
             bench.batch.cancel(uid)
         uids.clear()
@@ -253,7 +253,7 @@ def test_a_receiver_may_cancel_its_answer_and_another(bench: Bench) -> None:
     uids += [bench.batch.submit(name, TOKENS[:20], max_tokens=5, on_token=leave) for name in ("bob", "carol")]
     stays = bench.batch.submit("alice", TOKENS[:30], max_tokens=5)
     (done,) = bench.batch.step()
-    assert (done.uid, len(bench.told)) == (stays, 1)
+    assert (done.uid, len(bench.received)) == (stays, 1)
     bench.free(done)
 
 

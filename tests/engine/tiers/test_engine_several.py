@@ -71,7 +71,7 @@ def test_common_prefixes_are_shared_and_found_by_tokens(tier: PageTier, other: P
     assert found(tier, "nobody", some_tokens(2, 50)) == 0
 
 
-def told(*words: str, url: str, expected: int = 0) -> dict[str, Any]:
+def json_of(*words: str, url: str, expected: int = 0) -> dict[str, Any]:
     code, said, errors = kvpage(*words, "--json", url=url)
     assert code == expected, errors
     looked: dict[str, Any] = json.loads(said)
@@ -82,7 +82,7 @@ def test_kvpage_shows_memory_by_agent_and_the_result_of_a_load(tier: PageTier, h
     save(tier)
     save(tier, "bob", TOKENS[: 9 * BLOCK])
     blocks = home.tagged(TOKENS, SPEC)
-    looked = told("ls", url=home.url)
+    looked = json_of("ls", url=home.url)
     assert {agent["agent"]: (agent["tokens"], agent["found_tokens"]) for agent in looked["agents"]} == {
         "alice": (len(TOKENS), len(TOKENS)),
         "bob": (9 * BLOCK, 9 * BLOCK),
@@ -90,17 +90,17 @@ def test_kvpage_shows_memory_by_agent_and_the_result_of_a_load(tier: PageTier, h
     assert [(each["agents"], each["tokens"]) for each in looked["shared"]] == [(["alice", "bob"], 9 * BLOCK)]
     assert {each["bytes"] for each in looked["agents"]} == {SPEC.token_nbytes * n for n in (len(TOKENS), 9 * BLOCK)}
     assert looked["requests"] == looked["unreachable"] == []
-    assert [block["complete"] for block in told("ls", blocks[3], url=home.url)["blocks"]] == [True]
+    assert [block["complete"] for block in json_of("ls", blocks[3], url=home.url)["blocks"]] == [True]
     with PageClient(home.url) as client:
         client.delete_request(blocks[4].encode(), [0])
-    (context,) = told("why", "alice", url=home.url, expected=1)["contexts"]
+    (context,) = json_of("why", "alice", url=home.url, expected=1)["contexts"]
     assert (context["found_tokens"], context["missing_blocks"]) == (4 * BLOCK, 1)
     assert [place["there"] for place in context["places"]] == [i != 4 for i in range(len(blocks))]
     assert context["places"][4]["why"] in ("deleted", "absent")
-    (context,) = told("stat", "bob", url=home.url)["contexts"]
+    (context,) = json_of("stat", "bob", url=home.url)["contexts"]
     assert {place["agents"] for place in context["places"]} == {2}
-    assert told("why", blocks[3], url=home.url)["reason"] == "stored"
-    assert told("why", "{nobody}", url=home.url, expected=1)["reason"] in ("never stored", "absent")
+    assert json_of("why", blocks[3], url=home.url)["reason"] == "stored"
+    assert json_of("why", "{nobody}", url=home.url, expected=1)["reason"] in ("never stored", "absent")
 
 
 def test_published_blocks_have_no_owner_and_are_found(tier: PageTier, home: Home) -> None:

@@ -77,7 +77,7 @@ def some_slot(cluster: Cluster) -> tuple[int, Node, Node]:
 
 def masters_of(cluster: Cluster) -> list[Node]:
     alive = [node for node in cluster.nodes if node.process.poll() is None]
-    return [node for node in alive if node.told("INFO", "replication")["role"] == "master"]
+    return [node for node in alive if node.info_of("INFO", "replication")["role"] == "master"]
 
 
 def serves(node: Node, slot: int) -> bool:
@@ -130,8 +130,8 @@ def settled(cluster: Cluster) -> None:
 
     def whole() -> bool:
         time.sleep(0.2)
-        told = [node.told("CLUSTER", "INFO") for node in masters_of(cluster)]
-        return len(told) == 3 and all(one["cluster_state"] == "ok" for one in told)
+        received = [node.info_of("CLUSTER", "INFO") for node in masters_of(cluster)]
+        return len(received) == 3 and all(one["cluster_state"] == "ok" for one in received)
 
     until(whole)
 
@@ -161,7 +161,7 @@ def all_behind(cluster: Cluster, seconds: float) -> None:
     for node in replicas:
         node.ask("CONFIG", "SET", "masteruser", "", "masterauth", "")
     for node in replicas:
-        until(lambda node=node: node.told("INFO", "replication")["master_link_status"] == "up")
+        until(lambda node=node: node.info_of("INFO", "replication")["master_link_status"] == "up")
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(1, id="short"), LONG])

@@ -316,14 +316,14 @@ def test_a_load_blocks_no_caller_and_can_be_cancelled(
     sleeping()
     before = len(pool.references())
     loading = store.begin_load("bob", TOKENS)
-    told: list[bool] = []
-    loading.add_done_callback(lambda: told.append(True))
+    received: list[bool] = []
+    loading.add_done_callback(lambda: received.append(True))
     assert not loading.done()
     with pytest.raises(TimeoutError):
         loading.result(timeout=0.01)
     loading.cancel()
     loading.cancel()
-    assert told == [True]
+    assert received == [True]
     with pytest.raises(CancelledError):
         loading.result()
     assert eventually(lambda: len(pool.references()) == before)

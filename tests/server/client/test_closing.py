@@ -101,8 +101,8 @@ def test_calls_in_other_tasks_end_and_the_loop_is_as_it_was(
     store: Store, connected: bool, run: Callable[[Coroutine[Any, Any, None]], None]
 ) -> None:
     async def main() -> None:
-        told: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, about: told.append(about))
+        received: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: received.append(about))
         client = store.client(AsyncPageClient)
         if connected:
             await client.mset(PAGES)
@@ -120,7 +120,7 @@ def test_calls_in_other_tasks_end_and_the_loop_is_as_it_was(
         async with store.client(AsyncPageClient) as another:  # its sockets have the descriptors of the closed ones
             await another.mset(PAGES)
             assert all(await another.mget_into(KEYS, room(PAGES)))
-        assert not told
+        assert not received
 
     run(asyncio.sleep(0))  # a loop may keep some descriptors for the next one
     before = descriptors()

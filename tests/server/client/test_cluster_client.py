@@ -351,7 +351,7 @@ def test_moving_and_moved_slots_are_followed(pages: PageClient, cluster: Cluster
 
 def gets(nodes: list[Node]) -> int:
     """How many strings they were asked for."""
-    calls = [node.told("INFO", "commandstats").get("cmdstat_get", "calls=0,") for node in nodes]
+    calls = [node.info_of("INFO", "commandstats").get("cmdstat_get", "calls=0,") for node in nodes]
     return sum(int(call.removeprefix("calls=").split(",")[0]) for call in calls)
 
 
@@ -373,7 +373,7 @@ def test_a_value_missing_on_a_replica_is_read_from_its_master(pages: PageClient,
         node.ask("CLIENT", "KILL", "TYPE", "master")
     try:
         for node in cluster.replicas:
-            until(lambda node=node: node.told("INFO", "replication")["master_link_status"] == "down")
+            until(lambda node=node: node.info_of("INFO", "replication")["master_link_status"] == "down")
         pages.mset_blocks(NAMES, SHAPE, bodies())
         with PageClient(cluster.url, read_from_replicas=True, deadline=30) as reader:
             into = empty()
@@ -387,7 +387,7 @@ def test_a_value_missing_on_a_replica_is_read_from_its_master(pages: PageClient,
     finally:
         for node in cluster.replicas:
             node.ask("CONFIG", "SET", "masteruser", "", "masterauth", "")
-            until(lambda node=node: node.told("INFO", "replication")["master_link_status"] == "up")
+            until(lambda node=node: node.info_of("INFO", "replication")["master_link_status"] == "up")
 
 
 # -- statements of the documentation -----------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ def test_kvpage_lists_requests_and_blocks(
 ) -> None:
     """Blocks, and pages that were written one by one; a name with glob characters."""
 
-    def told(*words: str) -> Any:
+    def json_of(*words: str) -> Any:
         with pytest.raises(SystemExit):
             main([*words, "--json", "--url", cluster.url])
         return json.loads(capsys.readouterr().out)
@@ -476,16 +476,16 @@ def test_kvpage_lists_requests_and_blocks(
     alone = [PageKey(b"a*[x]", 0, head, 7, 0) for head in range(3)]
     for name in (b"a*[x]", b"aa[x]"):
         pages.mset([Page(PageKey(name, 0, head, 7, 0), bytes(64), DType.FLOAT16, 4, 8) for head in range(3)])
-    looked = {each["request"]: each for each in told("ls")["requests"]}
+    looked = {each["request"]: each for each in json_of("ls")["requests"]}
     assert looked.keys() == {name.decode() for name, _ in NAMES} | {"a*[x]", "aa[x]"}
     assert (looked["{prompt-3}"]["blocks"], looked["{prompt-3}"]["bytes"]) == (1, SHAPE.nbytes)
     assert (looked["a*[x]"]["pages"], looked["a*[x]"]["bytes"]) == (3, 3 * 64)
     assert len({each["url"] for each in looked.values()}) == 3
-    assert [(block["page"], block["complete"]) for block in told("ls", "a*[x]")["blocks"]] == [(7, True)]
+    assert [(block["page"], block["complete"]) for block in json_of("ls", "a*[x]")["blocks"]] == [(7, True)]
     pages.delete(alone[1:2])
-    assert told("why", "a*[x]")["block"] == 7
-    assert [told("why", "a*[x]", "0", head, "7", "0")["reason"] for head in "012"] == ["stored", "absent", "stored"]
-    assert told("why", "{prompt-3}", "0", "0", "3", "0")["reason"] == "stored"
+    assert json_of("why", "a*[x]")["block"] == 7
+    assert [json_of("why", "a*[x]", "0", head, "7", "0")["reason"] for head in "012"] == ["stored", "absent", "stored"]
+    assert json_of("why", "{prompt-3}", "0", "0", "3", "0")["reason"] == "stored"
 
 
 @pytest.mark.parametrize("pages", [True], indirect=True)
@@ -494,7 +494,7 @@ def test_kvpage_verifies_and_inspects_pages(
 ) -> None:
     """Pages of a block, and pages that were written one by one. Damaged pages are removed."""
 
-    def told(*words: str, code: int = 0) -> Any:
+    def json_of(*words: str, code: int = 0) -> Any:
         with pytest.raises(SystemExit) as ended:
             main([*words, "--json", "--url", cluster.url])
         assert ended.value.code == code
@@ -503,9 +503,9 @@ def test_kvpage_verifies_and_inspects_pages(
     pages.mset_blocks(NAMES, SHAPE, bodies(), ttl=100)
     alone = [PageKey(b"alone", 0, head, 7, 0) for head in range(3)]
     pages.mset([Page(key, bytes(64), DType.FLOAT16, 4, 8) for key in alone])
-    assert told("verify", "{prompt-3}")["checked"] == SHAPE.pages
-    assert told("verify", "alone", "7")["checked"] == 3
-    assert told("stat", "kv:{prompt-3}:1:0:3:1")["lease_left_ms"] is None
+    assert json_of("verify", "{prompt-3}")["checked"] == SHAPE.pages
+    assert json_of("verify", "alone", "7")["checked"] == 3
+    assert json_of("stat", "kv:{prompt-3}:1:0:3:1")["lease_left_ms"] is None
     for words in (
         ["stat", "kv:{prompt-3}:1:0:3:1"],
         ["stat", "kv:nobody:0:0:0:0"],
@@ -516,22 +516,22 @@ def test_kvpage_verifies_and_inspects_pages(
             main([*words, "--url", cluster.url])
         shown, said = capsys.readouterr()
         assert not {"leased", "pinned", "why"} & {*shown.split(), *said.split()}, words
-    page = told("stat", "kv:{prompt-3}:1:0:3:1")
+    page = json_of("stat", "kv:{prompt-3}:1:0:3:1")
     assert (page["layer"], page["page"], page["type"], page["dtype"], page["ttl"]) == (1, 3, 1, "float16", 100)
     assert 0 < page["ttl_left_ms"] <= 100_000
-    page = told("stat", "kv:alone:0:1:7:0")
+    page = json_of("stat", "kv:alone:0:1:7:0")
     assert (page["bytes"], page["ttl_left_ms"]) == (64, -1)
     there = f"redis://127.0.0.1:{cluster.master_of(slot_of(bytes(alone[1]))).port}"
-    assert there == page["url"] == told("why", "alone", "0", "1", "7", "0")["url"]
+    assert there == page["url"] == json_of("why", "alone", "0", "1", "7", "0")["url"]
 
     with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
         client.setrange("kv:{prompt-3}:block:3", 64 * (1 + SHAPE.pages) + 5, b"\xff\xfe")
         client.setrange(bytes(alone[1]), 70, b"x")
-    found = told("verify", "{prompt-3}", code=1)
+    found = json_of("verify", "{prompt-3}", code=1)
     assert len(found["corrupt"]) == SHAPE.pages
     assert "kv:{prompt-3}:1:0:3:1" in found["corrupt"]
-    assert told("verify", "alone", code=1)["corrupt"] == [bytes(alone[1]).decode()]
-    assert told("why", "{prompt-3}", code=1)["reason"] == "absent"
+    assert json_of("verify", "alone", code=1)["corrupt"] == [bytes(alone[1]).decode()]
+    assert json_of("why", "{prompt-3}", code=1)["reason"] == "absent"
     assert pages.mexists(alone) == [True, False, True]
 
 

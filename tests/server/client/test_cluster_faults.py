@@ -101,11 +101,11 @@ def test_kvpage_top_continues_with_a_killed_masters_replica(cluster: Cluster) ->
     with subprocess.Popen([Path(sys.executable).with_name("kvpage"), *words], stdout=subprocess.PIPE) as top:
         assert top.stdout
         try:
-            told = (json.loads(line)["nodes"] for line in top.stdout)
-            before = {node["url"] for node in next(told)}
+            received = (json.loads(line)["nodes"] for line in top.stdout)
+            before = {node["url"] for node in next(received)}
             lost = next(node for node in cluster.nodes if f"redis://127.0.0.1:{node.port}" in before)
             lost.signal(signal.SIGKILL)
-            after = next(nodes for nodes in told if f":{lost.port}" not in str(nodes))
+            after = next(nodes for nodes in received if f":{lost.port}" not in str(nodes))
         finally:
             top.kill()
     assert len(after) == 3
@@ -203,14 +203,14 @@ def test_an_error_names_the_node_that_used_the_time(masters: Cluster, way: str, 
     for node in masters.masters:
         node.signal(signal.SIGSTOP)
     try:
-        with pytest.raises(PageClientError) as told:
+        with pytest.raises(PageClientError) as received:
             written() if kind == "sync" else asyncio.run(written_by_asyncio())
     finally:
         for node in masters.masters:
             node.signal(signal.SIGCONT)
     spent = r"127\.0\.0\.1:\d+ (was silent for|did not answer within) 0\.3 s; ([\d.e-]+) of the call's 2 s left"
-    late = re.search(spent, str(told.value))
-    assert late, told.value
+    late = re.search(spent, str(received.value))
+    assert late, received.value
     assert 0 <= float(late[2]) < 2
 
 
@@ -278,7 +278,7 @@ def test_unserved_slots_are_an_error_until_they_are_served(masters: Cluster) -> 
         finally:
             node.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * 2 // 3, SLOTS - 1)
         for other in masters.masters:
-            until(lambda other=other: other.told("CLUSTER", "INFO")["cluster_state"] == "ok")
+            until(lambda other=other: other.info_of("CLUSTER", "INFO")["cluster_state"] == "ok")
         pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=60)
         assert all(read(pages))
 
@@ -287,7 +287,7 @@ def _gave_up(node: Node) -> bool:
     """Whether it knows nobody who serves the last third of the slots. The owner may have announced them again."""
     with suppress(redis.ResponseError):  # nobody serves them
         node.ask("CLUSTER", "DELSLOTSRANGE", SLOTS * 2 // 3, SLOTS - 1)
-    return bool(node.told("CLUSTER", "INFO")["cluster_state"] == "fail")
+    return bool(node.info_of("CLUSTER", "INFO")["cluster_state"] == "fail")
 
 
 # -- doors that are shut -----------------------------------------------------------------------------------------------

@@ -279,9 +279,9 @@ def test_the_page_shows_that_a_gateway_stores_nothing(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("line", ["KVPAGEDEL {m}", "KVPAGELEASE {m} 30000"])
 def test_a_request_without_page_ids_is_refused_as_documented(client: Any, line: str) -> None:
-    with pytest.raises(redis.ResponseError) as told:
+    with pytest.raises(redis.ResponseError) as received:
         client.execute_command(*line.split())
-    assert str(told.value) == "a cluster does not know which blocks a request has: name their page ids"
+    assert str(received.value) == "a cluster does not know which blocks a request has: name their page ids"
     text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text(encoding="utf-8")
     assert "KVPAGEDEL and\nKVPAGELEASE need page ids" in text
 

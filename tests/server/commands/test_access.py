@@ -317,10 +317,10 @@ class TestTheCommands:
             admin.execute_command("ACL", "GENPASS", 5000)
         admin.acl_setuser("u", enabled=True, passwords=["+secret"], keys=["a*"], commands=["+get"])
         assert admin.acl_users() == ["default", "u"]
-        told = admin.acl_getuser("u")
-        assert told["flags"] == ["on"]
-        assert told["keys"] == ["~a*"]
-        assert "secret" not in str(admin.acl_list()) + str(told)
+        received = admin.acl_getuser("u")
+        assert received["flags"] == ["on"]
+        assert received["keys"] == ["~a*"]
+        assert "secret" not in str(admin.acl_list()) + str(received)
         assert admin.acl_getuser("nobody") is None
 
     def test_dry_runs_say_why_not(self, admin: redis.Redis) -> None:
@@ -348,16 +348,16 @@ class TestTheCommands:
             wire.ask(b"GET", b"c")
             wire.ask(b"DISCARD")
             wire.ask(b"AUTH", b"nobody", b"x")
-        told = admin.acl_log()
-        assert [(entry["reason"], entry["object"], entry["username"]) for entry in told] == [
+        received = admin.acl_log()
+        assert [(entry["reason"], entry["object"], entry["username"]) for entry in received] == [
             ("auth", "AUTH", "nobody"),
             ("key", "c", "u"),
             ("command", "set", "u"),
             ("key", "b", "u"),
         ]
-        assert [int(entry["count"]) for entry in told] == [1, 1, 1, 3]
-        assert told[1]["context"] == "multi"
-        assert told[1]["client-info"]["user"] == "u"
+        assert [int(entry["count"]) for entry in received] == [1, 1, 1, 3]
+        assert received[1]["context"] == "multi"
+        assert received[1]["client-info"]["user"] == "u"
         denied = admin.info("stats")
         assert denied["acl_access_denied_key"] >= 4
         assert admin.acl_log_reset()
@@ -448,8 +448,8 @@ class TestTheFile:
     def test_and_lines_of_the_configuration_exclude_each_other(self, tmp_path: Path) -> None:
         file = tmp_path / "users.acl"
         file.write_text("", encoding="utf-8")
-        told = start_refused("--aclfile", str(file), "--user", "a", "on")
-        assert "users can be in `user` lines or in an aclfile, not in both" in told
+        received = start_refused("--aclfile", str(file), "--user", "a", "on")
+        assert "users can be in `user` lines or in an aclfile, not in both" in received
 
 
 def start_refused(*options: str) -> str:
@@ -479,8 +479,8 @@ class TestProtectedMode:
             pytest.skip("this machine has no address but the loopback's")
         with start_server("--bind", "127.0.0.1", address) as server, server.client() as here:
             with socket.create_connection((address, server.port), timeout=60) as sock:
-                told = sock.makefile("rb").read()
-            assert told.startswith(b"-DENIED kvpage-server is running in protected mode")
+                received = sock.makefile("rb").read()
+            assert received.startswith(b"-DENIED kvpage-server is running in protected mode")
             assert here.info("stats")["rejected_connections"] == 1
             here.config_set("protected-mode", "no")
             with redis.Redis(address, server.port) as elsewhere:
@@ -492,9 +492,9 @@ class TestProtectedMode:
 
 
 def test_guessing_passwords_does_not_keep_others_waiting(locked: RunningServer, admin: redis.Redis) -> None:
-    guesses = b"".join(spell([b"AUTH", b"guess%d" % i]) for i in range(20_000))
+    login_limit = b"".join(spell([b"AUTH", b"guess%d" % i]) for i in range(20_000))
     with locked.connect() as sock:
-        sock.sendall(guesses)
+        sock.sendall(login_limit)
         assert_prompt(locked, password=PASSWORD)
     assert len(admin.acl_log()) <= 10
 
@@ -510,9 +510,9 @@ def test_denials_are_counted_by_kind(admin: redis.Redis, locked: RunningServer) 
         wire.ask(b"GET", b"a")
         admin.acl_setuser("u", reset_keys=True)
         assert b"NOPERM" in wire.ask(b"EXEC")
-    told = {name: count for name, count in admin.info("stats").items() if name.startswith("acl_access_denied_")}
+    received = {name: count for name, count in admin.info("stats").items() if name.startswith("acl_access_denied_")}
     kinds = {"auth": 3, "cmd": 1, "key": 2, "channel": 1}
-    assert told == {f"acl_access_denied_{kind}": count for kind, count in kinds.items()}
+    assert received == {f"acl_access_denied_{kind}": count for kind, count in kinds.items()}
     admin.acl_dryrun("u", "get", "b")
     assert admin.info("stats")["acl_access_denied_key"] == 2, "a dry run is no attempt"
 

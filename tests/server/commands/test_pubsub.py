@@ -50,8 +50,8 @@ class TestChannels:
             assert client.publish("naws", "by pattern") == 1
             assert client.publish("\x00\n", "by name") == 1
             assert client.publish("nobody", "listens") == 0
-            told = [(m["type"], m["pattern"], m["channel"], m["data"]) for m in heard(pubsub, 4)]
-            assert told == [
+            received = [(m["type"], m["pattern"], m["channel"], m["data"]) for m in heard(pubsub, 4)]
+            assert received == [
                 ("message", None, b"news", b"\xff\r\n"),
                 ("pmessage", b"n[ae]ws", b"news", b"\xff\r\n"),
                 ("pmessage", b"n[ae]ws", b"naws", b"by pattern"),
@@ -156,8 +156,8 @@ class TestChannels:
                 await listener.subscribe("all")
                 await listener.get_message(timeout=1)
             assert await client.publish("all", b"x" * 100_000) == 40
-            told = await asyncio.gather(*(listener.get_message(timeout=PATIENCE) for listener in listeners))
-            assert [message["data"] for message in told] == [b"x" * 100_000] * 40
+            received = await asyncio.gather(*(listener.get_message(timeout=PATIENCE) for listener in listeners))
+            assert [message["data"] for message in received] == [b"x" * 100_000] * 40
             for listener in listeners:
                 await listener.aclose()
 
@@ -177,13 +177,16 @@ class TestChannels:
             after.psubscribe("flood*?")
             after.subscribe("flood")
             assert silent(after)
-            told = set()
+            received = set()
             for i in range(30):
                 message = b"%d" % i + bytes(33_000)
-                told.add(client.publish("flood", message))
+                received.add(client.publish("flood", message))
                 assert [got["data"] for got in heard(before, 1)] == [message]
                 assert [got["data"] for got in heard(after, 1)] == [message]
-            assert (min(told), max(told)) == (2, 32)  # some of its patterns may have received it before it was closed
+            assert (min(received), max(received)) == (
+                2,
+                32,
+            )  # some of its patterns may have received it before it was closed
             assert client.pubsub_numpat() == 2
 
     def test_a_watching_subscriber_may_close_during_an_expiry(self) -> None:
@@ -245,7 +248,7 @@ class TestNotifications:
         client.config_set("notify-keyspace-events", "")
 
     @staticmethod
-    def told(events: redis.client.PubSub, count: int) -> list[tuple[bytes, bytes]]:
+    def events_of(events: redis.client.PubSub, count: int) -> list[tuple[bytes, bytes]]:
         return [(message["channel"], message["data"]) for message in heard(events, count)]
 
     def test_none_unless_asked_for(self, client: redis.Redis, events: redis.client.PubSub) -> None:
@@ -255,7 +258,7 @@ class TestNotifications:
     def test_both_channels_report_a_change(self, client: redis.Redis, events: redis.client.PubSub) -> None:
         client.config_set("notify-keyspace-events", "KEA")
         client.set("key", "1", ex=100)
-        assert self.told(events, 4) == [
+        assert self.events_of(events, 4) == [
             (b"__keyspace@0__:key", b"set"),
             (b"__keyevent@0__:set", b"key"),
             (b"__keyspace@0__:key", b"expire"),
@@ -266,11 +269,11 @@ class TestNotifications:
         client.config_set("notify-keyspace-events", "Kg")
         client.set("key", "1")
         client.delete("key")
-        assert self.told(events, 1) == [(b"__keyspace@0__:key", b"del")]
+        assert self.events_of(events, 1) == [(b"__keyspace@0__:key", b"del")]
         client.config_set("notify-keyspace-events", "Emn")
         client.get("missing")
         client.set("key", "1")
-        assert self.told(events, 2) == [(b"__keyevent@0__:keymiss", b"missing"), (b"__keyevent@0__:new", b"key")]
+        assert self.events_of(events, 2) == [(b"__keyevent@0__:keymiss", b"missing"), (b"__keyevent@0__:new", b"key")]
         client.config_set("notify-keyspace-events", "x")  # no channel: no notification
         client.set("key", "1", px=1)
         assert silent(events)
@@ -288,7 +291,7 @@ class TestNotifications:
         client.execute_command("KVPAGESET", *page, 1, 1, 4, 100, b"8 bytes.")
         client.execute_command("KVPAGESET", *page, 1, 1, 4, 0, b"8 bytes.")
         client.pexpire(key, 50)
-        assert self.told(events, 7) == [
+        assert self.events_of(events, 7) == [
             (b"__keyevent@0__:set", key),
             (b"__keyevent@0__:del", key),
             (b"__keyevent@0__:set", key),
@@ -301,7 +304,7 @@ class TestNotifications:
     def test_an_expiry_is_reported_without_a_lookup(self, client: redis.Redis, events: redis.client.PubSub) -> None:
         client.config_set("notify-keyspace-events", "Ex")
         client.set("key", "1", px=100)
-        assert self.told(events, 1) == [(b"__keyevent@0__:expired", b"key")]
+        assert self.events_of(events, 1) == [(b"__keyevent@0__:expired", b"key")]
 
     def test_an_eviction_is_reported(self) -> None:
         options = "--maxmemory", "3mb", "--notify-keyspace-events", "Ee"
@@ -310,8 +313,8 @@ class TestNotifications:
             heard(events, 1)
             for i in range(8):
                 client.set(f"key:{i}", bytes(700_000))
-            told = self.told(events, 2)
-        assert told == [(b"__keyevent@0__:evicted", b"key:0"), (b"__keyevent@0__:evicted", b"key:1")]
+            received = self.events_of(events, 2)
+        assert received == [(b"__keyevent@0__:evicted", b"key:0"), (b"__keyevent@0__:evicted", b"key:1")]
 
 
 def test_many_subscribers_receive_all_messages_in_order(server: RunningServer, client: redis.Redis) -> None:

@@ -72,8 +72,8 @@ def test_replies_have_the_shape_in_the_table(server: RunningServer) -> None:
 @pytest.mark.parametrize("name", ["get", "kvpageget", "acl"])
 def test_command_docs_has_both(server: RunningServer, name: str) -> None:
     with Wire(server.port) as wire:
-        told = parse(wire.ask(b"COMMAND", b"DOCS", name.encode()))[1]
-    docs = dict(zip(told[::2], told[1::2], strict=True))
+        received = parse(wire.ask(b"COMMAND", b"DOCS", name.encode()))[1]
+    docs = dict(zip(received[::2], received[1::2], strict=True))
     assert docs[b"complexity"].decode() == TABLE[name].complexity
     assert (b"reply_schema" in docs) == bool(TABLE[name].reply)
 

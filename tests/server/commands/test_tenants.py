@@ -150,7 +150,7 @@ def _fill(server: RunningServer, tenant: str) -> None:
 
 def answer(server: RunningServer, user: bytes, call: Words) -> bytes:
     """Return everything that a new connection of a user receives after a call, up to the reply of a marker."""
-    told = b""
+    received = b""
     with Wire(server.port) as wire:
         assert wire.ask(b"AUTH", user, b"") == b"+OK\r\n"
         last = [[b"CLIENT", b"REPLY", b"ON"], [b"DISCARD"], [b"ECHO", b"that is all"]]
@@ -159,10 +159,10 @@ def answer(server: RunningServer, user: bytes, call: Words) -> bytes:
             try:
                 reply = wire.reply()
             except (EOFError, ConnectionResetError):
-                return told
+                return received
             if reply == b"$11\r\nthat is all\r\n" or reply.startswith((b"-ERR Can't execute 'echo'", b"-NOAUTH")):
-                return told
-            told += reply
+                return received
+            received += reply
 
 
 # Values that differ between moments and processes.
@@ -183,7 +183,7 @@ def test_replies_equal_those_of_a_server_without_other_tenants(alone: RunningSer
             assert BODY not in there, call
             assert SECRET in b" ".join(call) or SECRET not in there, call
             if BY_THE_CLOCK & {*call}:
-                here, there = (YES_OR_NO.sub(b":", told) for told in (here, there))
+                here, there = (YES_OR_NO.sub(b":", received) for received in (here, there))
             if name not in RANDOM:
                 assert MOMENTARY.sub(b"", here) == MOMENTARY.sub(b"", there), f"{call} knows of others"
 
@@ -195,7 +195,7 @@ def test_the_same_calls_show_an_administrator_much(shared: RunningServer) -> Non
         name
         for name in ["slowlog|get", *reading]
         for call in calls_of(TABLE[name])
-        if SECRET in (told := answer(shared, b"admin", call)).replace(b" ".join(call), b"") or BODY in told
+        if SECRET in (received := answer(shared, b"admin", call)).replace(b" ".join(call), b"") or BODY in received
     }
     assert {"keys", "scan", "get", "mget", "kvpageget", "kvpagemget", "slowlog|get"} <= telling
 
@@ -203,8 +203,8 @@ def test_the_same_calls_show_an_administrator_much(shared: RunningServer) -> Non
 def test_a_batch_with_one_page_of_another_does_nothing(shared: RunningServer) -> None:
     mine, other = b"tenantA.y 0 0 0 0".split(), b"tenantB.secret 0 0 7 0".split()
     page = b"1 1 4 0 mine".split()
-    told = answer(shared, b"tenantA", [b"KVPAGEMSET", b"2", *mine, *page, *other, *page])
-    assert told.startswith(b"-NOPERM No permissions to access a key\r\n")
+    received = answer(shared, b"tenantA", [b"KVPAGEMSET", b"2", *mine, *page, *other, *page])
+    assert received.startswith(b"-NOPERM No permissions to access a key\r\n")
     assert answer(shared, b"tenantA", [b"KVPAGEEXISTS", *mine]).startswith(b":0\r\n")
     assert answer(shared, b"admin", [b"KVPAGEEXISTS", *other]).startswith(b":0\r\n")
 
@@ -256,8 +256,8 @@ def test_events_are_limited_to_its_own_keys(shared: RunningServer) -> None:
             admin.set("kv:tenantB.other", "x")
             admin.set("plain:tenantB", BODY)
             admin.set("kv:tenantA.note", "x")
-            told = [events.get_message(timeout=60) for _ in range(2)]
-            assert [message["data"] for message in told] == [b"set", b"kv:tenantA.note"]
+            received = [events.get_message(timeout=60) for _ in range(2)]
+            assert [message["data"] for message in received] == [b"set", b"kv:tenantA.note"]
             assert events.get_message(timeout=0.1) is None
         admin.delete("kv:tenantB.other", "kv:tenantA.note")
 

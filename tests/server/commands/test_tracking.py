@@ -43,17 +43,17 @@ class Cache:
         mark = b"mark %d" % self._marks
         self._wire.send(spell([b"PING", mark]))
         while mark not in (frame := self._wire.reply()):
-            keys = told_by(frame)
+            keys = invalidated_by(frame)
             if keys is None:
                 yield frame
             else:
                 self._told.append(keys)
 
-    def told(self) -> list[bytes]:
+    def invalidated(self) -> list[bytes]:
         """Return the invalidated keys since the last call, in order of their bytes; repeated keys are repeated."""
         self.ask_all([])
-        told, self._told = self._told, []
-        return sorted(key for keys in told for key in keys)
+        received, self._told = self._told, []
+        return sorted(key for keys in received for key in keys)
 
     def close(self) -> None:
         self._wire.close()
@@ -65,7 +65,7 @@ class Cache:
         self.close()
 
 
-def told_by(frame: bytes) -> list[bytes] | None:
+def invalidated_by(frame: bytes) -> list[bytes] | None:
     """Return the keys that a frame invalidates, or the marker for all; None for any other frame."""
     if frame.startswith(b">2\r\n$10\r\ninvalidate\r\n"):
         keys = parse(frame)[1]
@@ -95,18 +95,18 @@ class TestWhatIsTold:
         cache, writer = caches
         writer.ask("MSET", "a", "1", "b", "2")
         cache.ask("CLIENT", "TRACKING", "ON")
-        assert cache.told() == []
+        assert cache.invalidated() == []
         cache.ask("MGET", "a", "b", "absent")
         writer.ask("SET", "a", "2")
         writer.ask("SET", "a", "3")
-        assert cache.told() == [b"a"]
+        assert cache.invalidated() == [b"a"]
         writer.ask("DEL", "b", "a")
         writer.ask("SET", "absent", "1")
-        assert cache.told() == [b"absent", b"b"]
+        assert cache.invalidated() == [b"absent", b"b"]
         cache.ask("GET", "absent")
         cache.ask("CLIENT", "TRACKING", "OFF")
         writer.ask("SET", "absent", "2")
-        assert cache.told() == []
+        assert cache.invalidated() == []
 
     @pytest.mark.parametrize(
         "change",
@@ -141,11 +141,11 @@ class TestWhatIsTold:
         }
         for read in reads:
             cache.ask(*read)
-        assert cache.told() == []
+        assert cache.invalidated() == []
         writer.ask(*change)
-        assert cache.told() == ([ALL] if change == ("FLUSHALL",) else sorted(set(reads.values())))
+        assert cache.invalidated() == ([ALL] if change == ("FLUSHALL",) else sorted(set(reads.values())))
         writer.ask(*SET_PAGE)
-        assert cache.told() == []
+        assert cache.invalidated() == []
 
     def test_a_page_missing_in_a_new_whole_block_has_changed(
         self, server: RunningServer, caches: tuple[Cache, Cache]
@@ -158,7 +158,7 @@ class TestWhatIsTold:
         with server.client() as client, client.pipeline() as watching:
             watching.watch(other)
             writer.ask("KVBLOCKSET", *BLOCK)
-            assert cache.told() == [other]
+            assert cache.invalidated() == [other]
             watching.multi()
             watching.get(other)
             with pytest.raises(redis.WatchError):
@@ -173,7 +173,7 @@ class TestWhatIsTold:
         cache.ask("SCARD", "kv:r:index")
         cache.ask("SCARD", "kv:s:index")
         writer.ask("KVPAGESET", "r", "0", "0", "1", "0", *SET_PAGE[6:])
-        assert cache.told() == [b"kv:r:index"]
+        assert cache.invalidated() == [b"kv:r:index"]
 
     def test_expiry_and_eviction_notify_even_their_cause(self) -> None:
         with start_server("--maxmemory", "4mb") as server, Cache(server) as cache, server.client() as client:
@@ -186,7 +186,7 @@ class TestWhatIsTold:
             assert client.info("stats")["evicted_keys"] > 0
             while client.exists("short"):
                 pass
-            assert cache.told() == [b"evicted", b"short"]
+            assert cache.invalidated() == [b"evicted", b"short"]
 
     def test_values_that_leave_memory_for_the_disk_have_not_changed(self) -> None:
         with start_server("--store", "tiered", "--maxmemory", "8mb") as server, Cache(server) as cache:
@@ -199,16 +199,16 @@ class TestWhatIsTold:
                     client.set(f"key:{i}", bytes(1_000_000))
                     client.save()
                 assert client.info("kvpage")["disk_dropped_from_memory"] > 0
-            assert cache.told() == []
+            assert cache.invalidated() == []
 
     def test_own_changes_follow_their_reply_or_are_not_sent(self, server: RunningServer) -> None:
         with Cache(server) as cache:
             cache.ask("CLIENT", "TRACKING", "ON")
             cache.ask_all([("GET", "own"), ("SET", "own", "1")])
-            assert cache.told() == [b"own"]
+            assert cache.invalidated() == [b"own"]
             cache.ask("CLIENT", "TRACKING", "ON", "NOLOOP")
             cache.ask_all([("GET", "own"), ("SET", "own", "2"), ("MULTI",), ("GET", "own"), ("DEL", "own"), ("EXEC",)])
-            assert cache.told() == []
+            assert cache.invalidated() == []
 
     def test_a_client_that_changed_all_keys_gets_no_empty_message(self, server: RunningServer) -> None:
         with Cache(server) as cache:
@@ -223,7 +223,7 @@ class TestWhatIsTold:
             cache.ask("SET", "short", "1", "PX", "1")
             time.sleep(0.01)
             cache.ask("SET", "short", "2")
-            assert cache.told() == [b"short"]
+            assert cache.invalidated() == [b"short"]
 
     @pytest.mark.parametrize(
         "refused", [("NOSUCH",), ("GET",), ("CLIENT", "NOSUCH"), ("EXEC", "x")], ids=lambda words: " ".join(words)
@@ -233,10 +233,10 @@ class TestWhatIsTold:
         cache.ask("CLIENT", "TRACKING", "ON", "OPTOUT")
         cache.ask_all([("CLIENT", "CACHING", "NO"), refused, ("GET", "kept")])
         writer.ask("SET", "kept", "1")
-        assert cache.told() == [b"kept"]
+        assert cache.invalidated() == [b"kept"]
         cache.ask_all([("CLIENT", "CACHING", "NO"), ("CLIENT", "TRACKING"), ("GET", "kept")])
         writer.ask("SET", "kept", "2")
-        assert cache.told() == []
+        assert cache.invalidated() == []
 
     def test_caching_applies_to_all_parts_of_a_command(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches
@@ -244,9 +244,9 @@ class TestWhatIsTold:
         cache.ask("CLIENT", "TRACKING", "ON", "OPTIN")
         cache.ask_all([("CLIENT", "CACHING", "YES"), ("MGET", *keys), ("GET", "other")])
         writer.ask("MSET", "other", "1", *[word for key in keys[:500] for word in (key, "1")])
-        assert cache.told() == sorted(keys[:500])
+        assert cache.invalidated() == sorted(keys[:500])
         writer.ask("MSET", *[word for key in keys[1000:] for word in (key, "1")])
-        assert cache.told() == sorted(keys[1000:])
+        assert cache.invalidated() == sorted(keys[1000:])
 
     def test_many_changes_are_sent_in_few_broadcast_messages(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches
@@ -255,14 +255,14 @@ class TestWhatIsTold:
         writer.ask("MSET", *[word for key in keys for word in (key, "1")])
         cache.ask_all([])
         assert len(cache._told) == 1
-        assert cache.told() == sorted(key.encode() for key in keys)
+        assert cache.invalidated() == sorted(key.encode() for key in keys)
 
     @pytest.mark.parametrize(
         ("mode", "word", "told"),
         [("OPTIN", "YES", True), ("OPTIN", None, False), ("OPTOUT", "NO", False), ("OPTOUT", None, True)],
     )
     def test_caching_applies_to_all_parts_and_no_later_command(
-        self, caches: tuple[Cache, Cache], mode: str, word: str | None, told: bool
+        self, caches: tuple[Cache, Cache], mode: str, word: str | None, received: bool
     ) -> None:
         cache, writer = caches
         keys = [b"long:%d" % i for i in range(1500)]
@@ -272,7 +272,9 @@ class TestWhatIsTold:
         changed = keys[::100]
         for key in (*changed, b"after"):
             writer.ask("SET", key, "1")
-        assert cache.told() == sorted([*(changed if told else ()), *([b"after"] if mode == "OPTOUT" else ())])
+        assert cache.invalidated() == sorted(
+            [*(changed if received else ()), *([b"after"] if mode == "OPTOUT" else ())]
+        )
 
 
 class TestWhoIsTold:
@@ -282,10 +284,10 @@ class TestWhoIsTold:
             assert cache.ask("CLIENT", "TRACKING", "ON", "REDIRECT", str(listener.id)) == [b"+OK\r\n"]
             cache.ask("GET", "redirected")
             writer.ask("SET", "redirected", "1")
-            assert listener.told() == [b"redirected"]
+            assert listener.invalidated() == [b"redirected"]
             writer.ask("FLUSHALL")
-            assert listener.told() == [ALL]
-            assert cache.told() == []
+            assert listener.invalidated() == [ALL]
+            assert cache.invalidated() == []
 
     def test_a_redirection_to_a_closed_client_is_reported_broken(self, server: RunningServer) -> None:
         with Cache(server) as cache, Cache(server) as writer, server.client() as client:
@@ -317,16 +319,16 @@ class TestWhoIsTold:
                 admin.ask("KVPAGESET", "tenantA.x", *SET_PAGE[2:])
                 admin.ask("KVBLOCKSET", "tenantB.x", *BLOCK[1:])
                 admin.ask("SET", "other", "1")
-                assert a.told() == [b"kv:tenantA.x:0:0:0:0"]
-                assert b.told() == [b"kv:tenantB.x:0:0:0:0"]
-                assert other.told() == [b"kv:tenantA.x:", b"kv:tenantA.x:0:0:0:0"]
+                assert a.invalidated() == [b"kv:tenantA.x:0:0:0:0"]
+                assert b.invalidated() == [b"kv:tenantB.x:0:0:0:0"]
+                assert other.invalidated() == [b"kv:tenantA.x:", b"kv:tenantA.x:0:0:0:0"]
                 refused = [b"-ERR The client ID you want redirect to does not exist\r\n"]
                 b.ask("CLIENT", "TRACKING", "OFF")
                 assert b.ask("CLIENT", "TRACKING", "ON", "REDIRECT", str(a.id)) == refused
                 other.ask("KVPAGEGET", "tenantA.x", "0", "0", "0", "0")
                 client.acl_setuser("tenantA", reset_keys=True, keys=["kv:tenantA.y*"])
                 admin.ask("DEL", "kv:tenantA.x:0:0:0:0")
-                assert a.told() == other.told() == []
+                assert a.invalidated() == other.invalidated() == []
             finally:
                 client.acl_deluser("tenantA", "tenantB")
 
@@ -337,10 +339,10 @@ class TestWhatItCosts:
             cache.ask("CLIENT", "TRACKING", "ON")
             for i in range(250):
                 cache.ask("GET", f"key:{i}")
-            assert cache.told() == sorted(b"key:%d" % i for i in range(150))
+            assert cache.invalidated() == sorted(b"key:%d" % i for i in range(150))
             with server.client() as client:
-                told = client.info("stats")
-                assert (told["tracking_total_keys"], told["tracking_total_items"]) == (100, 100)
+                received = client.info("stats")
+                assert (received["tracking_total_keys"], received["tracking_total_items"]) == (100, 100)
                 assert client.info("clients")["tracking_clients"] == 1
 
     def test_a_closed_client_leaves_little_memory(self, server: RunningServer) -> None:
@@ -358,7 +360,7 @@ class TestWhatItCosts:
                 assert client.info("stats")["tracking_total_prefixes"] == 2
             stays.close()
             names = ("tracking_clients", "tracking_total_keys", "tracking_total_items", "tracking_total_prefixes")
-            until(lambda: not any((told := client.info())[name] for name in names))
+            until(lambda: not any((received := client.info())[name] for name in names))
 
 
 KEYS = ["a", "b", "user:1", "user:2", "kv:r:0:0:0:0"]
@@ -389,7 +391,7 @@ def random_words(rng: random.Random) -> str:
 def test_redis_sends_the_same_invalidations() -> None:
     """The same random commands of three clients to redis-server and ours: the same replies and invalidations."""
     with start_redis() as theirs, start_server() as ours:
-        told = 0
+        received = 0
         for seed in range(15):
             rng = random.Random(seed)
             with ExitStack() as stack:
@@ -419,11 +421,11 @@ def test_redis_sends_the_same_invalidations() -> None:
                         answers.append([frame.replace(b":%d\r\n" % listener.id, b":id\r\n") for frame in frames])
                     assert answers[0] == answers[1], sent[-12:]
                     for there, here in pairs:
-                        keys, ours_keys = set(there.told()), set(here.told())  # once a round is enough
+                        keys, ours_keys = set(there.invalidated()), set(here.invalidated())  # once a round is enough
                         agree = ours_keys <= keys if ALL in ours_keys else ours_keys == keys  # before all: not again
                         assert agree, f"seed {seed}: {keys} {ours_keys} after " + "\n".join(sent[-40:])
-                        told += len(keys)
-        assert told > 500
+                        received += len(keys)
+        assert received > 500
 
 
 def test_a_reader_of_very_many_pages_gets_one_flush_message(server: RunningServer) -> None:
@@ -436,6 +438,6 @@ def test_a_reader_of_very_many_pages_gets_one_flush_message(server: RunningServe
         reader.ask(b"KVPAGEMGET", b"2000", *pages)
         reader.ask("GET", "other")
         writer.ask(*block)
-        assert reader.told() == [ALL]
+        assert reader.invalidated() == [ALL]
         writer.ask("SET", "other", "value")
-        assert reader.told() == [b"other"]
+        assert reader.invalidated() == [b"other"]

@@ -280,13 +280,13 @@ class Listener:
         """Listen to nothing."""
         for words in ([b"RESET"], [b"HELLO", b"%d" % self._protocol]):
             self.send(words)
-        self.told()
+        self.events()
 
     def send(self, words: Words) -> None:
         for wire in self._wires:
             wire.send(spell(words))
 
-    def told(self) -> list[list[bytes]]:
+    def events(self) -> list[list[bytes]]:
         """Return the messages of redis-server and of ours."""
         self._pings += 1
         mark = b"ping %d" % self._pings
@@ -325,7 +325,7 @@ def test_messages_and_confirmations_equal_those_of_redis(pair: Pair, seed: int) 
             words = commands.next() if rng.random() < 0.9 else rng.choice([[b"GET", b"a"], [b"PING"], [b"MULTI", b"x"]])
             speaker.send(words)
             for listener in listeners:
-                theirs, ours = listener.told()
+                theirs, ours = listener.events()
                 if words[0].lower().decode("latin1") in IN_ANOTHER_ORDER:
                     theirs, ours = scattered(theirs), scattered(ours)
                 assert theirs == ours, f"after {show(words)}"
@@ -341,14 +341,14 @@ def test_the_same_events_of_keys_are_published(pair: Pair) -> None:
                 client.config_set("notify-keyspace-events", "KEAmn")
         twin.exchange([[b"FLUSHALL"]])
         listener.send([b"PSUBSCRIBE", b"__key*__:*"])
-        theirs, ours = listener.told()  # before the first command, both servers handle the subscription
+        theirs, ours = listener.events()  # before the first command, both servers handle the subscription
         assert theirs == ours
         count = 0
         for _ in range(2000):
             words = commands.next()
             if at_a_time.isdisjoint(word.upper() for word in words):
                 twin.exchange([words])
-                theirs, ours = listener.told()
+                theirs, ours = listener.events()
                 assert theirs == ours, f"after {show(words)}"
                 count += len(theirs)
         assert count > 2000
@@ -362,12 +362,12 @@ SAID_OF_A_COMMAND = ("name", "arity", "flags", "first key", "last key", "step", 
 
 def test_command_info_equals_that_of_redis(pair: Pair) -> None:
     allowed = table_under("Where COMMAND INFO differs")
-    told = []
+    received = []
     for server in pair:
         with Wire(server.port) as wire:
             rows = parse(wire.ask(b"COMMAND"))
-            told.append({row[0].decode(): row for row in [*rows, *(sub for row in rows for sub in row[9])]})
-    there, here = told
+            received.append({row[0].decode(): row for row in [*rows, *(sub for row in rows for sub in row[9])]})
+    there, here = received
     different = set()
     for name in sorted(there.keys() & here.keys()):
         for said, theirs, ours in zip(SAID_OF_A_COMMAND, there[name], here[name], strict=False):

@@ -193,15 +193,15 @@ def test_lmcache_by_its_remote_backend(tmp_path: Path) -> None:
             env={**os.environ, "LMCACHE_CONFIG_FILE": str(config)},
         )
         assert process.stdout
-        told = []
+        received = []
         for line in process.stdout:
-            told.append(line)
+            received.append(line)
             if "Performance Results" in line:  # its threads keep it from ending, whatever server it talked to
                 break
         process.kill()
         process.wait()
         process.stdout.close()
-        assert "  Validation (content correct): 5/5 passed (100.0%)\n" in told, "".join(told)
+        assert "  Validation (content correct): 5/5 passed (100.0%)\n" in received, "".join(received)
 
 
 def test_a_reply_is_never_split_by_another(server: RunningServer) -> None:

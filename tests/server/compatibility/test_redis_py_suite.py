@@ -122,6 +122,6 @@ def test_each_failing_test_has_a_reason(sources: Path) -> None:
         again = run(news) if news else {}
         different -= {name for name in news if again[name][0] == "passed"}
         news = sorted({*news} & different)
-    told = "".join(f"\n{name}: {here[name][1][:300]}" for name in sorted(different))
-    assert set(map(bare, different)) == known, told
+    received = "".join(f"\n{name}: {here[name][1][:300]}" for name in sorted(different))
+    assert set(map(bare, different)) == known, received
     assert sum(outcome == "passed" for outcome, _ in here.values()) > 300

@@ -67,23 +67,23 @@ def test_full_memory_refuses_queued_commands_and_the_transaction(
     ids=" ".join,
 )
 def test_client_reply_off_suppresses_replies_and_no_pushes(pair: Pair, words: list[str]) -> None:
-    told = []
+    received = []
     for server in pair:
         with Wire(server.port) as wire:
             wire.send(b"".join(spell(line.encode().split()) for line in [*words, "PING last"]))
             frames = []
             while not frames or b"last" not in frames[-1]:
                 frames.append(wire.reply())
-            told.append([frame for frame in frames if b"redis_version" not in frame and frame[:1] != b"%"])
+            received.append([frame for frame in frames if b"redis_version" not in frame and frame[:1] != b"%"])
     if "HELLO 2" in words:  # its reply names the version
-        told = [frames[1:] for frames in told]
-    assert told[0] == told[1]
-    assert any(b"subscribe" in frame for frame in told[1])
+        received = [frames[1:] for frames in received]
+    assert received[0] == received[1]
+    assert any(b"subscribe" in frame for frame in received[1])
 
 
 @pytest.mark.parametrize("how", ["SKIP", "OFF"])
 def test_reset_ends_silence_and_is_skipped_itself(pair: Pair, how: str) -> None:
-    told = []
+    received = []
     for server in pair:
         with Wire(server.port) as wire:
             wire.send(
@@ -92,9 +92,9 @@ def test_reset_ends_silence_and_is_skipped_itself(pair: Pair, how: str) -> None:
             frames = [wire.reply()]
             while b"last" not in frames[-1]:
                 frames.append(wire.reply())
-            told.append(frames)
-    assert told[0] == told[1]
-    assert (b"+RESET\r\n" in told[1]) == (how == "OFF")
+            received.append(frames)
+    assert received[0] == received[1]
+    assert (b"+RESET\r\n" in received[1]) == (how == "OFF")
 
 
 def test_a_client_waiting_for_a_pause_is_listed_as_blocked(pair: Pair) -> None:

@@ -217,15 +217,15 @@ class TestLookingAtKeys:
         assert sorted(cli("--scan", "--pattern", "kv:*").split("\n")) == ["kv:agent:0:0:0:0", "kv:agent:0:0:1:0"]
 
     def test_bigkeys(self, cli: Cli) -> None:
-        told = cli("--bigkeys")
-        assert "Sampled 303 keys in the keyspace!" in told
-        assert "Biggest string found '\"long\"' has 500000 bytes" in told
-        assert "303 strings with " in told
+        received = cli("--bigkeys")
+        assert "Sampled 303 keys in the keyspace!" in received
+        assert "Biggest string found '\"long\"' has 500000 bytes" in received
+        assert "303 strings with " in received
 
     def test_memkeys(self, cli: Cli) -> None:
-        told = cli("--memkeys")
-        assert "Sampled 303 keys in the keyspace!" in told
-        found = re.search(r"""Biggest string found '"long"' has (\d+) bytes""", told)
+        received = cli("--memkeys")
+        assert "Sampled 303 keys in the keyspace!" in received
+        found = re.search(r"""Biggest string found '"long"' has (\d+) bytes""", received)
         assert found
         assert 500_000 <= int(found[1]) < 700_000
 
@@ -255,8 +255,8 @@ class TestLookingAtKeys:
 class TestPipe:
     def test_ten_thousand_writes(self, cli: Cli, client: redis.Redis) -> None:
         commands = b"".join(spell([b"SET", b"p:%d" % i, b"v%d" % i]) for i in range(10_000))
-        told = cli("--pipe", stdin=commands)
-        assert "errors: 0, replies: 10000" in told
+        received = cli("--pipe", stdin=commands)
+        assert "errors: 0, replies: 10000" in received
         assert client.dbsize() == 10_000
 
     def test_pages(self, cli: Cli, client: redis.Redis) -> None:
@@ -274,10 +274,10 @@ class TestPipe:
 
     def test_lines_on_standard_input(self, cli: Cli) -> None:
         lines = b'SET a "two words"\nGET a\nNOSUCH\nKVPAGESET r 0 0 0 0 1 2 1 0 body\nKVPAGEGET r 0 0 0 0\n'
-        told = cli(stdin=lines).split("\n")
-        assert told[:2] == ["OK", "two words"]
-        assert told[2].startswith("ERR unknown command")
-        assert told[-2:] == ["OK", "body"]
+        received = cli(stdin=lines).split("\n")
+        assert received[:2] == ["OK", "two words"]
+        assert received[2].startswith("ERR unknown command")
+        assert received[-2:] == ["OK", "body"]
 
 
 class TestBenchmark:
@@ -292,8 +292,8 @@ class TestBenchmark:
         "options", [[], ["-P", "16"], ["-d", "5000"], ["-3"], ["-r", "10000"], ["--threads", "2"]], ids=" ".join
     )
     def test_runs_without_an_error(self, server: RunningServer, client: redis.Redis, options: list[str]) -> None:
-        told = self.run(server, "-t", "ping,set,get,incr,mset", "-n", "2000", *options)
-        rows = [line.split(",")[0].strip('"') for line in told.splitlines()[1:]]
+        received = self.run(server, "-t", "ping,set,get,incr,mset", "-n", "2000", *options)
+        rows = [line.split(",")[0].strip('"') for line in received.splitlines()[1:]]
         assert rows == ["PING_INLINE", "PING_MBULK", "SET", "GET", "INCR", "MSET (10 keys)"]
         assert client.exists("key:__rand_int__", "key:000000000000") or client.dbsize() > 500
 

@@ -89,18 +89,18 @@ class Core:
 
     def put(self, new: Any) -> list[Any]:
         """Store pages as a store does; return the notifications."""
-        told: list[Any] = []
+        received: list[Any] = []
         at = 0
         while at < len(new):
             fresh: list[bytes] = []
             one_block = len(new) % 2 == 0
             put = new.put(self.entries, self.requests, at, self.pages.PageSet, fresh, one_block=one_block)
             names = [[(block.req_id, block.page) for block in blocks] for blocks in (put.blocks, put.beside)]
-            told.append((put._replace(blocks=names[0], beside=names[1]), fresh))
+            received.append((put._replace(blocks=names[0], beside=names[1]), fresh))
             if put.stop == at:  # it replaces something that is no page
                 del self.entries[new.keys[at]]
             at = put.stop
-        return told
+        return received
 
     @property
     def blocks(self) -> dict[tuple[bytes, int], Any]:

@@ -108,8 +108,8 @@ def test_a_chunk_that_makes_no_sense_is_not_logged(
         if path == "/":
             assert b"200" in await reader.readline()  # it is answered before the chunk arrives
         writer.write(b"zz\r\n")
-        told = await reader.read()
-        assert b" 400 " in told or path == "/"
+        received = await reader.read()
+        assert b" 400 " in received or path == "/"
         assert await status(ask, get("/")) == 200
 
     serve(story)

@@ -52,18 +52,18 @@ def tracked_bytes(client: redis.Redis) -> int:
 def read(wire: Wire, key: bytes) -> list[bytes]:
     """Read a key that does not exist; the changed keys in messages to the client."""
     wire.send(spell([b"GET", key]) + spell([b"ECHO", b"done"]))
-    told: list[bytes] = []
+    received: list[bytes] = []
     while (frame := wire.reply()) != b"$4\r\ndone\r\n":
-        told += parse(frame)[1] if frame.startswith(b">") else []
-    return told
+        received += parse(frame)[1] if frame.startswith(b">") else []
+    return received
 
 
 class TestTracking:
     def test_notes_of_long_keys_are_counted_and_bounded(self, client: redis.Redis, wire: Wire) -> None:
         wire.ask(b"CLIENT", b"TRACKING", b"ON")
         keys = [b"%03d" % i + b"k" * (MIB // 4) for i in range(40)]
-        told = [key for read_key in keys for key in read(wire, read_key)]
-        assert told == keys[: len(told)], "the oldest are lost first"
+        received = [key for read_key in keys for key in read(wire, read_key)]
+        assert received == keys[: len(received)], "the oldest are lost first"
         assert MIB // 2 < tracked_bytes(client) <= LIMIT // 16
         assert tracked_bytes(client) <= held(client) < 2 * MIB
 
@@ -88,8 +88,8 @@ class TestTracking:
                 one.ask(b"CLIENT", b"TRACKING", b"ON")
             for i in range(1000):
                 assert read(other, b"key:%d" % i) == []
-            told = sum(len(read(tenant, b"narrow:%d" % i + b"n" * 50_000)) for i in range(20) for tenant in tenants)
-            assert told > 0
+            received = sum(len(read(tenant, b"narrow:%d" % i + b"n" * 50_000)) for i in range(20) for tenant in tenants)
+            assert received > 0
             client.mset({f"key:{i}": "changed" for i in range(1000)})
             assert read(other, b"key") == [b"key:%d" % i for i in range(1000)]
         client.acl_deluser("narrow")

@@ -41,11 +41,11 @@ def client(limited: RunningServer) -> Iterator[redis.Redis]:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    told = b""
+    received = b""
     with suppress(ConnectionResetError):
         while part := sock.recv(65536):
-            told += part
-    return told
+            received += part
+    return received
 
 
 def is_over(sock: socket.socket, within: float = PATIENCE) -> bool:
@@ -136,10 +136,10 @@ def _cpu_seconds(pid: int) -> float:
         return sum(map(int, stat.read_text(encoding="utf-8").rpartition(")")[2].split()[11:13])) / os.sysconf(
             "SC_CLK_TCK"
         )
-    told = subprocess.run(
+    received = subprocess.run(
         ["ps", "-o", "cputime=", "-p", str(pid)], capture_output=True, encoding="utf-8", check=True
     ).stdout
-    hours, minutes, seconds = told.strip().rsplit("-", 1)[-1].split(":")
+    hours, minutes, seconds = received.strip().rsplit("-", 1)[-1].split(":")
     return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
 
 
@@ -162,8 +162,8 @@ class TestWhatIsSent:
         """Long strings, each of which is allowed; and very many short ones."""
         for words in ([bytes(30 * MIB)] * 3, [b"ab"] * 2_000_000):
             with unharmed(limited, slack=32 * MIB), limited.connect() as sock:
-                told = _send_until_refused(sock, spell([b"MSET", *words]))
-                assert told in (b"", b"-ERR Protocol error: command exceeds the query buffer limit\r\n")
+                received = _send_until_refused(sock, spell([b"MSET", *words]))
+                assert received in (b"", b"-ERR Protocol error: command exceeds the query buffer limit\r\n")
         with limited.client() as client:
             assert client.dbsize() == 0
 

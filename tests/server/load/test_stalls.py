@@ -96,8 +96,8 @@ def test_turns_are_short_and_work_is_linear(cold: bool, all_of_them: bool, tmp_p
 
 def test_every_command_is_asked_with_its_worst_arguments() -> None:
     """A new command of the table needs its worst arguments: see `benchmarks/worst.py`."""
-    told = {name for name in TABLE if not name.endswith("|help") and not subcommands(name)} | {"command"}
-    assert {scene.command for scene in scenes(10)} | NOT_ASKED.keys() >= told
+    received = {name for name in TABLE if not name.endswith("|help") and not subcommands(name)} | {"command"}
+    assert {scene.command for scene in scenes(10)} | NOT_ASKED.keys() >= received
 
 
 def test_short_forms_have_their_values() -> None:

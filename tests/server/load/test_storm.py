@@ -91,9 +91,9 @@ def _storm(server: RunningServer, seconds: float) -> Iterator[list[int]]:
     deeds: list[int] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         yield deeds
-        told, _ = process.communicate(timeout=seconds + 60)
+        received, _ = process.communicate(timeout=seconds + 60)
     assert process.returncode == 0
-    deeds.append(int(told))
+    deeds.append(int(received))
 
 
 def _body(number: int) -> bytes:

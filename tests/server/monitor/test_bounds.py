@@ -25,8 +25,8 @@ def seen() -> Iterator[SeenServer]:
         yield seen
 
 
-def manifest(**told: Any) -> bytes:
-    return b"0123456789abcdef" + json.dumps({"chain": ["b1"], "count": 4} | told).encode()
+def manifest(**received: Any) -> bytes:
+    return b"0123456789abcdef" + json.dumps({"chain": ["b1"], "count": 4} | received).encode()
 
 
 class Weighed:
@@ -85,9 +85,9 @@ def test_long_names_cost_a_viewer_and_the_process_little(seen: SeenServer) -> No
         for number in range(100):
             client.set(b"manifest:%d%b:f1" % (number, b"n" * MIB), manifest())
         until(lambda: seen.event("overview", seen.browser())["contents"]["keys"] > 100, "the figures of now")
-    told = events(seen, ["holdings", "more", "overview", "moments"])
-    assert sum(map(len, told.values())) < 100_000
-    assert [len(agent["model"]) for agent in json.loads(told["holdings"])["agents"]] == [128]
+    received = events(seen, ["holdings", "more", "overview", "moments"])
+    assert sum(map(len, received.values())) < 100_000
+    assert [len(agent["model"]) for agent in json.loads(received["holdings"])["agents"]] == [128]
     assert resident(seen.companion()) < before + 32 * MIB
 
 

@@ -11,7 +11,7 @@ from kvpage_server.observe import engines
 from kvpage_server.observe.engines import CHANNEL, MOST_ENGINES, MOST_USERS, SILENT_SECONDS, Engines, parse
 
 
-def told(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any) -> bytes:
+def message(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any) -> bytes:
     tiers = {tier: {"hits": 0, "tokens": 0, "bytes": 0} for tier in engines.TIERS}
     tiers["page"]["tokens"] = page
     usual = {"name": name, "model": "tiny", "answers": 1, "computed": computed, "used": 0, "room": 0, "tiers": tiers}
@@ -21,23 +21,23 @@ def told(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any)
 def test_tokens_are_counted_from_an_engines_first_message() -> None:
     """Its earlier tokens are not part of the current rate."""
     heard = Engines()
-    heard.heard(CHANNEL, told(computed=1000, page=5000))
+    heard.heard(CHANNEL, message(computed=1000, page=5000))
     assert not any(heard.seen().tokens.values())
-    heard.heard(CHANNEL, told(computed=1010, page=5090))
+    heard.heard(CHANNEL, message(computed=1010, page=5090))
     assert (heard.seen().tokens["none"], heard.seen().tokens["page"]) == (10, 90)
-    heard.heard(CHANNEL, told(computed=3, page=0))  # it was started anew
+    heard.heard(CHANNEL, message(computed=3, page=0))  # it was started anew
     assert (heard.seen().tokens["none"], heard.seen().tokens["page"]) == (10, 90)
 
 
 def test_a_silent_engine_is_disconnected_until_its_next_message() -> None:
     now = 0.0
     heard = Engines(lambda: now)
-    heard.heard(CHANNEL, told("host:2"))
-    heard.heard(CHANNEL, told("host:1", computed=1))
+    heard.heard(CHANNEL, message("host:2"))
+    heard.heard(CHANNEL, message("host:1", computed=1))
     assert [each.name for each in heard.seen().connected] == ["host:1", "host:2"]
     now = SILENT_SECONDS + 1
     assert heard.seen().connected == []
-    heard.heard(CHANNEL, told("host:1", computed=5))
+    heard.heard(CHANNEL, message("host:1", computed=5))
     assert [each.name for each in heard.seen().connected] == ["host:1"]
     assert heard.seen().tokens["none"] == 4
 
@@ -45,16 +45,16 @@ def test_a_silent_engine_is_disconnected_until_its_next_message() -> None:
 def test_there_are_so_many_engines_at_most() -> None:
     heard = Engines()
     for number in range(3 * MOST_ENGINES):
-        heard.heard(CHANNEL, told(f"host:{number}"))
+        heard.heard(CHANNEL, message(f"host:{number}"))
     assert len(heard.seen().connected) == MOST_ENGINES
 
 
 def test_a_user_sees_messages_of_its_own_channel_only() -> None:
     heard = Engines()
     for computed in (0, 10):
-        heard.heard(CHANNEL + b":ann", told(computed=computed))
-        heard.heard(CHANNEL + b":bob", told(computed=5 * computed))  # of the same name, which anybody may take
-        heard.heard(CHANNEL, told("host:2", computed=7 * computed))
+        heard.heard(CHANNEL + b":ann", message(computed=computed))
+        heard.heard(CHANNEL + b":bob", message(computed=5 * computed))  # of the same name, which anybody may take
+        heard.heard(CHANNEL, message("host:2", computed=7 * computed))
     assert [len(heard.seen(user).connected) for user in ("ann", "bob", "nobody", None)] == [1, 1, 0, 3]
     assert [heard.seen(user).tokens["none"] for user in ("ann", "bob", "nobody", None)] == [10, 50, 0, 130]
 
@@ -63,7 +63,7 @@ def test_there_are_so_many_users_at_most() -> None:
     """Further engines are visible to users with all rights."""
     heard = Engines()
     for number in range(3 * MOST_USERS):
-        heard.heard(b"%b:%d" % (CHANNEL, number), told(f"host:{number}"))
+        heard.heard(b"%b:%d" % (CHANNEL, number), message(f"host:{number}"))
     known = [number for number in range(3 * MOST_USERS) if heard.seen(str(number)).connected]
     assert len(known) <= MOST_USERS
     assert len(heard.seen().connected) == MOST_ENGINES
@@ -78,14 +78,14 @@ def test_there_are_so_many_users_at_most() -> None:
         b"\xff",
         b"[" * 4000,
         b"1e9999",
-        told(computed=-1),
-        told(computed=1 << 63),
-        told(answers="many"),
-        told(answers=1.5),
-        told(tiers={}),
-        told(tiers=[]),
-        told(tiers=dict.fromkeys(engines.TIERS, 1)),
-        told(model="x" * 5000),
+        message(computed=-1),
+        message(computed=1 << 63),
+        message(answers="many"),
+        message(answers=1.5),
+        message(tiers={}),
+        message(tiers=[]),
+        message(tiers=dict.fromkeys(engines.TIERS, 1)),
+        message(model="x" * 5000),
     ],
 )
 def test_invalid_messages_are_ignored(raw: bytes) -> None:
@@ -95,6 +95,6 @@ def test_invalid_messages_are_ignored(raw: bytes) -> None:
 
 
 def test_names_are_cut() -> None:
-    found = parse(told("n" * 1000, model="m" * 1000))
+    found = parse(message("n" * 1000, model="m" * 1000))
     assert found is not None
     assert (len(found.name), len(found.model)) == (100, 100)

@@ -52,17 +52,17 @@ def invent(seen: SeenServer, names: range) -> None:
 
 def shown(seen: SeenServer, agents: int) -> dict[str, str]:
     """Return the events of a page after it has received this number of agents."""
-    told: dict[str, str] = {}
+    received: dict[str, str] = {}
     with seen.browser() as browser, browser.stream("GET", "/page/events") as reply:
         for line in reply.iter_lines():
             word, _, rest = line.partition(": ")
             if word == "event":
                 name = rest
             elif word == "data":
-                told[name] = rest
-            if word == "data" and name == "more" and len(json.loads(told["holdings"])["agents"]) >= agents:
+                received[name] = rest
+            if word == "data" and name == "more" and len(json.loads(received["holdings"])["agents"]) >= agents:
                 break
-    return told
+    return received
 
 
 def engines_shown(seen: SeenServer) -> int:
@@ -84,13 +84,13 @@ def test_names_that_clients_invent_become_no_labels_and_few_rows(count: int) -> 
 
         invent(seen, range(1, count))
         until(lambda: seen.metrics()["kvpage_errors_total", "ERR"] >= count, "the figures of now")
-        told = shown(seen, MOST_AGENTS)
+        received = shown(seen, MOST_AGENTS)
         assert seen.metrics().keys() == labels
         assert resident(seen.companion()) < memory + 48 * MIB
         until(lambda: engines_shown(seen) == MOST_ENGINES, "as many engines as are shown")
 
-    assert sum(map(len, told.values())) < MIB
-    holdings = json.loads(told["holdings"])
+    assert sum(map(len, received.values())) < MIB
+    holdings = json.loads(received["holdings"])
     assert len(holdings["agents"]) == MOST_AGENTS < holdings["agent_count"] <= LookLimits().agents
     assert len(holdings["requests"]) == MOST_REQUESTS
 
@@ -100,8 +100,8 @@ def test_of_many_quotas_the_largest_have_labels() -> None:
         quotas = {f"kv:tenant{number}.*": f"{number + 1}mb" for number in range(3 * MOST_LABELS)}
         client.config_set("quota", " ".join(f"{pattern} {limit}" for pattern, limit in quotas.items()))
         until(lambda: any(name == "kvpage_quota_limit_bytes" for name, *_ in seen.metrics()), "the figures of now")
-        told = seen.metrics()
-    limits = {key[1]: limit for key, limit in told.items() if key[0] == "kvpage_quota_limit_bytes"}
+        received = seen.metrics()
+    limits = {key[1]: limit for key, limit in received.items() if key[0] == "kvpage_quota_limit_bytes"}
     assert len(limits) == MOST_LABELS + 1
     assert limits["kv:tenant299.*"] == 300 * MIB
     assert limits[OTHERS] == sum(range(1, 201)) * MIB

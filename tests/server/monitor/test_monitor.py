@@ -42,27 +42,27 @@ def test_metrics_equal_info(seen: SeenServer) -> None:
     work(seen)
     with seen.server.client(password="secret") as client:
         info = client.info("everything")
-        told = seen.metrics()
+        received = seen.metrics()
         while (after := client.info("everything"))["total_commands_processed"] > info["total_commands_processed"] + 2:
-            info, told = after, seen.metrics()
+            info, received = after, seen.metrics()
     for name, field in {
         "kvpage_memory_used_bytes": "used_memory",
         "kvpage_blocks": "blocks",
         "kvpage_requests": "requests",
         "kvpage_received_bytes_total": "total_net_input_bytes",
     }.items():
-        assert told[(name,)] == pytest.approx(info[field], abs=2000), name
-    assert told["kvpage_blocks",] == 3
-    assert told["kvpage_reads_total", "hit"] == info["keyspace_hits"]
-    assert told["kvpage_misses_total", "never stored"] == info["page_misses_never_stored"] == 1
-    assert told["kvpage_misses_total", "deleted"] == info["page_misses_deleted"] == 1
+        assert received[(name,)] == pytest.approx(info[field], abs=2000), name
+    assert received["kvpage_blocks",] == 3
+    assert received["kvpage_reads_total", "hit"] == info["keyspace_hits"]
+    assert received["kvpage_misses_total", "never stored"] == info["page_misses_never_stored"] == 1
+    assert received["kvpage_misses_total", "deleted"] == info["page_misses_deleted"] == 1
     page = sum(info[f"cmdstat_{name}"]["calls"] for name in ("kvpageset", "kvpageget", "kvpagedel"))
-    assert told["kvpage_command_duration_seconds_count", "page"] == page
-    buckets = [told[key] for key in told if key[:2] == ("kvpage_command_duration_seconds_bucket", "page")]
+    assert received["kvpage_command_duration_seconds_count", "page"] == page
+    buckets = [received[key] for key in received if key[:2] == ("kvpage_command_duration_seconds_bucket", "page")]
     assert buckets == sorted(buckets)
     assert buckets[-1] == page
-    assert told["kvpage_memory_bytes", "live"] == info["arena_used"]
-    assert told["kvpage_quota_limit_bytes", QUOTA.replace("\\", "\\\\").replace('"', '\\"')] == 1024**2
+    assert received["kvpage_memory_bytes", "live"] == info["arena_used"]
+    assert received["kvpage_quota_limit_bytes", QUOTA.replace("\\", "\\\\").replace('"', '\\"')] == 1024**2
 
 
 def test_evictions_are_labelled_by_policy_and_limit() -> None:
@@ -72,22 +72,22 @@ def test_evictions_are_labelled_by_policy_and_limit() -> None:
                 client.execute_command("KVPAGESET", "large", 0, 0, page, 0, 1, 64, 64, 0, BODY)
             for page in range(20):
                 client.execute_command("KVPAGESET", "small.1", 0, 0, page, 0, 1, 64, 64, 0, BODY)
-        told = seen.metrics()
-    gone = {key[1:]: count for key, count in told.items() if key[0] == "kvpage_evicted_keys_total"}
+        received = seen.metrics()
+    gone = {key[1:]: count for key, count in received.items() if key[0] == "kvpage_evicted_keys_total"}
     assert gone.keys() == {("allkeys-prefix", "memory"), ("allkeys-prefix", "quota")}
-    assert gone["allkeys-prefix", "quota"] == told["kvpage_quota_evicted_keys_total", "kv:small.*"] > 0
-    assert sum(gone.values()) == 1020 - told["kvpage_keys",]
+    assert gone["allkeys-prefix", "quota"] == received["kvpage_quota_evicted_keys_total", "kv:small.*"] > 0
+    assert sum(gone.values()) == 1020 - received["kvpage_keys",]
 
 
 def test_disk_metrics_have_the_queue_and_latency() -> None:
     with start_seen_server("--store", "tiered", "--appendfsync", "always") as seen:
         with seen.server.client() as client:
             client.execute_command("KVPAGESET", "chat", 0, 0, 0, 0, 1, 64, 64, 0, BODY)
-        told = seen.metrics()
-    assert told["kvpage_disk_commit_seconds_count",] >= 1
-    assert told["kvpage_disk_commit_seconds_sum",] > 0
-    assert told["kvpage_disk_values",] == 1
-    assert told["kvpage_disk_queue_bytes",] == 0
+        received = seen.metrics()
+    assert received["kvpage_disk_commit_seconds_count",] >= 1
+    assert received["kvpage_disk_commit_seconds_sum",] > 0
+    assert received["kvpage_disk_values",] == 1
+    assert received["kvpage_disk_queue_bytes",] == 0
 
 
 # -- permitted users ---------------------------------------------------------------------------------------------------
@@ -109,10 +109,10 @@ def test_metrics_need_the_token_or_a_password(seen: SeenServer) -> None:
 
 def test_a_tenant_sees_nothing_that_depends_on_others(seen: SeenServer) -> None:
     work(seen)
-    told = seen.metrics(auth=("tenant", "sesame"))
+    received = seen.metrics(auth=("tenant", "sesame"))
     engines = {"kvpage_engines", "kvpage_prompt_tokens_total"}  # engines of the tenant's account: none
-    assert {name for name, *_ in told} == {"kvpage_server_info", "kvpage_uptime_seconds", *engines}
-    assert not any(count for (name, *_), count in told.items() if name in engines)
+    assert {name for name, *_ in received} == {"kvpage_server_info", "kvpage_uptime_seconds", *engines}
+    assert not any(count for (name, *_), count in received.items() if name in engines)
 
 
 def test_info_suffices_for_metrics_and_no_right_is_an_error(seen: SeenServer) -> None:
@@ -212,12 +212,12 @@ def test_a_form_of_another_site_does_not_log_in(seen: SeenServer) -> None:
         b"Bearer something",
     ],
 )
-def test_an_invalid_authorization_is_refused_and_not_logged(seen: SeenServer, told: bytes) -> None:
+def test_an_invalid_authorization_is_refused_and_not_logged(seen: SeenServer, received: bytes) -> None:
     before = len(seen.server.log)
     with seen.stranger() as browser:
-        answer = browser.get("/metrics", headers={b"Authorization": told})
+        answer = browser.get("/metrics", headers={b"Authorization": received})
         twice = browser.get(
-            "/metrics", headers=[(b"Authorization", b"Basic YWRtaW46b3Blbg=="), (b"Authorization", told)]
+            "/metrics", headers=[(b"Authorization", b"Basic YWRtaW46b3Blbg=="), (b"Authorization", received)]
         )
     assert (answer.status_code, twice.status_code) == (401, 401)
     assert answer.headers["www-authenticate"].startswith("Basic")

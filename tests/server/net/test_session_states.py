@@ -35,8 +35,8 @@ def test_every_event_is_in_the_table_or_impossible() -> None:
 
 
 def test_the_documented_states_match_the_table() -> None:
-    told = states.__doc__ or ""
+    received = states.__doc__ or ""
     for state, moves in states.MOVES.items():
         for event, to in moves.items():
             if event not in (SessionEvent.MUST_WAIT, SessionEvent.LOST) and to is not state:
-                assert f"{event.name} -> {to.name}" in told, (state, event)
+                assert f"{event.name} -> {to.name}" in received, (state, event)

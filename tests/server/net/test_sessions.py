@@ -112,7 +112,7 @@ class TestLastWords:
             (b"*x\r\n", b"-ERR Protocol error: invalid multibulk length\r\n"),
         ],
     )
-    def test_promised_replies_precede_the_end(self, last: bytes, told: bytes) -> None:
+    def test_promised_replies_precede_the_end(self, last: bytes, received: bytes) -> None:
         with start_server("--store", "tiered", "--appendfsync", "always") as server:
             for i in range(20):
                 with server.connect() as sock:
@@ -120,7 +120,7 @@ class TestLastWords:
                     answer = b""
                     while piece := sock.recv(4096):
                         answer += piece
-                assert answer == b"+OK\r\n" + told
+                assert answer == b"+OK\r\n" + received
 
 
 class TestPieces:

@@ -65,8 +65,8 @@ def files(at: Path) -> tuple[str, ...]:
 
 
 def helped(tool: str) -> str:
-    told = subprocess.run([tool, "--help"], capture_output=True, encoding="utf-8", check=False)
-    return told.stdout + told.stderr
+    received = subprocess.run([tool, "--help"], capture_output=True, encoding="utf-8", check=False)
+    return received.stdout + received.stderr
 
 
 class SecureServer:
@@ -247,8 +247,8 @@ class TestUnixSocket:
             with redis.Redis(unix_socket_path=str(path)) as client:
                 assert client.info("server")["tcp_port"] == 0
             process.send_signal(signal.SIGTERM)
-            _, told = process.communicate(timeout=60)
-        assert f"ready on unix {path}\n" in told
+            _, received = process.communicate(timeout=60)
+        assert f"ready on unix {path}\n" in received
 
     def test_a_removed_socket_does_not_prevent_the_save_at_the_stop(self, tmp_path: Path) -> None:
         path = tmp_path / "socket"

@@ -194,8 +194,8 @@ def test_the_command_shows_the_effect_of_nodes(tmp_path: Path) -> None:
     shown = subprocess.run([sys.executable, "-m", "kvpage_server.cli", *words], capture_output=True, encoding="utf-8")
     assert shown.returncode == 0, shown.stderr
     assert "busiest, blocks" in shown.stdout
-    told = json.loads(figures.read_text(encoding="utf-8"))
-    assert [each["segment"] for each in told["replays"]] == [1, 2, 4, 8, 16, 32, 64]
+    received = json.loads(figures.read_text(encoding="utf-8"))
+    assert [each["segment"] for each in received["replays"]] == [1, 2, 4, 8, 16, 32, 64]
     assert plot.read_bytes().startswith(b"\x89PNG")
     refused = subprocess.run(
         [sys.executable, "-m", "kvpage_server.cli", *words[:4], "--policy", "clairvoyant"],

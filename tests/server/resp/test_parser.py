@@ -484,7 +484,7 @@ class TestLimits:
         assert self.refused(core, spell(words), limits) == "command exceeds the query buffer limit"
 
     def test_a_stranger_sends_ten_words_of_16_kib_at_the_most(self, core: ModuleType) -> None:
-        def told(data: bytes, trusted: bool) -> str:
+        def error_of(data: bytes, trusted: bool) -> str:
             parser = core.Parser(core.Arena())
             parser.trust(trusted)
             parser.feed(data)
@@ -500,8 +500,8 @@ class TestLimits:
             (spell([b"a"] * 11), "unauthenticated multibulk length"),
             (b"*2\r\n$16385\r\n", "unauthenticated bulk length"),
         ):
-            assert told(data, False) == error
-            assert told(data, True) == ""
+            assert error_of(data, False) == error
+            assert error_of(data, True) == ""
 
     @pytest.mark.parametrize(
         ("start", "error"),
@@ -532,9 +532,9 @@ class TestLimits:
             ),
         ],
     )
-    def test_counts_are_parsed_as_redis_does(self, core: ModuleType, number: bytes, told: str) -> None:
-        assert self.refused(core, b"*" + number + b"\r\n") == told
-        if told:
+    def test_counts_are_parsed_as_redis_does(self, core: ModuleType, number: bytes, received: str) -> None:
+        assert self.refused(core, b"*" + number + b"\r\n") == received
+        if received:
             assert self.refused(core, b"*1\r\n$" + number + b"\r\n") == "invalid bulk length"
 
     def test_a_word_without_its_end_is_refused_wherever_it_is_taken(self, core: ModuleType) -> None:

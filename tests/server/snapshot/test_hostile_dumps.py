@@ -46,12 +46,12 @@ COUNT = HALVES.pages + 2
 def name_in_summary(path: Path) -> None:
     """Make BAD a file of the dump, with its digest if it has one."""
     file, summary = path / BAD, path / "dump.json"
-    told, digest = json.loads(summary.read_bytes()), None
+    received, digest = json.loads(summary.read_bytes()), None
     if file.is_file():
         with open(file, "rb") as opened:
             digest = re.search(rb'"digest":"([0-9a-f]{16})"', opened.read(1 << 20))
-    told["files"][BAD] = digest[1].decode() if digest else "0" * 16
-    summary.write_text(json.dumps(told), encoding="utf-8")
+    received["files"][BAD] = digest[1].decode() if digest else "0" * 16
+    summary.write_text(json.dumps(received), encoding="utf-8")
 
 
 def restored(path: Path, server: RunningServer) -> str:

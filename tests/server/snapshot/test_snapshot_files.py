@@ -96,11 +96,11 @@ def test_a_plane_is_a_tensor_of_layers_heads_tokens_and_dims(
     assert {name: bytes(value) for name, value in strings.items()} == {"string:manifest:%FF": b"text"}
     with safe_open(tmp_path / "pages-000002.safetensors", "numpy") as reader:
         metadata = reader.metadata()
-    told = json.loads(metadata["kv:q:*:*:3:2"])
-    assert 95_000 < told.pop("ttl_left_ms") <= 100_000
-    assert len(told.pop("checksum")) == 4
-    assert told.pop("created_ms") > 0
-    assert told == {
+    received = json.loads(metadata["kv:q:*:*:3:2"])
+    assert 95_000 < received.pop("ttl_left_ms") <= 100_000
+    assert len(received.pop("checksum")) == 4
+    assert received.pop("created_ms") > 0
+    assert received == {
         "request": "q",
         "page": 3,
         "kv_type": 2,

@@ -73,21 +73,21 @@ def free(here: Here, limit: int) -> int:
     return few
 
 
-def promised(here: Here) -> int:
+def reserved(here: Here) -> int:
     [quota] = here.keyspace.evictor.every_quota
-    return quota.promised
+    return quota.reserved
 
 
 def test_one_of_two_concurrent_batches_is_refused() -> None:
     here = tenant(COUNTED + COUNTED // 2)
     first, second = begin(here, batch("ta")), begin(here, batch("tb"))
     go_on(here, first)
-    told = last(second)
-    assert isinstance(told, ReplyError)
-    assert "the quota of 'kv:t*'" in str(told)
+    received = last(second)
+    assert isinstance(received, ReplyError)
+    assert "the quota of 'kv:t*'" in str(received)
     assert type(last(first)) is not ReplyError
     [quota] = here.keyspace.evictor.every_quota
-    assert (len(here.keyspace), quota.bytes, quota.promised) == (PAGES, COUNTED, 0)
+    assert (len(here.keyspace), quota.bytes, quota.reserved) == (PAGES, COUNTED, 0)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_same_room_is_left_at_every_step() -> None:
         next(steps)
         assert free(here, limit) == left
     assert type(last(steps)) is not ReplyError
-    assert (free(here, limit), promised(here)) == (left, 0)
+    assert (free(here, limit), reserved(here)) == (left, 0)
 
 
 def test_space_freed_by_a_batch_is_available() -> None:
@@ -127,7 +127,7 @@ def test_space_freed_by_a_batch_is_available() -> None:
     steps = begin(here, batch("ta"))
     while here.keyspace.evictor.every_quota[0].bytes == PAGES * (64 + 2000):
         next(steps)
-    assert promised(here) == 0
+    assert reserved(here) == 0
     assert last(steps)
     assert here.call("SET", "kv:t:x", b"x" * 500_000) == b"+OK\r\n"
 
@@ -138,10 +138,10 @@ def test_a_disconnected_clients_batch_releases_its_reservation(pages: int) -> No
     steps = begin(here, batch("ta"))
     if pages:
         go_on(here, steps, pages)
-        assert promised(here) > 0
+        assert reserved(here) > 0
     there = len(here.keyspace)
     del steps
-    assert promised(here) == 0
+    assert reserved(here) == 0
     rest = PAGES - there
     assert here.call("KVPAGEMSET", *batch("tb", min(rest, 90))[1:]) == b"+OK\r\n"
 
@@ -149,7 +149,7 @@ def test_a_disconnected_clients_batch_releases_its_reservation(pages: int) -> No
 def test_a_batch_that_is_refused_was_promised_nothing() -> None:
     here = tenant(COUNTED - 1)
     assert isinstance(last(begin(here, batch("ta"))), ReplyError)
-    assert (len(here.keyspace), promised(here)) == (0, 0)
+    assert (len(here.keyspace), reserved(here)) == (0, 0)
 
 
 def test_a_failed_batch_releases_its_reservation() -> None:
@@ -158,7 +158,7 @@ def test_a_failed_batch_releases_its_reservation() -> None:
     go_on(here, steps)
     here.keyspace.set_pages = lambda _: (_ for _ in ()).throw(OverQuota(here.keyspace.evictor.every_quota[0]))  # type: ignore[method-assign]
     assert isinstance(last(steps), ReplyError)
-    assert promised(here) == 0
+    assert reserved(here) == 0
 
 
 def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
@@ -174,11 +174,11 @@ def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
 def test_space_freed_by_a_part_is_not_reserved() -> None:
     account = Account()
     with Reservation([[(account, 5)], [(account, -3)], [(account, 2)]]) as promise:
-        assert account.promised == 7
+        assert account.reserved == 7
         promise.commit()
         promise.commit()
-        assert account.promised == 2
-    assert account.promised == 0
+        assert account.reserved == 2
+    assert account.reserved == 0
 
 
 # -- two clients of a server, at once ------------------------------------------------------------------------------
@@ -196,19 +196,19 @@ def at_once(server: RunningServer, batches: list[list[bytes]]) -> list[str]:
         for sock, line in zip(socks, lines, strict=True):
             threads.submit(sock.sendall, line[-5000:])
         server.process.send_signal(signal.SIGCONT)
-    told = [sock.makefile("rb").readline().decode() for sock in socks]
+    received = [sock.makefile("rb").readline().decode() for sock in socks]
     for sock in socks:
         sock.close()
-    return told
+    return received
 
 
 MANY, LONG = 4000, 7000  # 28 MB, which take several turns
 
 
 def of_two_one_is_stored(server: RunningServer, client: redis.Redis, why: str) -> None:
-    told = sorted(at_once(server, [batch("ta", MANY, LONG), batch("tb", MANY, LONG)]))
-    assert told[0] == "+OK\r\n"
-    assert told[1].startswith(f"-OOM command not allowed when {why}")
+    received = sorted(at_once(server, [batch("ta", MANY, LONG), batch("tb", MANY, LONG)]))
+    assert received[0] == "+OK\r\n"
+    assert received[1].startswith(f"-OOM command not allowed when {why}")
     assert client.dbsize() == MANY
     assert client.set("small", "value")
 
@@ -234,6 +234,6 @@ def test_two_batches_of_which_a_quota_takes_one() -> None:
 def test_two_batches_of_which_memory_takes_one() -> None:
     options = ("--maxmemory-policy", "noeviction", "--maxmemory", "40mb")
     with start_server(*options) as server, server.client() as client:
-        told = sorted(at_once(server, [batch("ta", MANY, LONG), batch("tb", MANY, LONG)]))
-        assert [one[:4] for one in told] == ["+OK\r", "-OOM"]
+        received = sorted(at_once(server, [batch("ta", MANY, LONG), batch("tb", MANY, LONG)]))
+        assert [one[:4] for one in received] == ["+OK\r", "-OOM"]
         assert client.dbsize() == MANY

@@ -37,18 +37,18 @@ def remember(client: redis.Redis, agent: str, blocks: Sequence[str], fingerprint
         "count": TOKENS * len(blocks),
         "tokens": [1] * TOKENS * len(blocks),
     }
-    told = json.dumps(manifest).encode()
-    digest = blake2b(told, digest_size=8).hexdigest()  # readers that have read it before use it
-    client.set(f"manifest:{agent}:00000000000000{fingerprint}", digest.encode() + told)
+    received = json.dumps(manifest).encode()
+    digest = blake2b(received, digest_size=8).hexdigest()  # readers that have read it before use it
+    client.set(f"manifest:{agent}:00000000000000{fingerprint}", digest.encode() + received)
 
 
 def tell(client: redis.Redis, name: str, channel: str = "kvpage:engines") -> int:
     """Publish an engine's statistics; return the number of recipients."""
     tier = {"hits": 2, "tokens": 300, "bytes": 1 << 20}
     none = dict.fromkeys(tier, 0)
-    told = {"name": name, "model": "tiny", "answers": 4, "computed": 100, "used": 3 << 20, "room": 12 << 20}
+    received = {"name": name, "model": "tiny", "answers": 4, "computed": 100, "used": 3 << 20, "room": 12 << 20}
     tiers = {"hot": none, "prefix": none, "page": tier, "cold": none}
-    return int(client.publish(channel, json.dumps(told | {"tiers": tiers})))
+    return int(client.publish(channel, json.dumps(received | {"tiers": tiers})))
 
 
 def work(client: redis.Redis) -> None:

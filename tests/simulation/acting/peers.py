@@ -49,7 +49,7 @@ class Peer:
     """One connection at a time. `unrun` was sent and not run yet, `unanswered` was run."""
 
     number: int
-    told: Callable[[Peer, Any], None]
+    received: Callable[[Peer, Any], None]
     lost: Callable[[Peer, bool], None]  # called with the peer, and whether the server has closed it
     sock: socket.socket | None = None
     talk: Conversation = field(default_factory=lambda: Conversation(""))
@@ -121,7 +121,7 @@ class Peer:
                 return
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
-                self.told(self, reply)
+                self.received(self, reply)
 
     def drop(self, *, by_server: bool = False) -> None:
         """The connection is over."""

@@ -20,10 +20,10 @@ from kvpage_server.commands.notifying.tracking import _NOTE, _SHARE
 from kvpage_server.core import Caller, NewPages, Parser
 from kvpage_server.core.python import calls
 from kvpage_server.net import replies
-from kvpage_server.store.disk.naming import unit_of_cold
+from kvpage_server.store.disk.naming import unit_on_disk
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.on_disk import OnDisk
 from tests.simulation.programs.seed import Seed
 from tests.simulation.world.clock import real_monotonic_ns
 from tests.simulation.world.machine import Machine, ServerDied
@@ -91,7 +91,7 @@ class Process:
         contents, tiered, keyspace = self.server.keyspace.contents, self.server.tiered, self.server.keyspace
         evict: Callable[..., None] = contents.evict
 
-        def told(unit: Unit, *args: Any, **options: Any) -> None:
+        def note_eviction(unit: Unit, *args: Any, **options: Any) -> None:
             self.leaves(_keys_in(unit), True)
             evict(unit, *args, **options)
 
@@ -108,19 +108,19 @@ class Process:
             set_pages(pages)
             self.stored.append(list(pages.keys))
 
-        vars(contents).update(evict=told)
+        vars(contents).update(evict=note_eviction)
         vars(keyspace).update(set_pages=noted)
         vars(tracking).update(_take_oldest=noted_loss)
         if tiered is None:
             return
         lose = tiered.fetching.lose
 
-        def told_of_loss(value: Cold, outcome: Any) -> None:
+        def note_loss(value: OnDisk, outcome: Any) -> None:
             if tiered.fetching._place_of(value) is not None:
-                self.leaves([value.name[1:]] if value.name[:1] == b"k" else _keys_in(unit_of_cold(value)), False)
+                self.leaves([value.name[1:]] if value.name[:1] == b"k" else _keys_in(unit_on_disk(value)), False)
             lose(value, outcome)
 
-        vars(tiered.fetching).update(lose=told_of_loss)
+        vars(tiered.fetching).update(lose=note_loss)
 
     def _execute(self, client: Client, words: Any) -> Any:
         return self._ran(client, words, _execute(client, words))
@@ -193,9 +193,9 @@ def _described(context: dict[str, Any]) -> str:
 class _Broken(logging.Handler):
     """Exceptions that the server logs: it goes on, but they are not meant to be."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
+    def __init__(self, received: Callable[[str], None]) -> None:
         super().__init__()
-        self._told = told
+        self._told = received
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass them on."""
@@ -203,9 +203,9 @@ class _Broken(logging.Handler):
             self._told(record.getMessage() + "\n" + "".join(traceback.format_exception(record.exc_info[1])))
 
 
-def _listen(told: Callable[[str], None]) -> None:
+def _listen(received: Callable[[str], None]) -> None:
     log = logging.getLogger("kvpage")
-    log.handlers[:] = [_Broken(told)]
+    log.handlers[:] = [_Broken(received)]
     log.propagate = False
 
 

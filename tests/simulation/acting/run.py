@@ -212,7 +212,7 @@ class Run:
         if not machines_own:
             self.digest.update(reply if type(reply) is bytes else repr(reply).encode())
         known = self.judge.acknowledged
-        self.judge.told(peer, reply)
+        self.judge.received(peer, reply)
         if self._doom is not None and self.judge.acknowledged > known:
             self.machine.later(self._doom, self._deeds.killer())
             self._doom = None

@@ -21,7 +21,7 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
     (_PAGES + "request", "_DELETED_PAGES_PER_STEP", [2]),
     (_PAGES + "request", "_KEYS", [3]),
     (_PAGES + "request", "HASHED_BYTES_PER_STEP", [100]),
-    ("kvpage_server.commands.dispatch.disk", "_MOST_AHEAD", [500]),
+    ("kvpage_server.commands.dispatch.checks", "_MOST_AHEAD", [500]),
     ("kvpage_server.commands.notifying.channels", "_FEW", [1]),
     (_STORE + "memory_limit", "MOST_LEAVE", [1, 5]),
     (_STORE + "eviction.leases", "_LEASES_PER_STEP", [1]),

@@ -45,8 +45,8 @@ def main(clock: Clock, request: Request) -> int:
         place.check(place.parent())
         _run_all(clock, request, count)
         seconds, cost = real_monotonic() - began, _used() - used
-        told = f"{count.runs} runs, {count.commands} commands in {seconds:.1f} s"
-        print(f"{told}, {count.commands / cost:.0f} a second of a core, {NAME} page core; {count.failed} failed")
+        received = f"{count.runs} runs, {count.commands} commands in {seconds:.1f} s"
+        print(f"{received}, {count.commands / cost:.0f} a second of a core, {NAME} page core; {count.failed} failed")
         sys.stdout.flush()
     except place.Unusable as error:
         print(error, file=sys.stderr)
@@ -78,7 +78,7 @@ def _run_all(clock: Clock, request: Request, count: Count) -> None:
         if outcome.fault:
             place.check(place.parent())  # a server that is given no room has done nothing wrong
             count.failed += 1
-            _tell(outcome, steps, request, play)
+            _notify(outcome, steps, request, play)
             if request.defect:
                 break
         elif request.tells_each:
@@ -90,7 +90,7 @@ def _used() -> float:
     return sum(os.times()[:4])
 
 
-def _tell(outcome: Outcome, steps: int, request: Request, play: Play) -> None:
+def _notify(outcome: Outcome, steps: int, request: Request, play: Play) -> None:
     core = f"KVPAGE_CORE={asked} " if (asked := os.environ.get("KVPAGE_CORE")) else ""
     how = (f" --defect {request.defect}" if request.defect else "") + (" --twice" if request.twice else "")
     print(f"seed {outcome.seed} fails: {outcome.fault}")
@@ -142,7 +142,7 @@ def apart(
         return Outcome(seed, 0, "", f"the process died: {how}")
     outcome: Outcome | OSError = pickle.loads(data)
     if isinstance(outcome, OSError):
-        raise place.Unusable(place.told(place.parent(), str(outcome)))
+        raise place.Unusable(place.unusable(place.parent(), str(outcome)))
     return outcome
 
 

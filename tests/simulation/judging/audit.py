@@ -181,7 +181,7 @@ class Audit:
     def _ask(self) -> None:
         """Ask for keys without a complete result: a client that receives too much may be closed."""
         run, peer = self._run, self._run.peers[0]
-        unknown = [key for key, told in self._told.items() if len(told) < len(Found._fields)][:_AT_ONCE]
+        unknown = [key for key, received in self._told.items() if len(received) < len(Found._fields)][:_AT_ONCE]
         if not unknown:
             self._compare()
             return
@@ -200,7 +200,7 @@ class Audit:
     def _compare(self) -> None:
         """Find the moment of the past that is there."""
         judge, store = self._judge, self._judge.model.store
-        self._found = {key: Found(*told) for key, told in self._told.items()}
+        self._found = {key: Found(*received) for key, received in self._told.items()}
         self._find_moment()
         store.expired = [(store.elapsed(), key, value) for key, value in self._due()]
         store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}

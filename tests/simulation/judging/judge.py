@@ -62,7 +62,7 @@ class Judge:
         self.trace: list[tuple[int, int, int, Words]] = []  # time, peer, step, command
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(
-            -1, self.told, lambda peer, by_server: self.lost(peer)
+            -1, self.received, lambda peer, by_server: self.lost(peer)
         )  # it has no socket here: an engine, or a tool
         self._monitors = Monitors(self.model, self.fail)
         self._messages = Messages(self.model, self.fail)
@@ -271,7 +271,7 @@ class Judge:
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
-    def told(self, peer: Peer, reply: Any) -> None:
+    def received(self, peer: Peer, reply: Any) -> None:
         """A peer has read something."""
         peer.moved = self.machine.clock.now
         if self._messages.is_one(peer, reply) or self._monitors.is_shown(peer, reply):

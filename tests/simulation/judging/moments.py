@@ -97,14 +97,14 @@ def _was_verified(model: Model, asked: Asked, reply: Any) -> bool:
     """Whether pages were verified that were there at some moment, and all that were there at every one."""
     if not isinstance(reply, list | dict):
         return False
-    told = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+    received = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
     req, pages = asked.words[1], set(map(int, asked.words[2:]))
     changed = {key for key, _, _ in model.store.log[asked.at :] if block_of(key)[0] == req}
     changed = {key for key in changed if not pages or block_of(key)[1] in pages}
     sets = [option.members or frozenset() for option in asked.expected.options]
     least, most = frozenset.intersection(*sets) - changed, frozenset.union(*sets) | changed
-    corrupt = set(told[b"corrupt"])
-    count = told[b"checked"] + told[b"unchecked"]
+    corrupt = set(received[b"corrupt"])
+    count = received[b"checked"] + received[b"unchecked"]
     return len(least) <= count <= len(most) and corrupt <= (most if model.rotted else set())
 
 
@@ -113,5 +113,5 @@ def _was_listed(moments: list[list[May]], reply: list[Any]) -> bool:
     pages = [row[b"page"] if isinstance(row, dict) else row[1] for row in reply]
     always = frozenset.intersection(*[frozenset().union(*(row.members or () for row in moment)) for moment in moments])
     rows = [row for moment in moments for row in moment]
-    known = all(any(agrees(row, told) for row in rows) for told in reply)
+    known = all(any(agrees(row, received) for row in rows) for received in reply)
     return known and pages == sorted(set(pages)) and always <= {b"%d" % page for page in pages}

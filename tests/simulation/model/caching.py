@@ -86,8 +86,8 @@ def described(mode: Mode | None, broken: list[bool]) -> May:
             reply = dict(zip(reply[::2], reply[1::2], strict=True))
         if not isinstance(reply, dict) or set(reply) != {b"flags", b"redirect", b"prefixes"}:
             return False
-        told = reply[b"flags"]
-        is_set = isinstance(told, list | set) and len(set(told)) == len(told) and set(told) in shown
+        received = reply[b"flags"]
+        is_set = isinstance(received, list | set) and len(set(received)) == len(received) and set(received) in shown
         return is_set and reply[b"redirect"] == redirect and reply[b"prefixes"] == prefixes
 
     return May(f"flags {shown}, redirect {redirect}, prefixes {prefixes}", holds)

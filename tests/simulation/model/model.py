@@ -148,8 +148,8 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
             return Err("ERR unknown command")
         if self._asks_unclear_time(words):
             return ANYTHING
-        told = [words, *(self.talk.queued or ())]
-        keys = None if any(map(self._is_about_all, told)) else self.keys_of(words)
+        received = [words, *(self.talk.queued or ())]
+        keys = None if any(map(self._is_about_all, received)) else self.keys_of(words)
         return self.store.in_every_case(self._as_now(handler), keys)
 
     def _asks_unclear_time(self, words: Words) -> bool:
@@ -307,10 +307,10 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         return self._listening(b"punsubscribe", pattern)
 
     def do_publish(self, channel: bytes, message: bytes) -> Any:
-        told = [(talk, [b"message", channel, message]) for talk in self.talks if channel in talk.channels]
-        told += [(talk, [b"pmessage", every, channel, message]) for talk in self.talks for every in talk.patterns]
-        self.pushes += told
-        return between(sum(not talk.gone for talk, _ in told), len(told))
+        received = [(talk, [b"message", channel, message]) for talk in self.talks if channel in talk.channels]
+        received += [(talk, [b"pmessage", every, channel, message]) for talk in self.talks for every in talk.patterns]
+        self.pushes += received
+        return between(sum(not talk.gone for talk, _ in received), len(received))
 
     # -- the server ------------------------------------------------------------------------------------------------
 

@@ -128,15 +128,15 @@ class Pages:
         (value,) = self._named(words)
         if value is None or value.page is None:
             return WRONG_TYPE if value else None
-        told = dict(zip(_TOLD, value.page, strict=True)) | {b"bytes": len(value.data)}
+        received = dict(zip(_TOLD, value.page, strict=True)) | {b"bytes": len(value.data)}
         if b"kv:" + b":".join(words) not in self.store.doubtful():
-            told[b"ttl_left_ms"] = value.expires - self.store.now if value.expires else -1
+            received[b"ttl_left_ms"] = value.expires - self.store.now if value.expires else -1
         block, now = (words[0], int(words[3])), self.store.elapsed()
         if block in self.pinned:
-            told[b"pinned"] = 1
+            received[b"pinned"] = 1
         if (until := self.leased.get(block, 0)) > now:
-            told[b"lease_left_ms"] = May(f"at least {until - now}", lambda left: left >= until - now)
-        return fields(told)
+            received[b"lease_left_ms"] = May(f"at least {until - now}", lambda left: left >= until - now)
+        return fields(received)
 
     def do_kvpagewhy(self, *words: bytes) -> Any:
         if len(words) == 1:

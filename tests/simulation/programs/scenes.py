@@ -26,7 +26,7 @@ def _death(seed: Seed) -> list[Step]:
     writes = [
         seed.soon(commands.write(seed, peer), 100_000) for peer in rng.choices(range(PEERS), k=rng.randrange(2, 7))
     ]
-    return [*writes, seed.soon(seed.step("kill", told=rng.choice([0, 0, 20_000, 200_000])), 20_000)]
+    return [*writes, seed.soon(seed.step("kill", received=rng.choice([0, 0, 20_000, 200_000])), 20_000)]
 
 
 def _failing_disk(seed: Seed) -> list[Step]:

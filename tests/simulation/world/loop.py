@@ -89,9 +89,9 @@ class Loop(asyncio.SelectorEventLoop):
             try:
                 result = func(*args)
             except Exception as error:  # noqa: BLE001 - passed to the caller
-                self.call_soon_threadsafe(_tell, done, None, error)
+                self.call_soon_threadsafe(_notify, done, None, error)
             else:
-                self.call_soon_threadsafe(_tell, done, result, None)
+                self.call_soon_threadsafe(_notify, done, result, None)
 
         threads.Thread(target=work, name="executor").start()
         return done
@@ -138,7 +138,7 @@ class ThreadLoop(Loop):
         return handle
 
 
-def _tell(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _notify(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.cancelled():
         return
     if error is not None:

@@ -36,12 +36,12 @@ def check(parent: str | None) -> None:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
     except OSError as error:
-        raise Unusable(told(parent, str(error))) from None
+        raise Unusable(unusable(parent, str(error))) from None
     if room.f_blocks and room.f_bavail * room.f_frsize < ROOM:  # some have no limit
-        raise Unusable(told(parent, f"{room.f_bavail * room.f_frsize >> 20} MiB are free"))
+        raise Unusable(unusable(parent, f"{room.f_bavail * room.f_frsize >> 20} MiB are free"))
 
 
-def told(parent: str | None, why: str) -> str:
+def unusable(parent: str | None, why: str) -> str:
     """Return the reason why no run can be made there, with the requirements."""
     which = parent or "the directory of temporary files, TMPDIR"
     return (

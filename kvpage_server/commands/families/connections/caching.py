@@ -171,8 +171,8 @@ def client_getredir(client: Client, args: list[Argument]) -> Reply:
 def client_trackinginfo(client: Client, args: list[Argument]) -> Reply:
     """A map: flags, redirect, prefixes."""
     mode = client.tracking
-    told: dict[str, Any] = {"flags": dict.fromkeys(_flags(mode)).keys(), "redirect": client.redirection}
-    return told | {"prefixes": sorted(mode.prefixes) if mode is not None else []}
+    received: dict[str, Any] = {"flags": dict.fromkeys(_flags(mode)).keys(), "redirect": client.redirection}
+    return received | {"prefixes": sorted(mode.prefixes) if mode is not None else []}
 
 
 def _flags(mode: Mode | None) -> list[str]:

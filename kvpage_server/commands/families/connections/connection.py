@@ -7,11 +7,11 @@ import re
 from functools import partial
 
 from kvpage_server import __version__
-from kvpage_server.commands.access.guesses import TooMany
+from kvpage_server.commands.access.login_limit import TooMany
 from kvpage_server.commands.access.users import DEFAULT
 from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import Postponed
+from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.families.server.info import REDIS_VERSION
 from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
@@ -133,7 +133,7 @@ def _authenticate(client: Client, name: bytes, password: bytes) -> None:
     _wait_for_its_turn(client)
     user = client.server.users.authenticate(name, password)
     if user is None or (client.needs_password and user.no_password):
-        client.server.guesses.note(client.address)
+        client.server.login_limit.note(client.address)
         client.server.refuse(client, "auth", b"AUTH", name)
         raise ReplyError("WRONGPASS invalid username-password pair or user is disabled.")
     client.become(user)
@@ -145,7 +145,7 @@ def _wait_for_its_turn(client: Client) -> None:
         client.waited_to_authenticate = False
         return
     try:
-        seconds = client.server.guesses.take_turn(client.address)
+        seconds = client.server.login_limit.take_turn(client.address)
     except TooMany as error:
         raise ReplyError(f"ERR {error}") from None
     if seconds:

@@ -140,7 +140,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     matches = channel_glob(plain(args[0])) if args else None
 
     def chosen(some: Sequence[bytes]) -> list[bytes]:
-        return [one for one in some if client.hears(one) and (matches is None or matches(one))]
+        return [one for one in some if client.may_subscribe(one) and (matches is None or matches(one))]
 
     return stepwise(each(channels, chosen), small=len(channels) <= STEP)
 
@@ -155,7 +155,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
 def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
     """Each channel and the number of its listeners, without patterns; 0 for channels forbidden to the user."""
     listeners = client.server.channels.by_name
-    counts = {name: len(listeners.get(name, ())) if client.hears(name) else 0 for name in plain_all(args)}
+    counts = {name: len(listeners.get(name, ())) if client.may_subscribe(name) else 0 for name in plain_all(args)}
     return [item for channel in plain_all(args) for item in (channel, counts[channel])]
 
 
@@ -167,4 +167,4 @@ def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
 )
 def pubsub_numpat(client: Client, args: list[Argument]) -> Reply:
     """The number of different patterns that the user may listen to."""
-    return sum(client.hears(pattern) for pattern in client.server.channels.by_pattern)
+    return sum(client.may_subscribe(pattern) for pattern in client.server.channels.by_pattern)

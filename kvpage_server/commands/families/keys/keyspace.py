@@ -61,7 +61,7 @@ def _is_there(client: Client, key: bytes) -> bool:
     if entry is None:
         return lists_pages(keyspace, key)
     if client.touches:
-        keyspace.protection.promise(key, entry)
+        keyspace.protection.lease_after_exists(key, entry)
     return True
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from kvpage_server.commands.arguments import I64, NOT_AN_INTEGER, SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import MANY_BYTES, Client
-from kvpage_server.commands.dispatch.disk import fetched
+from kvpage_server.commands.dispatch.checks import fetched
 from kvpage_server.commands.families.keys.value import admit, length_of, page_of, part_of, put, store, string_of
 from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.registry import command
@@ -22,7 +22,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.memory.entry import Entry, Text, is_cold
+from kvpage_server.store.memory.entry import Entry, Text, is_only_on_disk
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
 
@@ -216,7 +216,7 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     keys, tiered = plain_all(args), client.server.tiered
     found = client.server.keyspace.read_all(keys)
     # Not `cold_of(keys)`: that these were read may just have evicted one, to have room on disk for another.
-    cold = tiered is not None and tiered.any_cold and any(map(_is_cold, found))
+    cold = tiered is not None and tiered.any_on_disk and any(map(_is_cold, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
     if cold or much:
         return Stream(None, _in_parts(client, keys, whole=not much))
@@ -224,7 +224,7 @@ def mget(client: Client, args: list[Argument]) -> Reply:
 
 
 def _is_cold(entry: Entry | None) -> bool:
-    return not (entry is None or isinstance(entry, Text)) and is_cold(entry)
+    return not (entry is None or isinstance(entry, Text)) and is_only_on_disk(entry)
 
 
 def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Reply]:

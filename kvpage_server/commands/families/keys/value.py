@@ -15,9 +15,9 @@ from kvpage_server.core.pieces import Piece
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
 from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Text, is_page
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.quota_limit import PendingWrite
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: what Keyspace.set_page takes
@@ -31,8 +31,8 @@ def string_of(entry: Entry | None) -> Reply:
         return entry.blob if type(entry.unit) is Block else (entry,)
     if isinstance(entry, Text):
         return entry.data
-    if type(entry) is Cold:
-        return string_of(entry.slot)  # raises Absent now, not when the reply is sent
+    if type(entry) is OnDisk:
+        return string_of(entry.slot)  # raises NotLoaded now, not when the reply is sent
     return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
 
 

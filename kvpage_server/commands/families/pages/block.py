@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import ReadAhead
+from kvpage_server.commands.dispatch.checks import ReadAhead
 from kvpage_server.commands.families.pages.request import (
     block_missed,
     block_names,
@@ -37,11 +37,11 @@ from kvpage_server.page import (
     unix_ms,
 )
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.disk.fetching import Loans
+from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_block
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.index import Extent
+from kvpage_server.store.memory.on_disk import OnDisk
 
 _PLANE = 3  # type dtype head_dim
 
@@ -108,11 +108,11 @@ def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
     )
 
 
-def _cold_of(tiered: DiskTier, name: tuple[bytes, int]) -> list[Cold]:
+def _on_disk_of(tiered: DiskTier, name: tuple[bytes, int]) -> list[OnDisk]:
     return tiered.needs.cold_of_block(*name)
 
 
-def _read(client: Client, req_id: bytes, page: int, lent: Loans) -> Steps[Reply]:
+def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Steps[Reply]:
     block = yield from read_block(client.keyspace, client.keyspace.block(req_id, page), lent)
     if block is None:
         block_missed(client, req_id, page)
@@ -124,7 +124,7 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     block, tiered = client.keyspace.block(req_id, page), client.server.tiered
     if block is None:
         return True
-    if tiered is not None and tiered.any_cold and tiered.needs.cold_of_block(req_id, page):
+    if tiered is not None and tiered.any_on_disk and tiered.needs.cold_of_block(req_id, page):
         return False
     return block.extent is not None or block.pages <= BLOCK_PAGES_PER_STEP
 
@@ -146,7 +146,7 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     name = request_name(args[0]), page_id(args[1])
 
     def body() -> Steps[Reply]:
-        ahead = ReadAhead(client, _cold_of, [name], of_pages=False)
+        ahead = ReadAhead(client, _on_disk_of, [name], of_pages=False)
         yield from ahead.next()
         return (yield from _read(client, *name, ahead.lent))
 
@@ -174,7 +174,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
         found = yield from each(names, lambda some: [index.block(*name) for name in some])
         yield from chained(client.keyspace, [block for block in found if block])
         yield Raw(b"*%d\r\n" % len(names))
-        ahead = ReadAhead(client, _cold_of, names, of_pages=False)
+        ahead = ReadAhead(client, _on_disk_of, names, of_pages=False)
         for req_id, page in names:
             yield from ahead.next()
             yield (yield from _read(client, req_id, page, ahead.lent))

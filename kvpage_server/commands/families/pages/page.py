@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import ReadAhead, caught_up, fetched
+from kvpage_server.commands.dispatch.checks import ReadAhead, fetched, wait_for_write_behind
 from kvpage_server.commands.families.pages.request import pages_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps
@@ -25,9 +25,9 @@ from kvpage_server.page import PageError, PageHeader, unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import Entry, Page, has_bytes, header_of, is_cold, is_page
+from kvpage_server.store.memory.entry import Entry, Page, has_bytes, header_of, is_only_on_disk, is_page
 from kvpage_server.store.memory.index import Block, ExtentPage
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.reading import Found
 from kvpage_server.system.text import monotonic_ms
 
@@ -175,13 +175,13 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
                 raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
             read += len(batches[-1])
             yield ()
-        with (yield from client.keyspace.admit_pages(batches)) as promise:
+        with (yield from client.keyspace.admit_pages(batches)) as lease_after_exists:
             if client.server.tiered is not None:
                 yield from _split(client, batches)
             while batches:
                 # Some may have been stored whole meanwhile, and may have left memory.
                 yield from fetched(client, partial(_extents_of, batches[0].blocks()))
-                promise.commit()
+                lease_after_exists.commit()
                 client.keyspace.set_pages(batches.popleft())
                 yield ()
         yield OK
@@ -197,7 +197,7 @@ def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
     """
     for some in batches:
         for blocks in _whole(client, some):
-            yield from caught_up(client)
+            yield from wait_for_write_behind(client)
             hold = yield from fetched(client, partial(_extents_of, blocks))
             for block in blocks:
                 client.keyspace.split_block(*block)
@@ -258,7 +258,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
         for i, names in enumerate(batches):
             at = 0
             while at < len(names):
-                if tiered is not None and tiered.any_cold and tiered.needs.cold_of(names.keys[at:]):
+                if tiered is not None and tiered.any_on_disk and tiered.needs.cold_of(names.keys[at:]):
                     rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
                     yield from _from_disk(client, rest)
                     return
@@ -285,7 +285,7 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         yield ahead.borrowed_read_of(found.entries) or _spelt(client, found, ahead)
 
 
-def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[Cold]:
+def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[OnDisk]:
     return tiered.needs.cold_of(step.names.keys[step.first : step.stop])
 
 
@@ -298,7 +298,7 @@ def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tupl
     for entry in found.entries:
         if not is_page(entry):
             pieces.append(absent)
-        elif is_cold(entry):
+        elif is_only_on_disk(entry):
             loan = ahead.borrowed_read_of([entry]) if ahead is not None else None
             pieces += loan or (encode_page_body(entry) if has_bytes(entry) else (absent,))
         else:
@@ -368,16 +368,16 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
     (header, checksum), guard, now = _header(page), keyspace.leases.of(block), unix_ms()
-    return told_of(header) | {
+    return header_fields(header) | {
         "checksum": checksum,
         "ttl_left_ms": page.expires - now if page.expires else -1,
         "lease_left_ms": max(guard.until - monotonic_ms(), 0),
         "pinned": int(guard.pinned),
-        "tier": "disk" if is_cold(page) else "memory",
+        "tier": "disk" if is_only_on_disk(page) else "memory",
     }
 
 
-def told_of(header: PageHeader) -> dict[str, Reply]:
+def header_fields(header: PageHeader) -> dict[str, Reply]:
     """The part of KVPAGESTAT's reply that is in the header."""
     return {
         "dtype": int(header.dtype),

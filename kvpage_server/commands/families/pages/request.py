@@ -15,7 +15,7 @@ import xxhash
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import fetched
+from kvpage_server.commands.dispatch.checks import fetched
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps
 from kvpage_server.commands.table import WORDS_PER_STEP, Parts, blocks_of_request, nothing, requests

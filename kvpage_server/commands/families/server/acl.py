@@ -105,7 +105,7 @@ def acl_setuser(client: Client, args: list[Argument]) -> Reply:
             user = client.server.users.set(name, changes)
         except RuleError as error:
             raise ReplyError(f"ERR {error}") from None
-        yield from _settle(client, {user.name})
+        yield from _apply_changed_rights(client, {user.name})
         return OK
 
     return stepwise(steps(), small=sum(map(len, rules)) <= _SHORT and _is_quiet(client))
@@ -115,7 +115,7 @@ def _is_quiet(client: Client) -> bool:
     return len(client.server.clients) <= STEP
 
 
-def _settle(client: Client, changed: Collection[bytes]) -> Steps[None]:
+def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[None]:
     """Apply changed rights to each connection of these users; then close subscribers of forbidden channels and
     connections of deleted users.
     """
@@ -140,7 +140,7 @@ def _listens_too_much(client: Client) -> bool:
     """Whether it listens to a channel that its user may not use."""
     if client in client.server.monitors and not client.sees_all:
         return True
-    return not (client.user and all(map(client.hears, [*client.channels, *client.patterns])))
+    return not (client.user and all(map(client.may_subscribe, [*client.channels, *client.patterns])))
 
 
 @_admin(
@@ -157,7 +157,7 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
     removed = [name for name in names if client.server.users.by_name.pop(name, None) is not None]
 
     def steps() -> Steps[Reply]:
-        yield from _settle(client, set(removed))
+        yield from _apply_changed_rights(client, set(removed))
         return len(removed)
 
     return stepwise(steps(), small=_is_quiet(client))
@@ -275,7 +275,7 @@ def acl_load(client: Client, args: list[Argument]) -> Reply:
         except OSError as error:
             raise ReplyError(f"ERR The ACL file cannot be read: {error.strerror}") from None
         users.warn_of_absent()
-        yield from _settle(client, before)
+        yield from _apply_changed_rights(client, before)
         return OK
 
     return stepwise(steps(), small=False)

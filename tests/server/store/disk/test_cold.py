@@ -20,7 +20,7 @@ from wire import Wire, parse, spell
 
 from kvpage_server.core import NewPages
 from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.pins import Holds
+from kvpage_server.store.disk.pins import HeldUnits
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
 
@@ -282,7 +282,7 @@ def test_a_client_that_leaves_during_a_load_leaves_nothing(tmp_path: Path) -> No
 
 
 def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    holds, ended = Holds(), []
+    holds, ended = HeldUnits(), []
     holds.on_end = lambda: ended.append(holds.bytes)
     first, second = holds.begin([b"a", b"b"]), holds.begin([b"b"])
     holds.grow(first, 10, stays=True)

@@ -14,7 +14,7 @@ import pytest
 
 from kvpage_server.page import DType, PageKey, encode_page
 from kvpage_server.store.disk.database import FILE, Disk
-from kvpage_server.store.disk.encoding import Clear, Delete, Quarantine, Retime, Write
+from kvpage_server.store.disk.encoding import Clear, Delete, Quarantine, SetExpiry, Write
 from kvpage_server.store.disk.lmdb_file import FORMAT, DiskError, DiskFull
 from kvpage_server.store.records import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
 
@@ -92,7 +92,7 @@ def test_overwritten_and_deleted_values_free_their_space(disk: Disk) -> None:
 
 def test_a_value_can_get_another_expiry_and_keeps_its_body(disk: Disk) -> None:
     disk.write([Write(b"kx", b"m", body(5000), expires=5)])
-    disk.write([Retime(b"kx", 77), Retime(b"knone", 77)])
+    disk.write([SetExpiry(b"kx", 77), SetExpiry(b"knone", 77)])
     [(_, record)] = disk.records()
     assert isinstance(record, Record)
     assert (record.expires, record.meta) == (77, b"m")
@@ -115,7 +115,9 @@ def test_pages_of_a_block_share_records_and_are_separate_values(disk: Disk) -> N
     first = [page(head, expires=head) for head in range(320)]
     disk.write(first)
     assert len(disk) == 3
-    disk.write([page(5, 100, version=1), Delete(first[6].name), Retime(first[7].name, 77), Quarantine(first[8].name)])
+    disk.write(
+        [page(5, 100, version=1), Delete(first[6].name), SetExpiry(first[7].name, 77), Quarantine(first[8].name)]
+    )
     for head in range(9, 12):
         disk.write([page(head, 0)])
     found = {record.name: record for _, record in disk.records() if isinstance(record, Record)}
@@ -206,8 +208,8 @@ def test_the_space_that_values_take_is_known_nearly(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     names = [b"k%d" % i for i in range(100)]
     disk.write(Write(name, b"", body(size)) for name in names for size in (40_000,))
-    promised = sum(footprint(name, 40_000) for name in names)
-    assert 0.8 < promised / disk.size < 1.2
+    reserved = sum(footprint(name, 40_000) for name in names)
+    assert 0.8 < reserved / disk.size < 1.2
     disk.close()
 
 

@@ -78,9 +78,9 @@ def test_always_is_durable_on_a_full_disk_and_refuses_the_rest(disk: Path, polic
                 "MISCONF Errors writing to disk",
                 "MISCONF Errors writing to disk, and appendfsync is always",
             }
-            told = client.info("persistence")
-            assert (told["rdb_last_bgsave_status"], told["aof_last_write_status"]) == ("err", "err")
-            assert told["rdb_changes_since_last_save"] > 0
+            received = client.info("persistence")
+            assert (received["rdb_last_bgsave_status"], received["aof_last_write_status"]) == ("err", "err")
+            assert received["rdb_changes_since_last_save"] > 0
             with pytest.raises(redis.ResponseError, match=r"No space left on device \(\d+ changes are in memory alone"):
                 client.execute_command("SAVE")
             assert all(client.get(f"key:{i}") == body(SIZE, i) for i in done + more)
@@ -235,9 +235,9 @@ def test_a_stop_without_promises_reports_unwritten_values(tmp_path: Path) -> Non
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(STOP_WITHIN) == 1
         server.process.returncode = -signal.SIGKILL
-    told = re.search(r"(\d+) values that were to be written are not on disk", server.log)
-    assert told
-    assert int(told[1]) >= 3
+    received = re.search(r"(\d+) values that were to be written are not on disk", server.log)
+    assert received
+    assert int(received[1]) >= 3
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")

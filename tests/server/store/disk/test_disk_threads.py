@@ -299,9 +299,9 @@ async def test_a_failed_read_on_a_full_disk_is_an_error_each_time(
     monkeypatch.setattr("shutil.disk_usage", lambda path: refusing)
     monkeypatch.setattr(disk, "_env", refusing)
     for _ in range(2 * THREADS):
-        told: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-        reader.fetch([(b"kname", memoryview(bytearray(4)))], told.set_result)
-        (outcome,) = await asyncio.wait_for(told, PATIENCE)
+        received: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+        reader.fetch([(b"kname", memoryview(bytearray(4)))], received.set_result)
+        (outcome,) = await asyncio.wait_for(received, PATIENCE)
         assert isinstance(outcome, DiskError)
     monkeypatch.undo()
     await reader.close()

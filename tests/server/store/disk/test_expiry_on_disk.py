@@ -108,7 +108,7 @@ async def test_all_pages_of_a_block_expire_during_a_tidy_up(tmp_path: Path, stal
     assert keyspace.tier is not None
     keyspace.tier.load()
     keyspace.tier.connect(mode="always", limit=64 * MB, scrub_rate=MB, moved=lambda: None)
-    assert keyspace.index.resting == 60
+    assert keyspace.index.unloaded_pages == 60
     for more in range(stale):  # of which one counts
         keyspace.set_expiry(SHORT, LATER + 100_000 + more)
     while keyspace.sweep(LATER + 2000, 100) == 100:

@@ -77,8 +77,8 @@ def test_a_look_is_answered_and_leaves_everything_on_disk(looker: redis.Redis, w
 
 def test_a_page_of_a_block_on_disk_is_described_without_a_load(looker: redis.Redis) -> None:
     before = disk_info(looker)["disk_fetched"]
-    told = looker.execute_command("KVPAGESTAT", "whole", 0, 1, 0, 0)
-    assert (told[b"tier"], told[b"bytes"], told[b"checksum"]) == (b"disk", BLOCK // 4, None)
+    received = looker.execute_command("KVPAGESTAT", "whole", 0, 1, 0, 0)
+    assert (received[b"tier"], received[b"bytes"], received[b"checksum"]) == (b"disk", BLOCK // 4, None)
     assert looker.execute_command("KVPAGESTAT", "single", 0, 1, 0, 0)[b"checksum"]
     assert disk_info(looker)["disk_fetched"] == before
 

@@ -11,10 +11,10 @@ import redis
 from servers import start_server
 from wire import Wire, parse, spell
 
-from kvpage_server.store.disk.borrowed_reads import ENDED_PER_STEP, LONGEST, MOST, Mapped, MappedLoans
+from kvpage_server.store.disk.borrowed_reads import ENDED_PER_STEP, LONGEST, MOST, Mapped, MappedReads
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Write
-from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import name_of_block
 
 SHAPE = (2, 2, 64, 0, 1, 0, 1, 1024)  # layers heads page_size ttl P, then the plane: 512 KiB of float16
@@ -29,14 +29,14 @@ def store(disk: Disk, version: int, count: int = 8) -> None:
     disk.write(Write(name_of_block(b"b", seed), b"", body(seed, version)) for seed in range(count))
 
 
-def lend(disk: Disk, seed: int) -> tuple[Cold, Mapped]:
-    value = Cold(name_of_block(b"b", seed), BLOCK)
+def lend(disk: Disk, seed: int) -> tuple[OnDisk, Mapped]:
+    value = OnDisk(name_of_block(b"b", seed), BLOCK)
     reading, (views,) = disk.find([(value.name, BLOCK)])
     assert isinstance(views, list)
     return value, Mapped(reading, {value: views})
 
 
-def spelt(value: Cold, loan: Mapped) -> bytes:
+def spelt(value: OnDisk, loan: Mapped) -> bytes:
     pieces = loan.pieces([value])
     assert pieces is not None
     return b"".join(piece if isinstance(piece, bytes) else piece.view for piece in pieces)
@@ -55,7 +55,7 @@ def test_a_borrowed_value_is_unchanged_by_an_overwrite(tmp_path: Path) -> None:
 
 def test_the_file_grows_only_during_borrowed_reads(tmp_path: Path) -> None:
     moved: list[None] = []
-    disk, loans = Disk(tmp_path), MappedLoans(lambda: moved.append(None))
+    disk, loans = Disk(tmp_path), MappedReads(lambda: moved.append(None))
     for version in range(3):
         store(disk, version)
     value, loan = lend(disk, 3)
@@ -65,7 +65,7 @@ def test_the_file_grows_only_during_borrowed_reads(tmp_path: Path) -> None:
         store(disk, version)
     assert disk.size > held + 2 * 8 * BLOCK
 
-    loans.call_in()
+    loans.copy_to_memory()
     assert moved
     called_in = disk.size
     for version in range(6, 12):
@@ -77,16 +77,16 @@ def test_the_file_grows_only_during_borrowed_reads(tmp_path: Path) -> None:
 
 def test_old_and_surplus_borrowed_reads_are_ended(tmp_path: Path) -> None:
     moved: list[None] = []
-    disk, loans = Disk(tmp_path), MappedLoans(lambda: moved.append(None))
+    disk, loans = Disk(tmp_path), MappedReads(lambda: moved.append(None))
     store(disk, 0)
     ended, (_, old) = lend(disk, 0)[1], lend(disk, 1)
     loans.add(ended)
     loans.add(old)
     del ended
-    loans.call_in_old()
+    loans.copy_old_to_memory()
     assert not moved
     old.since -= 2 * LONGEST
-    loans.call_in_old()
+    loans.copy_old_to_memory()
     assert len(moved) == 1
     many = [Mapped(None, {}) for _ in range(MOST)]
     for loan in many:
@@ -95,7 +95,7 @@ def test_old_and_surplus_borrowed_reads_are_ended(tmp_path: Path) -> None:
     for loan in many[: ENDED_PER_STEP + 1]:
         loan.since -= 2 * LONGEST
     for _ in range(3):
-        loans.call_in_old()
+        loans.copy_old_to_memory()
     assert len(moved) == 3
     for loan in many[: ENDED_PER_STEP + 1]:
         loans.add(loan)

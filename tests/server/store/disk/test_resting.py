@@ -43,7 +43,7 @@ async def opened(directory: Path) -> AsyncIterator[Keyspace]:
 
 
 @asynccontextmanager
-async def resting(directory: Path, expiries: list[int]) -> AsyncIterator[Keyspace]:
+async def unloaded_pages(directory: Path, expiries: list[int]) -> AsyncIterator[Keyspace]:
     """A block that rests, with a page for each of these expiries, 0 for none."""
     async with opened(directory) as keyspace:
         for number, expires in enumerate(expiries):
@@ -52,7 +52,7 @@ async def resting(directory: Path, expiries: list[int]) -> AsyncIterator[Keyspac
             if expires:
                 keyspace.set_expiry(key_of(number), expires)
     async with opened(directory) as keyspace:
-        assert keyspace.index.resting == len(expiries)
+        assert keyspace.index.unloaded_pages == len(expiries)
         yield keyspace
 
 
@@ -72,12 +72,12 @@ async def test_pages_of_a_block_on_disk_are_listed_unless_overdue(
     expiries = [(0, START + HOUR, START + 2 * HOUR, START + 3 * HOUR)[number % 4] for number in range(90)]
     now = START + later
     living = [key_of(number) for number, expires in enumerate(expiries) if not expires or expires > now]
-    async with resting(tmp_path, expiries) as keyspace:
+    async with unloaded_pages(tmp_path, expiries) as keyspace:
         monkeypatch.setattr(reading, "unix_ms", lambda: now)
         assert sorted(keyspace.listing.keys()) == sorted(scanned(keyspace)) == sorted(living)
-        assert len(keyspace.listing.names()) == keyspace.index.resting == 90
+        assert len(keyspace.listing.names()) == keyspace.index.unloaded_pages == 90
         keyspace.index.block(b"r", 7)  # this wakes it: the scan that has begun knows it by its name still
-        assert keyspace.index.resting == 0
+        assert keyspace.index.unloaded_pages == 0
         assert sorted(keyspace.listing.keys()) == sorted(scanned(keyspace)) == sorted(living)
 
 
@@ -93,7 +93,7 @@ async def test_a_listing_of_a_block_on_disk_reads_each_row_once(
                 rows += threading.get_ident() == thread  # the disk's own thread verifies rows meanwhile
                 yield row
 
-    async with resting(tmp_path, [START + HOUR] * 500) as keyspace:
+    async with unloaded_pages(tmp_path, [START + HOUR] * 500) as keyspace:
         monkeypatch.setattr(records, "_ROW", Counted(records._ROW.format))
         asked: list[Iterable[bytes]] = [keyspace.listing.keys(), scanned(keyspace), keyspace.listing.names()]
         assert [len(list(keys)) for keys in asked] == [500] * 3

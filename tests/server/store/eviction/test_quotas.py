@@ -128,13 +128,13 @@ class Quotas(RuleBasedStateMachine):
 
     def write(self, *words: Any) -> None:
         before = self.here.keyspace.listing.keys()
-        told = self.here.call(*words)
-        if told.startswith(b"-"):
-            assert told.startswith(b"-OOM command not allowed when the quota of '")
+        received = self.here.call(*words)
+        if received.startswith(b"-"):
+            assert received.startswith(b"-OOM command not allowed when the quota of '")
             if self.keys.evictor.policy == "noeviction":
                 assert self.here.keyspace.listing.keys() == before
         else:
-            assert told in (b"+OK\r\n", b":1\r\n")
+            assert received in (b"+OK\r\n", b":1\r\n")
 
     @rule(
         req=st.sampled_from("abcd"),
@@ -343,9 +343,9 @@ def test_without_evictable_units_a_quota_refuses_a_write(client: redis.Redis, po
     with client.pipeline() as pipe:
         pipe.execute_command(*writes[1])
         pipe.set("kv:tenantB.note", "x")
-        told = pipe.execute(raise_on_error=False)
-    assert isinstance(told[0], redis.OutOfMemoryError)
-    assert told[1]
+        received = pipe.execute(raise_on_error=False)
+    assert isinstance(received[0], redis.OutOfMemoryError)
+    assert received[1]
     set_block(client, "tenantA.x", 1)  # in place of another of its size
     assert client.decr("n:1") == 8
     client.execute_command("KVPAGEDEL", "tenantA.x", 1)
@@ -577,6 +577,6 @@ def test_a_bad_quota_is_refused_with_the_line_and_the_reason(
     assert str(refused.value) == f"{file}, line 2: quota {complaint}"
     value = line.removeprefix("quota").strip()
     if '"' not in value and value:
-        with pytest.raises(redis.ResponseError) as told:
+        with pytest.raises(redis.ResponseError) as received:
             client.execute_command("CONFIG", "SET", "quota", value)
-        assert str(told.value).endswith(complaint)
+        assert str(received.value).endswith(complaint)

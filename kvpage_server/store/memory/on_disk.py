@@ -5,14 +5,14 @@ from __future__ import annotations
 from kvpage_server.core import Part, Slot
 
 
-class Absent(Exception):
+class NotLoaded(Exception):
     """Error in the server: a command uses the bytes of a value that is on disk only. Its `needs` should load it."""
 
     def __init__(self, name: bytes) -> None:
         super().__init__(f"{name!r} lies on disk")
 
 
-class Cold:
+class OnDisk:
     """Placeholder of the slot of a page, a long string, or a block's body that is on disk only.
 
     `name` is the value's name on disk, `size` the bytes of its body. `header` is a page's 64-byte header, empty for
@@ -42,9 +42,9 @@ class Cold:
 
     @property
     def slot(self) -> Slot:
-        """The slot of `shown`. This and all properties and methods below raise Absent without it."""
+        """The slot of `shown`. This and all properties and methods below raise NotLoaded without it."""
         if self.shown is None:
-            raise Absent(self.name)
+            raise NotLoaded(self.name)
         return self.shown
 
     @property

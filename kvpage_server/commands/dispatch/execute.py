@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvpage_server.commands.context import MOST_QUEUED, Client, too_much_queued
-from kvpage_server.commands.dispatch.disk import (
+from kvpage_server.commands.dispatch.checks import (
     Postponed,
     admit,
     check_rights,
     end_caching,
-    have_room,
+    free_memory,
     prepare,
     queues,
     refused,
@@ -128,7 +128,7 @@ def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
     while True:
         try:
             if spec.stores:
-                have_room(client)
+                free_memory(client)
             if client.server.tiered is not None:
                 prepare(client, client.server.tiered, spec, words)
             return hold
@@ -207,7 +207,7 @@ def execute(client: Client, words: Command) -> Reply:
             admit(client, spec)
             stores = takes_memory(client, spec)
         if stores and server.keyspace.memory.is_full:
-            have_room(client)
+            free_memory(client)
         if client.transaction is not None and queues(client, spec):
             return client.transaction.queue(spec, words)
         if server.tiered is not None:

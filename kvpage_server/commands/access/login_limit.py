@@ -47,7 +47,7 @@ class _Failures:
         return self.left(now) > FREE_FAILURES - 1
 
 
-class Guesses:
+class LoginLimiter:
     """Failed AUTHs by address."""
 
     def __init__(self) -> None:

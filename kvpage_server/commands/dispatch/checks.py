@@ -23,14 +23,14 @@ from kvpage_server.commands.table import Spec, meant, named
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Reply, ReplyError, Wait, bare
-from kvpage_server.store.disk.fetching import Loans
-from kvpage_server.store.disk.naming import unit_of_cold
+from kvpage_server.store.disk.fetching import BorrowedReads
+from kvpage_server.store.disk.naming import unit_on_disk
 from kvpage_server.store.disk.pins import Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.keyspace import OutOfMemory
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry
+from kvpage_server.store.memory.on_disk import OnDisk
 
 T = TypeVar("T")
 
@@ -55,18 +55,18 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         return
     if spec.stores or spec.writes_keys:
         _have_disk(tiered, (spec,))
-    if tiered.any_cold and spec.waits:
+    if tiered.any_on_disk and spec.waits:
         needed = spec.needs(tiered, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
     if spec.writes:
         _require_durable_state(client, tiered)
 
 
-def is_at_hand(client: Client, tiered: DiskTier, spec: Spec) -> bool:
+def runs_without_disk_wait(client: Client, tiered: DiskTier, spec: Spec) -> bool:
     """Return whether a command, not EXEC, needs nothing of the disk: then it may run, as after `prepare`."""
     if (spec.stores or spec.writes_keys) and (tiered.behind.failing or tiered.behind.full):
         return False
-    if tiered.any_cold and spec.waits:
+    if tiered.any_on_disk and spec.waits:
         return False
     if spec.writes:
         _require_durable_state(client, tiered)
@@ -90,7 +90,7 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
     if transaction is None or transaction.refused or client.watched_changed:
         return
     _have_disk(tiered, [spec for spec, _ in transaction.commands])
-    if tiered.any_cold:
+    if tiered.any_on_disk:
         needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
         _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
     if any(spec.writes for spec, _ in transaction.commands):
@@ -112,13 +112,13 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
 def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
     """Check that the needed values are in memory, to stay there, or only to be read if the client `touches` nothing."""
     bodies = dict.fromkeys(needed)
-    if cold := _cold_of(tiered, bodies, touches=touches):
-        raise Postponed(*_bring(client, tiered, bodies, cold, touches=touches))
+    if cold := _on_disk_of(tiered, bodies, touches=touches):
+        raise Postponed(*_start_loading(client, tiered, bodies, cold, touches=touches))
 
 
-def _cold_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> list[Cold]:
+def _on_disk_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> list[OnDisk]:
     """Return the values to load. Raises ReplyError when it was just tried, and the disk could not be read."""
-    cold = [body for _, body in needed if type(body) is Cold and (touches or body.shown is None)]
+    cold = [body for _, body in needed if type(body) is OnDisk and (touches or body.shown is None)]
     if cold and (failing := [value for value in cold if _failed(tiered, value)]):
         why = failing[0].failing
         for value in failing:
@@ -127,12 +127,12 @@ def _cold_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> li
     return cold
 
 
-def _failed(tiered: DiskTier, value: Cold) -> bool:
+def _failed(tiered: DiskTier, value: OnDisk) -> bool:
     """Return whether somebody who still holds it has tried to read it, and the disk could not be read.
 
     The client whose load failed may have disconnected. The load is tried again, because the disk may work now.
     """
-    return bool(value.failing) and unit_of_cold(value) in tiered.fetching.holds
+    return bool(value.failing) and unit_on_disk(value) in tiered.fetching.holds
 
 
 def wait_for_memory(tiered: DiskTier) -> None:
@@ -142,20 +142,20 @@ def wait_for_memory(tiered: DiskTier) -> None:
         raise Postponed(Wait(behind.when_not_full))
 
 
-def caught_up(client: Client) -> Iterator[Reply]:
+def wait_for_write_behind(client: Client) -> Iterator[Reply]:
     """Steps of a reply until the disk has room for more that waits to be written. A transaction does not wait."""
     tiered = client.server.tiered
     if tiered is not None and tiered.behind.full:
         yield Wait(tiered.behind.when_not_full, now=_nothing)
 
 
-def _bring(
-    client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[Cold], *, touches: bool
+def _start_loading(
+    client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[OnDisk], *, touches: bool
 ) -> tuple[Wait, Hold]:
     """Load and hold the needed values; return the wait and the hold. Raises ReplyError if memory is full."""
     most = client.server.config.client_memory
     try:
-        hold, start = tiered.fetching.bring(needed, cold, most, touches=touches)
+        hold, start = tiered.fetching.load_and_hold(needed, cold, most, touches=touches)
     except TooMuch as error:
         raise ReplyError(
             f"OOM {error.size} bytes would have to be in memory at once, maxmemory-clients allows {most}: "
@@ -174,12 +174,12 @@ def fetched(
     It is held as long as the result is kept, or until the next step.
     """
     tiered, hold = client.server.tiered, None
-    while tiered is not None and tiered.any_cold:
+    while tiered is not None and tiered.any_on_disk:
         needed = dict.fromkeys(find(tiered))
-        cold = _cold_of(tiered, needed, touches=touches)
+        cold = _on_disk_of(tiered, needed, touches=touches)
         if not cold:
             break
-        wait, hold = _bring(client, tiered, needed, cold, touches=touches)
+        wait, hold = _start_loading(client, tiered, needed, cold, touches=touches)
         yield wait
     return hold
 
@@ -192,18 +192,18 @@ class ReadAhead(Generic[T]):
     """
 
     def __init__(
-        self, client: Client, find: Callable[[DiskTier, T], Sequence[Cold]], steps: Sequence[T], *, of_pages: bool
+        self, client: Client, find: Callable[[DiskTier, T], Sequence[OnDisk]], steps: Sequence[T], *, of_pages: bool
     ) -> None:
-        self.lent: Loans = {}  # to the current step and those after it
+        self.lent: BorrowedReads = {}  # to the current step and those after it
         self._tiered = client.server.tiered
         self._touches = client.touches
         self._find = find
         self._of_pages = of_pages
         self._steps = steps
         self._at = 0  # the current step
-        self._fetched: deque[list[Cold]] = deque()  # for it, and for those after it
+        self._fetched: deque[list[OnDisk]] = deque()  # for it, and for those after it
         self._sizes: deque[int] = deque()  # of these, in bytes
-        self._sent: list[Cold] = []  # the values that were loaded for the step before
+        self._sent: list[OnDisk] = []  # the values that were loaded for the step before
         self._holds: list[Hold] = []  # the holds of the current step's values
 
     def next(self) -> Iterator[Reply]:
@@ -213,13 +213,13 @@ class ReadAhead(Generic[T]):
         for value in self._sent:
             self.lent.pop(value, None)
         tiered, here = self._tiered, self._steps[self._at]
-        if tiered is not None and tiered.any_cold:
+        if tiered is not None and tiered.any_on_disk:
             self._look_ahead(tiered)
             self._sent = self._fetched[0]
             self._holds = []
             while lacking := [value for value in self._lacking(tiered, here) if not _failed(tiered, value)]:
                 self._sent += lacking
-                lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_of_cold, lacking))
+                lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_on_disk, lacking))
                 self._holds.append(hold)
                 if lent is None and not self._touches:
                     tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)), stays=False)
@@ -232,10 +232,10 @@ class ReadAhead(Generic[T]):
 
     def borrowed_read_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
         """Return the pieces of a step that was lent as a whole, ready to be sent."""
-        loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
+        loan = self.lent.get(entries[0]) if type(entries[0]) is OnDisk else None
         return None if loan is None else loan.pieces(entries)
 
-    def _lacking(self, tiered: DiskTier, step: T) -> list[Cold]:
+    def _lacking(self, tiered: DiskTier, step: T) -> list[OnDisk]:
         found = filterfalse(self.lent.__contains__, self._find(tiered, step))
         return [value for value in found if self._touches or value.shown is None]
 
@@ -246,24 +246,24 @@ class ReadAhead(Generic[T]):
             return
         if not sizes:
             self._fetch(tiered, self._look_at_one_more(tiered))
-        others: dict[Cold, None] = {}
+        others: dict[OnDisk, None] = {}
         while len(sizes) < min(_MOST_STEPS, len(self._steps) - self._at) and sum(sizes) < _MOST_AHEAD:
             others.update(dict.fromkeys(self._look_at_one_more(tiered)))
         self._fetch(tiered, list(others))
 
-    def _look_at_one_more(self, tiered: DiskTier) -> list[Cold]:
+    def _look_at_one_more(self, tiered: DiskTier) -> list[OnDisk]:
         """Return the values to load for the next step that has not been examined."""
         values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))
         return values
 
-    def _fetch(self, tiered: DiskTier, values: list[Cold]) -> None:
+    def _fetch(self, tiered: DiskTier, values: list[OnDisk]) -> None:
         lent = self._lent_for(values)
         if lent is not None or self._touches:  # a value that is only shown lasts as long as the hold of its step
             tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
 
-    def _lent_for(self, values: Sequence[Cold]) -> Loans | None:
+    def _lent_for(self, values: Sequence[OnDisk]) -> BorrowedReads | None:
         pages = {*map(bool, map(_HEADER, values))}
         return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
 
@@ -342,7 +342,7 @@ def takes_memory(client: Client, spec: Spec) -> bool:
     return not spec.unqueued
 
 
-def have_room(client: Client) -> None:
+def free_memory(client: Client) -> None:
     """Make space in memory for the values of a command, or of a transaction. Raises ReplyError, Postponed.
 
     Room is made before a command runs, so that nothing is evicted in the middle of a command or transaction. If a lot

@@ -11,8 +11,8 @@ import pytest
 from servers import RunningServer, start_server
 from waiting import until
 
-from kvpage_server.commands.access import guesses
-from kvpage_server.commands.access.guesses import FREE_FAILURES, Guesses, TooMany
+from kvpage_server.commands.access import login_limit
+from kvpage_server.commands.access.login_limit import FREE_FAILURES, LoginLimiter, TooMany
 
 
 class Clock:
@@ -28,17 +28,17 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(guesses, "time", clock)
+    monkeypatch.setattr(login_limit, "time", clock)
     return clock
 
 
-def fail(known: Guesses, address: str, times: int = FREE_FAILURES) -> None:
+def fail(known: LoginLimiter, address: str, times: int = FREE_FAILURES) -> None:
     for _ in range(times):
         known.note(address)
 
 
 def test_ten_failures_are_free_and_then_tries_are_a_second_apart(clock: Clock) -> None:
-    known = Guesses()
+    known = LoginLimiter()
     fail(known, "10.0.0.1:1", FREE_FAILURES - 1)
     assert known.take_turn("10.0.0.1:2") == 0
     known.note("10.0.0.1:2")
@@ -49,7 +49,7 @@ def test_ten_failures_are_free_and_then_tries_are_a_second_apart(clock: Clock) -
 
 
 def test_too_long_a_wait_is_refused(clock: Clock) -> None:
-    known = Guesses()
+    known = LoginLimiter()
     fail(known, "10.0.0.1:1")
     waits = [known.take_turn("10.0.0.1:1") for _ in range(10)]
     assert max(waits) == 10
@@ -58,7 +58,7 @@ def test_too_long_a_wait_is_refused(clock: Clock) -> None:
 
 
 def test_failures_are_forgiven_one_every_six_seconds(clock: Clock) -> None:
-    known = Guesses()
+    known = LoginLimiter()
     fail(known, "10.0.0.1:1", FREE_FAILURES + 2)
     clock.now += 2 * 6
     assert known.take_turn("10.0.0.1:1") == 0  # a turn that is due
@@ -68,7 +68,7 @@ def test_failures_are_forgiven_one_every_six_seconds(clock: Clock) -> None:
 
 
 def test_an_ipv6_network_counts_as_one_address(clock: Clock) -> None:
-    known = Guesses()
+    known = LoginLimiter()
     for host in range(FREE_FAILURES):
         known.note(f"[2001:db8::{host:x}]:70")
     assert known.take_turn("[2001:db8::ffff]:80") == 1
@@ -77,8 +77,8 @@ def test_an_ipv6_network_counts_as_one_address(clock: Clock) -> None:
 
 
 def test_memory_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guesses, "_MOST_ADDRESSES", 100)
-    known = Guesses()
+    monkeypatch.setattr(login_limit, "_MOST_ADDRESSES", 100)
+    known = LoginLimiter()
     fail(known, "10.0.0.1:1")
     for host in range(99):
         known.note(f"10.1.0.{host}:1")
@@ -125,14 +125,14 @@ def test_others_are_answered_while_a_guesser_waits(locked: RunningServer) -> Non
     with locked.client(password="right") as known, locked.connect() as guesser:
         known.ping()
         guesser.sendall(b"AUTH wrong\r\n" * (FREE_FAILURES + 3))
-        told = b""
-        while told.count(b"WRONGPASS") < FREE_FAILURES:
-            told += guesser.recv(10_000)
+        received = b""
+        while received.count(b"WRONGPASS") < FREE_FAILURES:
+            received += guesser.recv(10_000)
         assert known.set("k", "v")
         guesser.settimeout(0.1)
         with suppress(TimeoutError):
-            told += guesser.recv(10_000)
-        assert told.count(b"WRONGPASS") < FREE_FAILURES + 3, "it waits for a second, and for another, and another"
+            received += guesser.recv(10_000)
+        assert received.count(b"WRONGPASS") < FREE_FAILURES + 3, "it waits for a second, and for another, and another"
 
 
 def test_a_transaction_is_no_way_round(locked: RunningServer) -> None:
