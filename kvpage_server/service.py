@@ -167,6 +167,7 @@ async def _again(work: Callable[[], Awaitable[None]]) -> None:
 
 async def _sweep(server: Server) -> None:
     while True:
+        server.peak_memory = max(server.peak_memory, server.keyspace.memory.used)
         swept = server.keyspace.sweep(unix_ms(), SWEEP_MOST, expires=not server.is_paused)
         await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
 

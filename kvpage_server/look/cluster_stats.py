@@ -62,9 +62,10 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
         def changed() -> bool:
             """Return whether other masters serve slots now, according to the first master that answers."""
             received = as_one.of_each(b"CLUSTER", b"SLOTS").items()
-            server, answer = next(
-                (server, answer) for server, answer in received if not isinstance(answer, Unavailable)
-            )
+            answers = [(server, answer) for server, answer in received if not isinstance(answer, redis.ResponseError)]
+            if not answers:
+                return False
+            server, answer = answers[0]
             return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
 
         args.home, args.unreachable, args.changed = home, lambda: as_one.unreachable, changed

@@ -510,12 +510,14 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> 
     if block is None or found is None or found.shape is None:
         keyspace.counters.misses += 1
         return None
-    keyspace.use_block(block)
     if block.extent is not None:
         slot = block.extent.slot
-        if isinstance(slot, OnDisk):
-            return lent[slot].pieces([slot]) if slot in lent else None
-        return (slot,)
+        if isinstance(slot, OnDisk) and slot not in lent:
+            keyspace.counters.misses += 1
+            return None
+        keyspace.use_block(block)
+        return lent[slot].pieces([slot]) if isinstance(slot, OnDisk) else (slot,)
+    keyspace.use_block(block)
     pieces: list[Piece] = [frame(found.shape.nbytes)]
     for some in in_parts(found.pages):
         if not all(map(has_bytes, some)):

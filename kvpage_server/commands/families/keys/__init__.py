@@ -2,4 +2,4 @@
 
 from kvpage_server.commands.families.keys import expire, inspection, keyspace, set, string
 
-__all__ = ["counter", "expire", "inspection", "keyspace", "lost", "set", "string"]
+__all__ = ["expire", "inspection", "keyspace", "set", "string"]

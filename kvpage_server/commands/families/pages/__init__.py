@@ -2,4 +2,4 @@
 
 from kvpage_server.commands.families.pages import block, lease, page, request, why
 
-__all__ = ["block", "lease", "page", "page_query", "request", "why"]
+__all__ = ["block", "lease", "page", "request", "why"]

@@ -2,4 +2,4 @@
 
 from kvpage_server.commands.families.server import acl, command, config, diagnose, server
 
-__all__ = ["acl", "cluster", "command", "config", "diagnose", "save", "server"]
+__all__ = ["acl", "command", "config", "diagnose", "server"]
