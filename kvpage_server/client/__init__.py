@@ -1,4 +1,4 @@
-"""Pages to and from a server without a copy, on redis-py: its URLs, pools, TLS, ACL and retries."""
+"""Client that sends and receives pages without a copy. It uses the URLs, pools, TLS, ACL and retries of redis-py."""
 
 from kvpage_server.client.aio import AsyncPageClient
 from kvpage_server.client.cluster.store import names_several

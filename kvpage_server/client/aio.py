@@ -1,7 +1,7 @@
 """AsyncPageClient: PageClient for an event loop, asyncio's or uvloop's.
 
-It has the same conversations on the same connections as PageClient, but the loop waits for the sockets. Only connecting
-is done in a thread, since redis-py's connections block while they connect.
+It has the same conversations on the same connections as PageClient, but the loop waits for the sockets. Only connects
+run on a thread, since redis-py's connections block while they connect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Reques
 from kvpage_server.page import BlockShape, PageKey
 from kvpage_server.tracing import span
 
-# -- Drives conversations with an event loop, which waits for their sockets --------------------------------------------
+# -- Conversations on an event loop ------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -38,8 +38,8 @@ T = TypeVar("T")
 async def converse(
     connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf, node: Hashable = None
 ) -> T:
-    """Return the server's answer. If it is a `node` of several, DeadlineExceeded is raised after `silence` seconds
-    without a byte, too.
+    """Send a request and return its decoded reply. Raises DeadlineExceeded, which names the `node` if one is given;
+    also after `silence` seconds without a byte.
     """
     conversation, loop = connection.conversation(request), asyncio.get_running_loop()
     began = loop.time()
@@ -60,30 +60,30 @@ async def converse(
 
 
 def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
-    """Extend the deadline for silence, as bytes have moved."""
+    """Move the limit to `silence` seconds from now, but not past `over`, since bytes have moved."""
     if limit.when() is not None:
         limit.reschedule(min(over, asyncio.get_running_loop().time() + silence))
 
 
 async def _pass_through(conversation: Conversation[Any], moved: Callable[[], None] | None = None) -> None:
-    """Drive a conversation to its end; `moved` is called when bytes do. Raises Disconnected, WrongReply."""
+    """Drive a conversation to its end. Call `moved` before each of its steps. Raises Disconnected, WrongReply."""
     drive = _Drive(conversation, moved)
     try:
         await drive.over
     finally:
         drive.close()
-        del drive  # its error has this frame
+        del drive  # a reference cycle otherwise: its error refers to this frame
 
 
 class _Drive:
-    """A conversation that the loop continues when its socket is ready. It wakes the waiting task at the end."""
+    """A conversation that the loop continues when its socket is ready. Its end sets the future `over`."""
 
     def __init__(self, conversation: Conversation[Any], moved: Callable[[], None] | None) -> None:
         self._moved = moved
         self._loop = asyncio.get_running_loop()
         self._sock = conversation.sock
         self._steps = conversation.steps()
-        self._watched = 0  # events
+        self._watched = 0  # poll events that the loop watches for
         self.over: asyncio.Future[None] = self._loop.create_future()
         self._advance(None)
 
@@ -110,7 +110,7 @@ class _Drive:
             self._watch_for(events)
 
     def _watch_for(self, events: int) -> None:
-        """Watch for these events; usually they are watched for already."""
+        """Watch the socket for exactly these events. Usually nothing changes."""
         changed = events ^ self._watched
         self._watched = events
         if changed & READ:
@@ -125,11 +125,11 @@ class _Drive:
                 self._loop.remove_writer(self._sock)
 
 
-CONNECT_THREADS = 128  # threads that connect; a call that has to wait for one would waste its deadline
+CONNECT_THREADS = 128  # threads for connects; a call that waited for a free one would waste its deadline
 
 
 class AsyncPageClient:
-    """`PageClient` with methods to be awaited, which are described there. To be used in one event loop.
+    """`PageClient` for one event loop. Its methods are coroutines, which `PageClient` describes.
 
     A cancelled call closes its connection, and does not write into buffers any more.
     """
@@ -160,17 +160,17 @@ class AsyncPageClient:
 
     @property
     def cluster(self) -> ClusterCalls:
-        """Plans for `carry_out`, which ask a cluster's nodes. Raises Unsupported if there is no cluster."""
+        """Plans of a cluster's requests, for `carry_out`. Raises Unsupported if the store is not a cluster."""
         if not isinstance(self._calls, ClusterCalls):
             raise Unsupported("this is no cluster")
         return self._calls
 
     async def carry_out(self, plan: Timed[T]) -> T:
-        """Carry out a plan, asking several nodes at the same time."""
+        """Carry out a plan with the client's deadline. Requests to several nodes run at the same time."""
         return await self._do(plan, None)
 
     async def close(self) -> None:
-        """Close the connections. Calls that are under way in other tasks raise Closed, and so does any later one."""
+        """Close the connections. Calls in progress in other tasks and all later calls raise Closed."""
         if self._several:
             self._several.peers.close()
         if self._pool:
@@ -229,9 +229,9 @@ class AsyncPageClient:
         ttl: int = 0,
         deadline: float | None = None,
     ) -> None:
-        """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim.
+        """Store blocks, named ``(req_id, page_id)``. The order of a body is layer, plane, head, token, dim.
 
-        A body may have several pieces: a list of consecutive buffers.
+        A body may be in several pieces: a list of consecutive buffers.
         """
         await self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
 
@@ -274,11 +274,11 @@ class AsyncPageClient:
 
     @property
     def words(self) -> type[BlockWords]:
-        """How the store is asked about blocks."""
+        """Builder of the store's requests about blocks."""
         return self._several.calls.words if self._several else BlockWords
 
     async def nodes(self, *, deadline: float | None = None) -> list[Hashable]:
-        """Return the nodes that have keys, for `ask`; None for a single server."""
+        """Return the nodes that have keys, for the argument `of` of `ask`; ``[None]`` for a single server."""
         return list(await self._do(self._several.calls.nodes(), deadline)) if self._several else [None]
 
     async def ask(
@@ -289,7 +289,7 @@ class AsyncPageClient:
         of: Hashable = None,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask several questions, as `PageClient.ask`. With `of`, all questions go to that node."""
+        """Ask several questions, as `PageClient.ask`. With `of`, send all of them to that node."""
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._several and of is None:
             again = gone is not RAISES
@@ -310,11 +310,11 @@ class AsyncPageClient:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask `question`, and do what `change` makes of the answer, all of it together; its answers. Asks anew whenever
-        somebody else has changed one of the `keys` in between.
+        """Ask `question`, and run the questions that `change` returns for its answer as a transaction. Return their
+        answers. Start again if another client has changed one of the `keys` in between.
 
-        Of several servers one has all the keys. During a change of the cluster it is tried again, whatever the earlier
-        result.
+        All keys must be on the same server. While a cluster is changing, the transaction is tried again, even if an
+        earlier attempt may have been executed.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
@@ -344,7 +344,7 @@ class AsyncPageClient:
                     if answers is not None:
                         return answers
             except BaseException:
-                connection.close_unless(over=False)  # it may still be watching
+                connection.close_unless(over=False)  # the server may still watch keys for it
                 raise
 
     # -- doing -----------------------------------------------------------------------------------------------------
@@ -368,12 +368,12 @@ class AsyncPageClient:
                 tasks = [group.create_task(self._converse(request, end)) for request in requests]
         except* PageClientError as failed:
             failures += failed.exceptions
-        if failures:  # raised in there, Python 3.11.2 would make it a group again
+        if failures:  # Python 3.11.2 would wrap an error that the except* clause raises in a group again
             raise failures[0].again() from None
         return call.read([task.result() for task in tasks])
 
     async def _spoken(self, end: Deadline) -> BlobCommands:
-        """Return the commands that the server understands, asked once."""
+        """Return the commands that the server supports. The first call asks the server."""
         if self._dialect is None:
             self._dialect = await self._converse(ask_dialect(), end)
         return self._dialect
@@ -390,7 +390,7 @@ class AsyncPageClient:
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
 
     async def _carry_out(self, plan: Plan[T], end: Deadline) -> T:
-        """Carry out a plan on several servers. Errands of a round are done at the same time."""
+        """Carry out a plan on several servers. The errands of a round run at the same time."""
         assert self._several
         silence = self._several.peers.silence(end)
         try:
@@ -417,12 +417,12 @@ class AsyncPageClient:
             return Failed(error)
         finally:
             peers.remember(errand.node, failure)
-            del failure  # it has this frame
+            del failure  # a reference cycle otherwise: it refers to this frame
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
-        """Yield a connection of the pool. If a thread is still connecting it, it returns to the pool when the thread
-        has finished: the thread cannot be interrupted, and no task should wait for it.
+        """Yield a connection of the pool, and release it afterwards. If a thread is still connecting it, release it
+        when the thread has finished: the thread cannot be interrupted, and no task should wait for it.
         """
         pool = pool or self._pool
         assert pool
@@ -437,7 +437,7 @@ class AsyncPageClient:
                 pool.release(connection)
 
     async def _open(self, connection: PageConnection, end: Deadline) -> None:
-        """Connect, unless it is connected."""
+        """Connect on a thread, unless the connection is ready. Raises Closed when the client is closed meanwhile."""
         if connection.is_ready:
             return
         if connection.interrupted:
@@ -452,10 +452,10 @@ class AsyncPageClient:
         try:
             await opening
         finally:
-            del opening  # its error has this frame
+            del opening  # a reference cycle otherwise: its error refers to this frame
 
     def _opened_in_vain(self, pool: PagePool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled():
-            opening.exception()  # nobody else will look at it
+            opening.exception()  # marks it as retrieved, or asyncio would log it
         connection.close_unless(over=False)
         pool.release(connection)

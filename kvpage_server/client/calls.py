@@ -1,6 +1,6 @@
 """The methods of a client, without I/O: each checks its arguments, builds its requests, and decodes the replies.
 
-So the two clients, for threads and for an event loop, differ only in how they wait.
+PageClient and AsyncPageClient share them, and differ only in how they wait.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from kvpage_server.client.wire.exchange import Request
 from kvpage_server.core import PageKeys
 from kvpage_server.page import BlockShape, PageKey
 
-# -- A batch cut into parts, one for each connection that it may use ---------------------------------------------------
+# -- Batches, cut into a part for each connection ----------------------------------------------------------------------
 
-_LEAST_BYTES = 1024 * 1024  # bytes that are worth a connection of their own
+_LEAST_BYTES = 1024 * 1024  # a part is not smaller: a second connection for less does not pay
 
 
 def cut(sizes: Sequence[int], connections: int) -> list[slice]:
-    """Parts of neighbours with about the same number of bytes. `sizes` has the bytes of each item."""
+    """Cut a batch into at most `connections` runs of items with about the same number of bytes.
+
+    `sizes` has the bytes of each item. No run is empty.
+    """
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
     parts = max(1, min(connections, total // _LEAST_BYTES))
@@ -50,7 +53,9 @@ _WHOLE = [slice(None)]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A batch in parts, each for its own connection, and the meaning of all answers together."""
+    """A batch in parts, each for its own connection, with the builder of a part's request and the decoder of all
+    replies.
+    """
 
     what: str  # the method of the client
     parts: Sequence[slice]
@@ -62,13 +67,13 @@ Sizes = Callable[[], Sequence[int]]  # bytes of each body, computed only if need
 
 
 def count_sent(sizes: Sizes) -> None:
-    """Count sent bodies."""
+    """Add the bytes of sent bodies to the current span."""
     if tracing.is_seen(seen := tracing.current()):
         seen.add(bytes=sum(sizes()))
 
 
 def count_misses(misses: Counter[str], reasons: Collection[str], came: Callable[[], Iterable[int]]) -> None:
-    """Count one reply; `came` returns the bytes of each found body."""
+    """Count the misses of a reply by reason. `came` returns the bytes of each found body, for the current span."""
     misses.update(reasons)
     if tracing.is_seen(seen := tracing.current()):
         seen.add(bytes=sum(came()), missed=len(reasons))
@@ -138,7 +143,7 @@ class Calls:
     def fetch_blocks_into(
         self, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Call[list[str | None]]:
-        """Receive blocks into buffers; why each was missed."""
+        """Receive blocks into buffers. The call returns the reason of each miss, and None for found blocks."""
         check_names(names)
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
@@ -151,7 +156,7 @@ class Calls:
         )
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Call[int]:
-        """Return the number of complete blocks, from the first one."""
+        """Count the complete blocks, from the first one."""
         check_names(names)
         asked = _WHOLE if names else []
         return Call("prefix", asked, lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
@@ -161,7 +166,7 @@ class Calls:
         return Call("lease", _WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
 
     def _parts(self, count: int, sizes: Sizes) -> list[slice]:
-        """Return a part for each connection that a batch may use. With one connection the sizes are not needed."""
+        """Return a part for each connection that a batch may use. With one connection, `sizes` is not called."""
         if self._connections > 1:
             return cut(sizes(), self._connections)
         return [slice(0, count)] if count else []

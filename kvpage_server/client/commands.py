@@ -1,4 +1,4 @@
-"""The commands for a server: GET, SET and the like for any Redis, or the page family for kvpage-server."""
+"""The commands for one server: string commands for any Redis, or the page commands of kvpage-server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpage_server.client.wire.reply import Values
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
 
-Missed = dict[int, str]  # which of a batch, and why
+Missed = dict[int, str]  # position in the batch -> reason of the miss
 _NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their turn
 
 
@@ -22,7 +22,7 @@ _NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their t
 
 
 def _spelt(opening: bytes, names: PageKeys, spell: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
-    """Yield the words of a command that names pages."""
+    """Yield the words of a command that names pages: `opening`, then the names as `spell` encodes them."""
     yield opening
     for start in range(0, len(names), _NAMES_PER_STEP):
         yield spell(names[start : start + _NAMES_PER_STEP])
@@ -37,12 +37,15 @@ def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:
 
 
 def _opening(one: bytes, several: bytes, count: int) -> bytes:
-    """Return the words before the keys of a command that has another name for several keys."""
+    """Return the words before `count` keys: the command's name is `one` for a single key, otherwise `several`."""
     return b"*%d\r\n%b" % (1 + count, word(one if count == 1 else several))
 
 
 def _page_opening(name: bytes, count: int, width: int) -> bytes:
-    """Return the words before the arguments of a page command, or of its batch if there are several pages."""
+    """Return the words before the arguments of KVPAGE`name`, or of KVPAGEM`name` for several pages.
+
+    `width` is the number of arguments of each page.
+    """
     if count == 1:
         return b"*%d\r\n%b" % (1 + width, word(b"KVPAGE" + name))
     return b"*%d\r\n%b%b" % (2 + count * width, word(b"KVPAGEM" + name), word(count))
@@ -77,10 +80,10 @@ def _yes_no(values: list[Any]) -> list[bool]:
 
 
 class BlobCommands:
-    """Commands for any Redis or Valkey: a page is a string whose value is its blob."""
+    """Commands for any Redis or Valkey: a page is a string, and its value is the page's blob."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
-        """Write pages: all with one command, or, if there is a `ttl`, each with its own."""
+        """Write pages: all with one MSET, or, if there is a `ttl`, each with its own SET."""
         created, count = unix_ms(), len(pages)
         before, after = around_set(ttl) if ttl else (b"", b"\r\n")
 
@@ -114,14 +117,14 @@ class BlobCommands:
         return Request(_one_piece(text), lambda: Values(len(keys)), _yes_no)
 
     def delete(self, keys: Sequence[PageKey]) -> Request[int]:
-        """Delete pages; how many there were."""
+        """Delete pages. The reply is the number of pages that existed."""
         names = PageKeys(keys)
         return Request(lambda: _spelt(_opening(b"DEL", b"DEL", len(names)), names, PageKeys.keys), Values, _integer)
 
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
     ) -> Request[None]:
-        """Write whole blocks, whose bodies may be in several pieces."""
+        """Write whole blocks. A body may be in several pieces."""
         whole = [pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)) for pieces in bodies]
         pages = [
             Page(key, body[span], plane.dtype, shape.page_size, plane.head_dim)
@@ -147,15 +150,15 @@ class BlobCommands:
         return Request(request.pieces, request.receiver, blocks)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
-        """Delete a request, or several of its blocks; return the number of deleted pages."""
+        """Delete a request, or several of its blocks. The reply is the number of deleted pages. Raises Unsupported."""
         raise self._unsupported("delete a request")
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
-        """Return how many blocks from the first on are complete; those are leased."""
+        """Count the complete blocks from the first one, and lease them. Raises Unsupported."""
         raise self._unsupported("count the complete blocks of a prefix")
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
-        """Protect a request, or several of its blocks, from eviction for a while; return the number of blocks."""
+        """Lease a request, or several of its blocks. The reply is the number of blocks. Raises Unsupported."""
         raise self._unsupported("lease blocks")
 
     def _unsupported(self, what: str) -> Unsupported:
@@ -163,7 +166,7 @@ class BlobCommands:
 
 
 def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) -> Page | None:
-    """Return the page in a blob. If there is none, returns None and adds the reason to `missed`."""
+    """Return the page in a blob. If there is none, add the reason to `missed` as that of `item`, and return None."""
     if blob is None:
         missed[item] = "absent"
         return None
@@ -176,7 +179,7 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
 
 
 class PageCommands(BlobCommands):
-    """The commands of kvpage-server. It knows blobs as well, and reads with checksums use them."""
+    """The commands of kvpage-server. It supports the string commands as well: reads that verify checksums use them."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages, all or none."""
@@ -189,7 +192,7 @@ class PageCommands(BlobCommands):
         return Request(pieces, Values, _all_ok)
 
     def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
-        """Receive pages into their places; with `verify` as blobs."""
+        """Receive pages into their places. With `verify`, receive them as blobs, whose headers have the checksums."""
         if verify:
             return super().read_pages(names, places, verify)
         return Request(
@@ -234,21 +237,21 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
-        """Delete a request, or several of its blocks; return the number of deleted pages."""
+        """Delete a request, or several of its blocks. The reply is the number of deleted pages."""
         return Request(_one_piece(command(b"KVPAGEDEL", req_id, *pages)), Values, _integer)
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
-        """Return how many blocks from the first on are complete; those are leased."""
+        """Count the complete blocks from the first one, and lease them for `lease_ms`, 0 for no lease."""
         text = command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
         return Request(_one_piece(text), Values, lambda values: up_to(len(names))(values[0]))
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
-        """Protect a request, or several of its blocks, from eviction for a while; return the number of blocks."""
+        """Lease a request, or several of its blocks, for `lease_ms`. The reply is the number of blocks."""
         return Request(_one_piece(command(b"KVPAGELEASE", req_id, lease_ms, *pages)), Values, _integer)
 
 
 def ask_dialect() -> Request[BlobCommands]:
-    """Asks which of the two the server understands."""
+    """Ask which of the page commands the server supports, and return the commands to use."""
 
     def read(values: list[Any]) -> BlobCommands:
         wanted = len(_FAMILY)

@@ -1,4 +1,4 @@
-"""The errors of a page client. Each is also the redis-py error that means the same."""
+"""The errors of a page client. Those with a redis-py counterpart are also instances of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import redis
 
 
 class PageClientError(Exception):
-    """The root of them all."""
+    """The base class of all errors of a page client."""
 
     def again(self) -> Self:
-        """Return the same error, to be kept or to be raised once more. It has no traceback: its frames keep the
-        arguments of a call in memory, and the error itself if it is a value in one of them.
+        """Return a copy without a traceback, to be kept or raised again. The frames of a traceback would keep a call's
+        arguments in memory, and the error itself where a frame refers to it.
         """
         fresh = type(self).__new__(type(self), *self.args)
         vars(fresh).update(vars(self))
@@ -23,7 +23,10 @@ E = TypeVar("E", bound=BaseException)
 
 
 def bare(error: E) -> E:
-    """Return an error of redis-py and its causes without tracebacks. In some of those frames it is a value."""
+    """Remove the tracebacks of an error of redis-py and of its causes, and return it.
+
+    Some of the tracebacks' frames refer to the error, which makes a reference cycle.
+    """
     one: BaseException | None = error
     while one:
         one.__traceback__ = None
@@ -32,26 +35,26 @@ def bare(error: E) -> E:
 
 
 class DeadlineExceeded(PageClientError, redis.TimeoutError):
-    """The call took too long. Its connection is closed. The server may have executed the request."""
+    """A call that took too long. Its connection is closed. The server may have executed the request."""
 
 
 class Disconnected(PageClientError, redis.ConnectionError):
-    """There is no connection, or it broke. The server may have executed the request."""
+    """A connection that could not be made, or that broke. The server may have executed the request."""
 
 
 class Closed(Disconnected):
-    """The client was closed, before the call or while it was under way."""
+    """A call on a closed client, or on one that was closed during the call."""
 
     def __init__(self) -> None:
         super().__init__("the client was closed")
 
 
 class WrongReply(PageClientError, redis.InvalidResponse):
-    """The server's answer is not RESP, or does not fit the question. Its connection is closed."""
+    """A reply that is not RESP, or does not fit the request. Its connection is closed."""
 
 
 class Refused(PageClientError, redis.ResponseError):
-    """The server answered with an error. `code` is its first word, such as ERR, OOM or NOPERM."""
+    """An error reply of the server. `code` is its first word, such as ERR, OOM or NOPERM."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -59,8 +62,8 @@ class Refused(PageClientError, redis.ResponseError):
 
 
 class BadBuffer(PageClientError, ValueError):
-    """The caller's memory can't be used: it has the wrong size, is read-only, or is not contiguous."""
+    """Memory of the caller that can't be used: it has the wrong size, is read-only, or is not contiguous."""
 
 
 class Unsupported(PageClientError):
-    """A plain Redis or Valkey can't do this, only kvpage-server can."""
+    """A call that this kind of store does not support, for example a lease on a plain Redis."""

@@ -32,7 +32,7 @@ from kvpage_server.page import (
 
 
 def readable(buffer: Buffer) -> memoryview:
-    """Return the bytes of a C-contiguous buffer of any element type. Raises BadBuffer."""
+    """Return a view of the bytes of a C-contiguous buffer of any element type. Raises BadBuffer."""
     try:
         return as_bytes(buffer)
     except Unusable as error:
@@ -40,7 +40,7 @@ def readable(buffer: Buffer) -> memoryview:
 
 
 def places(buffers: Sequence[Buffer], count: int) -> Memory:
-    """Writable memory for `count` values. Raises BadBuffer, which names the buffer that can't be used."""
+    """Return `count` buffers as writable memory. Raises BadBuffer, which names the first buffer that can't be used."""
     if len(buffers) != count:
         raise BadBuffer(f"{count} values need {count} buffers, got {len(buffers)}")
     try:
@@ -50,7 +50,7 @@ def places(buffers: Sequence[Buffer], count: int) -> Memory:
 
 
 BlockName = tuple[bytes, int]  # req_id, page_id
-BlockBody = Buffer | Sequence[Buffer]  # memory in one piece, or in several, one after the other
+BlockBody = Buffer | Sequence[Buffer]  # memory in one piece, or in several consecutive ones
 
 
 class Page(NamedTuple):
@@ -64,8 +64,9 @@ class Page(NamedTuple):
 
 
 def sized(pages: Sequence[Page], ttl: int) -> SentPages:
-    """Pages as they are sent. Raises BadBuffer naming one whose body is not as long as its shape says, PageError for a
-    dtype, shape or ttl out of range."""
+    """Check pages, and return them as they are sent. Raises BadBuffer, which names the first page with a body of
+    another length than its shape has; PageError for a dtype, shape or ttl out of range; TypeError for another type.
+    """
     check_range("ttl", ttl, 0, MAX_TTL)
     try:
         found = SentPages(pages)
@@ -82,7 +83,7 @@ def sized(pages: Sequence[Page], ttl: int) -> SentPages:
 
 
 def _check_types(index: int, page: Any) -> None:
-    """Raises TypeError for another type than Page, PageError for an unknown dtype."""
+    """Raise TypeError for another type than Page, PageError for an unknown dtype or a shape out of range."""
     if not isinstance(page, tuple) or len(page) != len(Page._fields) or not isinstance(page[0], PageKey):
         raise TypeError(f"page {index} must be a Page whose key is a PageKey, got {page!r:.60}")
     check_dtype(page[2])
@@ -104,7 +105,7 @@ def _misfit(index: int, page: Page) -> Exception:
 
 
 def header_of(key: PageKey, blob: Any) -> PageHeader | None:
-    """Return the header that a string begins with, if the string is that page."""
+    """Return the header at the start of a string; None if it is not the header of this page."""
     try:
         header = PageHeader.parse(blob[:HEADER_SIZE]) if isinstance(blob, bytes | memoryview) else None
     except PageError:
@@ -113,14 +114,14 @@ def header_of(key: PageKey, blob: Any) -> PageHeader | None:
 
 
 def amiss(header: PageHeader | None, body: memoryview, *, verify: bool) -> str | None:
-    """Why these are not a page: header, checksum, or None."""
+    """Return the reason of a miss, ``header`` or ``checksum``; None if the page is valid."""
     if header is None or header.body_size != len(body):
         return "header"
     return "checksum" if verify and header.checksum and checksum(body) != header.checksum else None
 
 
 def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
-    """Returns the keys. Raises TypeError for another type than PageKey."""
+    """Return the keys unchanged. Raises TypeError for another type than PageKey."""
     for kind in {*map(type, keys)}:
         if not issubclass(kind, PageKey):
             raise TypeError(f"a page's key must be a PageKey, got {kind.__name__}")
@@ -128,7 +129,7 @@ def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
 
 
 def check_names(names: Sequence[BlockName]) -> None:
-    """Raises PageError for a name that is not allowed, TypeError for another type."""
+    """Raise PageError for a name that is not allowed, TypeError for another type."""
     for name in names:
         if not isinstance(name, tuple | list) or len(name) != 2:
             raise TypeError(f"a block's name is a tuple (req_id, page_id), got {name!r:.60}")
@@ -140,7 +141,7 @@ def check_names(names: Sequence[BlockName]) -> None:
 def sized_blocks(
     names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
 ) -> list[list[memoryview]]:
-    """Return the pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range,
+    """Return the pieces of each block's body as bytes. Raises BadBuffer, PageError for a name or ttl out of range,
     TypeError for a name or shape of another type.
     """
     check_names(names)
@@ -153,7 +154,9 @@ def sized_blocks(
 
 
 def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
-    """Raises BadBuffer, which names the first that is not as long as the block, TypeError for another type of shape."""
+    """Raise BadBuffer, which names the first block with memory of another length than `shape` has; TypeError for
+    another type of shape.
+    """
     if not isinstance(shape, BlockShape):
         raise TypeError(f"a block's shape must be a BlockShape, got {type(shape).__name__}")
     for i, size in enumerate(sizes):
@@ -162,7 +165,7 @@ def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
 
 
 def pages_of_block(name: BlockName, shape: BlockShape) -> Iterator[tuple[PageKey, Plane, slice]]:
-    """Yield every page of a block and its place in the body, in the body's order."""
+    """Yield the key, plane and byte range of each page of a block, in the body's order."""
     req_id, page = name
     pages = product(range(shape.layers), shape.planes, range(shape.heads))
     for (layer, plane, head), span in zip(pages, shape.page_spans(), strict=True):

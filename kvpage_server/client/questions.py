@@ -1,7 +1,7 @@
-"""Any command as a question: its words, and the decoder of its reply.
+"""Questions: the words of any command, and the decoder of its reply.
 
-A server may answer anything, so every answer is checked. If it does not fit the question, WrongReply is raised, and the
-connection is closed, since the next answer may belong to another question, too.
+A server may send any reply, so every reply is checked. If it does not fit the question, WrongReply is raised, and the
+connection is closed, since the next reply may belong to another question, too.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Word = str | bytes | int
 
 
 class Question(NamedTuple):
-    """A command and the reader of its answer, which raises WrongReply."""
+    """A command and the decoder of its reply, which raises WrongReply."""
 
     words: Sequence[Word]
     read: Callable[[Any], Any]
 
 
 def key_of(question: Question) -> bytes:
-    """Return the second word, which decides which of several servers is asked. Raises Unsupported if there is none."""
+    """Return the second word: its server gets the question. Raises Unsupported if there is none."""
     if len(question.words) < 2:
         raise Unsupported(f"several servers can't be asked for anything without a key, got {question.words[0]!r}")
     return encoded(question.words[1])
 
 
 class BlockWords:
-    """How kvpage-server is asked about blocks."""
+    """Questions about blocks for kvpage-server."""
 
     @staticmethod
     def exists(name: BlockName) -> Question:
@@ -49,12 +49,14 @@ def ask(questions: Sequence[Question]) -> Request[list[Any]]:
 
 
 def watch(keys: Sequence[Word], question: Question) -> Request[Any]:
-    """Watch keys and ask about them."""
+    """Watch keys, and ask a question about them. The answer is that of the question."""
     return _request([["WATCH", *keys], question.words], lambda values: _read([Question((), ok), question], values)[1])
 
 
 def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
-    """Run all questions as a transaction. Returns the answers, or None if a watched key was changed."""
+    """Run all questions as a transaction. The answer is the list of their answers, or None if a watched key was
+    changed.
+    """
 
     def read(values: list[Any]) -> list[Any] | None:
         opened, *queued, answers = values
@@ -67,7 +69,7 @@ def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
 
 
 def encoded(word: Word) -> bytes:
-    """Return the bytes sent for a word."""
+    """Return the bytes that are sent for a word."""
     return word if isinstance(word, bytes) else str(word).encode()
 
 
@@ -91,12 +93,12 @@ def _expect(so: bool, wanted: str, value: Any) -> None:
 
 
 def ok(value: Any) -> None:
-    """Expects OK."""
+    """Raise WrongReply for another reply than OK."""
     _expect(value == b"OK", "OK", value)
 
 
 def ok_or_not(value: Any) -> bool:
-    """Return whether the answer is OK, and not null."""
+    """Return whether the reply is OK, False for null. Raises WrongReply."""
     _expect(value in (b"OK", None), "OK or nothing", value)
     return value is not None
 
@@ -107,7 +109,7 @@ def integer(value: Any) -> int:
 
 
 def up_to(most: int) -> Callable[[Any], int]:
-    """Return a number from 0 to `most`."""
+    """Return a decoder of numbers from 0 to `most`."""
 
     def read(value: Any) -> int:
         _expect(isinstance(value, int) and 0 <= value <= most, f"a number from 0 to {most}", value)
@@ -117,13 +119,13 @@ def up_to(most: int) -> Callable[[Any], int]:
 
 
 def text(value: Any) -> bytes | None:
-    """Return a string or None."""
+    """Decode a string or null. Raises WrongReply."""
     _expect(value is None or isinstance(value, bytes | memoryview), "a string", value)
     return None if value is None else bytes(value)
 
 
 def array(length: int) -> Callable[[Any], list[Any]]:
-    """Expects an array of that many answers of any kind."""
+    """Return a decoder of arrays of `length` replies of any kind."""
 
     def read(value: Any) -> list[Any]:
         _expect(isinstance(value, list) and len(value) == length, f"an array of {length}", value)
@@ -133,13 +135,13 @@ def array(length: int) -> Callable[[Any], list[Any]]:
 
 
 def texts(length: int) -> Callable[[Any], list[bytes | None]]:
-    """That many strings, with None for missing ones."""
+    """Return a decoder of arrays of `length` strings, with None for null."""
     several = array(length)
     return lambda value: [text(one) for one in several(value)]
 
 
 def scanned(value: Any) -> tuple[bytes, list[bytes]]:
-    """SCAN's next cursor and keys."""
+    """Decode the reply to SCAN: the next cursor, and keys. Raises WrongReply."""
     cursor, keys = array(2)(value)
     _expect(isinstance(cursor, bytes) and cursor.isdigit(), "a cursor", cursor)
     _expect(isinstance(keys, list) and all(isinstance(key, bytes) for key in keys), "keys", keys)

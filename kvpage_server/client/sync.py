@@ -1,4 +1,4 @@
-"""PageClient: pages and blocks to and from a server, for threads."""
+"""PageClient: the client for threads."""
 
 from __future__ import annotations
 
@@ -27,26 +27,28 @@ T = TypeVar("T")
 
 
 class PageClient:
-    """Pages and blocks to and from kvpage-server, or as blobs to and from any Redis or Valkey.
+    """Client that stores and reads pages and blocks on kvpage-server, or blobs on any Redis or Valkey.
 
-    Bodies are sent from and received into the caller's own memory: numpy arrays, mx.arrays, anything C-contiguous
-    that has the buffer protocol. No byte of a body is copied on the way.
+    It sends bodies from the caller's memory, and receives them into it. The memory may be a numpy array, an mx.array,
+    or any other C-contiguous object with the buffer protocol.
 
-    A page that is missing or wrong is a miss. `misses` counts them by reason: ``absent``; ``size``, it is longer or
-    shorter than its buffer; ``header``, its header names another page; ``checksum``, its bytes are damaged. After a
-    miss, the content of the buffer is undefined.
+    A page that is absent or invalid is a miss. `misses` counts misses by reason: ``absent``; ``size``, the page is
+    longer or shorter than its buffer; ``header``, its header names another page; ``checksum``, its bytes are damaged;
+    ``gone``, one of several servers did not answer. After a miss, the content of the buffer is undefined.
 
-    Every call has a deadline in seconds for everything it does. Calls raise the errors of
-    `kvpage_server.client.errors`; the connection is then not used again. Can be shared between threads.
+    Every call has a deadline in seconds, which includes connecting and retries. Calls raise the errors of
+    `kvpage_server.client.errors`. Threads can share a client.
     """
 
     def __init__(
         self, url: str, *, connections: int = 1, deadline: float = 5.0, verify: bool = True, **redis_options: Any
     ) -> None:
-        """`url` is a redis://, rediss:// or unix:// URL. `redis_options` are more options of redis-py's ConnectionPool.
-        Large batches use up to `connections` connections at once. `deadline` is the default for calls without one.
-        `verify` checks the checksum of every page received; pages are then sent with their headers. Blocks have no
-        checksum of their own.
+        """Create a client; it connects at its first call.
+
+        `url` is a redis://, rediss:// or unix:// URL. `redis_options` are more options of redis-py's ConnectionPool.
+        Large batches use up to `connections` connections at once. `deadline` is the default for calls without one, in
+        seconds. With `verify`, the checksum of every received page is compared; the server then sends pages with their
+        headers. Blocks on kvpage-server have no checksum of their own.
 
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
         Several URLs separated by commas name servers side by side. Both have the option `node_deadline`, the seconds
@@ -72,11 +74,11 @@ class PageClient:
 
     @property
     def misses(self) -> Counter[str]:
-        """How many pages and blocks were missed, by reason."""
+        """Number of missed pages and blocks by reason."""
         return self._calls.misses
 
     def close(self) -> None:
-        """Close the connections. Calls that are under way in other threads raise Closed, and so does any later one."""
+        """Close the connections. Calls in progress in other threads and all later calls raise Closed."""
         if self._several:
             self._several.peers.close()
         if self._pool:
@@ -92,48 +94,48 @@ class PageClient:
     def mset(self, pages: Sequence[Page], *, ttl: int = 0, deadline: float | None = None) -> None:
         """Store pages; `ttl` is in seconds, 0 for none.
 
-        Of the pages that share a connection, all or none are stored. On a plain Redis, pages with a ttl are stored one
+        A batch on one connection is stored as a whole or not at all. On a plain Redis, pages with a ttl are stored one
         by one. Raises BadBuffer if a body does not have the length of its shape, PageError for a value out of range.
         """
         self._do(self._calls.mset(pages, ttl), deadline)
 
     def get_page(self, key: PageKey, *, deadline: float | None = None) -> Page | None:
-        """Return a page in memory of its own, or None."""
+        """Return a page in new memory, or None for a miss."""
         return self.mget([key], deadline=deadline)[0]
 
     def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
-        """Pages in their own memory, with None for misses."""
+        """Return pages in new memory, with None for misses."""
         return self._do(self._calls.mget(check_keys(keys)), deadline)
 
     def get_page_into(self, key: PageKey, buffer: Buffer, *, deadline: float | None = None) -> bool:
-        """Receive a page into a buffer of its size. Returns whether it was found."""
+        """Receive a page into a buffer of its size. Return whether it was found."""
         return self.mget_into([key], [buffer], deadline=deadline)[0]
 
     def mget_into(
         self, keys: Sequence[PageKey], buffers: Sequence[Buffer], *, deadline: float | None = None
     ) -> list[bool]:
-        """Receive each page into its buffer. Returns which ones were found.
+        """Receive each page into its buffer. Return for each whether it was found.
 
         Raises BadBuffer if a buffer is read-only or not contiguous.
         """
         return self._do(self._calls.mget_into(check_keys(keys), buffers), deadline)
 
     def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
-        """Return whether a page is there."""
+        """Return whether a page exists."""
         return self.mexists([key], deadline=deadline)[0]
 
     def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
-        """Return which pages exist."""
+        """Return for each page whether it exists."""
         return self._do(self._calls.mexists(check_keys(keys)), deadline)
 
     def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
-        """Delete pages. Returns how many existed."""
+        """Delete pages. Return the number of pages that existed."""
         return self._do(self._calls.delete(check_keys(keys)), deadline)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
-        """Delete a request, or its blocks with these page ids. Returns the number of deleted pages.
+        """Delete a request, or its blocks with these page ids. Return the number of deleted pages.
 
-        Raises Unsupported on a plain Redis.
+        Raises Unsupported on a plain Redis, and on a cluster without page ids.
         """
         return self._do(self._calls.delete_request(req_id, pages), deadline)
 
@@ -156,15 +158,15 @@ class PageClient:
     ) -> None:
         """Store blocks, named ``(req_id, page_id)``. The order of a body is layer, plane, head, token, dim.
 
-        A body may be in several pieces: a list of buffers that follow each other. `ttl` is in seconds, 0 for none.
-        Raises BadBuffer for a body that is not `shape.nbytes` long.
+        A body may be in several pieces: a list of consecutive buffers. `ttl` is in seconds, 0 for none. Raises
+        BadBuffer for a body that is not `shape.nbytes` long.
         """
         self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
 
     def get_block_into(
         self, name: BlockName, shape: BlockShape, buffer: Buffer, *, deadline: float | None = None
     ) -> bool:
-        """Receive a block into a buffer of its size. Returns whether it was found complete."""
+        """Receive a block into a buffer of its size. Return whether it was found and complete."""
         return self.mget_blocks_into([name], shape, [buffer], deadline=deadline)[0]
 
     def mget_blocks_into(
@@ -175,7 +177,7 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[bool]:
-        """Receive each block into its buffer. Returns which ones were found complete.
+        """Receive each block into its buffer. Return for each whether it was found and complete.
 
         Raises BadBuffer for a buffer that is read-only or not `shape.nbytes` long.
         """
@@ -189,36 +191,38 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[str | None]:
-        """Return the same, but returns the reason for each miss, as in `misses`, and None for blocks that were
-        found.
+        """Receive each block into its buffer. Return the reason of each miss, as in `misses`, and None for found blocks.
+
+        Raises BadBuffer as `mget_blocks_into`.
         """
         return self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
 
     def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
     ) -> int:
-        """Return the number of complete blocks, from the first one. Exactly these are leased.
+        """Return the number of complete blocks, from the first one. `lease_ms` leases them, 0 for no lease.
 
-        Raises Unsupported on a plain Redis.
+        With several servers, later blocks may be leased as well. Raises Unsupported on a plain Redis.
         """
         return self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
-        """Protect a request, or its blocks with these page ids, from eviction. Returns the number of leased blocks.
+        """Protect a request, or its blocks with these page ids, from eviction for `lease_ms` milliseconds. Return the
+        number of leased blocks.
 
-        A cluster has its own eviction policy: there the blocks count as just used, and do not expire sooner. It needs
-        page ids. Raises Unsupported without them, and on a plain Redis.
+        A cluster has its own eviction policy: there, the call counts as a use of the blocks, and extends a shorter TTL
+        to `lease_ms`. It needs page ids. Raises Unsupported without them, and on a plain Redis.
         """
         return self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
     # -- anything else ---------------------------------------------------------------------------------------------
 
     def ask(self, questions: Sequence[Question], *, gone: Any = RAISES, deadline: float | None = None) -> list[Any]:
-        """Ask several questions at once. Return the decoded replies, or raise the first error reply. Questions are sent
-        once: after a broken connection, the server may have executed the request.
+        """Ask several questions at once. Return the decoded replies, or raise the first error reply.
 
+        Without `gone`, a question is sent only once, since after a broken connection the server may have executed it.
         With several servers, a question is sent to the server of its key, which is its second word. If `gone` is given,
-        it replaces unavailable replies.
+        questions are repeated, and `gone` replaces the replies of servers that do not answer.
         """
         if self._several:
             return present(self._do(self._several.calls.ask(questions, gone is not RAISES), deadline), gone)
@@ -234,10 +238,11 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask `question`, and run the questions that `change` makes of the answer as a transaction. Returns their
-        answers. Starts again if one of the `keys` was changed in between.
+        """Ask `question`, and run the questions that `change` returns for its answer as a transaction. Return their
+        answers. Start again if another client has changed one of the `keys` in between.
 
-        All keys must be on the same server. While a cluster is changing, the transaction is tried again.
+        All keys must be on the same server. While a cluster is changing, the transaction is tried again, even if an
+        earlier attempt may have been executed.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
@@ -266,7 +271,7 @@ class PageClient:
                     if answers is not None:
                         return answers
             except BaseException:
-                connection.close_unless(over=False)  # it may still be watching
+                connection.close_unless(over=False)  # the server may still watch keys for it
                 raise
 
     # -- doing -----------------------------------------------------------------------------------------------------
@@ -292,11 +297,11 @@ class PageClient:
         finally:
             wait(others)  # they use the caller's buffers
         while others:
-            answers.append(others.pop(0).result())  # its error will have this frame
+            answers.append(others.pop(0).result())  # removed first, as its error will refer to this frame
         return call.read(answers)
 
     def _spoken(self, end: Deadline) -> BlobCommands:
-        """Return the commands that the server understands, asked once."""
+        """Return the commands that the server supports. The first call asks the server."""
         if self._dialect is None:
             self._dialect = self._converse(ask_dialect(), end)
         return self._dialect
@@ -304,7 +309,7 @@ class PageClient:
     def _begun(self, request: Request[T], end: Deadline) -> Future[T]:
         try:
             return self._threads.submit(self._converse, request, end)
-        except RuntimeError as error:  # they take no more work once the client is closed
+        except RuntimeError as error:  # a ThreadPoolExecutor refuses work after its shutdown
             raise Closed from error
 
     def _converse(self, request: Request[T], end: Deadline) -> T:

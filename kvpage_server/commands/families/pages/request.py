@@ -177,8 +177,8 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
                 yield ()
                 continue
             for keys in keys_in(block):
-                if block.extent is not None:
-                    break  # it was stored whole meanwhile, after the deletion of its pages
+                if block.extent is not None or not keyspace.index.still_has(block):
+                    break  # meanwhile, it was stored whole after the deletion of its pages, or removed
                 removed += sum(map(keyspace.delete, keys))
                 yield ()
         yield removed

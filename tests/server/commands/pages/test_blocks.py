@@ -13,6 +13,8 @@ import redis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from servers import RunningServer, start_server
+from waiting import until
+from wire import Wire, spell
 
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, decode_page
 
@@ -354,3 +356,17 @@ def test_a_full_store_without_eviction_refuses_blocks() -> None:
         assert 0 < stored < 1000
         assert client.dbsize() == stored * shape.pages
         assert get_block(client, "r", 0) == body
+
+
+def test_a_deletion_in_steps_ends_when_its_block_is_removed() -> None:
+    """FLUSHALL removes the block meanwhile, and the block that is stored next stays."""
+    shape, body = (64, 512, 1, 0, 1, 0, 3, 1), bytes(64 * 512)
+    with start_server() as server, server.client() as client, Wire(server.port) as other:
+        client.execute_command("KVBLOCKSET", "large", 0, *shape, body)
+        client.execute_command("KVPAGESET", "large", 0, 0, 0, 0, 3, 1, 1, 0, b"x")  # splits it
+        other.send(spell([b"KVPAGEDEL", b"large"]))
+        until(lambda: client.dbsize() < 64 * 512)
+        client.flushall()
+        client.execute_command("KVBLOCKSET", "large", 0, *shape, body)
+        assert 0 < int(other.reply()[1:]) < 64 * 512
+        assert client.dbsize() == 64 * 512
