@@ -1,1 +1,1 @@
-"""Sockets: sessions, listeners and their limits. Knows the commands; nothing below knows it."""
+"""Sockets: sessions, listeners and their limits. The package imports the commands, and they do not import it."""

@@ -1,8 +1,8 @@
-"""The HTTP process next to the server: start, connection, and restart when it has ended.
+"""The HTTP process next to the server: its start, its channel to the server, and its restart when it has ended.
 
-It has the sockets that browsers and Prometheus connect to, and one end of a channel. Over this channel it passes
-sockets to the server, each of which becomes a session: of the metrics user, or of a client at the given address, which
-authenticates as usual.
+The process gets the listening sockets for browsers and Prometheus, and one end of a channel. Over this channel it
+passes sockets to the server. The server begins a session on each of them: of the metrics user, or of a client at the
+given address, which authenticates as usual.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvpage_server.system.fd_passing import take_over
 
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
-MONITOR = "monitor"  # the message with a socket whose session reads metrics
+MONITOR = "monitor"  # the text that is sent with a socket for metrics
 WITH_TOKEN = "token "  # the prefix of the address of a viewer with the token
 ENGINES = b"kvpage:engines*"  # the channels on which engines publish statistics
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before it is begun anew
-_STEADY = 60.0  # seconds after which it is not one that ends again and again
-_LAST_SECONDS = 3.0  # that it has to end
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart
+_STEADY = 60.0  # seconds: after a longer run, the next restart has the first pause again
+_LAST_SECONDS = 3.0  # before a process that should end is killed
 
 log = logging.getLogger("kvpage")
 
@@ -39,15 +39,17 @@ def missing() -> str:
 
 
 class Companion:
-    """One process after the other."""
+    """The HTTP process, restarted whenever it has ended."""
 
     def __init__(
         self, listener: Listener, sockets: Sequence[socket.socket], token: str, origins: Sequence[str] = ()
     ) -> None:
-        """`sockets` listen, and are its own from now on. `token` lets viewers in where the store needs no password.
-        `origins` are the sites under which proxies offer the page."""
+        """Take over the listening `sockets`. `token` authenticates viewers if the store needs no password.
+
+        `origins` are the sites under which proxies serve the page.
+        """
         self._listener = listener
-        self._first = " ".join([token, *origins]).encode()  # message, for each process
+        self._first = " ".join([token, *origins]).encode()  # the first message to each process
         self._sockets = sockets
         commands = [b"+info", b"+ping", b"+hello", b"+client|setinfo", b"+client|setname", b"+psubscribe"]
         self._user = User(MONITOR.encode()).changed(
@@ -55,7 +57,7 @@ class Companion:
         )
 
     async def run(self) -> None:
-        """Until this is cancelled; then it has ended, and the sockets are closed."""
+        """Run and restart the process until cancelled. Then end the process, and close the listening sockets."""
         pause = _FIRST_PAUSE
         try:
             while True:
@@ -74,7 +76,7 @@ class Companion:
                 sock.close()
 
     async def _live(self) -> int:
-        """Begin a process and wait for its end; its exit code."""
+        """Start a process, wait for its end, and return its exit code. Raises OSError."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -91,7 +93,7 @@ class Companion:
                 start_new_session=True,
             )
             theirs.close()
-            ours.send(self._first)  # not an argument, which every user of the machine can read
+            ours.send(self._first)  # not as an argument: every user of the machine can read arguments
             loop.add_reader(ours, self._take, ours)
             try:
                 await _notify(process)
@@ -105,7 +107,7 @@ class Companion:
             ours.close()
 
     def _take(self, channel: socket.socket) -> None:
-        """Receive a socket, or notice the end of the process."""
+        """Receive a socket and begin its session. If the process has ended, stop watching the channel."""
         try:
             taken = take_over(channel)
         except BlockingIOError:
@@ -124,7 +126,7 @@ class Companion:
 
 
 async def _notify(process: Process) -> None:
-    """Copy the process's output to the log until it ends."""
+    """Copy the process's standard error to the log until it is closed."""
     assert process.stderr is not None
     while said := await process.stderr.read(1 << 16):
         for line in said.decode("utf-8", "backslashreplace").splitlines():
@@ -132,7 +134,7 @@ async def _notify(process: Process) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Close the channel, which ends the process; kill it if it does not end."""
+    """Wait for the end of the process, which its closed channel causes. Kill it after `_LAST_SECONDS`."""
     try:
         await asyncio.wait_for(process.wait(), _LAST_SECONDS)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Listening sockets, TCP, TLS and unix: they accept connections, turn some away, and give each its session."""
+"""Listening sockets for TCP, TLS and unix. The listener refuses some connections, and begins sessions for the others."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvpage_server.net.transport import Ends, SocketTransport, TLSTransport, Tra
 
 log = logging.getLogger("kvpage")
 
-_ACCEPT_TURN = 128  # connections before others have their turn
-_HANDSHAKE = 10.0  # seconds
-_COMPLETED_WITHIN = 10.0  # seconds
-_OUT_OF_DESCRIPTORS = 0.1  # seconds to wait for some
+_ACCEPT_TURN = 128  # connections accepted before clients have their turn
+_HANDSHAKE = 10.0  # seconds for a TLS handshake
+_COMPLETED_WITHIN = 10.0  # seconds for all-or-none writes at a stop
+_OUT_OF_DESCRIPTORS = 0.1  # seconds to wait for free descriptors
 
 _FULL = b"-ERR max number of clients reached\r\n"
 _PROTECTED = (
@@ -37,11 +37,11 @@ Accept = Callable[[socket.socket], object]
 
 
 class ListenError(OSError):
-    """An address of the configuration cannot be listened on."""
+    """Error: the server cannot listen on an address of the configuration."""
 
 
 class Listener:
-    """Every listening socket of a server."""
+    """All listening sockets of a server."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
@@ -52,7 +52,10 @@ class Listener:
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def start(self) -> list[str]:
-        """Listen; the addresses that worked. Raises ListenError when one that must work does not, or none does."""
+        """Listen on the addresses of the configuration, and return the open ones as text.
+
+        Raises ListenError if a required address cannot be opened, or if none can.
+        """
         config = self._server.config
         try:
             if config.port or not (config.tls_port or config.unixsocket):
@@ -72,19 +75,19 @@ class Listener:
         return named
 
     def _listen(self, port: int, begin: Accept) -> int:
-        """Listen on every address; the port, which may have been any free one."""
+        """Listen on a port of every address, and return the port. 0 is any free one."""
         config = self._server.config
         opened = open_all(config.bind, port, config.tcp_backlog)
         self._sockets |= dict.fromkeys(opened, begin)
         return int(opened[0].getsockname()[1])
 
     def stop(self) -> None:
-        """Accept no more connections, and stop commands between their steps; `complete` finishes writes."""
+        """Accept no more connections, and stop commands between their steps. `complete` completes writes."""
         self._line.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             if sock.family == socket.AF_UNIX:
-                with suppress(OSError):  # somebody has removed it already, or its directory
+                with suppress(OSError):  # the file or its directory may have been removed already
                     os.unlink(sock.getsockname())
             sock.close()
         self._sockets.clear()
@@ -102,7 +105,7 @@ class Listener:
             self._loop.add_reader(sock, self._accept, sock)
 
     def _rest(self) -> None:
-        """There are no descriptors left: accept nothing for a moment."""
+        """Pause accepting, because the process is out of file descriptors."""
         log.warning("out of file descriptors with %d clients: see ulimit -n and maxclients", len(self._server.clients))
         for sock in self._sockets:
             self._loop.remove_reader(sock)
@@ -123,17 +126,22 @@ class Listener:
                     self._sockets[listening](sock)
 
     def take(self, sock: socket.socket, address: str, user: User | None, *, needs_password: bool) -> None:
-        """Begin a session over a socket that nobody has connected to, for `user`, or for a viewer at that address. A
-        viewer who `needs_password` cannot log in as a user without one."""
+        """Begin a session on a socket from the HTTP process: as `user`, or for a viewer at `address`.
+
+        With `needs_password`, the viewer cannot log in as a user without a password.
+        """
         with _closed_on_disconnect(sock):
             if not self._turn_away(sock, user is not None or _is_loopback(address)):
                 session = self._converse(sock, address, lambda session: SocketTransport(self._loop, sock, session))
-                session.client.touches = False  # to look at something is no use of it
+                session.client.touches = False  # reads of a viewer are no uses of a key
                 session.client.needs_password = needs_password
                 session.client.become(user or (None if needs_password else session.client.user))
 
     def _turn_away(self, sock: socket.socket, local: bool) -> bool:
-        """Refuse the connection with an error if a limit is reached. Returns whether it was refused."""
+        """Refuse the connection with an error at the limit of clients, or in protected mode.
+
+        Returns whether it was refused.
+        """
         server = self._server
         if len(server.clients) + len(self._handshakes) >= server.config.maxclients:
             reason = _FULL
@@ -177,14 +185,20 @@ class Listener:
             sock.close()
 
     def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
-        """Begin a session with the peer at `address`. A socket has no peer address after the peer has disconnected."""
+        """Begin a session with the peer at `address`.
+
+        The caller passes the address, because a socket has none after its peer has disconnected.
+        """
         ends = Ends(address, name_of(sock), sock.fileno())
         return Session(self._server, self._loop, self._line, self._scratch, ends, open_transport)
 
 
 @contextmanager
 def _closed_on_disconnect(sock: socket.socket) -> Iterator[None]:
-    """Yield a peer that disconnects before the greeting has no address and receives nothing."""
+    """Make a socket non-blocking, and close it after an OSError of the body, which means that its peer is gone.
+
+    The address of a disconnected peer cannot be read, and nothing can be sent to it.
+    """
     sock.setblocking(False)
     try:
         yield
@@ -193,7 +207,10 @@ def _closed_on_disconnect(sock: socket.socket) -> Iterator[None]:
 
 
 def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen on a port of these addresses, of which one after '-' may be missing. Raises ListenError."""
+    """Return sockets that listen on a port of the addresses. Raises ListenError.
+
+    An address that begins with '-' is left out if it cannot be opened.
+    """
     opened: list[socket.socket] = []
     for entry in addresses:
         address = entry.removeprefix("-")
@@ -205,7 +222,7 @@ def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.s
             for other in opened:
                 other.close()
             raise ListenError(f"cannot listen on {address}:{port}: {error.strerror}") from error
-        port = sock.getsockname()[1]  # a free port is the same on every address
+        port = sock.getsockname()[1]  # if port 0 asks for a free one, all addresses get the same
         opened.append(sock)
     if not opened:
         raise ListenError(f"none of the addresses {' '.join(addresses)} exists on this machine")
@@ -230,7 +247,7 @@ def _open(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def _open_unix(path: str, permissions: int, backlog: int) -> socket.socket:
-    """Return a unix socket that nobody can connect to before it has its permissions."""
+    """Return a listening unix socket. Clients cannot connect to it before its file has `permissions`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
@@ -249,7 +266,7 @@ def _open_unix(path: str, permissions: int, backlog: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket that a server left behind; anything else stays, and so does one that is listened on."""
+    """Remove a socket file on which no process listens. Other files stay."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
@@ -273,7 +290,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def name_of(sock: socket.socket, *, peer: bool = False) -> str:
-    """Return an end of a connection, as CLIENT LIST shows it."""
+    """Return the address of a socket, or of its peer, as CLIENT LIST shows it."""
     if sock.family == socket.AF_UNIX:
         return f"{os.fsdecode(sock.getsockname())}:0"
     host, port = (sock.getpeername() if peer else sock.getsockname())[:2]

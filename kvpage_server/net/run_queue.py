@@ -1,8 +1,8 @@
 """The run queue: clients with much work wait in it, so that clients with little work do not.
 
-In every round of the event loop, each session answers the bytes that have arrived, for one turn at most. A session that
-needs more stops reading and joins the queue; the whole queue gets at most `ROUND` per round. However many are in it, a
-newcomer waits for little more than that.
+In every round of the event loop, each session runs the commands that have arrived, for one turn at most. A session that
+needs more stops reading and joins the queue; the whole queue gets at most `ROUND` per round. So a new client waits for
+little more than `ROUND`, however long the queue is.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Protocol
 
 from kvpage_server.resp import Reply, Wait
 
-TURN = 1_000_000  # nanoseconds
-ROUND = 2_000_000  # nanoseconds
-_LOOK = 0.005  # seconds
+TURN = 1_000_000  # nanoseconds of one session
+ROUND = 2_000_000  # nanoseconds of the whole queue
+_LOOK = 0.005  # seconds between two checks for incomplete commands
 
 log = logging.getLogger("kvpage")
 
 
 class Waiting(Protocol):
-    """Somebody in the line."""
+    """Member of the run queue: a session, or the remaining steps of a command."""
 
     def take_turn(self) -> None:
-        """Go on, for one turn. A session that needs another turn joins the queue again."""
+        """Continue for one turn, and join the queue again if another turn is needed."""
 
 
 class RunQueue:
@@ -40,11 +40,11 @@ class RunQueue:
         self._rests = 0
 
     def stop(self) -> None:
-        """No client has a turn any more. All-or-none steps are completed."""
+        """Give clients no more turns. All-or-none steps are still completed."""
         self._stopped = True
 
     async def completed(self, within: float) -> None:
-        """Wait until nothing has to be completed any more, for so many seconds at most."""
+        """Wait until all all-or-none steps are complete, for `within` seconds at most."""
         end = time.monotonic() + within
         while self._rests:
             if time.monotonic() > end:
@@ -55,7 +55,7 @@ class RunQueue:
             await asyncio.sleep(_LOOK)
 
     def join(self, waiting: Waiting) -> None:
-        """Wait for a turn. Nobody joins twice."""
+        """Append a session or steps that are not in the queue yet. After `stop`, sessions are not appended."""
         if self._stopped and not isinstance(waiting, _Unfinished):
             return
         self._line.append(waiting)
@@ -71,7 +71,7 @@ class RunQueue:
         end = time.monotonic_ns() + ROUND
         for _ in range(len(line)):
             try:
-                line[0].take_turn()  # it stays in its place meanwhile, so who joins does not begin to serve the line
+                line[0].take_turn()  # it stays in the queue meanwhile, so `join` does not schedule `_serve` again
             except Exception:
                 log.exception("somebody's turn broke off; the others in the line go on")
             line.popleft()
@@ -100,7 +100,7 @@ class _Unfinished:
         self._steps = steps
 
     def take_turn(self) -> None:
-        """Run the session for one turn."""
+        """Run steps for one turn."""
         goes_on = False
         try:
             goes_on = self._take_batch()

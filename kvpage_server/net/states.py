@@ -14,10 +14,10 @@
 
 MUST_WAIT leads to WAITING from every state but GONE, and LOST leads to GONE from every state. TURN, DRAINED and
 PAUSE_OVER may occur in any state; they change nothing in a state without a row for them. A session that is WAITING or
-GONE stays so when its command is HELD_BACK. Everything else cannot happen, and is an error.
+GONE keeps its state when its command is HELD_BACK. Any other event is an error.
 
-A session that is ending, because of QUIT or of bytes that are no command, takes no further command in any state. The
-remaining replies are sent first.
+After QUIT or a protocol error, a session runs no more commands in any state. It sends the remaining replies before it
+closes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from enum import Enum, auto
 
 
 class SessionState(Enum):
-    """See the module. Only a `READING` session looks at its socket."""
+    """State of a session; the module's docstring describes them. Only a `READING` session runs commands."""
 
     READING = auto()
     IN_LINE = auto()
@@ -39,15 +39,15 @@ class SessionState(Enum):
 class SessionEvent(Enum):
     """Event that changes a session's state."""
 
-    LEFT_OVER = auto()  # its turn is over, and there is more to do
+    LEFT_OVER = auto()  # the turn is over, and commands or steps of a reply remain
     TURN = auto()  # the run queue has reached the session
-    UNREAD = auto()  # too much waits to be sent
-    DRAINED = auto()  # there is room for replies again
-    HELD_BACK = auto()  # its command has to wait for the end of a pause
+    UNREAD = auto()  # too many bytes wait to be sent
+    DRAINED = auto()  # the waiting output has fallen below the limit
+    HELD_BACK = auto()  # a command has to wait for the end of CLIENT PAUSE
     PAUSE_OVER = auto()
-    MUST_WAIT = auto()  # for one thing more
-    ALL_CAME = auto()  # everything that it has waited for
-    LOST = auto()  # the connection is over
+    MUST_WAIT = auto()  # the session waits for one more event
+    ALL_CAME = auto()  # all events that the session has waited for have occurred
+    LOST = auto()  # the connection has ended
 
 
 READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = SessionState
@@ -65,7 +65,7 @@ _WHENEVER = (SessionEvent.TURN, SessionEvent.DRAINED, SessionEvent.PAUSE_OVER)
 
 
 def after(state: SessionState, event: SessionEvent) -> SessionState:
-    """Return the state that an event leads to. Raises RuntimeError when it cannot happen then."""
+    """Return the state after an event. Raises RuntimeError if the event is an error in `state`."""
     to = MOVES[state].get(event)
     if to is None:
         if event not in _WHENEVER:

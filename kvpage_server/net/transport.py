@@ -1,6 +1,7 @@
-"""A plain socket. The session's parser receives the bytes; output is gathered and sent from its place in memory.
+"""Transports: the byte stream of a connection, over a plain socket or TLS.
 
-A piece is kept until it is sent, so that its memory is not used again before.
+On a plain socket, the session's parser receives the bytes, and output is sent with gathered writes, without copies. A
+piece is kept until it is sent, so that its memory is not reused before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class SocketReader(Protocol):
     """The session's interface for its transport."""
 
     def readable(self) -> None:
-        """There is something on the socket, or its end."""
+        """Receive from the socket, which has data or was closed by the peer."""
 
     def received(self, data: bytes) -> None:
         """Process received, decrypted bytes."""
@@ -46,10 +47,10 @@ class Transport(Protocol):
 
     bytes_out: int
     queued: int  # bytes that wait to be sent
-    ignored: bool  # since `ignore`
+    ignored: bool  # nothing is received, because of `ignore`
 
     def write(self, pieces: list[Piece]) -> None:
-        """Send pieces in order, when the peer takes them."""
+        """Queue pieces, and send them in order as fast as the peer reads."""
 
     def renew(self) -> None:
         """Read the output's addresses again, because its memory may have moved."""
@@ -61,14 +62,14 @@ class Transport(Protocol):
         """Continue receiving."""
 
     def close(self) -> None:
-        """Read no more; close once everything is sent."""
+        """Stop receiving, and close the connection when all output is sent."""
 
     def abort(self) -> None:
         """Close immediately and drop unsent output."""
 
 
 class SocketTransport:
-    """Owns the socket. Every method is to be called in the loop's thread."""
+    """Transport over a plain socket, which it owns. Its methods must be called in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reader: SocketReader) -> None:
         self._loop = loop
@@ -100,7 +101,7 @@ class SocketTransport:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, pieces: list[Piece]) -> None:
-        """Send pieces in order, now as far as the kernel takes them, the rest when it does."""
+        """Send pieces in order. Bytes that the kernel does not accept now are sent when the socket is writable."""
         if self._over:
             return
         outbox = self._outbox
@@ -130,7 +131,10 @@ class SocketTransport:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for a writable socket as long as output is queued."""
+        """Watch for a writable socket while output is queued. Without output, finish a close.
+
+        Call the reader's `drained` when crowded output has fallen to HIGH_WATER.
+        """
         if self.queued:
             if not self._writing:
                 self._writing = True
@@ -167,24 +171,22 @@ class SocketTransport:
         self._reader.lost()
 
 
-# -- tls ---------------------------------------------------------------------------------------------------------------
+# -- TLS ---------------------------------------------------------------------------------------------------------------
 #
-# A transport like `SocketTransport` that encrypts.
-#
-# asyncio implements TLS, so received bytes pass through its buffers. Output is handed over in parts, each after asyncio
-# has taken the part before.
+# The event loop implements TLS, so received bytes pass through its buffers. Output is passed to it in parts, as long as
+# its write buffer is not full.
 
-_PART = 256 * 1024  # bytes handed to the loop at a time
+_PART = 256 * 1024  # bytes passed to the loop at a time, and the limit of its write buffer
 
 
 class TLSTransport(asyncio.Protocol):
-    """An encrypted connection, once the handshake is over: then `start` gives it the session that reads it."""
+    """Transport over TLS. After the handshake, `start` returns the session that reads it."""
 
     def __init__(self, start: Callable[[], SocketReader]) -> None:
         self._start = start
         self._queue: deque[Piece] = deque()
         self._sent = 0  # bytes of the first piece that were sent
-        self._full = False  # the loop takes no more for now
+        self._full = False  # the loop's write buffer is full
         self._closing = False
         self._crowded = False
         self.ignored = False
@@ -194,7 +196,7 @@ class TLSTransport(asyncio.Protocol):
     # -- the loop's side -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has these methods and does not say so
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has its methods, but is no subclass
         self._transport.set_write_buffer_limits(high=_PART)
         self._reader = self._start()
 
@@ -250,7 +252,10 @@ class TLSTransport(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._reader.drained)
 
     def _take_part(self) -> bytes:
-        """Return the next bytes of the queue, copied: the loop may keep them longer than their owner does."""
+        """Return a copy of the next bytes of the queue, because the loop may keep them longer than their owner does.
+
+        The copy has at most `_PART` bytes.
+        """
         parts: list[bytes | memoryview] = []
         room = _PART
         while self._queue and room:
