@@ -1,9 +1,9 @@
 """The cold tier: an agent's context in a safetensors file of its own.
 
-``<agent_id>.safetensors`` holds, for every layer i that keeps a row a token::
+``<agent_id>.safetensors`` has, for every layer i that keeps a row for each token::
 
     k_layer_{i}, v_layer_{i}                 [n_kv_heads, head_dim, total_tokens], F16, BF16 or F32
-    or, of a quantised cache, as mlx.core.dequantize takes them,
+    or, of a quantised cache, in the format of mlx.core.dequantize,
     k_layer_{i}, v_layer_{i}                 [n_kv_heads, total_tokens, head_dim * bits / 32], U32, packed
     k_layer_{i}_scales, _biases, v_ likewise [n_kv_heads, total_tokens, head_dim / group_size]
 
@@ -11,15 +11,15 @@ and for a layer that carries a state instead, once for every position at which i
 
     state_{tokens}_layer_{i}_{n}             [heads, rows, dim], the n-th of its arrays
 
-with their description in the metadata, all of it text:
+with their description in the metadata, in which all values are text:
 
     version, digest, agent_id, model_id, fingerprint (16 hex digits), created_at (ISO 8601), total_tokens, v_head_dim,
     kv_bits and kv_group_size ("" unless quantised); as JSON model_tag (n_layers, n_kv_heads, head_dim, block_tokens),
-    layers (the kind of each), tokens (their ids) and states (the positions at which one was taken)
+    layers (the kind of each), tokens (their ids) and states (the positions at which they were taken)
 
 A file is replaced atomically: it is written under another name, synchronised and renamed, and the directory is
-synchronised. It is used if agent, model, geometry and all shapes are right, which is checked before a tensor is read,
-and if the digest of the whole file is right.
+synchronised. It is used if agent, model, geometry and all shapes match, which is checked before a tensor is read, and
+if the digest of the whole file matches.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ..spec import ModelCacheSpec
 from ..tensor_file import DamagedFileError, Tensor, TensorReader
 from .server.manifest import Miss
 
-Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16
+Bits = NDArray[Any]  # values as unsigned integers, because numpy has no bfloat16
 
 VERSION = "1"
 DIRECTORY = Path("~/.agent_memory/caches")
@@ -64,12 +64,12 @@ _STRIP_COLUMNS = 16  # columns that are transposed together: their cache lines s
 
 
 class _Place(NamedTuple):
-    """The array in memory that a tensor of the file holds."""
+    """The place of an array in a context, and its tensor in the file."""
 
     layer: int
     number: int  # of the array in its layer
     kept: Matrices
-    state_at: int | None  # the position at which the state was taken; None for rows a token
+    state_at: int | None  # the position at which the state was taken; None for an array with a row for each token
 
     @property
     def transposed(self) -> bool:
@@ -89,7 +89,7 @@ class _Place(NamedTuple):
 
 
 class _GivenUpError(Exception):
-    """The load was cancelled."""
+    """Error: the load was cancelled."""
 
 
 class SafetensorsCacheAdapter:
@@ -125,7 +125,7 @@ class SafetensorsCacheAdapter:
     def save(self, context: AgentBlocks) -> int | None:
         """Write a context in place of the agent's last one. Return the file's size, or None if the write failed.
 
-        Return 0, without a change, for an empty context, of an answer that was not kept. Raises IncompatibleBlocksError
+        Return 0, without a change, for the empty context of an answer that was not kept. Raises IncompatibleBlocksError
         for blocks of another model.
         """
         context.validate(self._spec)
@@ -149,10 +149,10 @@ class SafetensorsCacheAdapter:
         return nbytes
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> AgentBlocks | None:
-        """Load the part of the agent's context that `tokens` begin with; without `tokens`, all of it.
+        """Load the part of the agent's context with which `tokens` begin; without `tokens`, all of it.
 
-        Where layers carry a state, it ends where one was taken, and at least one token of `tokens` is left. Its blocks
-        are allocated in the pool, and the caller frees them. None when nothing is usable.
+        If layers carry a state, this part ends at a stored state, and leaves at least one of the `tokens` to compute.
+        Its blocks are allocated in the pool, and the caller frees them. Return None if nothing is usable.
         """
         return self.find(agent_id, tokens)[0]
 
@@ -172,7 +172,7 @@ class SafetensorsCacheAdapter:
             return None, reason
 
     def reach(self, agent_id: str, tokens: Sequence[int] | None = None) -> int:
-        """Return how many of `tokens` the agent's file has, according to its header. Counts no miss."""
+        """Return how many of `tokens` the agent's file has, according to its header. This counts no miss."""
         try:
             with _open(self._path(agent_id)) as file:
                 return _reach(self._spec, *_check(self._spec, agent_id, TensorReader(file)), tokens)
@@ -242,8 +242,8 @@ def _places(spec: ModelCacheSpec, tokens: int, states: Sequence[int]) -> list[_P
 
 
 def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[tuple[int, ...], list[int]]:
-    """Return the stored tokens and the positions of states. Raises Miss unless the file is `agent_id`'s and the
-    model's."""
+    """Return the stored tokens and the positions of states. Raises Miss unless the file belongs to `agent_id` and the
+    model."""
     expected = {"version": VERSION, "agent_id": agent_id, "fingerprint": f"{spec.fingerprint:016x}"}
     for name, value in expected.items():
         if reader.metadata.get(name) != value:

@@ -19,10 +19,10 @@ from .server.connection import FAILING
 
 log = logging.getLogger(__name__)
 
-Save = Callable[[AgentBlocks], int | None]  # bytes written; None when it failed
+Save = Callable[[AgentBlocks], int | None]  # returns the number of bytes written, or None if it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons that ServerConnection logs
-RETRY_SECONDS = 1.0  # before a tier that failed is tried again
-IDLE_SECONDS = 5.0  # without use, before a context is written to its file
+RETRY_SECONDS = 1.0  # after which a tier that failed is tried again
+IDLE_SECONDS = 5.0  # without use after which a context is written to its file
 
 
 @dataclass(slots=True, eq=False)
@@ -116,15 +116,16 @@ class Flusher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the write in progress, and begin no other within this context."""
+        """Wait for the write in progress, and begin no other one within the `with` statement."""
         with self._writing:
             yield
 
     def publish(self, publication: Publication) -> None:
-        """Queue the blocks of a prompt, which are written before anything else. Takes over the caller's references.
+        """Queue the blocks of a prompt, which are written before anything else, and take over the caller's references.
 
-        Skipped if too much waits already. While the server fails, the beginning of a named agent's context is skipped,
-        because the agent's own context is written later, and older contexts are dropped in favour of a newer one.
+        The publication is skipped if too many bytes wait already. While the server fails, the beginning of a named
+        agent's context is skipped, because the agent's own context is written later, and older contexts are dropped in
+        favour of a newer one.
         """
         failing = False
         with self._changed:
@@ -181,8 +182,8 @@ class Flusher:
         return True
 
     def flush(self, agent_id: str | None = None) -> None:
-        """Write all dirty contexts to all their tiers before returning. With an agent, write its context alone, even a
-        clean one, of which the server may have evicted blocks.
+        """Write all dirty contexts to all their tiers before returning. With an agent, write only its context, even if
+        it is clean, because the server may have evicted blocks of it.
 
         A tier that fails is tried once, the page server also while its circuit breaker is open. A context of which one
         of several servers lacks a part is written again.

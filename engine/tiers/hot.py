@@ -15,7 +15,7 @@ from ..pool import BlockPool
 
 log = logging.getLogger(__name__)
 
-Below = Literal["page", "cold"]  # the tiers to which it is written
+Below = Literal["page", "cold"]  # the tiers to which contexts are written
 
 
 @dataclass(slots=True, eq=False)
@@ -23,11 +23,11 @@ class CacheEntry:
     """An agent's context in memory. Its blocks are held under the agent's name."""
 
     context: AgentBlocks
-    unwritten_tiers: set[Below]  # tiers it is still to be written to; empty when it is clean
-    whole: bool  # the agent's last context; False for a loaded one, which may be only its beginning
+    unwritten_tiers: set[Below]  # tiers to which it must still be written; empty if it is clean
+    whole: bool  # whether it is the agent's last context; False for a loaded one, which may be a part of it
     pinned: bool = False
-    leaving: bool = False  # evicted, not written yet
-    kept: bool = False  # a tier below has all of it, unless it has been evicted there
+    leaving: bool = False  # whether it is evicted, but not written yet
+    kept: bool = False  # whether a tier below has all of it, unless that has evicted it since
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
@@ -38,15 +38,16 @@ class HotTier:
     Pinned contexts count, and are not evicted.
 
     A dirty context that is evicted stays, marked as leaving and no longer counted, until it is written. At most
-    `max_leaving` bytes may be leaving. Beyond that nothing dirty is evicted, and the tier exceeds its limits until a
-    context is written. Only a context that no tier can take is dropped unwritten, and counted in `lost`.
+    `max_leaving` bytes, or one larger context, may be leaving. Beyond that nothing dirty is evicted, and the tier
+    exceeds its limits until a context is written. Only a context that no tier can take is dropped unwritten, and
+    counted in `lost`.
 
     Not thread-safe: its owner has a lock.
     """
 
     def __init__(self, pool: BlockPool, max_agents: int, max_bytes: int, max_leaving: int) -> None:
         self.evictions = 0
-        self.lost = 0  # contexts dropped that no tier had
+        self.lost = 0  # dropped contexts that no tier had
         self.pool = pool
         self._max_agents = max_agents
         self._max_bytes = max_bytes
@@ -57,12 +58,12 @@ class HotTier:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[CacheEntry]:
-        """Iterate over the entries, the least recently used first. The tier may be changed meanwhile."""
+        """Iterate over the entries, the least recently used first. The tier may change during the iteration."""
         return iter(list(self._entries.values()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, those of leaving contexts included."""
+        """The bytes of all blocks, including the blocks of leaving contexts."""
         return sum(_sizes(self._entries.values()).values())
 
     @property
@@ -72,11 +73,11 @@ class HotTier:
         return time.monotonic() - oldest.used if oldest else None
 
     def look(self, agent_id: str) -> CacheEntry | None:
-        """Return the agent's entry, without a use of it."""
+        """Return the agent's entry. This does not count as a use."""
         return self._entries.get(agent_id)
 
     def use(self, agent_id: str) -> CacheEntry | None:
-        """Return the agent's entry, and make it the most recently used. An entry that was leaving stays."""
+        """Return the agent's entry, and make it the most recently used. A leaving entry stays."""
         entry = self._entries.get(agent_id)
         if entry:
             self._entries.move_to_end(agent_id)
@@ -85,9 +86,9 @@ class HotTier:
         return entry
 
     def put(self, context: AgentBlocks, unwritten_tiers: Collection[Below], *, whole: bool, kept: bool = False) -> None:
-        """Keep a context in place of the agent's last one. Takes over the caller's references.
+        """Keep a context in place of the agent's last one, and take over the caller's references.
 
-        `kept`: it was loaded from a tier below.
+        `kept` is True for a context that was loaded from a tier below.
         """
         before = self._entries.get(context.agent_id)
         entry = CacheEntry(context, set(unwritten_tiers), whole, kept=kept)
@@ -107,7 +108,7 @@ class HotTier:
         return entry is not None
 
     def trim(self, stuck: Collection[Below]) -> None:
-        """Evict until the tier is within its limits. `stuck`: the tiers that cannot be written to now."""
+        """Evict until the tier is within its limits. `stuck` are the tiers that cannot be written to now."""
         while self._too_large() and self.evict(stuck):
             pass
 
@@ -130,8 +131,8 @@ class HotTier:
         return self.drop(stranded.context.agent_id)
 
     def bytes_being_freed(self, stuck: Collection[Below]) -> dict[int, int]:
-        """Return the bytes, by block id, that will be free once leaving contexts are written, unless others hold the
-        blocks."""
+        """Return the bytes, by block id, that will be free once leaving contexts are written, unless other holders keep
+        the blocks."""
         return _sizes([entry for entry in self if entry.leaving and not entry.unwritten_tiers <= set(stuck)])
 
     def drop_clean(self) -> None:
@@ -146,7 +147,7 @@ class HotTier:
             self.drop(entry.context.agent_id)
 
     def written(self, entry: CacheEntry) -> None:
-        """Drop a leaving entry that has been written, unless a newer one took its place."""
+        """Drop a leaving entry that has been written, unless a newer one has replaced it."""
         if entry.leaving and self._entries.get(entry.context.agent_id) is entry:
             self.drop(entry.context.agent_id)
 

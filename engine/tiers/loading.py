@@ -1,4 +1,4 @@
-"""Loading a context: from memory, from the page server, and from its file."""
+"""The load of a context from memory, from the page server, and from its file."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Loaded:
 
     blocks: AgentBlocks | None  # freed by the receiver, under its agent's name; None on a miss
     tier: Tier
-    reach: int  # tokens of the prompt that needn't be computed
+    reach: int  # tokens of the prompt that need not be computed
     why: str | None  # the reason of a miss, or of a result shorter than the prompt
     seconds: float
     own: bool  # whether it is of the agent's own context
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its blocks."""
+        """The number of bytes in its blocks."""
         return sum(block.nbytes for block in self.blocks.blocks) if self.blocks else 0
 
     @property
@@ -74,7 +74,7 @@ class LoadSources:
     cold: SafetensorsCacheAdapter | None
     readers: Executor  # threads that read files
     tally: Tally
-    make_room: Callable[[int], object]  # evicts from memory for a context of so many tokens
+    make_room: Callable[[int], object]  # evicts from memory for a context with a number of tokens
 
 
 @dataclass(slots=True)
@@ -84,8 +84,8 @@ class _File:
     state: FileState
     tokens: int = 0  # usable tokens, according to its header
     found: AgentBlocks | None = None
-    why: str | None = None  # reason for which it is unusable
-    hedged: bool = False  # it was read while the page server could still answer
+    why: str | None = None  # the reason for which it is unusable
+    hedged: bool = False  # whether it was read while the page server could still answer
 
 
 class Loading:
@@ -116,7 +116,7 @@ class Loading:
         self._on_loaded = came
         self._named = wanted.named
         self._started = time.perf_counter()
-        self._settled: Future[float] = Future()  # seconds from its begin to SETTLED
+        self._settled: Future[float] = Future()  # seconds from the begin of the load to SETTLED
         self._loaded: Loaded | None = None
         self._lock = threading.Lock()  # of all fields below
         self._state = LoadState.WAITING
@@ -143,7 +143,7 @@ class Loading:
         self._settled.add_done_callback(lambda _: callback())
 
     def result(self, timeout: float | None = None) -> Loaded:
-        """Wait for the result, and return it. Creates arrays, so only the thread that owns MLX may call it.
+        """Wait for the result, and return it. This creates arrays, so only the thread that owns MLX may call it.
 
         Raises TimeoutError after `timeout` seconds, and CancelledError after `cancel`.
         """
@@ -165,7 +165,7 @@ class Loading:
         return self._loaded
 
     def cancel(self) -> None:
-        """Cancel the load, and free all blocks. Does nothing after `result`."""
+        """Cancel the load, and free all blocks. This does nothing after `result`."""
         with self._lock:
             before, self._state = self._state, moved(self._state, LoadEvent.CANCEL)
             if self._state is before:
@@ -263,7 +263,7 @@ class Loading:
         return False
 
     def _take(self) -> tuple[Found, str | None]:
-        """Return the best result, and the reason why it is not longer. Frees the rest."""
+        """Return the best result, and the reason why it is not longer. Free the blocks of the other results."""
         file, fetch, best = self._file, self._fetch, self._memory
         if file.found:
             best = Found(file.found, "cold", beginning(self._ways.spec, file.found, self._tokens)[1])

@@ -43,7 +43,7 @@ class PageServer:
     unsaved: Mapping[str, int]  # writes that failed, by reason
     unasked: Mapping[str, int]  # other requests that failed, by reason
     fetched: int  # loads for which fetching was estimated to be faster
-    recomputed: int  # loads for which computing was
+    recomputed: int  # loads for which computing was estimated to be faster
     link_rate: float | None  # bytes a second; None without a recent measurement
     latency: float | None  # seconds
     prefill_rate: float | None  # tokens a second
@@ -72,7 +72,7 @@ class PageServer:
 
 @dataclass(frozen=True, slots=True)
 class StoreMetrics:
-    """The counters of a store since it was made."""
+    """The counters of a store since its construction."""
 
     hot: Traffic
     prefix: Traffic
@@ -85,7 +85,7 @@ class StoreMetrics:
     lost: int  # contexts dropped because no tier could take them
     unsaved: Mapping[str, int]  # writes that failed, by tier; they are tried again
     hedges: int  # cold loads that started because a fetch was slow
-    hedges_won: int  # of these, loads whose result was the file
+    hedges_won: int  # of these, loads that took the file
     published: int  # prompts whose blocks were written before their answer was complete
     unnamed_written: int  # contexts without a name that were given to the page server
     unnamed_left: int  # contexts without a name that were not written
@@ -95,8 +95,8 @@ class StoreMetrics:
     dirty_bytes: int
     prefix_blocks: int
     prefix_bytes: int
-    prefix_hits: int  # prompts whose prefix was in memory, used or not
-    server: PageServer | None  # None without one
+    prefix_hits: int  # prompts with a prefix in memory, used or not
+    server: PageServer | None  # None without a page server
     cold_misses: Mapping[str, int]  # loads of files that found nothing, by reason
     cold_unsaved: Mapping[str, int]  # files that could not be written, by reason
 
@@ -111,7 +111,7 @@ class Tally:
     misses: Counter[str] = field(default_factory=Counter)
     unsaved: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)  # of prompts, by the tier that had them; "none": computed
+    tokens: Counter[str] = field(default_factory=Counter)  # of prompts, by supplying tier; "none": computed
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, event: str) -> None:
@@ -119,7 +119,7 @@ class Tally:
             self.events[event] += 1
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float, why: str | None) -> None:
-        """Count a load; `why` is the reason if it found nothing."""
+        """Count a load. `why` is the reason if it found nothing."""
         with self._lock:
             if tier == "none":
                 self.misses[why or "absent"] += 1
@@ -130,7 +130,7 @@ class Tally:
             traffic.load_seconds += seconds
 
     def answered(self, tier: Tier, reused: int, computed: int) -> None:
-        """Count the tokens of a prompt; `tier` supplied the `reused` ones."""
+        """Count the tokens of a prompt. `tier` supplied the `reused` tokens."""
         with self._lock:
             self.events["answers"] += 1
             self.tokens[tier] += reused
@@ -146,7 +146,7 @@ class Tally:
             return {"answers": self.events["answers"], "computed": self.tokens["none"], "tiers": tiers}
 
     def saved(self, tier: Tier, nbytes: int | None, seconds: float) -> None:
-        """Count a save; `nbytes` is None if it failed."""
+        """Count a save. `nbytes` is None if it failed."""
         with self._lock:
             if nbytes is None:
                 self.unsaved[tier] += 1
@@ -157,7 +157,7 @@ class Tally:
             traffic.save_seconds += seconds
 
     def snapshot(self, pages: PageTier | None, cold: SafetensorsCacheAdapter | None, **now: int) -> StoreMetrics:
-        """Return all counters, those of the tiers, and the current values `now`."""
+        """Return all counters, including the counters of the tiers, and the current values `now`."""
         with self._lock:
             return StoreMetrics(
                 hot=replace(self.traffic["hot"]),
@@ -180,12 +180,12 @@ class Tally:
             )
 
 
-# -- statistics channel ------------------------------------------------------------------------------------------------
+# -- The statistics channel --------------------------------------------------------------------------------------------
 #
 # Statistics of this engine for the viewers of its page server: its name, and the tokens that each tier has supplied.
-# The engine publishes a JSON object every few seconds, which is not stored. The channel is that of the engine's ACL
-# user, so that this user can read it; without a user, it is the channel of all engines. Each message is also the
-# heartbeat by which an idle engine notices an outage of the server, and its end.
+# The engine publishes a JSON object every few seconds, which is not stored. It uses the channel of its ACL user, so
+# that this user can read it or, if the server refuses that, the channel of all engines. Each message is also a
+# heartbeat, by which an idle engine notices the begin and the end of an outage of the server.
 
 CHANNEL = "kvpage:engines"  # the channel of a user has ":" and the user's name appended
 EVERY_SECONDS = 5.0
@@ -200,7 +200,8 @@ def figures(model_id: str, pool: BlockPool, tally: Tally) -> str:
 
 
 async def publish_statistics(connection: ServerConnection, what: Callable[[], str]) -> None:
-    """Publish to every server, until the connection is closed. A user without a channel sends PING instead."""
+    """Publish to every server, until the connection is closed. If the server refuses both channels, send PING
+    instead."""
     for channel in (f"{CHANNEL}:{connection.user}", CHANNEL):
         with suppress(_NotAllowed):
             await _repeat(connection, lambda channel=channel: _publish(connection, channel, what()))  # type: ignore[misc]
@@ -217,7 +218,7 @@ async def _repeat(connection: ServerConnection, message: Callable[[], Coroutine[
 
 
 class _NotAllowed(Exception):
-    """Refusal of a channel, which is not tried again: each refusal is an entry in the server's ACL LOG."""
+    """Error: the server refused a channel. It is not tried again, because each refusal is an entry in the ACL LOG."""
 
 
 async def _publish(connection: ServerConnection, channel: str, message: str) -> None:

@@ -3,20 +3,20 @@
 The keys::
 
     kv:{chain hash}:{layer}:{head}:0:{kv_type}   the pages of a block
-    kv:{chain hash}:{layer}:{head}:1:{kv_type}   those of the state after it, where layers carry one
-    seal:{chain hash}, state:{chain hash}        the digest of either, written after it: it is complete
-    manifest:{agent}:{fingerprint}               tokens and names, of one model, written last of all
-    refs:{chain hash}                            the number of manifests that name it
-    label:{chain hash}                           the text that shows a block of a context without a name to people
-    tails:{chain hash}                           the blocks with which contexts without a name continue after it
-    claim:{chain hash}                           the engine that computes it at the moment
+    kv:{chain hash}:{layer}:{head}:1:{kv_type}   the pages of the state after it, if layers carry one
+    seal:{chain hash}, state:{chain hash}        the digest of the block or the state, written after it
+    manifest:{agent}:{fingerprint}               token ids and chain hashes, for one model, written last
+    refs:{chain hash}                            the number of manifests that name the block
+    label:{chain hash}                           the text that people see for a block of a context without a name
+    tails:{chain hash}                           the blocks with which contexts without a name continue after this one
+    claim:{chain hash}                           the engine that computes the block at the moment
 
-A chain hash names a block by its content and position. So agents with the same beginning share blocks, and a fork is
-just a manifest. Agents of different tenants have different names for everything.
+A chain hash names a block by its content and position. So agents with the same beginning share blocks, and a fork
+only needs a manifest. Agents of different tenants have different names for everything.
 
 The server's checksum protects a page from its arrival on. The digest protects a whole block under its name, from the
-tensors of the engine that computed it to those of the engine that uses it. So pages that were changed, swapped or taken
-from elsewhere are detected, wherever the fault occurred. A mismatch is a miss, with its reason.
+tensors of the engine that computed it to the tensors of the engine that uses it. So changed, swapped and foreign pages
+are detected, wherever the fault occurred. A mismatch is a miss, with its reason.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class PageTier:
 
     @property
     def rates(self) -> Rates:
-        """The rates for the choice between fetching and computing. The engine reports how fast it computes."""
+        """The rates for the choice between fetching and computing. The engine reports the speed of its prefills."""
         return self._connection.rates
 
     @property
@@ -175,7 +175,7 @@ class PageTier:
         It consists of the blocks received within `restore_within` seconds.
 
         Its last block may continue differently from `tokens`; the engine's submit compares them. Its blocks are
-        allocated in the pool, and the caller frees them. None if nothing is usable.
+        allocated in the pool, and the caller frees them. Return None if nothing is usable.
         """
         return self.fetch(agent_id, tokens, held=held).result()
 
@@ -201,7 +201,7 @@ class PageTier:
 
         A last block of a few tokens is left out (see `least_tail`). `label` is the text that `kvpage ls` shows for the
         context. It is None for a named agent's context: then only the full blocks are stored, and no record names them,
-        since `delete` could not remove their tokens from it.
+        because `delete` could not remove their tokens from it.
         """
         context.validate(self._spec)
         size = self._spec.block_tokens
@@ -274,7 +274,7 @@ class PageTier:
 
     def delete(self, agent_id: str) -> bool | None:
         """Delete an agent's contexts, of any model, except blocks that others use. Return whether there were any; None
-        if the server does not answer: then they may still be there. This scans all keys of the server."""
+        if the server does not answer: then they may still be stored. This scans all keys of the server."""
         return self._ask(self._references.delete(self._connection, check_agent_id(agent_id)))
 
     def agents(self) -> list[str]:
@@ -321,8 +321,8 @@ class PageTier:
     # -- claims on blocks ------------------------------------------------------------------------------------------
 
     def sealed(self, names: Sequence[str], before: Sequence[str] = ()) -> int:
-        """Return the number of these blocks that are stored, up to the first that is not. `before` are the prompt's
-        blocks before them."""
+        """Return the number of stored blocks before the first one that is not stored. `before` are the names of the
+        prompt's blocks before `names`."""
         chain, size, together = [*before, *names], self._spec.block_tokens, self._layout.together
         tags = [tag_of(chain, len(before) + i, together) for i in range(len(names))]
         places = [BlockPlace(name, size, 0, tag=tag) for name, tag in zip(names, tags, strict=True)]

@@ -1,9 +1,9 @@
-"""Claims: a prefix that several prompts need at the same time is computed by one of them, while the others wait.
+"""Claims: one of several prompts computes a prefix that all of them need at the same time, while the others wait.
 
 A claim is on the first missing block of a prompt, by its chain hash. The agents of one engine queue for it. The first
-in each engine's queue asks the page server for a lease, which only one engine gets. Its holder renews it; if the holder
-dies, the lease expires and another engine takes it. A prompt waits until the block is published, and for at most
-PATIENCE_SECONDS. If the server does not answer, each engine computes the block.
+in the queue of each engine requests a lease from the page server, which grants it to one engine only. The holder renews
+the lease. If the holder dies, the lease expires, and another engine gets it. A prompt waits until the block is
+published, and for at most PATIENCE_SECONDS. If the server does not answer, each engine computes the block.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ ANSWER_SECONDS = 0.5  # longest wait for the server's first reply; then the firs
 
 
 class Claim:
-    """A place in a queue. ``wait``: another engine computes the block; ``mine``: compute and publish it; ``proceed``:
-    load again, and compute the missing rest. Must be released in any state.
+    """A place in a queue, with a state. ``wait``: another prompt computes the block. ``mine``: the caller computes and
+    publishes it. ``proceed``: the caller loads again, and computes the missing rest. A claim must be released in every
+    state.
     """
 
     def __init__(self, claims: Claims, name: str, state: State) -> None:
@@ -54,7 +55,7 @@ class Claim:
         self._claims.published(self)
 
     def release(self) -> None:
-        """End the claim: the block is published, or will not be. May be called again."""
+        """End the claim: the block is published, or will not be. It may be called again."""
         self._claims.release(self)
 
     def settle(self, state: State) -> list[Callable[[], object]]:
@@ -65,7 +66,7 @@ class Claim:
 
 
 class Lease(Enum):
-    """The engine that has the lease, by the server's last reply. UNKNOWN before the first."""
+    """The engine that has the lease, by the last reply of the server. UNKNOWN before the first reply."""
 
     UNKNOWN = auto()
     ELSEWHERE = auto()
@@ -73,7 +74,8 @@ class Lease(Enum):
 
 
 class _Queue:
-    """The claims on one block, first in, first out. The first gets it when the server grants the lease."""
+    """Queue of the claims on one block, first in, first out. The first claim is granted when the engine gets the
+    lease."""
 
     def __init__(self, name: str, before: Sequence[str]) -> None:
         """Set the chain hashes of the block, and of the prompt's blocks before it."""
@@ -203,7 +205,7 @@ class Claims:
             finally:
                 with self.lock:
                     queue.asking = False
-                    if queue.lease is Lease.UNKNOWN:  # it did not answer
+                    if queue.lease is Lease.UNKNOWN:  # the server did not answer
                         queue.lease = Lease.ELSEWHERE
                     self.lock.notify_all()
             _notify(received)
@@ -213,7 +215,7 @@ class Claims:
 
     def _apply(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
         granted = pages.claim(queue.name, LEASE_SECONDS)
-        # Looked up after the claim, because another engine may have published just before the lease was granted.
+        # This lookup follows the claim, because another engine may have published just before the lease was granted.
         published = pages.sealed([queue.name], queue.before) > 0
         with self.lock:
             queue.lease = Lease.OURS if granted else Lease.ELSEWHERE

@@ -1,10 +1,14 @@
 """The contexts of agents: in memory, on the page server, and in files.
 
->>> store = AgentCacheStore(spec, pool, pages=PageTier(url, spec, pool), cold=SafetensorsCacheAdapter(spec, pool)) >>>
-loading = store.begin_load("alice", prompt)  # other prompts run meanwhile >>> known = loading.result() >>>
-batch.submit("alice", prompt, known.blocks) >>> if known.blocks: ...     pool.free(known.blocks.block_ids, "alice") >>>
-for done in batch.step(): ...     store.save(done.blocks)  # which takes references of its own, and writes behind ...
-pool.free(done.blocks.block_ids, done.agent_id)
+>>> store = AgentCacheStore(spec, pool, pages=PageTier(url, spec, pool), cold=SafetensorsCacheAdapter(spec, pool))
+>>> loading = store.begin_load("alice", prompt)  # other prompts run meanwhile
+>>> known = loading.result()
+>>> batch.submit("alice", prompt, known.blocks)
+>>> if known.blocks:
+...     pool.free(known.blocks.block_ids, "alice")
+>>> for done in batch.step():
+...     store.save(done.blocks)  # takes references of its own, and queues the context for write-behind
+...     pool.free(done.blocks.block_ids, done.agent_id)
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ class CacheConfig:
     hot_bytes: int | None = None  # of their blocks; default: half of the pool
     queue_bytes: int | None = None  # evicted and not yet written; default: a quarter of the pool, a GiB at most
     prefix_bytes: int | None = None  # the tree of all contexts; default: half of the pool
-    keep: Keep = "worth"  # which contexts without a name are given to the page server; see `AgentCacheStore.publish`
+    keep: Keep = "worth"  # the contexts without a name that the page server gets; see `AgentCacheStore.publish`
     restore_within: float = RESTORE_SECONDS  # seconds of a load; the engine computes the missing rest
 
     def __post_init__(self) -> None:
@@ -80,7 +84,7 @@ class CacheConfig:
 log = logging.getLogger(__name__)
 
 READER_THREADS = 2  # files that are read concurrently
-WORTH_SECONDS = 0.1  # a context that takes longer to compute is written even if it was used once
+WORTH_SECONDS = 0.1  # a context that takes longer to compute is written after its first use
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +100,14 @@ class AgentInfo:
 
 
 class StoreUnavailableError(RuntimeError):
-    """The page server does not answer, so its part of an operation on an agent is unknown or not done."""
+    """Error: the page server does not answer, so its part of an operation on an agent is unknown or not done."""
 
     def __init__(self) -> None:
         super().__init__("the page server does not answer")
 
 
 class _Unchanged:
-    """Mark of the loads of an agent that began since its context was last saved, forked over or deleted."""
+    """Mark of an agent's loads that began after its context was last saved, replaced by a fork, or deleted."""
 
 
 class AgentCacheStore:
@@ -111,10 +115,10 @@ class AgentCacheStore:
 
     A load takes the longest prefix of the prompt in memory, from the agent's last context or from any other context of
     its tenant (see `ContextTree`). Then the rest is requested from the page server, and the agent's file is read if it
-    has more. Loaded blocks are kept in memory, unless the agent was saved, forked over or deleted meanwhile. When a
-    lower tier fails, less is found, and the reason is counted.
+    has more. Loaded blocks are kept in memory, unless the agent's context was saved, replaced by a fork, or deleted
+    meanwhile. When a lower tier fails, less is found, and the reason is counted.
 
-    A saved context is dirty until it is written, behind the answers. Memory is shared by reference: blocks that agents
+    A saved context is dirty until it is written by write-behind. Memory is shared by reference: blocks that agents
     have in common are in memory once, and every reference in the pool has the name of its agent.
     """
 
@@ -127,7 +131,7 @@ class AgentCacheStore:
         cold: SafetensorsCacheAdapter | None = None,
         config: CacheConfig | None = None,
     ) -> None:
-        """Take over `pages` and `cold`."""
+        """Create the store, which takes over `pages` and `cold`."""
         config = config or CacheConfig()
         hot_bytes, queue_bytes, tree_bytes = config.sizes(spec, pool)
         self.spec = spec
@@ -164,7 +168,7 @@ class AgentCacheStore:
         within: float | None = None,
         named: bool = True,
     ) -> Loading:
-        """Begin the same load, and return without waiting. It takes `within` seconds at most (default:
+        """Begin a load, as `load` does, and return without waiting. It takes at most `within` seconds (default:
         `restore_within`).
 
         If the agent is not `named`, its id stands for one prompt: it has no context of its own.
@@ -188,10 +192,10 @@ class AgentCacheStore:
         return loading
 
     def save(self, context: AgentBlocks) -> None:
-        """Keep a context as its agent's last one, and queue it for write-behind. Takes references of its own.
+        """Keep a context as its agent's last one, and queue it for write-behind, with references of its own.
 
-        An empty context, of an answer that was not kept, changes nothing.
-        Raises IncompatibleBlocksError for blocks of another model, ValueError for blocks that were freed.
+        The empty context of an answer that was not kept changes nothing. Raises IncompatibleBlocksError for blocks of
+        another model, ValueError for blocks that were freed.
         """
         context.validate(self.spec)
         if not context.blocks:
@@ -202,14 +206,14 @@ class AgentCacheStore:
             self._take_up(adopted)
 
     def publish(self, context: AgentBlocks, claim: Claim | None = None, *, label: str | None = "") -> None:
-        """Share a context that has no name, or the beginning of one whose answer is not complete. Release `claim` when
-        it is written. `label` is the text that shows it to people; None for a named agent's context, of which only the
-        full blocks are written: the rest is saved with its name.
+        """Share a context without a name, or the beginning of a context with an answer that is not complete. Release
+        `claim` when it is written. `label` is the text that people see for it; None for a named agent's context, of
+        which only the full blocks are written: the rest is saved with its name.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
         that are not stored yet takes WORTH_SECONDS, or another prompt has reused it.
 
-        Takes references of its own. Raises as `save` does.
+        The store takes references of its own. Raises the errors of `save`.
         """
         context.validate(self.spec)
         with self._changed:
@@ -231,7 +235,7 @@ class AgentCacheStore:
             claim.release()
 
     def answered(self, tier: Tier, reused: int, computed: int) -> None:
-        """Count an answer: `reused` tokens of its prompt were found in `tier`, and `computed` ones were computed."""
+        """Count an answer: `tier` supplied `reused` tokens of its prompt, and `computed` tokens were computed."""
         self._tally.answered(tier, reused, computed)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
@@ -240,7 +244,7 @@ class AgentCacheStore:
             self._pages.rates.prefilled(tokens, seconds)
 
     def publish_statistics(self) -> None:
-        """Publish statistics on the page server every few seconds from now on."""
+        """Start to publish statistics on the page server every few seconds."""
         if self._pages:
             received = partial(figures, self.spec.model_id, self._pool, self._tally)
             self._pages.do_in_background(lambda connection: publish_statistics(connection, received))
@@ -248,8 +252,8 @@ class AgentCacheStore:
     def delete(self, agent_id: str) -> bool:
         """Delete an agent from every tier. Return whether any tier had it. Blocks that others share stay.
 
-        Waits for the write in progress. Raises OSError if its file cannot be deleted, and StoreUnavailableError if the
-        page server does not answer: then the agent is deleted from the other tiers, and may still be on the server.
+        This waits for the write in progress. Raises OSError if its file cannot be deleted, and StoreUnavailableError if
+        the page server does not answer: then the agent is deleted from the other tiers, and may still be on the server.
         """
         check_agent_id(agent_id)
         on_server: bool | None = False
@@ -321,7 +325,7 @@ class AgentCacheStore:
         return evicted
 
     def make_room(self, blocks: int, nbytes: int = 0) -> bool:
-        """Evict from memory until the pool has so many blocks and bytes free. Return whether it has them now.
+        """Evict from memory until the pool has `blocks` blocks and `nbytes` bytes free. Return whether it has them now.
 
         Dirty contexts are freed once they are written: call this again then. Contexts that no tier can take are dropped
         last, and are lost.
@@ -348,7 +352,7 @@ class AgentCacheStore:
 
     @property
     def outage(self) -> Outage | None:
-        """The outage of the page server that lasts now; None if it answers, and without one."""
+        """The outage of the page server that lasts now; None if it answers, or if there is no page server."""
         return self._pages.outage if self._pages else None
 
     @property
@@ -358,10 +362,10 @@ class AgentCacheStore:
         return {name: tier.save_failure for name, tier in tiers.items() if tier and tier.save_failure}
 
     def evict_all_to_disk(self) -> int:
-        """Write all dirty contexts, to files too, and drop them unless they are pinned. Drop contexts without a name.
-        Return the number of agents' contexts.
+        """Write all dirty contexts, also to files, and drop all contexts from memory, except pinned ones and ones that
+        could not be written. Return the number of dropped contexts of agents.
 
-        Return the freed memory to the system.
+        The system gets the freed memory back.
         """
         self._flusher.flush()
         with self._changed:
@@ -420,7 +424,7 @@ class AgentCacheStore:
     def close(self) -> int:
         """Cancel loads, write all contexts that no tier has, free memory and close the tiers.
 
-        Return the number of contexts that no tier could take, and logs it. Without a tier below memory it is 0.
+        Log and return the number of contexts that no tier could take. Without a tier below memory it is 0.
         """
         for loading in list(self._loadings):
             loading.cancel()
@@ -499,7 +503,7 @@ class AgentCacheStore:
         return rate is None or self._tree.unstored(context) / rate >= WORTH_SECONDS
 
     def _write_reused(self, context: AgentBlocks) -> None:
-        """Write a context of the tree of which a second prompt has reused more than any tier below was given."""
+        """Write a context of the tree, because a second prompt has reused a part that no tier below was given."""
         if self._keep == "worth" and self._pages:
             self._tree.mark_stored(context)
             self._pool.share(context.block_ids, context.agent_id)
@@ -544,7 +548,7 @@ class AgentCacheStore:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
 
     def _take_up(self, context: AgentBlocks) -> None:
-        """Make a context its agent's last one, and dirty. Takes over its references."""
+        """Make a context its agent's last one, mark it as dirty, and take over its references."""
         self._unchanged.pop(context.agent_id, None)
         self._hot.put(context, self._flusher.tiers, whole=True)
         self._hot.trim(self._flusher.stuck)
@@ -564,8 +568,8 @@ class AgentCacheStore:
         return entry is not None
 
     def _evict(self, stuck: Collection[Below]) -> bool:
-        """Evict an agent's context or a leaf of the tree, whichever was not used for longer. Return whether there was
-        one."""
+        """Evict an agent's context or a leaf of the tree, the one that was not used for longer. Return whether there
+        was one."""
         agents, tree = self._hot.idle, self._tree.idle
         if tree is None or (agents is not None and agents > tree):
             return self._hot.evict(stuck) or self._tree.evict()

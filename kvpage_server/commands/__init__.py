@@ -1,6 +1,6 @@
-"""From a client's words to a reply: the command table, the dispatcher, and the commands.
+"""The command table, the dispatcher, and the commands: everything between a client's words and a reply.
 
 This package contains the parts that every command may use: the table's rows (`registry`), the server and the client
-(`context`), arguments, steps. The commands themselves are in `families/`. Knows the store and the values of replies,
-and no socket.
+(`context`), arguments, steps. The commands themselves are in `families/`. The package depends on the store and on the
+values of replies, and on no socket.
 """

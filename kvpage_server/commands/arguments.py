@@ -1,4 +1,4 @@
-"""Parsers of arguments: numbers in ranges, words, options; each error names the argument and the allowed values."""
+"""Parsers of arguments. Their errors name the argument and the allowed values, or have Redis's words."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
 
 
 def plain(argument: Argument) -> bytes:
-    """Return the argument's bytes; a long one is copied out of the arena. Raises ReplyError if it is too long.
+    """Return the argument's bytes. A long argument is copied out of the arena.
 
-    Only values may be that long, and they stay in the arena.
+    Raises ReplyError if it is too long for anything but a value, since values stay in the arena.
     """
     if isinstance(argument, bytes):
         return argument
@@ -45,12 +45,12 @@ def plain(argument: Argument) -> bytes:
 
 
 def plain_all(arguments: Sequence[Argument]) -> list[bytes]:
-    """Return every argument's bytes."""
+    """Return the bytes of each argument. Raises ReplyError."""
     return [argument if isinstance(argument, bytes) else plain(argument) for argument in arguments]
 
 
 def integer(raw: Argument) -> int:
-    """Return a 64-bit integer, as Redis reads and refuses it."""
+    """Return a 64-bit integer, parsed as in Redis. Raises ReplyError."""
     found = as_integer(raw)
     if found is None:
         raise ReplyError(NOT_AN_INTEGER)
@@ -58,7 +58,7 @@ def integer(raw: Argument) -> int:
 
 
 def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
-    """Return an integer in a range; the error names the argument and the range."""
+    """Return an integer from `low` to `high`. Raises ReplyError, which names the argument and the range."""
     try:
         return core.integer_in(name, raw, low, high)
     except PageError as error:
@@ -66,8 +66,9 @@ def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
 
 
 def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> int:
-    """Return the N at the start of a batch. N things (called `unit`) of `width` arguments must follow. Raises
-    ReplyError.
+    """Return the number of items N at the start of a batch. N items of `width` arguments must follow it.
+
+    Raises ReplyError. `name` is the command's, and `unit` the item's name in the error.
     """
     count = integer_in("N", args[0], 1, MAX_U32)
     if len(args) - 1 != count * width:

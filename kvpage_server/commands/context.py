@@ -25,14 +25,14 @@ from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
 
-# -- The commands that a client has queued since MULTI -----------------------------------------------------------------
+# -- Transactions
 
-MOST_QUEUED = 65_536  # words: EXEC runs them without a pause
-_COMMAND = 192  # bytes of a queued command's overhead
+MOST_QUEUED = 65_536  # words that a transaction may have, because EXEC runs it without a pause
+_COMMAND = 192  # overhead of a queued command in bytes
 
 
 def too_much_queued() -> ReplyError:
-    """Return the error for more than `MOST_QUEUED`."""
+    """Return the error for a transaction of more than `MOST_QUEUED` words."""
     return ReplyError(f"ERR a transaction takes at most {MOST_QUEUED} words: EXEC runs it without a pause")
 
 
@@ -43,9 +43,9 @@ class Transaction:
 
     def __init__(self) -> None:
         self.commands: list[tuple[Spec, Command]] = []
-        self.refused = False  # a command could not be queued: EXEC will run none
+        self.refused = False  # whether a command was refused, so that EXEC runs none
         self.size = 0  # bytes of memory
-        self.words = 0  # how many these are, with the commands' names
+        self.words = 0  # number of words, including the names of the commands
 
     def queue(self, spec: Spec, words: Command) -> Reply:
         self.words += len(words)
@@ -59,27 +59,29 @@ class Transaction:
 
 
 NEVER = 1 << 62  # nanoseconds: longer than any call
-MANY_BYTES = 16 << 20  # of values, that are found before they are sent
-_FEW_BYTES = 1 << 20  # where there is little room
-_NOTED = 4  # CLIENT TRACKING remembers read keys in at most this part of maxmemory-clients
+MANY_BYTES = 16 << 20  # bytes of values that a long reply looks up before it sends them
+_FEW_BYTES = 1 << 20  # the same when clients hold much memory
+_NOTED = 4  # the notes of CLIENT TRACKING take at most 1/4 of maxmemory-clients
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """CLIENT PAUSE: clients wait until `ends` (monotonic seconds)."""
+    """A CLIENT PAUSE, which lasts until `ends` (seconds of the monotonic clock)."""
 
     ends: float
     only_writes: bool
 
 
 class RowOverride(Protocol):
-    """Gives commands other rows."""
+    """A function that replaces rows of the command table, in a gateway."""
 
     def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
-        """Return the row of a command now. Raises ReplyError if it can't be done, Postponed if it has to wait."""
+        """Return the row to run a client's command with. Raises ReplyError if the command is not possible, Postponed if
+        it has to wait.
+        """
 
     def row(self, spec: Spec) -> Spec:
-        """Return the row of a command at any time. Raises ReplyError."""
+        """Return the row that replaces `spec`, independent of a client. Raises ReplyError."""
 
 
 def _has_no_listener() -> None:
@@ -90,9 +92,9 @@ class Totals:
     """Sums over all connections."""
 
     connections = 0
-    sent = 0  # bytes, so far
-    most_incoming = 0  # bytes of one
-    most_outgoing = 0
+    sent = 0  # bytes since they connected
+    most_incoming = 0  # the largest `Connection.incoming`, in bytes
+    most_outgoing = 0  # the largest `Connection.outgoing`, in bytes
     paused = 0
     listening = 0
     watching = 0
@@ -113,10 +115,10 @@ class Totals:
 class Server:
     """The state that all clients share. `stop` asks the process to end."""
 
-    command_override: RowOverride | None = None  # where keys lie behind this server, not in it
-    port = 0  # the port that is really listened on
+    command_override: RowOverride | None = None  # set in a gateway, which stores its keys on other servers
+    port = 0  # the port of the listener; it differs from the configured one if that is 0
     tls: ssl.SSLContext | None = None  # used by the next encrypted connection
-    slow_from = NEVER  # nanoseconds: calls that take longer are noted
+    slow_from = NEVER  # nanoseconds: the slow log has calls that take longer
     pause: Pause | None = None
     rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory = 0
@@ -149,16 +151,16 @@ class Server:
         )
         self.events = KeyEvents(keyspace, self.channels, tracking)
         self.monitors: dict[Client, None] = {}
-        self.totals = Totals()  # of the connections, when they were counted last
+        self.totals = Totals()  # sums of the last count; see `steps.counted`
 
     @property
     def is_tight(self) -> bool:
-        """Whether connections hold so much together that none should hold more than it must."""
+        """Whether clients hold more than half of maxmemory-clients together, so that replies should take less."""
         return self.in_flight > self.config.client_memory // 2 > 0
 
     @property
     def found_at_once(self) -> int:
-        """Bytes of values that a long reply finds before they are sent."""
+        """Bytes of values that a long reply looks up before it sends them."""
         return _FEW_BYTES if self.is_tight else MANY_BYTES
 
     def forget(self, client: Client) -> None:
@@ -170,14 +172,14 @@ class Server:
         client.transaction = None
 
     def refuse(self, client: Client, reason: str, what: bytes, user: bytes = b"") -> None:
-        """Add a refused command, key, channel or AUTH to the ACL log."""
+        """Add a refusal to the ACL log. `what` is the command, key or channel, or ``AUTH``."""
         context = "multi" if client.transaction is not None else "toplevel"
         name = user or (client.user.name if client.user else b"")
         self.refusals.note(reason, context, what, name, str(client))
 
     @property
     def is_paused(self) -> bool:
-        """Whether a CLIENT PAUSE lasts, of all commands or of writes."""
+        """Whether a CLIENT PAUSE, of all commands or of writes, has not ended yet."""
         return self.pause is not None and self.pause.ends > time.monotonic()
 
     def begin_pause(self, pause: Pause) -> None:
@@ -198,30 +200,30 @@ class Connection(Protocol):
     """The connection of a client, as commands see it."""
 
     def push(self, message: Reply) -> None:
-        """Send something that was not asked for, in its turn."""
+        """Send a push message, or a message of a channel, after the replies that are queued already."""
 
     def close(self) -> None:
-        """Close it when all replies are sent."""
+        """Close the connection when all replies are sent."""
 
     def abort(self) -> None:
-        """Close it now."""
+        """Close the connection at once."""
 
     def resume(self) -> None:
-        """Run the command that waited for the end of a pause."""
+        """Run the command that waits for the end of a pause."""
 
     def renew(self) -> None:
-        """Note that memory which waits to be sent may have moved."""
+        """Note that memory of replies that wait to be sent may have moved."""
 
     def trust(self, trusted: bool) -> None:
-        """Set whether the client has authenticated and so may send larger frames."""
+        """Set whether the client has authenticated, and may therefore send larger frames."""
 
     @property
     def paused(self) -> bool:
-        """Whether its command waits for the end of a pause."""
+        """Whether a command of the client waits for the end of a pause."""
 
     @property
     def sent(self) -> int:
-        """Bytes sent so far."""
+        """Bytes that were sent so far."""
 
     @property
     def incoming(self) -> int:
@@ -229,7 +231,7 @@ class Connection(Protocol):
 
     @property
     def running(self) -> int:
-        """Bytes of the command that waits, or whose reply is under way."""
+        """Bytes of a command that waits, or that sends its reply at the moment."""
 
     @property
     def outgoing(self) -> int:
@@ -238,7 +240,7 @@ class Connection(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One connection, as commands see it."""
+    """A client, as commands see it."""
 
     server: Server
     address: str
@@ -249,37 +251,37 @@ class Client:
     descriptor: int = -1  # of its socket
     user: User | None = field(default=None, init=False)  # None until it has authenticated
     fast_path_ok: bool = field(default=False, init=False)  # set by `update_fast_path`
-    kept: int = field(default=0, init=False)  # bytes that the server keeps until the client ends
-    waited_to_authenticate: bool = field(default=False, init=False)  # it has waited for its turn to try a password
+    kept: int = field(default=0, init=False)  # bytes of names that the server keeps for it; see `keep`
+    waited_to_authenticate: bool = field(default=False, init=False)  # has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
     name: bytes = field(default=b"", init=False)
     lib_name: bytes = field(default=b"", init=False)
     lib_version: bytes = field(default=b"", init=False)
     last_command: str = field(default="", init=False)
     connected: float = field(default_factory=time.monotonic, init=False)
-    active: float = field(default_factory=time.monotonic, init=False)  # when something came from it
-    finished: int = field(default_factory=time.monotonic_ns, init=False)  # when it was last answered, or read a reply
+    active: float = field(default_factory=time.monotonic, init=False)  # time of the last received bytes
+    finished: int = field(default_factory=time.monotonic_ns, init=False)  # time of the last reply, or of its last read
     durable_before_reply: int = field(default=0, init=False)  # position of changes to be on disk before its reply
-    silence: int = field(default=0, init=False)  # replies to swallow; negative: all of them
+    silence: int = field(default=0, init=False)  # number of replies not to send; negative: all
     unanswered: bool = field(default=False, init=False)  # the reply to the current command will not be sent
     spared: bool = field(default=False, init=False)  # CLIENT NO-EVICT
-    touches: bool = field(default=True, init=False)  # reading a key is a use of it
-    needs_password: bool = field(default=False, init=False)  # it may not log in as a user without a password
+    touches: bool = field(default=True, init=False)  # its reads count as uses; CLIENT NO-TOUCH
+    needs_password: bool = field(default=False, init=False)  # may not log in as a user without a password
     closing: bool = field(default=False, init=False)
-    gone: bool = field(default=False, init=False)  # its connection is over, and it is about to be forgotten
+    gone: bool = field(default=False, init=False)  # its connection is closed, and it is about to be forgotten
     transaction: Transaction | None = field(default=None, init=False)  # commands queued since MULTI
-    watching: set[bytes] = field(default_factory=set, init=False)  # keys, kept by KeyEvents
-    watched_changed: bool = field(default=False, init=False)  # so the next EXEC fails
+    watching: set[bytes] = field(default_factory=set, init=False)  # keys; set by KeyEvents
+    watched_changed: bool = field(default=False, init=False)  # the next EXEC fails
     watched_until: int = field(default=0, init=False)  # the next EXEC fails from then on; unix ms, 0 for no such time
-    tracking: Mode | None = field(default=None, init=False)  # its mode of notification; set by Tracking
-    channels: dict[bytes, None] = field(default_factory=dict, init=False)  # listened to, kept by Channels
-    patterns: dict[bytes, None] = field(default_factory=dict, init=False)
+    tracking: Mode | None = field(default=None, init=False)  # set by Tracking
+    channels: dict[bytes, None] = field(default_factory=dict, init=False)  # subscribed; set by Channels
+    patterns: dict[bytes, None] = field(default_factory=dict, init=False)  # subscribed; set by Channels
 
     def __post_init__(self) -> None:
         self.keyspace = self.server.keyspace
 
     def push(self, message: Reply) -> None:
-        """Send something that was not asked for, in its turn."""
+        """Send a push message, or a message of a channel, after the replies that are queued already."""
         self.connection.push(message)
 
     def close(self) -> None:
@@ -289,7 +291,7 @@ class Client:
         self.connection.close()
 
     def __str__(self) -> str:
-        """Return a line of CLIENT LIST."""
+        """Return the client's line in CLIENT LIST."""
         now = time.monotonic()
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         queued = len(self.transaction.commands) if self.transaction is not None else -1
@@ -330,7 +332,7 @@ class Client:
 
     @property
     def redirection(self) -> int:
-        """The id of the connection that gets this one's tracking messages, 0 for itself, -1 if it tracks nothing."""
+        """Id of the client that gets this client's tracking messages; 0 for itself, -1 if it does not track."""
         return self.tracking.redirect if self.tracking is not None else -1
 
     def _flags(self) -> str:
@@ -353,24 +355,24 @@ class Client:
 
     @property
     def listens(self) -> bool:
-        """Whether messages are sent to it."""
+        """Whether it gets messages of channels or of MONITOR."""
         return bool(self.channels or self.patterns or self in self.server.monitors)
 
     @property
     def passing(self) -> int:
-        """Bytes of commands that are incomplete, queued or under way, and of unread replies and messages."""
+        """Bytes of commands that are incomplete, queued or running, and of unsent replies and messages."""
         queued = self.transaction.size if self.transaction is not None else 0
         return self.connection.incoming + self.connection.running + self.connection.outgoing + queued
 
     @property
     def held(self) -> int:
-        """Bytes of memory of the client: commands and replies on their way, and names that are kept until it ends."""
+        """Bytes of memory of the client: `passing`, and the names that the server keeps for it."""
         return self.passing + self.kept
 
     def keep(self, nbytes: int) -> None:
-        """Count names that the server keeps until the client ends; negative for names that it no longer keeps.
+        """Add `nbytes` to the memory of names that the server keeps for the client; negative to subtract.
 
-        They are the names of channels, of patterns, and of keys that it watches or tracks.
+        They are the names of its channels and patterns, and of the keys that it watches or tracks.
         """
         if not self.gone:
             self.kept += nbytes
@@ -379,7 +381,7 @@ class Client:
     # -- the client's user and rights ----------------------------------------------------------------------------------
 
     def become(self, user: User | None) -> None:
-        """Set the connection's user; None means that it has to authenticate."""
+        """Set the client's user; None means that it has to authenticate."""
         self.user = user
         self.connection.trust(user is not None)
         self.update_fast_path()
@@ -390,7 +392,7 @@ class Client:
         self.update_fast_path()
 
     def update_fast_path(self) -> None:
-        """Decide whether its commands run without further checks. Call it when one of these conditions changes."""
+        """Set whether its commands take the fast path. It must be called when one of these conditions changes."""
         self.fast_path_ok = (
             self.user is not None
             and self.user.unrestricted
@@ -414,24 +416,24 @@ class Client:
 
     @property
     def cost_of_a_key(self) -> int:
-        """How many patterns a key is compared with to decide whether this client may see it; at least 1."""
+        """Number of patterns that `sees` compares a key with; at least 1."""
         return 1 if self.user is None or self.sees_all else max(self.user.cost, 1)
 
     def visible(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys among some that the client may know of."""
+        """Return the keys that the client may read."""
         if self.user is None:
             return []
         return list(keys) if self.sees_all else self.user.keys.readable(keys)
 
     def sees(self, key: bytes) -> bool:
-        """Return whether the client may know that a key exists."""
+        """Return whether the client may read a key, and so may know that it exists."""
         return self.user is not None and self.user.may_use(key, READ)
 
     def may_subscribe(self, channel: bytes) -> bool:
-        """Return whether it may know about a channel, or a pattern of channels."""
+        """Return whether it may subscribe to a channel, or to a pattern that is exactly one of its user's."""
         return self.user is not None and (self.user.may_listen(channel) or channel in self.user.channels)
 
     def peers(self) -> Iterator[Client]:
-        """Yield the connections that it may know about: all of them, or those of its user."""
+        """Yield the clients that it may see: all of them if it may read every key, otherwise those of its user."""
         there = [other for other in self.server.clients.values() if not other.gone]
         return iter(there if self.sees_all else [other for other in there if other.user is self.user])

@@ -1,7 +1,7 @@
-"""`kv:{req}:index`, the read-only key under which a request's page keys are listed.
+"""`kv:{req}:index`, the read-only key with the page keys of a request.
 
-It exists while the request has a page, and is a set. It can't be written and has no time to live. KEYS and SCAN do not
-list it: it is a view of keys that they list anyway. SCAN with TYPE set lists these keys alone, one a request.
+It exists while the request has a page, and is a set. It can't be written and has no TTL. KEYS and SCAN do not list it:
+it is a view of keys that they list anyway. SCAN with TYPE set lists only these keys, one for each request.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _DERIVED = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(?:index)?\Z")
 
 
 def request_of(key: bytes) -> bytes | None:
-    """Return the request whose index a key is; None for any other key."""
+    """Return the request id in an index key; None for any other key."""
     found = _KEY.match(key)
     return found[1] if found else None
 
 
 def derived_from(key: bytes) -> bytes | None:
-    """Return the request with whose pages a key changes; None for any other key.
+    """Return the request id in a key that changes with the request's pages; None for any other key.
 
-    That is the index key, and `kv:{req}:`, which stands for all keys of the request.
+    These are the index key, and `kv:{req}:`, which stands for all keys of the request.
     """
     found = _DERIVED.match(key)
     return found[1] if found else None
@@ -42,7 +42,7 @@ def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
 
 
 def names_index(spec: Spec, words: Command) -> bool:
-    """Return whether one of the keys, at fixed positions, is an index key."""
+    """Return whether a command's keys, which are at fixed positions, include an index key."""
     first, last, step = spec.keys
     for key in (words[first],) if first == last else words[first : last + 1 or None : step]:
         if type(key) is bytes and key.endswith(TAIL) and _KEY.match(key):
@@ -51,12 +51,12 @@ def names_index(spec: Spec, words: Command) -> bool:
 
 
 def refuse_to_write(spec: Spec, words: Command) -> None:
-    """Raises ReplyError if a command would write to an index key."""
+    """Raise ReplyError if a command would write to an index key."""
     if names_index(spec, words):
         raise ReplyError(READ_ONLY)
 
 
 def refuse_as_string(keyspace: Keyspace, key: bytes) -> None:
-    """Raises ReplyError when a key that holds no string is the index of a request that has a page."""
+    """Raise ReplyError (WRONGTYPE) if a key is the index of a request that has a page."""
     if key.endswith(TAIL) and lists_pages(keyspace, key):
         raise ReplyError(WRONG_TYPE)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from itertools import count
 
 _SLOW_WORDS = 32
-SLOW_WORD = 128  # bytes of a word that are kept
-_SAMPLES = 160  # a latency event
+SLOW_WORD = 128  # bytes of a word that the slow log keeps
+_SAMPLES = 160  # samples that are kept of a latency event
 _BUCKETS = 64
 
 
 @dataclass(slots=True)
 class CallCounts:
-    """One command since the start. `histogram[i]` counts the calls that took at least 2**(i-1) and below 2**i ns."""
+    """Calls of one command since the start. `histogram[i]` counts calls of at least 2**(i-1) and below 2**i ns."""
 
     nanoseconds: int = 0
     failed: int = 0
-    rejected: int = 0  # before they ran
+    rejected: int = 0  # refused before they ran
     histogram: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
 
     @property
@@ -28,7 +28,9 @@ class CallCounts:
         return sum(self.histogram)
 
     def percentile(self, share: float) -> float:
-        """Return the microseconds within which a share (0 to 1) of the calls ended, rounded up to a power of two."""
+        """Return the time in microseconds within which a share (0 to 1) of the calls ended, rounded up to a power of
+        two in nanoseconds.
+        """
         wanted, seen = share * self.count, 0
         for bucket, calls in enumerate(self.histogram):
             seen += calls
@@ -37,7 +39,9 @@ class CallCounts:
         return 0.0
 
     def cumulative(self) -> Iterator[tuple[int, int]]:
-        """Microseconds in powers of two, and how many calls took no longer, for LATENCY HISTOGRAM."""
+        """Yield the upper limit of each bucket with calls, in microseconds, and the number of calls up to it. For
+        LATENCY HISTOGRAM.
+        """
         seen = 0
         for bucket, calls in enumerate(self.histogram):
             seen += calls
@@ -46,7 +50,7 @@ class CallCounts:
 
 
 class Stats:
-    """Counters since the start (or CONFIG RESETSTAT)."""
+    """Counters since the start, or since CONFIG RESETSTAT."""
 
     connections = 0
     rejected = 0  # connections above maxclients
@@ -54,8 +58,8 @@ class Stats:
     bytes_in = 0
     bytes_out = 0
     evicted_clients = 0
-    overflown_inputs = 0  # connections ended because a command was too long
-    overflown_outputs = 0  # connections ended because they did not read
+    overflown_inputs = 0  # connections closed because a command was too long
+    overflown_outputs = 0  # connections closed because the client did not read its replies
     idle_closed = 0
 
     def __init__(self) -> None:
@@ -67,14 +71,14 @@ class Stats:
         return sum(calls.count for calls in self.calls.values())
 
     def note_error(self, message: str) -> None:
-        """Count an error reply by its code, which is its first word."""
+        """Count an error reply by its code: its first word, at most 32 characters."""
         self.errors += 1
         self.error_codes[message.split(" ", 1)[0][:32]] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlowCall:
-    """A call that took long."""
+    """An entry of the slow log."""
 
     id: int
     unix_time: int  # seconds
@@ -85,7 +89,7 @@ class SlowCall:
 
 
 class SlowLog:
-    """The last slow calls, newest first. `limit` says how many to keep."""
+    """The last slow calls, newest first. `limit` returns the number of entries to keep."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self.entries: deque[SlowCall] = deque()
@@ -93,7 +97,7 @@ class SlowLog:
         self._ids = count()
 
     def note(self, words: list[bytes], nanoseconds: int, address: str, name: bytes) -> None:
-        """Add a slow call, with its first 31 words."""
+        """Add a slow call, with at most 32 words: the last one is the number of words left out if there are more."""
         kept = words[:_SLOW_WORDS]
         if len(words) > _SLOW_WORDS:
             kept[-1] = b"... (%d more arguments)" % (len(words) - _SLOW_WORDS + 1)
@@ -104,7 +108,7 @@ class SlowLog:
 
 @dataclass(slots=True)
 class LatencyEvent:
-    """The last times that something took long: unix seconds and milliseconds."""
+    """The last samples of an event, as (unix time in seconds, milliseconds), and the longest one since the start."""
 
     samples: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     longest: int = 0
@@ -117,7 +121,7 @@ class Latency:
         self.events: dict[str, LatencyEvent] = {}
 
     def note(self, event: str, milliseconds: int) -> None:
-        """Add an event; only the longest in a second is kept."""
+        """Add a sample to an event. Of the samples within a second, only the longest is kept."""
         found = self.events.setdefault(event, LatencyEvent())
         found.longest = max(found.longest, milliseconds)
         now = int(time.time())

@@ -1,4 +1,4 @@
-"""Generator of docs/commands.md, from the command table and from examples that the tests run."""
+"""Generator of docs/commands.md, from the command table and from the examples below, which the tests run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, MAX_LAYER, MAX_PAGE, MAX_R
 
 # -- examples ----------------------------------------------------------------------------------------------------------
 #
-# An example of each page, block and index command, as redis-cli shows it: for `docs/commands.md`, and run by tests.
+# An example of each page, block and index command, as redis-cli shows it.
 #
-# Each is run on an empty server. A line after '> ' is the input, the lines below it are the reply; '...' replaces text
+# Each runs on an empty server. A line after '> ' is the input, the lines below it are the reply; '...' replaces text
 # that differs between runs.
 
 _TWO_PAGES = """\
@@ -217,7 +217,7 @@ OK
 }
 
 
-# -- docs/commands.md, made from the command table: ``python -m kvpage_server.commands.reference > docs/c --------------
+# -- docs/commands.md --------------------------------------------------------------------------------------------------
 
 _OPENING = f"""\
 # Commands
@@ -266,7 +266,7 @@ _TITLES = {
     "cluster": "Redis Cluster",
     "server": "Server",
 }
-_ORDER = list(EXAMPLES)  # of the commands that are described in full, those of the page and set groups
+_ORDER = list(EXAMPLES)  # the order of the commands in the page and set groups
 
 
 def reference() -> str:
@@ -296,7 +296,7 @@ def _lower_first(text: str) -> str:
 
 
 def _as_table(specs: list[Spec]) -> str:
-    useful = [spec for spec in specs if not subcommands(spec.name) or spec.arity == -1]  # no mere containers
+    useful = [spec for spec in specs if not subcommands(spec.name) or spec.arity == -1]  # without containers
     useful.sort(key=lambda spec: spec.name)
     rows = [
         f"| `{_escape(_call(spec))}` | {_escape(spec.summary)} | {_escape(spec.reply)} | {spec.complexity} |"

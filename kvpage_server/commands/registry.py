@@ -5,16 +5,16 @@ A family's module declares its commands with the `command` decorator, next to th
     @command("get key", flags="readonly fast", keys=(1, 1, 1), group="string", reply="bulk | null", summary="...")
     def get(client: Client, args: list[Argument]) -> Reply: ...
 
-A `partial` of the decorator contains the common fields of a module's rows. The complexity is O(1) if not given.
+A `partial` of the decorator contains the common fields of a module's rows. The default complexity is O(1).
 
 A call is written as in Redis's documentation: ``set key value [NX | XX] [EX seconds]``, ``...`` for repetition. The
-arity follows from it, except in the few rows that give it. `reply` is the shape of the reply, see `table.shape`. A
+arity follows from it, except in the few rows that give it. `reply` is the shape of the reply, see `table.schema`. A
 subcommand has its own row, named ``container|sub``.
 
-The flags are Redis's command flags and further ACL categories. `allkeys` marks commands that read or change data of
-every key, so they require access to every key. The same holds for administration, unless the command is `filtered`: it
-shows each user only its own data. `secret`, `hashed`, `unqueued`, `while_subscribed` and `keeps_caching` are fields of
-`Spec`.
+The flags are Redis's command flags, further ACL categories, and the flags of `_OWN`. `allkeys` marks commands that read
+or change data of every key, so they require access to every key. The same holds for commands with the flag `admin`,
+unless they are `filtered`: they show each user only its own data. `secret`, `hashed`, `unqueued`, `runs_queued`,
+`while_subscribed` and `keeps_caching` are fields of `Spec`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvpage_server.commands.table import arity as arity_of
 from kvpage_server.core import Argument
 from kvpage_server.resp import Reply, simple
 
-_OF_SUBCOMMAND = "Depends on subcommand."  # as Redis says
+_OF_SUBCOMMAND = "Depends on subcommand."  # the words of Redis
 
 Handler = Callable[[Client, list[Argument]], Reply]
 
@@ -77,7 +77,9 @@ def command(
     most: int = 0,
     parts: Parts | None = None,
 ) -> Callable[[Handler], Handler]:
-    """Enter a function into the table. `arity` and `access` follow from `call` and `flags` unless they are given."""
+    """Return the decorator that enters a function into the table. `arity` follows from `call`, and `access` from
+    `flags`, unless they are given. The other arguments are fields of `Spec`.
+    """
     name, _, usage = call.partition(" ")
     given = set(flags.split())
     unknown = given - FLAGS - set(CATEGORIES) - _OWN
@@ -110,7 +112,7 @@ def command(
             keeps_caching="keeps_caching" in given,
             needs=needed,
             fetches=fetches,
-            waits=not fetches and needed is not nothing,
+            preloads=not fetches and needed is not nothing,
             channels=channels,
             group=group,
             since=since,
@@ -156,7 +158,7 @@ def _categories(given: set[str], group: str) -> frozenset[str]:
 
 
 def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> None:
-    """Enter a command that has only subcommands, and its HELP."""
+    """Enter a command that has only subcommands, and its subcommand HELP."""
 
     @command(name, -2, "", group=group, summary=summary, since=since, complexity=_OF_SUBCOMMAND, reply="")
     def refuse(client: Client, args: list[Argument]) -> Reply:
@@ -166,7 +168,7 @@ def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> N
 
 
 def help_of(name: str, *, group: str, since: str) -> None:
-    """Enter the HELP of a container."""
+    """Enter the subcommand HELP of a container."""
 
     @command(
         f"{name}|help",

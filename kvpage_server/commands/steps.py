@@ -1,4 +1,4 @@
-"""Work in steps, so that other clients have their turn in between."""
+"""Long work in steps, so that other clients have their turn in between."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from kvpage_server.resp import Reply, Stream, Wait
 T = TypeVar("T")
 U = TypeVar("U")
 
-STEP = 64  # things that are looked at in a step
+STEP = 64  # items that a step handles
 
-_FREED = 4096  # things at a time
+_FREED = 4096  # items that a step frees
 
-Steps = Generator[Reply, None, T]  # they yield no reply, and return their result
+Steps = Generator[Reply, None, T]  # yield empty replies, or a Wait, and return their result
 
 
 def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
-    """Return the reply that some steps return. A few steps run at once; more take turns with other clients."""
+    """Return the reply that `steps` return. If they are `small`, run them at once; otherwise return a Stream, which
+    gives other clients their turn after each step.
+    """
     if not small:
         return Stream(None, _told(steps))
     while True:
@@ -37,7 +39,7 @@ def _told(steps: Steps[Reply]) -> Iterator[Reply]:
 def each(
     things: Sequence[T], meaning: Callable[[Sequence[T]], Sequence[U]], width: int = 1, at_once: int = STEP
 ) -> Steps[list[U]]:
-    """Read all things, `width` words each, `at_once` things a step."""
+    """Apply `meaning` to items of `width` words each, `at_once` items in each step. Return all results."""
     found: list[U] = []
     for start in range(0, len(things), at_once * width):
         found += meaning(things[start : start + at_once * width])
@@ -46,9 +48,9 @@ def each(
 
 
 def in_thread(work: Callable[[], T]) -> Steps[T]:
-    """Run some work in a thread, and return its result or raise its exception. For files and certificates.
+    """Run a function on a thread, and return its result or raise its exception. For files and certificates.
 
-    The work must not touch anything that the loop's thread changes.
+    The function must not use anything that the loop's thread changes.
     """
     result: list[Callable[[], T]] = []
 
@@ -58,21 +60,21 @@ def in_thread(work: Callable[[], T]) -> Steps[T]:
         doing.add_done_callback(lambda _: then())
 
     yield Wait(start, now=lambda: result.append(work))
-    return result.pop()()  # an error has this frame
+    return result.pop()()  # removed first, as an error refers to this frame
 
 
 def freed(things: list[T]) -> Iterator[Reply]:
-    """Free things in steps, since freeing a million takes a while."""
+    """Empty a list in steps, since freeing a million items takes a while."""
     while things:
         del things[-_FREED:]
         yield ()
 
 
-# -- Sums of all connections' memory and output, computed in steps, because there may be very many ---------------------
+# -- Sums over all connections, in steps because there may be very many ------------------------------------------------
 
 
 def counted(server: Server) -> Steps[None]:
-    """Steps until every connection is counted in `server.totals`."""
+    """Count all connections in steps, then set `server.totals`."""
     totals, clients = Totals(), list(server.clients.values())
     for start in range(0, len(clients), STEP):
         for client in clients[start : start + STEP]:

@@ -1,6 +1,6 @@
 """Rows of the command table: keys of the arguments, values that must be in memory, usage, reply.
 
-There are no commands here, and no clients.
+This module contains no commands, and does not depend on clients.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from kvpage_server.store.disk.tier import DiskTier
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 #
-# The keys that a command's arguments name, and the access to them. ACL checks, WATCH and COMMAND GETKEYS need this.
+# The keys that a command's arguments name, and the access to them. ACL checks, tracking and COMMAND GETKEYS need them.
 #
-# If the keys are at fixed positions, the row of the table says so with `keys=`. The page family's keys are made from
-# several arguments: `uses=` says how, with one of the classes here. Cluster clients get the positions of the requests,
-# because a request with braces in its name has the same slot as all its pages.
+# `keys=` in a row has the positions of the keys, if they are fixed. The page family's keys are made from several
+# arguments: `uses=` makes them, with one of the classes here. Cluster clients get the positions of the request ids,
+# because a request id with braces has the same slot as all its pages.
 
 READ, WRITE = 1, 2  # access to a key: bits
 
 
 class KeyPrefix(bytes):
-    """Stands for every key with this prefix."""
+    """A prefix that stands for every key with it."""
 
 
 Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
-Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # from a command's arguments and its access
+Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # called with a command's arguments and its access
 
 
 @dataclass(frozen=True)
 class Naming:
-    """The requests: the argument at `first`, or every `step`-th from there on."""
+    """Request ids: the argument at `first`, or every `step`-th from there on."""
 
     first: int
     step: int = 0
 
     @property
     def places(self) -> tuple[int, int, int]:
-        """The positions of the requests among a command's words: first, last, step."""
+        """Positions of the request ids among a command's words: first, last, step."""
         at = self.first + 1
         return (at, -1, self.step) if self.step else (at, at, 1)
 
@@ -70,13 +70,13 @@ class requests(Naming):
 
 
 def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
-    """SET's key. With the option GET it is read as well as written."""
+    """Yield SET's key. With the option GET, the key is read as well as written."""
     reads = any(plain(word).upper() == b"GET" for word in args[2:])
     yield plain(args[0]), access | READ if reads else access
 
 
 def placed(args: Sequence[Argument], first: int, last: int, step: int, access: int) -> Iterator[Use]:
-    """Keys at fixed positions: from `first` to `last` (negative: counted from the end), every `step`."""
+    """Yield the keys at positions from `first` to `last` (negative: counted from the end), every `step`."""
     for place in range(first, last + 1 if last >= 0 else len(args) + last + 1, step):
         yield plain(args[place]), access
 
@@ -86,13 +86,13 @@ def placed(args: Sequence[Argument], first: int, last: int, step: int, access: i
 # Values that must be in memory for a command, if values may be on disk only: `needs=` in its row of the table.
 #
 # Without `needs=`, a command needs everything that its arguments name: the values of its keys, the blocks that it
-# writes pages into, all blocks of its requests. So a new command may be slower than necessary, but never wrong. The
-# result must not depend on stored values. Then the needs of all commands of a transaction can be found before the first
+# writes pages into, all blocks of its requests. So a new command may be slower than necessary, but never wrong. A
+# function of needs must not read stored values: the needs of all commands of a transaction are found before the first
 # one runs.
 
 
 class Named(Protocol):
-    """The part of a table row that is used here."""
+    """The part of a table row that functions of needs use."""
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
         """Yield the keys that arguments name, and the access to them."""
@@ -100,11 +100,11 @@ class Named(Protocol):
 
 Needs = Callable[[DiskTier, Named, Sequence[Argument]], Iterable[Needed]]
 
-_LONGEST_PAGE = 10  # digits of a page id
+_LONGEST_PAGE = 10  # digits of a page id at most
 
 
 def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Everything that the arguments name."""
+    """Return everything that the arguments name."""
     keys = [key for key, _ in spec.uses_of(args)]
     named = [key for key in keys if not isinstance(key, KeyPrefix)]
     requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]
@@ -113,29 +113,32 @@ def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Itera
 
 
 def nothing(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Nothing: the command needs only the index, or replaces or removes values without reading them."""
+    """Return nothing: the command needs only the index, or replaces or removes values without reading them."""
     return ()
 
 
 def values(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Yield the values of the keys."""
+    """Return the values of the keys."""
     return tiered.needs.values_of([key for key, _ in spec.uses_of(args)])
 
 
 def extents(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Yield the blocks, stored as a whole, that have the keys' pages. The command writes into them."""
+    """Return the extents that contain the keys' pages, since the command writes into them."""
     return tiered.needs.extents_of([key for key, _ in spec.uses_of(args)])
 
 
 def as_used(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Values or extents, depending on whether the arguments read or write the keys."""
+    """Return the values of the keys that the arguments read, and the extents of the pages that they write."""
     uses = list(spec.uses_of(args))
     read = tiered.needs.values_of(key for key, access in uses if access & READ)
     return chain(read, tiered.needs.extents_of(key for key, access in uses if access & WRITE))
 
 
 def extents_of_pages(first: int, step: int = 0) -> Needs:
-    """Extents for pages named by `req layer head page type`: one at `first`, or one every `step` from there on."""
+    """Return the needs of a command that writes pages: the extents that contain them.
+
+    The words `req layer head page type` begin at `first`, or with `step` at every `step`-th argument from there on.
+    """
 
     def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         stop = len(args) if step else first + 1
@@ -146,7 +149,7 @@ def extents_of_pages(first: int, step: int = 0) -> Needs:
 
 
 def blocks(first: int) -> Needs:
-    """Return the blocks that pairs of a request and a page id name, from `first` on."""
+    """Return the needs of a command with pairs of request id and page id from `first` on: the blocks of these names."""
 
     def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         return tiered.needs.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
@@ -155,14 +158,14 @@ def blocks(first: int) -> Needs:
 
 
 def blocks_of_request(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Yield the blocks that `req [page ...]` names."""
+    """Return the blocks that `req [page ...]` names."""
     if len(args) == 1:
         return everything(tiered, spec, args)
     return tiered.needs.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
 
 
 def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:
-    """Yield the blocks whose names are well formed. The command itself reports the others."""
+    """Yield the well-formed names of blocks. The command itself reports the others."""
     for req_id, page in zip(map(plain, req_ids), map(plain, pages), strict=False):
         if page.isdigit() and len(page) <= _LONGEST_PAGE:
             yield req_id, int(page)
@@ -170,12 +173,12 @@ def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[t
 
 # -- spec --------------------------------------------------------------------------------------------------------------
 #
-# The command table. A row has everything there is to know about a command.
+# The command table. A row has all properties of a command.
 #
-# Arity errors, ACL checks, COMMAND and the docs are made from it. Everything that is done only for some commands is a
-# field of the row, too: nothing outside `families/` knows a command by its name.
+# Arity errors, ACL checks, COMMAND and the docs are made from it. Special treatment of some commands is a field of the
+# row, too: no code outside `families/` depends on the name of a command.
 
-# Redis's categories, most of which have no command here, and the page family.
+# Redis's categories, and the page family's; most of Redis's have no command here.
 _CATEGORIES = """keyspace read write set sortedset list hash string bitmap hyperloglog geo stream pubsub admin fast slow
     blocking dangerous connection transaction scripting page"""
 CATEGORIES = tuple(_CATEGORIES.split())
@@ -184,16 +187,16 @@ _FLAGS = """write readonly denyoom admin pubsub noscript blocking loading stale 
 FLAGS = frozenset(_FLAGS.split())
 
 
-WORDS_PER_STEP = 1024  # words of a command that is run at once; see `dispatch.parts`
+WORDS_PER_STEP = 1024  # words of a command that runs at once; longer ones run in parts
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a command of very many words is divided. Each part has the `first` arguments, and some of the other items.
+    """The division of a command of very many words. Each part has the `first` arguments, and some of the other items.
 
-    `joined` says how the replies of the parts are joined: to their `sum`; to an `array` with `items` for each argument;
-    not at all (`apart`); or only the `last` one counts. A command with an empty `joined` works in steps by itself and
-    is run as a whole. Only its rights are checked part by part.
+    `joined` names the way to join the parts' replies: their `sum`; an `array` with `items` for each argument; `apart`,
+    each is a reply of its own; `last`, only the last one. A command with an empty `joined` works in steps by itself and
+    runs as a whole. Only its rights are checked part by part.
     """
 
     first: int = 0
@@ -209,38 +212,38 @@ class Spec:
     name: str
     arity: int  # words with the name; negative: at least that many
     most: int  # the most words of a subcommand, 0 for no limit
-    parts: Parts | None  # how it is divided if it has more than WORDS_PER_STEP words; None if that is refused
+    parts: Parts | None  # its division above WORDS_PER_STEP words; None: it is refused
     flags: frozenset[str]  # Redis's command flags
     stores: bool  # `denyoom`: it is refused when memory is full
     writes: bool  # `write`
     writes_keys: bool  # `write`, and the keys are at fixed positions
-    writes_several: bool  # and there may be more than one
+    writes_several: bool  # `write`, and there may be more than one key at fixed positions
     categories: frozenset[str]  # ACL categories
-    keys: tuple[int, int, int]  # first key, last key, step; the requests in the page family; zeros for no keys
-    uses: Uses | None  # for keys made from several arguments, or used in a way that depends on them
+    keys: tuple[int, int, int]  # first key, last key, step; the request ids in the page family; zeros for no keys
+    uses: Uses | None  # makes keys from several arguments, or an access that depends on arguments
     access: int  # READ, WRITE or both: the access to its keys
-    all_keys: bool  # it concerns every key, or something that only an administrator should see
+    all_keys: bool  # it reads or changes data of every key, or data that only administrators should see
     filtered: bool  # it shows and changes only data that its user may see and change
-    secret: bool  # its arguments are not shown to others
+    secret: bool  # its arguments are not shown to other clients
     hashed: bool  # its long words are bodies of pages, which are hashed as they arrive
     unqueued: bool  # it runs at once in a transaction; others wait for EXEC
     runs_queued: bool  # EXEC: it runs the queued commands
     while_subscribed: bool  # a RESP2 client may call it while it listens to channels
-    keeps_caching: bool  # CLIENT CACHING then still holds for the next command
+    keeps_caching: bool  # after it, CLIENT CACHING still holds for the next command
     needs: Needs  # values that must be in memory for it, if there is a disk
-    fetches: bool  # it loads values while its reply is sent; in EXEC all values are loaded before
-    waits: bool  # it needs something, and does not fetch it itself
-    channels: str  # which arguments are pub/sub channels: "", "first", "all"; "patterns": all, as patterns
+    fetches: bool  # it loads values while its reply is sent; EXEC loads all values first
+    preloads: bool  # it needs values, and does not load them itself
+    channels: str  # the arguments that are pub/sub channels: "", "first", "all"; "patterns": all, as patterns
     group: str
     since: str
     usage: str
     summary: str
     complexity: str
-    reply: str  # its shape, see `shape`; empty for a container
+    reply: str  # the shape of the reply, see `schema`; empty for a container
     tips: tuple[str, ...]  # Redis's command tips
-    handler: Callable[[Any, list[Argument]], Reply]  # called with the client, whose type is not known here
+    handler: Callable[[Any, list[Argument]], Reply]  # called with the client, a `context.Client`
     parent: str  # the container of a subcommand, empty for a command
-    words: int  # of its name: 2 for a subcommand
+    words: int  # number of words of its name: 2 for a subcommand
 
     def fits(self, count: int) -> bool:
         """Return whether it takes that many words, including its name."""
@@ -253,7 +256,7 @@ class Spec:
         first, last, step = self.keys
         if not first:
             return iter(())
-        before = self.words  # positions count the words of the name
+        before = self.words  # positions count the words of the name, too
         return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
 
     def channels_of(self, args: Sequence[Argument]) -> list[bytes]:
@@ -262,7 +265,7 @@ class Spec:
 
 
 TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case name
-BY_WORD: dict[Argument, Spec] = {}  # commands by the word a client sends, in its usual spellings
+BY_WORD: dict[Argument, Spec] = {}  # commands by the word that clients send, in lower and upper case
 SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
 
 
@@ -272,17 +275,17 @@ def subcommands(name: str) -> list[Spec]:
 
 
 def top_level() -> list[Spec]:
-    """Return every row but the subcommands."""
+    """Return all rows except those of subcommands."""
     return [spec for spec in TABLE.values() if not spec.parent]
 
 
 def named(word: Argument) -> Spec | None:
-    """Return the row of a command by the word that a client sends."""
-    return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # the usual spellings need no folding
+    """Return the row of a command by the word that a client sends; None for an unknown command."""
+    return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # mixed case is rare
 
 
 def meant(words: Sequence[Argument]) -> Spec | None:
-    """Return the row that a client's words mean, even when there are too many or too few of them."""
+    """Return the row for a client's words without checking their number; None for an unknown command."""
     spec = named(words[0])
     if spec is None or len(words) == 1 or spec.name not in SUBCOMMANDS:
         return spec
@@ -302,7 +305,7 @@ def find(words: Sequence[Argument]) -> Spec:
 
 
 def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
-    """Return the error for more words than `Spec.most`, worded as Redis does."""
+    """Return the error for more words than `Spec.most`, in the words of Redis."""
     shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
     return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
 
@@ -316,7 +319,7 @@ def _find_sub(spec: Spec, word: bytes) -> Spec:
 
 
 def _unknown(words: Sequence[Argument]) -> str:
-    """Return the error in Redis's words: the command and the first of its arguments."""
+    """Return the error for an unknown command, in the words of Redis: the command and its first arguments."""
     shown, room = "", 128
     for word in words[1:]:
         if room <= 0:
@@ -330,9 +333,8 @@ def _unknown(words: Sequence[Argument]) -> str:
 #
 # The shape of a reply: in words, as in the row of the table, and as a JSON schema, as in Redis's tables.
 #
-# ``bulk | null`` is one of the two. ``array of bulk or null`` has items of both kinds. The words are those of RESP:
-# `OK`,
-# `simple`, `bulk`, `text`, `integer`, `null`, `map`, `array`, `set`, `push`. `nothing` means no reply at all.
+# ``bulk | null`` is one of the two. ``array of bulk or null`` has items of both kinds. The words are the keys of
+# `_TYPES`; most are names of RESP types. `nothing` means no reply at all.
 
 _TYPES: dict[str, dict[str, Any]] = {
     "OK": {"const": "OK"},
@@ -367,7 +369,7 @@ def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 
 # -- usage -------------------------------------------------------------------------------------------------------------
 #
-# Turns usage strings into the argument trees of COMMAND DOCS, from which redis-cli makes its hints.
+# Usage strings, and their conversion into the argument trees of COMMAND DOCS, from which redis-cli makes its hints.
 #
 # The grammar is that of Redis's documentation. Lower-case words are values, and upper-case words are tokens. A token
 # before a value names it. ``[ ]`` is optional, and ``< a | b >`` or ``[a | b]`` is one of several. ``key [key ...]``
@@ -385,7 +387,7 @@ _KINDS = dict.fromkeys(_INTEGERS.split(), "integer") | {
 
 
 def arguments(usage: str) -> list[dict[str, Any]]:
-    """Return the argument tree of a usage string, as the maps that COMMAND DOCS replies."""
+    """Return the argument tree of a usage string, as the maps in the reply of COMMAND DOCS."""
     words = _TOKEN.findall(usage)
     found, rest = _sequence(words)
     assert not rest, f"unbalanced usage: {usage}"
@@ -419,7 +421,7 @@ def _words(found: list[dict[str, Any]]) -> tuple[int, bool]:
 
 
 def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Arguments up to a closing bracket or a bar, and the words that follow."""
+    """Return the arguments up to a closing bracket or a bar, and the words from there on."""
     found: list[dict[str, Any]] = []
     while words and words[0] not in ("]", ">", "|"):
         word, words = words[0], words[1:]
@@ -442,7 +444,7 @@ def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _group(words: list[str], *, optional: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return a bracketed group: one of its alternatives, or all of its arguments."""
+    """Return the argument of a bracketed group, and the words behind the group."""
     choices: list[list[dict[str, Any]]] = []
     while True:
         choice, words = _sequence(words)
@@ -464,7 +466,7 @@ def _as_one(arguments: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mark_repeating(found: list[dict[str, Any]], group: dict[str, Any]) -> None:
-    """`key [key ...]`: the arguments before the group are given once or more."""
+    """Mark arguments as repeated: the ones before the group, as in `key [key ...]`, or otherwise the group itself."""
     count = len(group["arguments"])
     names = [argument["name"] for argument in group["arguments"]]
     if [argument["name"] for argument in found[-count:]] == names:
@@ -481,7 +483,7 @@ def _is_token(word: str) -> bool:
 
 def _named_value(token: str, word: str) -> dict[str, Any]:
     value = {**_value(word), "token": token}
-    return {**value, "type": "string"} if token == "TYPE" else value  # SCAN's, not a page's
+    return {**value, "type": "string"} if token == "TYPE" else value  # SCAN's type is a name, a page's is a number
 
 
 def _value(word: str) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Regions:
         stretch.region.spare.add(stretch.start, stretch.start + stretch.size)
         self.spare += stretch.size
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """Return memory to the system that was spare for SPARE_FOR, at most _SPANS_PER_STEP spans in one call."""
         now = monotonic()
         if now - self._since >= SPARE_FOR:

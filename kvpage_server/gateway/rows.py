@@ -27,20 +27,20 @@ from kvpage_server.page import MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
 from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait
 from kvpage_server.store.eviction.leases import LONGEST_LEASE
 
-# -- overlap -----------------------------------------------------------------------------------------------------------
+# -- Overlapping writes of blocks --------------------------------------------------------------------------------------
 #
-# Blocks that a client writes one after the other, without waiting for each answer, are written together.
+# Blocks that a client writes one after the other, without waiting for each reply, are written together.
 #
-# While some blocks are on their way to the cluster, the next ones are received, and then they go together, in one round
-# trip a node. The answers keep their order. Every other command waits until the client's earlier writes are done, so
-# that it finds their values.
+# While some blocks are being sent to the cluster, the next ones are received. Then these are sent together, in one
+# round trip per node. The replies keep their order. Every other command waits until the client's earlier writes are
+# done, so that it finds their values.
 
 OVERLAP = frozenset({"kvblockset"})
 _BLOCKS, _BYTES = 16, 64 * 1024**2  # that are written at once: blocks of one client, and bytes of all clients
 _CONCURRENT_BATCHES = 2  # batches of a client
 
 
-_Block = tuple[list[Write], asyncio.Future[None]]  # and when it is done
+_Block = tuple[list[Write], asyncio.Future[None]]  # the writes of a block, and its completion
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class _OfClient:
     """Writes in progress of one client."""
 
     names: set[BlockName] = field(default_factory=set)
-    next: list[_Block] = field(default_factory=list)  # to be sent when those on their way are done
-    under_way: int = 0  # batches
-    waiting: list[Callable[[], None]] = field(default_factory=list)  # for a block to be done
+    next: list[_Block] = field(default_factory=list)  # blocks to send when a batch is done
+    under_way: int = 0  # number of batches that are being written
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # called when a block is done
 
     def take(self) -> list[_Block]:
-        """Return the next ones."""
+        """Remove and return the blocks to send."""
         some, self.next = self.next, []
         return some
 
@@ -76,7 +76,7 @@ class Overlap:
         return len(theirs.names) < _BLOCKS and self._bytes < _BYTES
 
     def write(self, client: Client, name: BlockName, nbytes: int, block: list[Write]) -> Steps[None]:
-        """Steps until a block is written. Raises ReplyError."""
+        """Write a block, in steps that end when it is written. Raises ReplyError."""
         theirs = self._of.setdefault(client, _OfClient())
         done = asyncio.get_running_loop().create_future()
         theirs.names.add(name)
@@ -109,7 +109,7 @@ class Overlap:
             return
         error = task.exception()
         if error and len(some) > 1:
-            for one in some:  # each alone, since the others may have nothing to do with it
+            for one in some:  # again one by one, because the error may be due to one of them
                 self._send(theirs, [one])
             return
         for _, done in some:
@@ -120,21 +120,21 @@ class Overlap:
 
 
 def _named(words: Command) -> list[BlockName]:
-    """Return the block that KVBLOCKSET writes; none if it will be refused."""
+    """Return the name of the block that KVBLOCKSET writes, in a list; an empty list if the command will be refused."""
     try:
         return block_names(words[1:3])
     except ReplyError:
         return []
 
 
-# -- The page family, as a gateway does it -----------------------------------------------------------------------------
+# -- The commands of pages on a gateway --------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PagesBehind:
-    """Each method takes a client and arguments, and returns the steps of the reply."""
+    """The functions of commands for pages. Each takes a client and arguments, and returns the steps of the reply."""
 
     upstream: Upstream
     overlap: Overlap
@@ -150,7 +150,7 @@ class PagesBehind:
         yield OK
 
     def kvpagemset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Yield all pages are checked before the first is written."""
+        """Write pages. All of them are checked before the first is written."""
         count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
         now, batches, read = unix_ms(), list[NewPages](), 0
         while read < count:
@@ -181,7 +181,7 @@ class PagesBehind:
         yield [*map(int, there)]
 
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Yield a cluster has no leases and pins."""
+        """Yield the header fields and the TTL of a page. Lease and pin are 0, because a cluster has neither."""
         found = yield from self.upstream.do(self.upstream.plans.standing(_key(args)))
         if not isinstance(found, Standing):
             yield bulk_reply(found)
@@ -243,7 +243,7 @@ class PagesBehind:
         [opening] = yield from self.upstream.do(self.upstream.plans.ask([get_opening(block_names(args)[0])]))
         yield int(isinstance(opening, memoryview) and shape_of(opening) is not None)
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------------------------
 
     def _put(self, batches: Sequence[NewPages]) -> Steps[None]:
         for pages in batches:
@@ -264,7 +264,7 @@ def _keys(command: str, args: Sequence[Argument]) -> Steps[list[PageKey]]:
 
 
 def _encode_page(body: Value | None) -> Reply:
-    """Return one of several pages; a value that is no page counts as absent."""
+    """Return the reply for one of several pages. A value that is no page counts as absent."""
     return bulk_reply(None if body is NO_PAGE else body)
 
 
@@ -279,8 +279,8 @@ def _some(items: list[T]) -> Iterator[list[T]]:
 
 # -- strings -----------------------------------------------------------------------------------------------------------
 #
-# The commands of strings and keys on a gateway. When an answer is lost, a command is sent again, so only commands
-# that can safely run twice are supported.
+# The commands of strings and keys on a gateway. When a reply is lost, the command is sent again, so only commands that
+# can safely run twice are supported.
 #
 # A page may be part of a block. So commands on a page's key look for both, or are refused.
 
@@ -302,7 +302,10 @@ def page_of(key: bytes) -> PageKey | None:
 
 @dataclass(frozen=True)
 class StringsBehind:
-    """Each method takes the command's row, a client and arguments, and returns the steps of the reply."""
+    """The functions of commands for strings and keys.
+
+    Each takes the command's row, a client and arguments, and returns the steps of the reply.
+    """
 
     upstream: Upstream
 
@@ -363,7 +366,7 @@ class StringsBehind:
 
 
 def _named_strings(key: bytes) -> PageKey | bytes:
-    """Return a key, as PageKey if it is a page's."""
+    """Return a key, as PageKey if it is the key of a page."""
     return page_of(key) or key
 
 
@@ -374,7 +377,7 @@ _TRANSACTION = frozenset({"multi", "exec", "discard"})
 
 
 class Rows:
-    """Gives a command its row on a gateway."""
+    """The rows of commands on a gateway."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._overlap = Overlap(upstream)
@@ -392,7 +395,10 @@ class Rows:
         self._rows = {name: _row(TABLE[name], steps) for name, steps in done.items()}
 
     def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
-        """Raises ReplyError for a command that a cluster can't do, Postponed for one that has to wait."""
+        """Return the row of a command.
+
+        Raises ReplyError for a command that a cluster can't do, Postponed for a command that has to wait.
+        """
         self._overlap.check(client, spec, words)
         return self.row(spec)
 
@@ -410,8 +416,10 @@ class Rows:
 
 
 def _row(spec: Spec, steps: _Steps) -> Spec:
-    """Return the command waits for the cluster, so it can't be part of a transaction. A long write is done as a whole.
-    A block has other digests in a cluster than that of its body.
+    """Return the row of a command with the function that `steps` gives it.
+
+    The command waits for the cluster, so it can't be part of a transaction. A write is completed even if its client
+    disconnects. The body of a block is not hashed, because a cluster stores other digests than that of the body.
     """
     overlaps = spec.name in OVERLAP
 
@@ -425,6 +433,6 @@ def _row(spec: Spec, steps: _Steps) -> Spec:
         stores=False,
         hashed=spec.hashed and not overlaps,
         needs=nothing,
-        waits=False,
+        preloads=False,
         parts=replace(spec.parts, joined="") if spec.parts else None,
     )

@@ -44,7 +44,7 @@ from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey
 from kvpage_server.resp import Raw, Reply, ReplyError, Wait
 from kvpage_server.system import malloc
 
-# -- Requests of a gateway to a cluster in addition to a client's: values of any kind, unchanged -----------------------
+# -- Plans of a gateway in addition to those of `ClusterCalls`: values of any kind, unchanged --------------------------
 
 Value = tuple[memoryview, ...]  # a string in one piece or two
 NO_PAGE: Value = ()  # stands for a string under a page's key that is no page
@@ -52,7 +52,7 @@ NO_PAGE: Value = ()  # stands for a string under a page's key that is no page
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A page's header and time to live."""
+    """A page's header, and its TTL in milliseconds."""
 
     header: PageHeader
     ttl_left_ms: int
@@ -60,13 +60,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Plans:
-    """Are carried out by the client whose calls these are."""
+    """Plans of requests to a cluster. `AsyncPageClient.carry_out` of the client that has `calls` executes them."""
 
     calls: ClusterCalls
 
     @timed
     def ask(self, end: Deadline, commands: Sequence[Command]) -> Plan[list[Answer | Failed]]:
-        """Return the answers to commands for one key each, Failed for reads that nobody answered."""
+        """Return the replies to commands for one key each, Failed for reads that no node answered."""
         return (yield from self.calls.router.ask(commands, end))
 
     @timed
@@ -94,7 +94,7 @@ class Plans:
 
     @timed
     def of_keys(self, end: Deadline, keys: Sequence[PageKey | bytes]) -> Plan[list[Value | None]]:
-        """Return the values of keys, those of pages as strings or in blocks."""
+        """Return the values of keys. Pages are found as strings or in blocks."""
         pages = [key for key in keys if isinstance(key, PageKey)]
         values = iter((yield from self.values(pages)(end)) if pages else ())
         others = [simple(b"GET", key) for key in keys if not isinstance(key, PageKey)]
@@ -185,16 +185,18 @@ U = TypeVar("U")
 
 logger = logging.getLogger("kvpage")
 
-_CALLS = 64  # at once; each may use a connection to every node
-FIRST, MOST = 8, 256  # items of a batch that are asked for at once: for a start, and at most
+_CALLS = 64  # concurrent calls; each may use a connection to every node
+FIRST, MOST = 8, 256  # items that are requested at once: at first, and at most
 _KEPT = 64 * 1024**2  # bytes of freed memory that glibc keeps
 _OUR_RIGHTS = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 _OF_THE_CLUSTER = frozenset({"NOAUTH", "WRONGPASS", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
 
 
 def keep_memory() -> None:
-    """Make glibc keep freed memory for the next allocations. Fresh pages from the system cost a third of a second of
-    CPU time a GB."""
+    """Make glibc keep freed memory for the next allocations.
+
+    Fresh memory from the system costs a third of a second of CPU time per GB.
+    """
     malloc.tune({malloc.MMAP_THRESHOLD: _KEPT // 2, malloc.TRIM_THRESHOLD: _KEPT})
 
 
@@ -218,10 +220,10 @@ class _Counted:
 
 
 class _PendingBlocks(_Counted):
-    """The batch of values that was asked for. It counts with the size that is expected, later with its own."""
+    """The batch of values that was requested. It counts with its expected size until it has arrived."""
 
     task: asyncio.Task[list[Value | None]] | None = None
-    count = 0  # of the values
+    count = 0  # number of values
 
     def begin(self, task: asyncio.Task[list[Value | None]], count: int, nbytes: int) -> None:
         self.task, self.count = task, count
@@ -233,7 +235,7 @@ class _PendingBlocks(_Counted):
             self.set(sum(map(_size, task.result())))
 
     def end(self) -> None:
-        """End the call: the values were taken, or are not needed any more."""
+        """End the request, because its values were taken or are not needed any more."""
         if self.task is not None:
             _cancel(self.task)
         self.task = None
@@ -241,10 +243,10 @@ class _PendingBlocks(_Counted):
 
 
 class Upstream:
-    """To be used in one event loop."""
+    """The cluster behind a gateway, for one event loop."""
 
     def __init__(self, nodes: str) -> None:
-        """`nodes` is the value of `cluster-nodes`. Raises ValueError."""
+        """Create the client of a cluster. `nodes` is the value of `cluster-nodes`. Raises ValueError."""
         self.client = AsyncPageClient(cluster_url(nodes))
         self.plans = Plans(self.client.cluster)
         self._turns = asyncio.Semaphore(_CALLS)
@@ -252,18 +254,18 @@ class Upstream:
         self._usual_size = 1  # bytes of a value in the last batch
 
     async def begin(self) -> None:
-        """Log whether the cluster can be used. If not, commands fail until it can."""
+        """Log a warning if the cluster cannot be used. Commands fail until it can."""
         try:
             await self._done(self.plans.ask([simple(b"EXISTS", b"kv:")]))
         except ReplyError as error:
             logger.warning("the cluster can't be used yet: %s", error)
 
     def do(self, plan: Timed[T]) -> Steps[T]:
-        """Steps until a plan is carried out, and its result. Raises ReplyError."""
+        """Carry out a plan, and return the steps until it is done, which return its result. Raises ReplyError."""
         return waited_for(self.start(plan))
 
     def each(self, items: Sequence[T], plan: Callable[[Sequence[T]], Timed[list[U]]]) -> Steps[list[U]]:
-        """Steps until a plan is carried out for all items, some at a time. Raises ReplyError."""
+        """Carry out a plan for all items, MOST at a time, in steps, and return the results. Raises ReplyError."""
         found: list[U] = []
         for start in range(0, len(items), MOST):
             found += yield from self.do(plan(items[start : start + MOST]))
@@ -276,10 +278,12 @@ class Upstream:
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
         encode: Callable[[Value | None], Reply],
     ) -> Iterator[Reply]:
-        """Steps that make an array of the values of all items. The next values are fetched while these are sent, as
-        long as clients do not hold much. Values count against the client until they are handed over.
+        """Yield an array of the values of all items, in steps.
 
-        Raises ReplyError as long as nothing was sent. After that, values that can't be fetched are missing."""
+        The next values are fetched while the current ones are sent, unless the server is tight. Values count against
+        the client until they are yielded. Raises ReplyError if the first values can't be fetched. Later ones count as
+        missing.
+        """
         coming, here, at = _PendingBlocks(client), _Counted(client), 0
         try:
             while at < len(items):
@@ -316,13 +320,13 @@ class Upstream:
         at: int,
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
     ) -> None:
-        """Ask for the next values, as many as there may be room for."""
+        """Request the next values, as many as should fit into memory."""
         room = coming.client.server.found_at_once // self._usual_size
         some = items[at : at + min(max(room, 1), MOST if at else FIRST)]
         coming.begin(self.start(plan(some)), len(some), self._usual_size * len(some))
 
     def start(self, plan: Timed[T]) -> asyncio.Task[T]:
-        """Begin to carry out a plan. Its task raises ReplyError."""
+        """Carry out a plan in a task, and return the task. The task raises ReplyError."""
         return asyncio.get_running_loop().create_task(self._done(plan))
 
     async def _done(self, plan: Timed[T]) -> T:
@@ -338,8 +342,9 @@ class Upstream:
         return found
 
     def _refusal(self, error: PageClientError) -> ReplyError:
-        """Return the error that a client gets for it, which has to be no variable of a frame that it is raised
-        through.
+        """Return the error that a client of the gateway gets.
+
+        No frame through which it is raised may have it in a variable, because that is a reference cycle.
         """
         refusal = _told(error)
         if _is_of_the_cluster(error):
@@ -358,7 +363,7 @@ class Upstream:
 
 
 def _is_of_the_cluster(error: PageClientError) -> bool:
-    """Return whether the cluster has failed, and not just one command."""
+    """Return whether the cluster has failed, and not only one command."""
     if isinstance(error, Refused):
         return error.code in _OF_THE_CLUSTER
     return isinstance(error, Disconnected | DeadlineExceeded | WrongReply)
@@ -380,18 +385,21 @@ def _size(value: Value | None) -> int:
 
 
 def waited_for(task: asyncio.Future[T]) -> Steps[T]:
-    """Steps until a task is done, and its result or exception. The task is cancelled when nobody waits any more."""
+    """Wait for a task, in steps, and return its result or raise its exception.
+
+    The task is cancelled if the steps end before it is done.
+    """
     try:
         while not task.done():
             yield Wait(partial(_when_done, task))
         return task.result()
     finally:
         _cancel(task)
-        del task  # its error has this frame
+        del task  # its error refers to this frame
 
 
 def _cancel(task: asyncio.Future[Any]) -> None:
-    if not task.get_loop().is_closed():  # as it is when the gateway has ended
+    if not task.get_loop().is_closed():  # it is closed when the gateway has ended
         task.cancel()
 
 

@@ -1,4 +1,4 @@
-"""Turns a client's command into one for the cluster, and the cluster's answer into a reply, without copying values."""
+"""Conversion of clients' commands to commands for the cluster, and of its replies, without copies of values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # of a header
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Memory that a reply is sent from."""
+    """Memory from which a reply is sent."""
 
     view: memoryview
 
@@ -39,7 +39,7 @@ def bulk_reply(value: Value | None) -> Reply:
 
 
 def reply_of(answer: Answer | Failed) -> Reply:
-    """Return a node's answer as a reply; null for a read that no node answered."""
+    """Return the reply of a node as a reply to the client; null for a read that no node answered."""
     if isinstance(answer, memoryview):
         return bulk_reply((answer,))
     if isinstance(answer, bytes):
@@ -64,7 +64,7 @@ def passed(words: Sequence[Argument], *, writes: bool) -> Command:
 
 
 def set_page(key: bytes, slot: Slot) -> Command:
-    """SET of a page and its header, which are in a slot."""
+    """Return SET of a page with its header, which are in a slot."""
     ttl = int.from_bytes(slot.header[_TTL], "little")
     opening, ending = around_value(key, HEADER_SIZE + slot.size, ttl)
 

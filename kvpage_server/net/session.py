@@ -1,4 +1,4 @@
-"""One client's session: bytes become commands, and replies are sent in order."""
+"""The session of a client: it parses the received bytes, runs the commands, and sends their replies in order."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEven
 from kvpage_server.net.transport import HIGH_WATER, Ends, Transport
 from kvpage_server.resp import Reply, Wait
 
-MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
-GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
+MOST_COMMANDS = 256  # commands, or batches of steps of a streamed reply, in a turn
+GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while the server is not tight
 
 log = logging.getLogger("kvpage")
 
 
 class Session:
-    """The conversation with one connected peer. `open_transport` begins it. Its states are those of `states`."""
+    """Session of one client. `open_transport` opens its transport. The module `states` describes its states."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class Session:
             server.keyspace.arena, scratch, connection_memory.of_frames(server.config), connection_memory.hashed(server)
         )
         self._state = READING
-        self._ending = False  # no command is taken any more
+        self._ending = False  # no more commands are run
         self._pause_end: asyncio.TimerHandle | None = None
         self._awaited = 0  # number of events that the state `WAITING` waits for
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
-        self._before = 0  # the position in the changes when the commands that run began
+        self._before = 0  # position of the write-behind queue at the start of the turn
         self.client = Client(
             server,
             id=next(server.client_ids),
@@ -72,7 +72,7 @@ class Session:
         self._transport = open_transport(self)
 
     def _move(self, event: SessionEvent) -> bool:
-        """Something has happened; whether that leads to another state."""
+        """Change the state after an event. Return whether the state is another one."""
         before = self._state
         self._state = after(before, event)
         return self._state is not before
@@ -80,7 +80,7 @@ class Session:
     # -- the transport's side --------------------------------------------------------------------------------------
 
     def readable(self) -> None:
-        """There is something on the socket: run the commands that it completes."""
+        """Receive from the socket, and run the commands that are complete."""
         if self._state is not READING:
             self._transport.ignore()
             return
@@ -105,7 +105,7 @@ class Session:
                 return
 
     def received(self, data: bytes) -> None:
-        """Somebody else has received this: run the commands that it completes."""
+        """Parse bytes that the transport has received, and run the commands that are complete."""
         if self._state is GONE:
             return
         self._server.stats.bytes_in += len(data)
@@ -121,7 +121,7 @@ class Session:
             self._transport.ignore()
 
     def drained(self) -> None:
-        """There is room for replies again."""
+        """Continue after the output has fallen to HIGH_WATER."""
         self.client.finished = monotonic_ns()
         if self._move(SessionEvent.DRAINED):
             self._run()
@@ -135,7 +135,7 @@ class Session:
         self._loop.call_soon(self._leave)
 
     def _let_go(self) -> None:
-        """Hold nothing any more."""
+        """Release all resources of the session. A second call does nothing."""
         if not self._move(SessionEvent.LOST):
             return
         self._ending = self.client.gone = True
@@ -148,7 +148,7 @@ class Session:
         self._load.drop()
 
     def _leave(self) -> None:
-        """Leave the server's lists, and break reference cycles: the garbage collector rarely runs."""
+        """Remove the client from the server, and break reference cycles, because the garbage collector rarely runs."""
         self._server.stats.bytes_out += self._transport.bytes_out
         self._server.forget(self.client)
         del self._transport, self._answering, self._replies, self.client.connection
@@ -175,7 +175,7 @@ class Session:
         self._line.finish(self._replies.break_off())
         if self._replies.is_behind:
             self._transport.ignore()
-        elif self._state is not WAITING:  # the last reply has not been sent yet
+        elif self._state is not WAITING:  # while it is WAITING, the last reply has not been sent
             self._transport.close()
 
     def abort(self) -> None:
@@ -216,17 +216,17 @@ class Session:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the received commands, for one turn at most; then send, and leave the rest to the run queue."""
+        """Run the received commands, for one turn at most. Send the replies, and join the run queue if work remains."""
         client, transport, replies, load = self.client, self._transport, self._replies, self._load
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
-        stopped = False  # answering, since too much waited to be sent; less may wait after the flush
+        stopped = False  # too much output waited; after the flush, less may wait
         self._events.acting = client
         if self._promised is not None:
             self._before = self._promised.position
         try:
             while left and self._state is READING and not self._ending:
                 if transport.queued:
-                    load.account()  # or several in a turn would find much, and not know of each other
+                    load.account()  # now, so that sessions in the same round see each other's output
                     stopped = self._crowded
                     if stopped:
                         break
@@ -267,7 +267,7 @@ class Session:
             transport.attend()
 
     def _stumble(self, error: Exception) -> None:
-        """Process a command that could not be parsed, or cannot run now."""
+        """Handle a protocol error, a lack of memory, or a command that cannot run now."""
         if isinstance(error, ProtocolError):
             self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
         elif isinstance(error, Paused):
@@ -283,13 +283,13 @@ class Session:
         self._end_with(b"-OOM the system has no memory left for this value\r\n")
 
     def _end_with(self, last_words: bytes) -> None:
-        """Send an error and close: where the next command begins is not known."""
+        """Send an error and close, because the start of the next command is unknown."""
         self._replies.end_with(last_words)
         self._ending = True
         self._close()
 
     def _background_reply_added(self) -> None:
-        """Send a completed background reply."""
+        """Send completed background replies; close if the session is ending."""
         if self._state is not GONE:
             (self._close if self._ending else self._flush)()
 
@@ -316,9 +316,9 @@ class Session:
             self._pause_end = None
 
     def _wait(self, wait: Wait) -> None:
-        """Wait for the disk; for that, too, if it waits for something already."""
+        """Wait for an event, such as a load from disk, in addition to the events that are awaited already."""
         self._move(SessionEvent.MUST_WAIT)
-        if self._state is GONE:  # sending has just found the connection broken
+        if self._state is GONE:  # a send before this call may have failed
             return
         self._awaited += 1
         try:
@@ -328,7 +328,7 @@ class Session:
             self.abort()
 
     def _advance(self) -> None:
-        """Send the replies that waited for the disk, or an error if their writes are not on disk."""
+        """Count an awaited event. After the last one, send the replies, or an error if their writes are not on disk."""
         self._awaited -= 1
         if self._awaited or not self._move(SessionEvent.ALL_CAME):
             return
@@ -347,7 +347,7 @@ class Session:
             self._wait_for_a_turn()
 
     def _continue(self, deadline: int) -> bool:
-        """Go on with the reply under way; False when there was no time for more, or it cannot go on yet."""
+        """Run steps of the current reply. Return False if the turn is over, or if the reply has to wait."""
         try:
             done = self._replies.step(deadline)
         except Exception:
@@ -362,17 +362,17 @@ class Session:
 
     @property
     def _crowded(self) -> bool:
-        """Whether so much waits to be read that nothing more is answered.
+        """Whether so much output waits that no more commands are run.
 
-        A client may send a long pipeline before it reads the first answer; so more than a little may wait as long as
-        all connections together do not hold much.
+        A client may send a long pipeline before it reads the first reply. So up to `GENEROUS` bytes may wait, unless
+        the connections together hold too much memory.
         """
         waiting = self._transport.queued
         return waiting > HIGH_WATER and (waiting > GENEROUS or self._server.is_tight)
 
     def _flush(self) -> None:
         if self._events.tracking.is_due:
-            self._events.tracking.tell()
+            self._events.tracking.send_pending()
         if self._promised is not None and self._events.acting is self.client:
             self._note_durability(self._promised.position)
         if self.client.durable_before_reply and self._is_held_back():
@@ -388,7 +388,7 @@ class Session:
             self.client.durable_before_reply = position
 
     def _is_held_back(self) -> bool:
-        """Return whether replies have to wait until changes are on disk."""
+        """Return whether replies have to wait until changes are on disk. If so, start the wait."""
         tiered, durable_before_reply = self._server.tiered, self.client.durable_before_reply
         assert tiered is not None
         if tiered.behind.durable >= durable_before_reply:

@@ -176,7 +176,7 @@ class Contents:
         """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Loads no block."""
         return self.catalogue.expires_of(key)
 
-    def living(self, block: Block) -> Block | None:
+    def unexpired(self, block: Block) -> Block | None:
         """Remove a block's expired pages. Return the block, or None if it has no other pages.
 
         O(1) if no page of the block has expired, O(pages) otherwise.
@@ -195,14 +195,14 @@ class Contents:
                 block.expires_at(self.expires_of(key))
         return block if block.pages else None
 
-    def tell(self, event: str, key: bytes) -> None:
+    def notify(self, event: str, key: bytes) -> None:
         """Notify listeners of an event."""
         if self.on_event is not None:
             self.on_event(event, key)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def own(self, key: bytes) -> Entry | None:
+    def entry_for_write(self, key: bytes) -> Entry | None:
         """Return the entry of a key that is about to change. A page of an extent gets an entry: the extent is split.
 
         Return None if the key does not exist. Raise OverLimit if the disk has no space for the pages of the split.
@@ -239,7 +239,7 @@ class Contents:
         if 0 < expires <= unix_ms():
             self.delete(key)
             return
-        entry = self.own(key)
+        entry = self.entry_for_write(key)
         assert entry is not None
         if self.tier is not None:
             self.tier.retimes(key, entry)
@@ -247,14 +247,14 @@ class Contents:
             self.expirer.keys -= 1
         entry.expires = expires
         if not expires:
-            self.tell("persist", key)
+            self.notify("persist", key)
         else:
             self.expirer.keys += 1
             unit = unit_of(key, entry)
             if isinstance(unit, Block):
                 unit.expires_at(expires)
             self.expirer.note(key, expires)
-            self.tell("expire", key)
+            self.notify("expire", key)
         if self.tier is not None:
             self.tier.retimed(key)
 
@@ -267,7 +267,7 @@ class Contents:
         if (block := self._block_of_one(key)) is not None:
             self.remove_block(block, event)
             return True
-        self.own(key)
+        self.entry_for_write(key)
         self.remove(key, event)
         return True
 
@@ -276,7 +276,7 @@ class Contents:
         if self.tier is not None and len(keys) > 1:
             for key in keys:
                 if self.find(key) is not None and self._block_of_one(key) is None:
-                    self.own(key)
+                    self.entry_for_write(key)
         return sum(map(self.delete, keys))
 
     def _block_of_one(self, key: bytes) -> Block | None:
@@ -291,13 +291,13 @@ class Contents:
         A string's record has `reason`, or the reason that belongs to `event`, and `by`, the policy or quota.
         """
         self._take(key, event, reason, by)
-        self.tell(event, key)
+        self.notify(event, key)
 
     def remove_corrupt(self, key: bytes) -> None:
         """Remove a key whose value does not match its checksum."""
-        self.own(key)
+        self.entry_for_write(key)
         self._take(key, "corrupt")
-        self.tell("del", key)
+        self.notify("del", key)
 
     def _take(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
         entry = self.catalogue.pop(key)

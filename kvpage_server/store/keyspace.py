@@ -368,7 +368,7 @@ class Keyspace:
     # -- strings ---------------------------------------------------------------------------------------------------
 
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
-        old = self._catalogue.entries.get(key) or self.contents.own(key)
+        old = self._catalogue.entries.get(key) or self.contents.entry_for_write(key)
         if old is not None and old.expires:
             old = self.find(key)  # an expired value counts as expired, not as overwritten
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
@@ -429,7 +429,7 @@ class Keyspace:
         """Remove all keys. The result keeps the values until the caller frees them in steps, or drops it."""
         if self.tier is not None:
             self.tier.clear()
-        self.contents.tell("flush", b"")
+        self.contents.notify("flush", b"")
         flushed = Flushed(*self._catalogue.clear(), self.evictor.units.clear())
         self.contents.expirer.clear()
         self.leases.clear()
@@ -450,8 +450,8 @@ class Keyspace:
         elapsed = monotonic_ms()
         self.evictor.units.now = elapsed // 1000
         self.leases.settle(elapsed)
-        self._catalogue.rest(elapsed)
-        self.arena.rest()
+        self._catalogue.drop_idle_scans(elapsed)
+        self.arena.trim()
         removed = 0
         for key in self.contents.expirer.due(now) if expires else ():
             self.contents.expire(key)

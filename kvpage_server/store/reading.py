@@ -80,7 +80,7 @@ class Reader:
     def _missed(self, key: bytes) -> None:
         self._counters.misses += 1
         self._count_reason(key)
-        self._contents.tell("keymiss", key)
+        self._contents.notify("keymiss", key)
 
     def _count_reason(self, key: bytes) -> None:
         """Count the reason why a key has no value, as a miss of a page if the key names one, or of a string."""
@@ -115,7 +115,7 @@ class Reader:
         self._counters.misses += len(found.missing)
         if self._contents.on_event is not None:
             for i in found.missing:
-                self._contents.tell("keymiss", names.keys[i])
+                self._contents.notify("keymiss", names.keys[i])
         self._used(found.units)
         return found
 
@@ -130,7 +130,7 @@ class Reader:
         for block_name, places in names.runs(absent):
             block = self._contents.index.block(*block_name)  # this gives its pages their entries
             if block is not None and block.extent is not None:
-                block = self._contents.living(block)
+                block = self._contents.unexpired(block)
             for i in places:
                 self._add(found, i, first, names.keys[i], self._page_in(block, names, i))
         return found
@@ -166,7 +166,7 @@ class Reader:
     def block(self, req_id: bytes, page: int) -> Block | None:
         """Return a block of a request after its expired pages were removed; None if it does not exist."""
         block = self._contents.index.block(req_id, page)
-        return None if block is None else self._contents.living(block)
+        return None if block is None else self._contents.unexpired(block)
 
     def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
         """Return the pages with these keys. All must exist, and expired ones must have been removed: see `block`."""
@@ -193,7 +193,7 @@ class Listing:
 
     def keys(self) -> list[bytes]:
         """Return every key that has not expired."""
-        return self.living(self.places())
+        return self.existing_keys(self.places())
 
     def names(self) -> list[bytes]:
         """Return every key, including expired ones that were not removed yet."""
@@ -203,10 +203,10 @@ class Listing:
         """Return the places of all keys in the catalogue: see `living`."""
         return self._catalogue.places()
 
-    def living(self, places: Iterable[Place]) -> list[bytes]:
+    def existing_keys(self, places: Iterable[Place]) -> list[bytes]:
         """Return the keys at some places that have not expired."""
-        now, living_at = unix_ms(), self._catalogue.living_at
-        return [name for place in places for name in living_at(place, now)]
+        now, existing_at = unix_ms(), self._catalogue.existing_at
+        return [name for place in places for name in existing_at(place, now)]
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """Return the next cursor, 0 at the end, and the keys at the next `count` places of the order of scans.
@@ -216,8 +216,8 @@ class Listing:
         found: list[bytes] = []
         for _ in range(count):
             cursor, places = self._catalogue.scan(cursor, 1)
-            found += self.living(places)
-            found += self.living(stray for place in places for stray in self._catalogue.strays_at(place))
+            found += self.existing_keys(places)
+            found += self.existing_keys(stray for place in places for stray in self._catalogue.strays_at(place))
             if not cursor or len(found) >= count:
                 break
         return cursor, found
@@ -232,7 +232,7 @@ class Listing:
 
     def blocks_of(self, req_id: bytes) -> list[Block]:
         """Return the blocks of a request by page id, after their expired pages were removed."""
-        return [block for block in self._contents.index.of(req_id) if self._contents.living(block)]
+        return [block for block in self._contents.index.of(req_id) if self._contents.unexpired(block)]
 
     def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """Return the next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
@@ -243,4 +243,4 @@ class Listing:
         """Return whether a request has a page that has not expired."""
         index = self._contents.index
         blocks = (index.block(req_id, page) for page in index.page_ids(req_id))
-        return any(block is not None and self._contents.living(block) for block in blocks)
+        return any(block is not None and self._contents.unexpired(block) for block in blocks)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 
@@ -16,12 +16,14 @@ from servers import RunningServer, start_redis, start_server
 import kvpage_server
 from benchmarks import shares
 from benchmarks.findings import RESULTS, Finding
-from benchmarks.pages import absent, lmcache, one_at_a_time, ordinary, through_page_client, twin
+from benchmarks.pages import clients, single_commands
+from benchmarks.pages.batches import absent
+from benchmarks.pages.clients import Way, Wrong
 from benchmarks.pages.command import KINDS
-from benchmarks.pages.documents import with_tables
-from benchmarks.pages.ordinary import Way, Wrong
 from benchmarks.pages.rounds import OPS, Contestant, Plan, Target, Trials, beside, compare
-from benchmarks.pages.tables import Found
+from benchmarks.pages.single_commands import lmcache_findings
+from benchmarks.pages.tables import Found, with_tables
+from benchmarks.pages.variants import twin_findings
 from benchmarks.pages.work import ORDERS, SHORT, Work, blocks, mixed_pages, pages
 from benchmarks.servers import start_kvpage
 from kvpage_server.bench import SMOLLM2_16
@@ -88,8 +90,8 @@ def test_the_ordinary_client_has_equal_keys_for_pages_and_values(
     work: Work, ours: RunningServer, theirs: RunningServer
 ) -> None:
     with ours.connect() as our_sock, theirs.connect() as their_sock:
-        run(ordinary.kvpage_pages(our_sock, work))
-        run(ordinary.values(their_sock, work))
+        run(clients.kvpage_pages(our_sock, work))
+        run(clients.values(their_sock, work))
     with ours.client() as our_client, theirs.client() as their_client:
         for key, body in zip(work.batches[3].keys, work.batches[3].bodies, strict=True):
             assert decode_page(our_client.get(bytes(key)))[1] == body
@@ -98,25 +100,25 @@ def test_the_ordinary_client_has_equal_keys_for_pages_and_values(
 
 def test_page_client_moves_the_same_pages(ours: RunningServer, theirs: RunningServer) -> None:
     for server in (ours, theirs):
-        with through_page_client.connect(server.url) as client:
+        with clients.connect_page_client(server.url) as client:
             for work in works():
-                run(through_page_client.pages(client, work))
+                run(clients.page_client_pages(client, work))
 
 
 def test_blocks_go_whole_and_as_the_pages_they_consist_of(ours: RunningServer, theirs: RunningServer) -> None:
     work = blocks(2, SMOLLM2_16)
     with ours.connect() as our_sock, theirs.connect() as their_sock:
-        run(ordinary.kvpage_blocks(our_sock, work))
-        run(ordinary.block_values(their_sock, work))
-        run(ordinary.block_page_values(their_sock, work))
-    with through_page_client.connect(ours.url) as client:
-        run(through_page_client.blocks(client, work))
+        run(clients.kvpage_blocks(our_sock, work))
+        run(clients.block_values(their_sock, work))
+        run(clients.block_page_values(their_sock, work))
+    with clients.connect_page_client(ours.url) as client:
+        run(clients.page_client_blocks(client, work))
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
 def test_one_at_a_time_every_page_is_stored_once(count: int, ours: RunningServer, theirs: RunningServer) -> None:
     (batch, *_) = pages(20, 1024, RANDOM).batches
-    for server, make in ((ours, one_at_a_time.kvpage_way), (theirs, one_at_a_time.value_way)):
+    for server, make in ((ours, single_commands.kvpage_way), (theirs, single_commands.value_way)):
         with server.client() as client:
             client.flushall()
             sockets = [server.connect() for _ in range(count)]
@@ -125,7 +127,7 @@ def test_one_at_a_time_every_page_is_stored_once(count: int, ours: RunningServer
             assert all(client.exists(bytes(key)) for key in batch.keys)
             assert client.dbsize() == len(batch.keys)
             if server is ours:
-                words = *ordinary.name_words(batch.keys[7]), *ordinary.shape_words(1024)
+                words = *clients.name_words(batch.keys[7]), *clients.shape_words(1024)
                 client.execute_command("KVPAGESET", *words, bytes(1024))
             else:
                 client.set(bytes(batch.keys[7]), bytes(1024))
@@ -140,10 +142,10 @@ def test_a_server_that_changes_a_byte_is_found_out(theirs: RunningServer) -> Non
     with (
         theirs.connect() as sock,
         theirs.client() as client,
-        through_page_client.connect(theirs.url) as page_client,
+        clients.connect_page_client(theirs.url) as page_client,
         start_kvpage() as counted,
     ):
-        for way in (ordinary.values(sock, work), through_page_client.pages(page_client, work)):
+        for way in (clients.values(sock, work), clients.page_client_pages(page_client, work)):
             run(way)
             client.setrange(bytes(work.batches[2].keys[7]), 1023, b"\0")
             with pytest.raises(Wrong, match="not those that were written"):
@@ -152,7 +154,7 @@ def test_a_server_that_changes_a_byte_is_found_out(theirs: RunningServer) -> Non
 
 def test_a_refused_write_is_found_out(ours: RunningServer) -> None:
     with ours.connect() as sock:
-        way = ordinary.way(sock, [[ordinary.spell(b"GETX")]], [], [[]])
+        way = clients.way(sock, [[clients.spell(b"GETX")]], [], [[]])
         with pytest.raises(Wrong, match="answered with b'-ERR"):
             way.writes[0]()
 
@@ -161,14 +163,14 @@ def test_absent_pages_are_expected_to_be_absent(ours: RunningServer) -> None:
     work = pages(4, 1024, "layers fastest")
     with ours.connect() as sock, ours.client() as client:
         client.flushall()
-        present = ordinary.kvpage_pages(sock, work)
+        present = clients.kvpage_pages(sock, work)
         present.writes[0]()
-        keys = list(chain.from_iterable((key, absent.absent(key)) for key in work.batches[0].keys))
+        keys = list(chain.from_iterable((key, absent(key)) for key in work.batches[0].keys))
         bodies = list(chain.from_iterable((body, None) for body in work.batches[0].bodies))
-        way = ordinary.way(sock, [], [ordinary.kvpagemget(keys)], [bodies])
+        way = clients.way(sock, [], [clients.kvpagemget(keys)], [bodies])
         way.reads[0]()
         way.check(0)
-        backwards = ordinary.way(sock, [], [ordinary.kvpagemget(keys[::-1])], [bodies])
+        backwards = clients.way(sock, [], [clients.kvpagemget(keys[::-1])], [bodies])
         backwards.reads[0]()
         with pytest.raises(Wrong):
             backwards.check(0)
@@ -179,7 +181,7 @@ def test_every_server_is_measured_in_every_round() -> None:
     trials = Trials("one")
     with start_kvpage() as server, server.connect() as one, server.connect() as other:
         contestants = {
-            name: Contestant(server, ordinary.kvpage_pages(sock, work))
+            name: Contestant(server, clients.kvpage_pages(sock, work))
             for name, sock in (("one", one), ("other", other))
         }
         for op in OPS:
@@ -200,7 +202,7 @@ def test_every_server_is_measured_in_every_round() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_row_can_be_measured(kind: str) -> None:
-    assert callable(importlib.import_module(f"benchmarks.pages.{kind}").findings)
+    assert list(signature(KINDS[kind].findings).parameters) == ["plan"]
 
 
 def test_the_older_checkout_is_the_one_that_runs(tmp_path: Path) -> None:
@@ -216,8 +218,8 @@ def test_a_missing_server_is_reported_and_not_measured(
 ) -> None:
     monkeypatch.delenv("LMCACHE", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(lmcache.findings(Plan())) == []
-    assert twin.findings(Plan()) == []
+    assert list(lmcache_findings(Plan())) == []
+    assert twin_findings(Plan()) == []
     said = capsys.readouterr().out
     assert "LMCACHE=... says where its command is" in said
     assert "--against TREE names one" in said

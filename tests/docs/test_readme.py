@@ -22,8 +22,8 @@ from test_demo import KEPT
 
 from benchmarks.findings import RESULTS, Finding
 from benchmarks.pages import tables
-from benchmarks.pages.documents import DOCUMENTS as WITH_TABLES
-from benchmarks.pages.documents import with_tables
+from benchmarks.pages.tables import DOCUMENTS as WITH_TABLES
+from benchmarks.pages.tables import with_tables
 from benchmarks.readme import README, with_first_tokens
 from engine.demo import story
 from kvpage_server.configuration.reference import reference

@@ -35,7 +35,7 @@ Write = Callable[[], Awaitable[Saved]]  # writes the missing blocks of a context
 
 
 def parts_of(context: AgentBlocks, places: Iterable[BlockPlace], inner: Iterable[BlockPlace]) -> Parts:
-    """Return a context's blocks, the states at their ends, and those at `inner` places, as views of the arrays'
+    """Return a context's blocks, the states at their ends, and the states at `inner` places, as views of the arrays'
     memory."""
     parts: dict[BlockPlace, Sequence[Buffer]] = {}
     for place, block in zip(places, context.blocks, strict=False):

@@ -36,12 +36,13 @@ from .restore_planner import Rates
 
 # -- The circuit breaker: after repeated failures, no request is sent for a while, so that no caller waits -------------
 
-FAILURES = 3  # in a row, before it opens
+FAILURES = 3  # in a row at which it opens
 SHORTEST, LONGEST = 0.5, 30.0  # seconds for which it stays open; doubled by each failed probe
 
 
 class State(StrEnum):
-    """`CLOSED`: all requests pass. `OPEN`: none does. `HALF_OPEN`: one does, the probe, which decides."""
+    """State of a circuit breaker. `CLOSED` permits all requests, and `OPEN` none. `HALF_OPEN` permits one, the probe;
+    its result determines the next state."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -119,7 +120,7 @@ OUTAGES = (PageClientError, OSError, TimeoutError)  # exceptions of a server tha
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons that the breaker counts as failures
 LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # error codes of every reply until a login succeeds
 _limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # the deadline of the current attempt
-SCAN_COUNT = 5000  # keys that one call examines
+SCAN_COUNT = 5000  # keys that one call of SCAN examines
 CONCURRENT_ATTEMPTS = 16  # concurrent attempts, each with up to `connections` connections
 
 
@@ -193,8 +194,8 @@ class ServerConnection:
         more: dict[str, Any] = {"driver_info": DriverInfo("kvpage-engine", __version__)}  # shown by CLIENT LIST
         if self.several:
             more["node_deadline"] = min(SILENCE, deadline / 4)
-        self.server = AsyncPageClient(url, deadline=self.answer_within, verify=False, **more)  # seals verify
-        self._failing = frozenset() if self.several else FAILING  # with several, the client skips failing ones
+        self.server = AsyncPageClient(url, deadline=self.answer_within, verify=False, **more)  # seals verify blocks
+        self._failing = frozenset() if self.several else FAILING  # with several servers, the client skips failing ones
         self.connections = connections
         self.breaker = CircuitBreaker()
         self.reachability = Reachability(shown(url))
@@ -280,7 +281,7 @@ class ServerConnection:
         self.breaker.succeeded()
         return done
 
-    async def beside(self, work: Callable[[], T]) -> T:
+    async def run_in_executor(self, work: Callable[[], T]) -> T:
         """Run `work` on another thread, while the connection's thread sends and receives."""
         return await self._loop.run_in_executor(self._beside, work)
 
@@ -344,7 +345,8 @@ class ServerConnection:
                     raise
 
     async def scan(self, pattern: str, *, all_of_them: bool = False) -> set[str]:
-        """Return the keys that match. Servers that fail are left out, unless `all_of_them` is set."""
+        """Return the keys that match. Failing servers are left out. Their error is raised if no key was found, or with
+        `all_of_them`."""
         found, failure, nodes = set[str](), None, await self.server.nodes(deadline=self.answer_within)
         for node in nodes:
             try:

@@ -1,4 +1,4 @@
-"""Fetching a context from a page server: it is looked up and leased, then received, then made into blocks.
+"""The fetch of a context from a page server: lookup and lease, receipt of the blocks, and the resulting context.
 
 The states of a fetch. An event that is not in the table changes nothing::
 
@@ -11,7 +11,8 @@ The states of a fetch. An event that is not in the table changes nothing::
     FAILED     | -              | -         | -                | -        | -
     DROPPED    | -              | -         | -                | -        | -
 
-Blocks of the pool are held while it is RUNNING, DROPPING or ENDED. In TAKEN they are the caller's; otherwise freed.
+Blocks of the pool are held while it is RUNNING, DROPPING or ENDED. In TAKEN they are the caller's; otherwise they are
+freed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Receiver:
         return max(0, min(self.plan.reach, end.end, self._lookup.limit)) if end else 0
 
     def kept(self) -> list[BlockPlace]:
-        """Return the usable blocks, held or received. Where layers carry a state, they end at the furthest state."""
+        """Return the usable blocks, held or received. If layers carry a state, they end at the furthest state."""
         had = self._had()
         if not self._lookup.remote.spec.has_state:
             return had
@@ -152,7 +153,7 @@ class Receiver:
         shapes = self._layout.shapes(places[0])
         whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
         with span("kvpage.verify") as seen:
-            made = await self._connection.beside(partial(_made, whole, self._digests, shapes))
+            made = await self._connection.run_in_executor(partial(_made, whole, self._digests, shapes))
             seen.set(
                 blocks=len(whole), bytes=nbytes * len(whole), reason=None if len(made) == len(whole) else "checksum"
             )
@@ -184,7 +185,7 @@ class Receiver:
 def _made(
     bodies: Sequence[tuple[BlockPlace, mx.array]], digests: Mapping[str, str], shapes: Shapes
 ) -> dict[BlockPlace, Arrays]:
-    """Return the arrays of all blocks that match their seals, in the memory in which they arrived."""
+    """Return the arrays of all blocks that match their seals, in the memory in which they were received."""
     return {
         place: in_memory(body, shapes)
         for place, body in bodies
@@ -193,6 +194,8 @@ def _made(
 
 
 class FetchState(Enum):
+    """State of a fetch."""
+
     RUNNING = auto()  # on the connection's thread
     DROPPING = auto()  # cancelled, but its work has not ended yet
     ENDED = auto()  # the result can be taken
@@ -293,7 +296,7 @@ class Fetch:
     def result(self) -> AgentBlocks | None:
         """Wait, and return the context, whose blocks the caller frees; None if nothing was found, or after `cancel`.
 
-        Return the same context each time.
+        Return the same context each time. Raises the unexpected error that ended the fetch, if there was one.
         """
         self._over.wait()
         if self._failure:
@@ -305,7 +308,7 @@ class Fetch:
             return self._context
 
     def cancel(self) -> None:
-        """Stop receiving, and free the blocks. Does nothing after `result`."""
+        """Stop receiving, and free the blocks. This does nothing after `result`."""
         with self._lock:
             if not self._move(FetchEvent.CANCEL):
                 return

@@ -18,7 +18,7 @@ from .manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_k
 from .restore_planner import Decision, Offer, Plan, StoredBranch
 from .tails import Parent, parse
 
-MOST_BRANCHES = 4  # of a record: the others have fewer tokens in common with the prompt
+MOST_BRANCHES = 4  # most branches of a record: the others have fewer tokens in common with the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FetchRequest:
     agent_id: str
     tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
     held: Sequence[KVBlock]  # the first full blocks of the prompt, if they are in memory
-    within: float  # seconds
+    within: float  # time limit in seconds
     beyond: int = 0  # tokens of the prompt that memory has: less is not fetched
     named: bool = True  # whether the agent can have a context of its own
 
@@ -50,7 +50,7 @@ class FetchReport:
     reasons: list[str] = field(default_factory=list)  # reasons for which it found less, the first one first
     decision: Decision | None = None  # None if there was nothing to decide
     nbytes: int = 0  # received
-    seconds: float = 0.0  # all of it
+    seconds: float = 0.0  # of the whole fetch
     reach: int = 0  # tokens of the prompt that need not be computed, once it is done
     own: bool = False  # whether the last block is of the agent's own context
 
@@ -161,7 +161,7 @@ class Lookup:
 
     def _parents(self) -> dict[str, Parent]:
         """Return the keys of the records that may have more of the prompt than memory has, with the parents of their
-        blocks: one for each full block, and those of the prompt's first tokens."""
+        blocks: one for each full block, and the records of the prompt's first tokens."""
         spec, prompt = self.remote.spec, self._offer.wanted
         names = tuple(place.name for place in self._offer.full)
         parents = [Parent(names[:count], self._chain, self.remote.layout.together) for count in range(len(names) + 1)]
@@ -176,8 +176,8 @@ class Lookup:
     def _branches(
         self, records: Mapping[str, bytes | None], parents: Mapping[str, Parent]
     ) -> tuple[list[StoredBranch], dict[str, str]]:
-        """Return the blocks of the records that begin like the prompt there, and the digests of them and their states
-        by seal."""
+        """Return the blocks of the records that have tokens in common with the prompt, and the digests of these blocks
+        and of their states by seal."""
         spec, branches, digests = self.remote.spec, list[StoredBranch](), dict[str, str]()
         for key, raw in records.items():
             if raw is None:

@@ -25,9 +25,9 @@ from ...spec import ModelCacheSpec, Shapes
 FORMAT = 4  # of manifests
 OLDER = 3  # of earlier versions: one manifest for each agent, without a digest
 DIGESTS = 3  # the format of blocks' digests
-CHUNK_BYTES = 8 << 20  # of blocks in one request; at least one block
+CHUNK_BYTES = 8 << 20  # most bytes of blocks in one request, unless one block is larger
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
-MODEL_SHOWN = 200  # characters of a model's name
+MODEL_SHOWN = 200  # most characters of a model's name in a manifest
 # Bounds of a manifest's JSON, which others may have written: a context has at most two million tokens.
 CONTAINERS, STRINGS, VALUES = 50_000, 100_000, 4_000_000
 MOST_KINDS = 1024  # kinds of places that a layout remembers; last blocks differ in length, states in position
@@ -37,18 +37,18 @@ _NAME = re.compile(r"[0-9a-f]{32}\Z")
 
 
 class Miss(Exception):
-    """A stored context cannot be used; the argument is the reason."""
+    """Error: a stored context cannot be used; the argument is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """The place of a block's tokens, or of the state after them."""
+    """Place on the server of a block, or of the state after its tokens."""
 
     name: str  # the block's chain hash
     tokens: int
-    end: int  # the position after the last of them
+    end: int  # the position after the last token
     of_state: bool = False
-    tag: str = ""  # keeps it on the same server as its neighbours: see `tag_of`
+    tag: str = ""  # keeps neighbouring blocks on the same server: see `tag_of`
 
     @property
     def start(self) -> int:
@@ -87,7 +87,8 @@ class BlockLayout:
     """The pages at each place, for one model."""
 
     def __init__(self, spec: ModelCacheSpec, together: int = 0) -> None:
-        """Set `together`: so many blocks of a prompt are kept on the same of several servers; 0 with one server."""
+        """Set `together`, the number of blocks in a row of a prompt that have the same of several servers; 0 with one
+        server."""
         self.together = together
         self._spec = spec
         self._kinds: dict[tuple[bool, int], _Kind] = {}
@@ -101,7 +102,7 @@ class BlockLayout:
         return self._kind(place).shapes
 
     def block(self, place: BlockPlace) -> BlockShape:
-        """Return the shape for the server. There must be some arrays."""
+        """Return the shape for the server. The place must have arrays."""
         block = self._kind(place).block
         assert block is not None
         return block
@@ -139,7 +140,7 @@ class _Kind(NamedTuple):
 
 
 def block_shape(shapes: Shapes) -> BlockShape:
-    """Return the shape under which the server stores arrays of these shapes, of which there must be some.
+    """Return the shape under which the server stores arrays of these shapes. There must be at least one array.
 
     If all layers keep arrays of the same shapes, with equal heads and rows in each plane, they are the block's layers,
     and each page can be read by itself. Otherwise the block is one page: the arrays' bytes in canonical order.
@@ -154,10 +155,10 @@ def block_shape(shapes: Shapes) -> BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class ContextManifest:
-    """The list of an agent's tokens and blocks, as the manifest stores it."""
+    """Content of an agent's manifest: its tokens, its blocks, and the positions of states."""
 
     agent_id: str
-    owner: str  # the agent in whose chain its blocks are; another one in a fork
+    owner: str  # the agent that has the chain of its blocks; another one in a fork
     tokens: tuple[int, ...]
     names: tuple[str, ...]  # the chain hashes of all blocks, including a partial last one
     inner: tuple[int, ...] = ()  # positions within blocks whose state is stored
@@ -171,8 +172,8 @@ class ContextManifest:
         states: Iterable[int] = (),
         owner: str | None = None,
     ) -> Self:
-        """Return the manifest for an agent's context of these tokens, with states after some of them. Its blocks are in
-        the chain of `owner`, by default of the agent."""
+        """Return the manifest of an agent's context of `tokens`, with states after the positions `states`. Its blocks
+        are in the chain of `owner`, by default the agent."""
         owner = owner or agent_id
         size, count = spec.block_tokens, len(tokens)
         inner = tuple(position for position in states if position % size and position < count)
@@ -250,7 +251,7 @@ def older_key(agent_id: str) -> str:
 
 def named_in(raw: bytes | None, key: str, together: int = 0) -> list[tuple[str, str]]:
     """Return the tags and names of the blocks, and of the states within them, that a manifest of any model names; none
-    if it is damaged. `together` blocks of a prompt are kept on the same of several servers."""
+    if it is damaged. `together` is as for BlockLayout."""
     if raw is None:
         return []
     try:

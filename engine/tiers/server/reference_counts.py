@@ -6,7 +6,7 @@ meanwhile. A block that no manifest has ever named, because its engine was kille
 count, and is left to eviction.
 
 An agent has a manifest for each model, so that models do not replace each other's contexts. Earlier versions had one
-for each agent, ``manifest:{agent}``. It is not read, and it is deleted at the next save.
+manifest for each agent, ``manifest:{agent}``. It is not read, and the next save deletes it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def forget_block(name: str) -> Question:
 
 
 def label_key(name: str) -> str:
-    """Return the key of the text that shows a block of a context without a name to people."""
+    """Return the key of the text that people see for a block of a context without a name."""
     return f"label:{name}"
 
 

@@ -1,6 +1,6 @@
-"""Manifests on several servers, where one transaction cannot change all that a save changes.
+"""Manifests on several servers, where a save cannot make all its changes in one transaction.
 
-    refs:{tag}name                        how many manifests name a block
+    refs:{tag}name                        the number of manifests that name a block
     refs:{tag}name:{agent}:{fingerprint}  a reference: the digest of the manifest that named the block last
 
 All keys of a block have its tag, so they are on one server and change together. A save has these steps, each of which
@@ -32,7 +32,7 @@ from .reference_counts import MakesManifest, count_key, forget_block
 _CONCURRENT_SEGMENTS = 8  # segments whose references are changed concurrently
 _TRIES = 10  # of a fork, while the context is being saved
 
-Reference = tuple[str, bytes | None, bytes | None]  # a block, how many manifests name it, and this manifest's mark
+Reference = tuple[str, bytes | None, bytes | None]  # a block, the number of its manifests, and this manifest's mark
 
 
 async def save(
@@ -142,8 +142,8 @@ async def _change(
     segments: Sequence[Sequence[str]],
     change: Callable[[Sequence[Reference]], list[Question]],
 ) -> None:
-    """Change the references of the manifest at a key, segment by segment. All segments are tried, then the first
-    failure is raised."""
+    """Change the references of the manifest at a key, segment by segment. Up to _CONCURRENT_SEGMENTS are changed at the
+    same time; the first failure is raised when all of these have ended."""
 
     async def change_one(blocks: Sequence[str]) -> None:
         keys = [word for block in blocks for word in (count_key(block), _mark_key(block, key))]
@@ -162,8 +162,7 @@ async def _change(
 
 
 def _segments(manifest: bytes, key: str, kept: Collection[str] = ()) -> list[list[str]]:
-    """Return the tagged names of a manifest's blocks and states, grouped by segment, without those whose names are
-    kept."""
+    """Return the tagged names of a manifest's blocks and states, grouped by segment, without the names in `kept`."""
     named = groupby(named_in(manifest, key, SEGMENT), lambda one: one[0])
     found = ([tag + name for _, name in some if name not in kept] for tag, some in named)
     return [blocks for blocks in found if blocks]

@@ -1,7 +1,7 @@
-"""The restore planner: finds, from metadata only, the longest usable prefix and the blocks to fetch for it.
+"""The restore planner, which finds the longest usable prefix and the blocks to fetch for it, from metadata only.
 
-A plan is a prefix without gaps. Where layers carry a state, it ends where one was taken, and leaves a token of the
-prompt to compute, since a state cannot be cut back.
+A plan is a prefix without gaps. If layers carry a state, the plan ends at a stored state, and leaves a token of the
+prompt to compute, because a state cannot be shortened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .manifest import BlockPlace, ContextManifest
 
 # -- Fetch or compute: blocks on the server are fetched if that is faster than computing them again --------------------
 
-DECAY = 0.5  # weight of the earlier measurements at the next one
+DECAY = 0.5  # factor of the earlier measurements at each new one
 VALID_SECONDS = 30.0  # after that, the link may have changed
 LEAST_BYTES = 1 << 20  # smaller transfers do not measure a link's speed
 
@@ -117,8 +117,8 @@ class Plan:
     tokens: tuple[int, ...]  # of the context; the blocks hold the first of them
     blocks: tuple[BlockPlace, ...]  # in order, without gaps
     states: tuple[BlockPlace, ...]  # the furthest first; one of them is needed; () if no layer carries a state
-    reach: int  # tokens of the prompt that needn't be computed
-    own: bool = False  # whether the last block is of the agent's own context, and not of the prompt or of another one
+    reach: int  # tokens of the prompt that need not be computed
+    own: bool = False  # whether the last block belongs to the agent's own context, not to the prompt or another context
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,13 @@ class StoredBranch:
     before: int  # full blocks of the prompt
     tokens: tuple[int, ...]  # of the context, at least up to the end of this block
     block: BlockPlace
-    common: int  # how many first tokens context and prompt have in common
+    common: int  # the number of first tokens that context and prompt have in common
     states: tuple[BlockPlace, ...] = ()  # states within its blocks, and at the end of this one if it is partial
 
 
 class Offer:
-    """Blocks that a prompt may use: its full blocks, which any engine may have stored, and branches, of the agent's own
-    context and of others."""
+    """Blocks that a prompt may use: its full blocks, which any engine may have stored, and branches of the agent's own
+    context and of other contexts."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Offer:
         together: int = 0,
         branches: Sequence[StoredBranch] = (),
     ) -> None:
-        """Collect the places. `chain` is that of the prompt; `together` is that of the layout. The digests of
+        """Collect the places. `chain` is the chain of the prompt; `together` is as for BlockLayout. The digests of
         `branches` are known."""
         size = spec.block_tokens
         names = chain_hashes(spec.fingerprint, wanted, size, chain)

@@ -1,9 +1,9 @@
-"""Records of the blocks with which contexts without a name continue, so that any engine finds contexts that begin
-alike.
+"""Records of the blocks with which contexts without a name continue, so that any engine finds contexts with the same
+beginning.
 
     tails:{chain hash}   the most recent blocks after a full block, or the most recent first blocks with these tokens
 
-The name of a block follows from its tokens and the block before it. A prompt that ends or departs within a block lacks
+The name of a block follows from its tokens and the block before it. A prompt that ends or diverges within a block lacks
 the rest of its tokens, so the block's name is unknown. A record lists such blocks, full ones and partial ones in which
 contexts end. The key of a record is the chain hash of the block before them. The first block of a context is in two
 records, whose keys are hashes of its first tokens (see `first_parts`): fewer contexts share the longer beginning, and
@@ -12,7 +12,7 @@ and the records are read together with the digests of its full blocks.
 
 A record is bounded: MOST_TAILS blocks and MOST_BYTES bytes, the newest first. Partial blocks that leave it are
 deleted, and so are partial blocks that a longer one contains. The record is written after the blocks, so it names
-blocks that were complete. It has their digests, since their seals cannot be read before their names are known.
+blocks that were complete. It has their digests, because their seals cannot be read before their names are known.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, se
 from .reference_counts import count_key, label_key
 
 FORMAT = 1
-MOST_TAILS = 64  # in a record
-MOST_BYTES = 64 << 10  # of a record
+MOST_TAILS = 64  # most blocks in a record
+MOST_BYTES = 64 << 10  # most bytes of a record
 CONCURRENT_BLOCKS = 8  # blocks that are entered concurrently
 # Bounds of a record's JSON, which others may have written.
 CONTAINERS, STRINGS, VALUES = 2_000, 4_000, 40_000
@@ -58,11 +58,11 @@ class Parent:
 
     names: tuple[str, ...]  # the chain hashes of the blocks before it
     chain: Chain
-    together: int  # that of the layout
+    together: int  # as for BlockLayout
 
     @property
     def name(self) -> str:
-        """The parent's hash in its name: see `Chain.parent`."""
+        """The hash of the parent in the name of the block: see `Chain.parent`."""
         return self.chain.parent(len(self.names), self.names[-1] if self.names else None)
 
     def records(self, tokens: Sequence[int], spec: ModelCacheSpec) -> list[str]:
@@ -82,7 +82,7 @@ class Tail:
     states: tuple[tuple[int, str], ...]  # for each state: the number of its tokens before it, and its digest
 
     def places(self, parent: Parent, spec: ModelCacheSpec) -> dict[BlockPlace, str]:
-        """Return its place and those of its states, with their digests."""
+        """Return the places of the block and of its states, with their digests."""
         start = len(parent.names) * spec.block_tokens
         name = chain_hash(spec.fingerprint, parent.name, self.tokens)
         tag = tag_of((*parent.names, name), len(parent.names), parent.together)
@@ -104,7 +104,7 @@ class Tail:
         return self.tokens == tuple(tokens[: len(self.tokens)])
 
     def contains(self, other: Tail) -> bool:
-        """Return whether it is longer than `other`, begins with its tokens, and has states where that has them."""
+        """Return whether it begins with the tokens of `other`, and has a state wherever `other` has one."""
         counts = {count for count, _ in self.states}
         return other.begins(self.tokens) and all(count in counts for count, _ in other.states)
 
@@ -173,7 +173,7 @@ async def record(
     digests = dict(zip(places, await connection.read([place.seal for place in places]), strict=True))
 
     async def enter(block: BlockPlace) -> bool:
-        if (digest := digests[block]) is None:  # it was deleted meanwhile
+        if (digest := digests[block]) is None:  # the block was deleted meanwhile
             return False
         taken = {place.end - block.start: digests.get(place) for place in states(block)}
         after = tuple((count, found.decode(errors="replace")) for count, found in taken.items() if found)

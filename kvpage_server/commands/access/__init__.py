@@ -1,4 +1,4 @@
-"""Users: who can log in, and which commands, keys and channels each user may use.
+"""Users: their passwords, and the commands, keys and channels that each may use.
 
-Knows the command table, and no connections. `dispatch/` decides whether a client's command is refused.
+This package depends on the command table, and on no connection. `dispatch/` refuses the commands of clients.
 """

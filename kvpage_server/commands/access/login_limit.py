@@ -1,10 +1,10 @@
-"""Counts wrong passwords by address, and slows down addresses that send many of them.
+"""The limit of failed logins: it counts wrong passwords by address, and slows down addresses that send many of them.
 
 An address may fail ten times; one failure is forgiven every six seconds. After that, its AUTHs are handled one a
-second, in order of arrival, for all its connections together. This includes those with the right password: otherwise a
-guesser could take a slow answer for a no and not wait for it. Other addresses are not affected.
+second, in order of arrival, for all its connections together. AUTHs with the right password wait, too: otherwise an
+attacker could take a slow reply for a refusal and not wait for it. Other addresses are not affected.
 
-Memory is bounded: beyond a number of addresses, the one whose last failure is oldest is forgotten.
+Memory is bounded: above a number of addresses, the address with the oldest last failure is removed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 log = logging.getLogger("kvpage")
 
 FREE_FAILURES = 10
-_FORGIVEN_SECONDS = 6.0  # until one failure is forgotten
-_PAUSE_SECONDS = 1.0  # between two tries
-_LONGEST_SECONDS = 10.0  # a try that would have to wait longer is refused
+_FORGIVEN_SECONDS = 6.0  # time after which one failure is forgiven
+_PAUSE_SECONDS = 1.0  # time between two attempts
+_LONGEST_SECONDS = 10.0  # an attempt that would have to wait longer is refused
 _MOST_ADDRESSES = 10_000
 
 
 class TooMany(Exception):
-    """This address has sent too many wrong passwords: its next try is refused."""
+    """The refusal of an attempt from an address that has sent too many wrong passwords."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -36,11 +36,11 @@ class TooMany(Exception):
 @dataclass(slots=True)
 class _Failures:
     count: float
-    counted: float  # when, in monotonic seconds
-    next_try: float = 0.0
+    counted: float  # time of the last failure, in seconds of the monotonic clock
+    next_try: float = 0.0  # time of the next attempt, likewise
 
     def left(self, now: float) -> float:
-        """Return the failures that are not forgiven yet; a fraction for the one that is being forgiven."""
+        """Return the number of failures that are not forgiven yet; fractional, as forgiving is continuous."""
         return max(0.0, self.count - (now - self.counted) / _FORGIVEN_SECONDS)
 
     def are_many(self, now: float) -> bool:
@@ -51,13 +51,13 @@ class LoginLimiter:
     """Failed AUTHs by address."""
 
     def __init__(self) -> None:
-        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # the last to fail is the last
+        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # in order of the last failure
 
     def __len__(self) -> int:
         return len(self._failures)
 
     def take_turn(self, address: str) -> float:
-        """Return the seconds that a try from an address ("host:port") has to wait, usually 0. Raises TooMany."""
+        """Return the seconds that an attempt from an address ("host:port") has to wait, usually 0. Raises TooMany."""
         found = self._failures.get(_network(address))
         now = time.monotonic()
         if found is None or not found.are_many(now):
@@ -69,7 +69,7 @@ class LoginLimiter:
         return turn - now
 
     def note(self, address: str) -> None:
-        """Count a failed try from an address."""
+        """Count a failed attempt from an address."""
         network, now = _network(address), time.monotonic()
         found = self._failures.setdefault(network, _Failures(0.0, now))
         self._failures.move_to_end(network)
@@ -82,7 +82,7 @@ class LoginLimiter:
 
 
 def _network(address: str) -> str:
-    """Return the unit that failures are counted for: the host, for IPv6 its /64 network, or a unix socket's path."""
+    """Return the name under which failures are counted: the host, for IPv6 its /64 network, or a unix socket's path."""
     host = address.rpartition(":")[0]
     if not host.startswith("["):
         return host

@@ -1,7 +1,7 @@
-"""One user: whether it can log in, and which commands, keys and channels it may use. The rules are those of Redis 7.
+"""One user: its passwords, and the commands, keys and channels that it may use. The rules are those of Redis 7.
 
-A key pattern gives the right to read, to write, or both. A command that concerns every key, such as FLUSHALL or INFO's
-figures, needs that right for every key. So a user with access to some keys gets no information about the others.
+A key pattern gives the right to read, to write, or both. A command that reads or changes data of every key, such as
+FLUSHALL, needs that right for every key. So a user with access to some keys gets no information about the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpage_server.glob import Matches, Patterns, PatternTooLong, glob
 # The commands of Redis 7 that do not exist here, and their ACL categories.
 #
 # Rules for users may name them, so that an aclfile written for Redis can be used. They are kept in the rules and have
-# no effect. docs/compatibility.md lists them for people.
+# no effect. docs/compatibility.md lists them, too.
 
 _BY_CATEGORIES = """
 admin dangerous hyperloglog slow: pfselftest
@@ -99,7 +99,7 @@ def _read(table: str) -> dict[str, frozenset[str]]:
 ABSENT = _read(_BY_CATEGORIES)  # categories by name; a subcommand is named `container|sub`
 
 
-# -- Which keys a user may use: glob patterns, each with the right to read, to write, or both --------------------------
+# -- Rights to keys: glob patterns, each with the right to read, to write, or both -------------------------------------
 
 _SPELT = {READ: b"%R~", WRITE: b"%W~", READ | WRITE: b"~"}
 _ACCESSES = (READ, WRITE, READ | WRITE)
@@ -108,23 +108,23 @@ _ACCESSES = (READ, WRITE, READ | WRITE)
 class _Rights(NamedTuple):
     """The rights to the keys of one pattern."""
 
-    open_ended: bool  # whatever begins like a match is one too
+    open_ended: bool  # whether every name that begins with a match is a match, too
     accesses: frozenset[int]
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Return whether they allow this for a matching key, or for all keys with a Prefix."""
+        """Return whether the rights allow `access` to a matching key, or to all keys with a KeyPrefix."""
         if type(key) is KeyPrefix and not self.open_ended:
             return False
         return any(given & access == access for given in self.accesses)
 
 
 def spelt(access: int, pattern: bytes) -> bytes:
-    """Return the rule that gives access to the keys of a pattern: `%R~news:*`."""
+    """Return the rule that gives access to the keys of a pattern, for example `%R~news:*`."""
     return _SPELT[access] + pattern
 
 
 class KeyRules:
-    """Patterns and rights in the order in which they were given."""
+    """Key patterns and the rights to them, in the order in which they were given."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[bytes, int], None] = {}
@@ -149,20 +149,20 @@ class KeyRules:
         self._given[pattern, access] = None
 
     def all(self, access: int) -> bool:
-        """Return whether the rules allow this for every key."""
+        """Return whether the rules allow `access` to every key."""
         return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Return whether the rules allow this for a key, or for all keys with a Prefix."""
+        """Return whether the rules allow `access` to a key, or to all keys with a KeyPrefix."""
         return any(rights.cover(key, access) for rights in self._rights.matching(key))
 
     def readable(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys among some that may be read."""
+        """Return the keys that may be read."""
         return [key for key in keys if self.cover(key, READ)]
 
     @property
     def cost(self) -> int:
-        """The number of patterns a key is compared with."""
+        """Number of patterns that a key is compared with."""
         return self._rights.cost
 
 
@@ -193,15 +193,15 @@ Change = Callable[["User"], None]  # applies a rule; raises RuleError
 
 
 def has_spaces(word: bytes) -> bool:
-    """Return whether a name or pattern has white space or a null character, which ends a word of an ACL file.
+    """Return whether a name or pattern has white space or a null character, which would end a word of an ACL file.
 
-    These are the characters that Redis refuses.
+    Redis refuses the same characters.
     """
     return _SPACE.search(word) is not None
 
 
 class RuleError(ValueError):
-    """A rule is invalid, or has no effect after the rules before it."""
+    """A rule that is invalid, or has no effect after the rules before it."""
 
 
 class Denial(NamedTuple):
@@ -215,14 +215,14 @@ class Denial(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Redis's words for the client, which do not name the key."""
+        """The error reply, in the words of Redis, which do not name the key."""
         if self.kind == "command":
             return f"NOPERM {self.verbose}"
         return f"NOPERM No permissions to access a {self.kind}"
 
     @property
     def verbose(self) -> str:
-        """Return the text in the wording of ACL DRYRUN."""
+        """The message of ACL DRYRUN, in the words of Redis."""
         user = self.user.decode("utf-8", "surrogateescape")
         if self.lacks:
             lacks = f"without access to every key ({self.lacks.decode()})"
@@ -233,27 +233,27 @@ class Denial(NamedTuple):
 
 
 def digest(password: bytes) -> str:
-    """Return the SHA-256 of a password, in hexadecimal."""
+    """Return the SHA-256 of a password in hexadecimal."""
     return hashlib.sha256(password).hexdigest()
 
 
 class User:
-    """A user and its rights. `commands` are those it may run, and `rules` are the rules that gave them."""
+    """A user and its rights. `commands` has the commands that it may run, `rules` the rules that they follow from."""
 
     enabled = False
-    no_password = False  # any password will do
-    every_command = False
-    unrestricted = False  # nothing needs to be asked: every command, key and channel
+    no_password = False  # any password is accepted
+    every_command = False  # +@all, which `rules` then restricts
+    unrestricted = False  # it may use every command, key and channel, so that no check is necessary
 
     def __init__(self, name: bytes) -> None:
         self.name = name
         self.passwords: dict[str, None] = {}  # hashed
         self.commands: set[str] = set()
-        self.rules: dict[str, bool] = {}  # allowed commands, after -@all or +@all
+        self.rules: dict[str, bool] = {}  # +name (True) and -name (False) in order, after +@all or -@all
         self.keys = KeyRules()
         self.channels: Patterns[bytes] = Patterns()
 
-    # -- asking ----------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------------
 
     @property
     def every_channel(self) -> bool:
@@ -265,23 +265,24 @@ class User:
         return self.every_command and not self.rules and self.may_use_all(READ) and self.may_use_all(WRITE)
 
     def may_use_all(self, access: int) -> bool:
-        """Return whether the user may access every key in this way."""
+        """Return whether the user has `access` to every key."""
         return self.keys.all(access)
 
     def may_use(self, key: bytes, access: int) -> bool:
-        """Return whether it may access a key in this way, or all keys with a Prefix."""
+        """Return whether the user has `access` to a key, or to all keys with a KeyPrefix."""
         return self.keys.cover(key, access)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
-        """Return whether it may use a channel. A pattern must be exactly one of its own."""
+        """Return whether the user may use a channel. With `as_pattern`, `channel` must be equal to one of its patterns.
+        """
         if as_pattern:
             return self.every_channel or channel in self.channels
         return any(True for _ in self.channels.matching(channel))
 
     def accepts(self, password: bytes) -> bool:
-        """Return whether the user can log in with that password."""
+        """Return whether the user can log in with a password."""
         given = digest(password)
-        # compare all of them, so that the time reveals nothing
+        # compares all of them, so that the time does not depend on the passwords
         known = [hmac.compare_digest(given, kept) for kept in self.passwords]
         return self.enabled and (self.no_password or any(known))
 
@@ -290,8 +291,9 @@ class User:
         return next(filter(None, self.checks(spec, args)), None)
 
     def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
-        """Yield the same, one key or channel after the other: a Denial or None for each. `cost` is the cost of a
-        check.
+        """Yield a Denial if the command is not allowed, then a Denial or None for each key and channel.
+
+        `cost` is the cost of each.
         """
         if spec.name not in self.commands:
             yield Denial("command", spec.name.encode(), spec.name, self.name)
@@ -307,17 +309,17 @@ class User:
 
     @property
     def cost(self) -> int:
-        """The number of patterns that a key or a channel is compared with."""
+        """Number of patterns that a key or a channel is compared with."""
         return max(self.keys.cost, self.channels.cost)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def changed(self, rules: Iterable[bytes]) -> User:
-        """Return a copy of this user, changed by some rules. Raises RuleError, which names the rule."""
+        """Return a copy of the user, changed by rules. Raises RuleError, which names the rule."""
         return self.after((rule, change_of(rule)) for rule in rules)
 
     def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """Return the user after prepared rules."""
+        """Return a copy of the user, changed by the results of `change_of`. Raises RuleError, which names the rule."""
         user = copy(self)
         user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
         user.keys, user.channels = self.keys.copy(), self.channels.copy()
@@ -332,7 +334,7 @@ class User:
         return user
 
     def become(self, other: User) -> None:
-        """Take over another user's rights, keeping this name and object."""
+        """Take over the rights and passwords of another user. The name stays."""
         vars(self).update(vars(other) | {"name": self.name})
 
     def enable(self, enabled: bool) -> None:
@@ -349,7 +351,7 @@ class User:
         del self.passwords[hashed]
 
     def forget_passwords(self, *, then_any: bool) -> None:
-        """Remove all passwords: then nobody can log in, or with `then_any` any password will do."""
+        """Remove all passwords. Then no password is accepted, or with `then_any` any password."""
         self.passwords.clear()
         self.no_password = then_any
 
@@ -378,7 +380,7 @@ class User:
         self.channels.add(b"*", b"*", glob(b"*"))
 
     def _allow(self, name: str, *, allowed: bool) -> None:
-        """+name and -name: a command, a subcommand (`container|sub`), or a @category."""
+        """Apply +name or -name: a command, a subcommand (`container|sub`), or a @category. Raises RuleError."""
         if name == "@all":
             self.every_command, self.rules = allowed, {}
             self.commands = {*TABLE, *ABSENT} if allowed else set()
@@ -403,22 +405,22 @@ class User:
 
     @property
     def command_rules(self) -> str:
-        """Its commands as rules: `-@all +get`."""
+        """Its commands as rules, for example `-@all +get`."""
         rules = ("+" + name if allowed else "-" + name for name, allowed in self.rules.items())
         return " ".join(["+@all" if self.every_command else "-@all", *rules])
 
     @property
     def key_rules(self) -> bytes:
-        """Its keys as rules: `~a* %R~b*`."""
+        """Its keys as rules, for example `~a* %R~b*`."""
         return bytes(self.keys)
 
     @property
     def channel_rules(self) -> bytes:
-        """Its channels as rules: `&news.*`."""
+        """Its channels as rules, for example `&news.*`."""
         return b" ".join(b"&" + channel for channel in self.channels)
 
     def __bytes__(self) -> bytes:
-        """Return the line of a configuration or ACL file for this user."""
+        """Return the user's line of a configuration or ACL file."""
         words = [b"user", self.name, b"on" if self.enabled else b"off"]
         words += [b"nopass"] if self.no_password else []
         words += [b"#" + hashed.encode() for hashed in self.passwords]
@@ -429,8 +431,9 @@ class User:
 
 
 def change_of(rule: bytes) -> Change:
-    """Return the change that a rule makes to a user. It compiles patterns, which takes some milliseconds for long
-    ones.
+    """Return the change that a rule makes to a user. An invalid rule raises RuleError when the change is applied.
+
+    Compiling a long pattern takes some milliseconds.
     """
     word = rule.lower()
     if word in _WORDS:
@@ -438,7 +441,7 @@ def change_of(rule: bytes) -> Change:
     try:
         return _argued(rule, word)
     except (RuleError, PatternTooLong) as error:
-        return partial(_refuse, str(error))  # raised at its turn, because an earlier rule may be wrong, too
+        return partial(_refuse, str(error))  # raised later, because an earlier rule may be invalid, too
 
 
 def _refuse(why: str, user: User) -> None:
@@ -489,7 +492,7 @@ def _checked_hash(hashed: bytes) -> str:
 
 
 def _nothing(user: User) -> None:
-    """Rules in Redis's files that mean nothing here."""
+    """Do nothing, for rules of Redis without a meaning here."""
 
 
 _WORDS: dict[bytes, Callable[[User], None]] = {

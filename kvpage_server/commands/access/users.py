@@ -1,6 +1,6 @@
 """All users, and the log of refusals.
 
-Users come from `user` lines of the configuration, or from an aclfile with the same lines. A new connection has the user
+Users come from `user` lines of the configuration, or from an aclfile with the same lines. A new client has the user
 `default`.
 """
 
@@ -21,14 +21,14 @@ from kvpage_server.system.durable import replacing
 
 _LONGEST = 128  # bytes of a name in the log
 _MOST_BYTES = 64 * 1024**2  # of an aclfile
-_SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
+_SAME_WITHIN = 60.0  # seconds within which equal refusals are one entry of the log
 DEFAULT = b"default"
 
 log = logging.getLogger("kvpage")
 
 
 class UserFileError(ValueError):
-    """A line is wrong; the message says where and why."""
+    """An invalid line of an aclfile or a configuration. The message has its place and the reason."""
 
 
 def _open_default() -> User:
@@ -36,27 +36,27 @@ def _open_default() -> User:
 
 
 class Users:
-    """Users by name. There always is a default user."""
+    """Users by name. The user `default` always exists."""
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, User] = {DEFAULT: _open_default()}
-        self._absent: set[str] = set()  # commands that rules name and that do not exist
+        self._absent: set[str] = set()  # commands in rules that do not exist here
         self._warned_of: set[str] = set()
 
     @property
     def default(self) -> User:
-        """The user of a new connection."""
+        """The user of a new client."""
         return self.by_name[DEFAULT]
 
     def authenticate(self, name: bytes, password: bytes) -> User | None:
-        """Return the user of that name, if the password is right."""
+        """Return the user of that name; None if it does not exist or does not accept the password."""
         user = self.by_name.get(name)
         return user if user is not None and user.accepts(password) else None
 
     def set(self, name: bytes, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """Create or change a user, and return it. Applies all of the rules or none. Raises RuleError.
+        """Create or change a user, and return it. Apply all of the rules or none. Raises RuleError.
 
-        The user's object stays the same, so the change applies to its connections at once.
+        The user's object stays the same, so the change applies to its clients at once.
         """
         if not name:
             raise RuleError("Usernames can't be empty")
@@ -73,21 +73,21 @@ class Users:
         return user
 
     def require_password(self, password: str) -> None:
-        """Set the only password of the default user; empty means that it needs none."""
+        """Set the only password of the default user; with an empty one, any password is accepted."""
         raw = password.encode("utf-8", "surrogateescape")
         self.default.forget_passwords(then_any=not raw)
         if raw:
             self.default.passwords[digest(raw)] = None
 
     def load(self, lines: Iterable[tuple[str, list[bytes]]]) -> None:
-        """Replace the users: see `loading`. Raises UserFileError."""
+        """Replace the users, as `loading` does. Raises UserFileError."""
         for _ in self.loading(lines):
             pass
 
     def loading(self, lines: Iterable[tuple[str, list[bytes]]]) -> Iterator[None]:
-        """Steps that replace all users with those of these lines. A line has its place, and its words after `user`.
+        """Replace all users in steps, one for each line. A line has its place, and its words after `user`.
 
-        The default user stays if there is no line for it. If a line is wrong, raises UserFileError and changes nothing.
+        The default user stays if it has no line. An invalid line raises UserFileError, and then nothing is changed.
         """
         loaded, absent = dict[bytes, User](), set[str]()
         for where, words in lines:
@@ -108,7 +108,7 @@ class Users:
         self._absent |= absent
 
     def warn_of_absent(self) -> None:
-        """Log the commands in rules that Redis has and this server lacks, each once."""
+        """Log the commands in rules that Redis has and this server does not, each once."""
         named = self._absent - self._warned_of
         if named:
             self._warned_of |= named
@@ -145,7 +145,7 @@ def save_file(path: Path, lines: Iterable[bytes]) -> None:
 
 @dataclass(slots=True)
 class Refusal:
-    """Something that a user may not do but tried, and how often."""
+    """An entry of ACL LOG: a refused attempt of a user, and the number of its repetitions."""
 
     reason: str  # auth, command, key or channel
     context: str  # toplevel or multi
@@ -160,7 +160,7 @@ class Refusal:
 
 
 class Refusals:
-    """The last refusals for ACL LOG, newest first. `limit` says how many to keep."""
+    """The last refusals for ACL LOG, newest first. `limit` returns the number of entries to keep."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self.entries: deque[Refusal] = deque()

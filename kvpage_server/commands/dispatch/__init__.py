@@ -1,4 +1,4 @@
 """Execution of every command: lookup, admission, preparation, call, statistics and MONITOR.
 
-Knows commands only by their row in the table: no command is named here.
+This package depends on no command by name, only on the rows of the table.
 """

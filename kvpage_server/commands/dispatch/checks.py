@@ -1,7 +1,7 @@
-"""Waits of commands for the disk: for values to load, and for space to write.
+"""Waits of commands for the disk, for values to load and for space to write; and checks before a command runs.
 
-A command that reads values runs once they are in memory. A long reply in steps, and a batch of writes, load the values
-of their next steps in advance. All other commands know their values from the index.
+A command that reads values runs when they are in memory. A long reply in steps, and a batch of writes, load the values
+of their next steps in advance. All other commands find their values in the index.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvpage_server.store.memory.on_disk import OnDisk
 
 T = TypeVar("T")
 
-_MOST_AHEAD = 8 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
-_MOST_STEPS = 8  # of a reply that are looked at in advance
+_MOST_AHEAD = 8 * 1024**2  # bytes that are loaded in advance, in addition to one step's
+_MOST_STEPS = 8  # steps of a reply whose values are loaded in advance
 _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("header")
 
 
 class Postponed(Exception):
-    """The command has to be tried again after the wait. `hold` keeps the loaded values in memory until then."""
+    """Raised when a command must be tried again after `wait`. `hold` keeps the loaded values in memory until then."""
 
     def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
         super().__init__("the command has to wait")
@@ -55,7 +55,7 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         return
     if spec.stores or spec.writes_keys:
         _have_disk(tiered, (spec,))
-    if tiered.any_on_disk and spec.waits:
+    if tiered.any_on_disk and spec.preloads:
         needed = spec.needs(tiered, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
     if spec.writes:
@@ -63,10 +63,12 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
 
 
 def runs_without_disk_wait(client: Client, tiered: DiskTier, spec: Spec) -> bool:
-    """Return whether a command, not EXEC, needs nothing of the disk: then it may run, as after `prepare`."""
+    """Return whether a command other than EXEC can run without a wait for the disk. It is then prepared, as by
+    `prepare`.
+    """
     if (spec.stores or spec.writes_keys) and (tiered.behind.failing or tiered.behind.full):
         return False
-    if tiered.any_on_disk and spec.waits:
+    if tiered.any_on_disk and spec.preloads:
         return False
     if spec.writes:
         _require_durable_state(client, tiered)
@@ -74,10 +76,10 @@ def runs_without_disk_wait(client: Client, tiered: DiskTier, spec: Spec) -> bool
 
 
 def _require_durable_state(client: Client, tiered: DiskTier) -> None:
-    """Under `always`, the reply of a write waits until the state that it found is on disk, too.
+    """With `appendfsync always`, let the reply of a write wait until all earlier changes are on disk, too.
 
-    The write may have nothing to do, as a DEL of a key that another client has just deleted. A crash must not bring
-    that back.
+    The write may have nothing to do, for example a DEL of a key that another client has just deleted. After its reply,
+    a crash must not bring the key back.
     """
     behind = tiered.behind
     if behind.mode == "always" and behind.durable < behind.position:
@@ -85,7 +87,7 @@ def _require_durable_state(client: Client, tiered: DiskTier) -> None:
 
 
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:
-    """Prepare all commands that EXEC is about to run."""
+    """Prepare all commands that EXEC will run. Raises as `prepare`."""
     transaction = client.transaction
     if transaction is None or transaction.refused or client.watched_changed:
         return
@@ -98,9 +100,9 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
 
 
 def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
-    """Check that the disk keeps up with the write-behind queue.
+    """Raise Postponed if the write-behind queue is full, and ReplyError if `always` is set and the disk fails.
 
-    A value that is stored may stay in memory alone. But to change a page's expiry may mean to write its whole block.
+    Deletions do not wait. A change of a page's expiry does, since it may write the page's whole block.
     """
     behind = tiered.behind
     if behind.failing and behind.mode == "always" and any(spec.stores for spec in specs):
@@ -110,40 +112,41 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
 
 
 def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
-    """Check that the needed values are in memory, to stay there, or only to be read if the client `touches` nothing."""
+    """Raise Postponed if needed values are not in memory. They are loaded for this command only unless `touches`."""
     bodies = dict.fromkeys(needed)
     if cold := _on_disk_of(tiered, bodies, touches=touches):
         raise Postponed(*_start_loading(client, tiered, bodies, cold, touches=touches))
 
 
 def _on_disk_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> list[OnDisk]:
-    """Return the values to load. Raises ReplyError when it was just tried, and the disk could not be read."""
-    cold = [body for _, body in needed if type(body) is OnDisk and (touches or body.shown is None)]
+    """Return the needed values that are on disk only. Raises ReplyError if their last load has failed."""
+    cold = [body for _, body in needed if type(body) is OnDisk and (touches or body.temporary_slot is None)]
     if cold and (failing := [value for value in cold if _failed(tiered, value)]):
         why = failing[0].failing
         for value in failing:
-            value.failing = ""  # the next command that asks tries again
+            value.failing = ""  # the next command tries again
         raise ReplyError(f"ERR reading from disk failed: {why}")
     return cold
 
 
 def _failed(tiered: DiskTier, value: OnDisk) -> bool:
-    """Return whether somebody who still holds it has tried to read it, and the disk could not be read.
+    """Return whether the last load of a value has failed, and a command still holds the value.
 
-    The client whose load failed may have disconnected. The load is tried again, because the disk may work now.
+    Without a holder, the client of the failed load has disconnected. The load is then tried again, because the disk may
+    work now.
     """
     return bool(value.failing) and unit_on_disk(value) in tiered.fetching.holds
 
 
 def wait_for_memory(tiered: DiskTier) -> None:
-    """Memory is full. Raise Postponed if queued writes will free memory."""
+    """Raise Postponed if memory is full, but queued writes will free some. Otherwise return."""
     behind = tiered.behind
     if not (behind.settled or behind.failing):
         raise Postponed(Wait(behind.when_not_full))
 
 
 def wait_for_write_behind(client: Client) -> Iterator[Reply]:
-    """Steps of a reply until the disk has room for more that waits to be written. A transaction does not wait."""
+    """Yield a step of a reply, which waits while the write-behind queue is full. A transaction does not wait."""
     tiered = client.server.tiered
     if tiered is not None and tiered.behind.full:
         yield Wait(tiered.behind.when_not_full, now=_nothing)
@@ -152,7 +155,9 @@ def wait_for_write_behind(client: Client) -> Iterator[Reply]:
 def _start_loading(
     client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[OnDisk], *, touches: bool
 ) -> tuple[Wait, Hold]:
-    """Load and hold the needed values; return the wait and the hold. Raises ReplyError if memory is full."""
+    """Begin to load the values `cold`, and hold all needed values. Return the wait and the hold. Raises ReplyError if
+    they need too much memory.
+    """
     most = client.server.config.client_memory
     try:
         hold, start = tiered.fetching.load_and_hold(needed, cold, most, touches=touches)
@@ -169,9 +174,9 @@ def _start_loading(
 def fetched(
     client: Client, find: Callable[[DiskTier], Iterable[Needed]], *, touches: bool = True
 ) -> Steps[Hold | None]:
-    """Steps of a reply until all that `find` finds is in memory, if only to be looked at. Raises ReplyError.
+    """Load the values that `find` returns, in steps of a reply. Return their hold. Raises ReplyError.
 
-    It is held as long as the result is kept, or until the next step.
+    The values stay in memory as long as the caller keeps the hold, or until its next step.
     """
     tiered, hold = client.server.tiered, None
     while tiered is not None and tiered.any_on_disk:
@@ -187,28 +192,28 @@ def fetched(
 class ReadAhead(Generic[T]):
     """Read-ahead of a long reply: loads values several steps before they are sent.
 
-    `find` returns the values on disk of one of the `steps`, which are either pages or blocks. These may be borrowed;
-    other values, such as the pages of a block, may not.
+    `find` returns the values of a step that are on disk: either pages or blocks (`of_pages`). They can be borrowed from
+    their reads; other values, such as the pages of a block, can not.
     """
 
     def __init__(
         self, client: Client, find: Callable[[DiskTier, T], Sequence[OnDisk]], steps: Sequence[T], *, of_pages: bool
     ) -> None:
-        self.lent: BorrowedReads = {}  # to the current step and those after it
+        self.lent: BorrowedReads = {}  # for the current step and the steps after it
         self._tiered = client.server.tiered
         self._touches = client.touches
         self._find = find
         self._of_pages = of_pages
         self._steps = steps
         self._at = 0  # the current step
-        self._fetched: deque[list[OnDisk]] = deque()  # for it, and for those after it
-        self._sizes: deque[int] = deque()  # of these, in bytes
-        self._sent: list[OnDisk] = []  # the values that were loaded for the step before
+        self._fetched: deque[list[OnDisk]] = deque()  # loaded values of the current step and of the steps after it
+        self._sizes: deque[int] = deque()  # bytes of each of these lists
+        self._sent: list[OnDisk] = []  # values that were loaded for the step before
         self._holds: list[Hold] = []  # the holds of the current step's values
 
     def next(self) -> Iterator[Reply]:
-        """Yield steps of a reply until the values of the next step are in memory or borrowed; unreadable values are
-        missing.
+        """Yield waits until the values of the next step are in memory or borrowed. Values that cannot be read stay on
+        disk.
         """
         for value in self._sent:
             self.lent.pop(value, None)
@@ -231,16 +236,16 @@ class ReadAhead(Generic[T]):
         self._at += 1
 
     def borrowed_read_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
-        """Return the pieces of a step that was lent as a whole, ready to be sent."""
+        """Return the encoded pieces of a step's entries if all of them are borrowed from one read, otherwise None."""
         loan = self.lent.get(entries[0]) if type(entries[0]) is OnDisk else None
         return None if loan is None else loan.pieces(entries)
 
     def _lacking(self, tiered: DiskTier, step: T) -> list[OnDisk]:
         found = filterfalse(self.lent.__contains__, self._find(tiered, step))
-        return [value for value in found if self._touches or value.shown is None]
+        return [value for value in found if self._touches or value.temporary_slot is None]
 
     def _look_ahead(self, tiered: DiskTier) -> None:
-        """Start to load the values of the next steps. Nobody waits for it yet."""
+        """Begin to load the values of the next steps, without waiting for them."""
         sizes = self._sizes
         if sum(sizes) > _MOST_AHEAD // 2:
             return
@@ -252,7 +257,7 @@ class ReadAhead(Generic[T]):
         self._fetch(tiered, list(others))
 
     def _look_at_one_more(self, tiered: DiskTier) -> list[OnDisk]:
-        """Return the values to load for the next step that has not been examined."""
+        """Return the values to load for the first step that is not in `_fetched` yet, and add it."""
         values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))
@@ -260,7 +265,7 @@ class ReadAhead(Generic[T]):
 
     def _fetch(self, tiered: DiskTier, values: list[OnDisk]) -> None:
         lent = self._lent_for(values)
-        if lent is not None or self._touches:  # a value that is only shown lasts as long as the hold of its step
+        if lent is not None or self._touches:  # without both, a value stays only as long as the hold of its step
             tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
 
     def _lent_for(self, values: Sequence[OnDisk]) -> BorrowedReads | None:
@@ -269,7 +274,7 @@ class ReadAhead(Generic[T]):
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """Do nothing after a load or a wait."""
 
 
 # -- Checks before a command runs: rights, the client's state, a pause, free memory ------------------------------------
@@ -279,15 +284,15 @@ log = logging.getLogger("kvpage")
 _HTTP = (
     b"post",
     b"host:",
-)  # how HTTP begins: a browser may have been tricked into sending commands
+)  # the first words of HTTP requests: a website can make a browser send commands in them
 
 
 class Paused(Exception):
-    """The command has to wait for the end of a CLIENT PAUSE."""
+    """Raised when a command has to wait for the end of a CLIENT PAUSE."""
 
 
 def is_unqueued(words: Command) -> bool:
-    """Return whether a command is run even after MULTI."""
+    """Return whether a command runs at once even after MULTI."""
     spec = named(words[0])
     return spec is not None and spec.unqueued
 
@@ -298,7 +303,7 @@ def queues(client: Client, spec: Spec) -> bool:
 
 
 def admit(client: Client, spec: Spec) -> None:
-    """Raises ReplyError if the command is not allowed in the client's state, Paused if it has to wait."""
+    """Raise ReplyError if the command is not allowed in the client's state, Paused if it has to wait."""
     if (client.channels or client.patterns) and client.protocol == 2 and not spec.while_subscribed:
         raise ReplyError(
             f"ERR Can't execute '{spec.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET "
@@ -312,7 +317,7 @@ def admit(client: Client, spec: Spec) -> None:
 
 
 def check_rights(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError if the client has not authenticated, or its user lacks a right."""
+    """Raise ReplyError if the client has not authenticated, or its user lacks a right."""
     user = client.user
     if "no_auth" in spec.flags:
         return
@@ -326,15 +331,13 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
 
 
 def refused(client: Client, denial: Denial) -> ReplyError:
-    """Return the error for a client that lacks a right. Adds it to the ACL log."""
+    """Return the error for a client that lacks a right, and add it to the ACL log."""
     client.server.refuse(client, denial.kind, denial.what)
     return ReplyError(denial.message)
 
 
 def takes_memory(client: Client, spec: Spec) -> bool:
-    """Return whether a command needs room: if it stores something, if it is queued, or if it is EXEC and runs such a
-    one.
-    """
+    """Return whether a command needs memory: it stores a value, is queued, or is EXEC with a command that stores one."""
     if client.transaction is None:
         return spec.stores
     if spec.runs_queued:
@@ -343,9 +346,9 @@ def takes_memory(client: Client, spec: Spec) -> bool:
 
 
 def free_memory(client: Client) -> None:
-    """Make space in memory for the values of a command, or of a transaction. Raises ReplyError, Postponed.
+    """Evict units until memory is below its limit. Raises ReplyError, Postponed.
 
-    Room is made before a command runs, so that nothing is evicted in the middle of a command or transaction. If a lot
+    This is done before a command runs, so that nothing is evicted in the middle of a command or transaction. If much
     has to be evicted, other clients have their turn in between.
     """
     try:
@@ -358,7 +361,9 @@ def free_memory(client: Client) -> None:
 
 
 def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:
-    """Return the error as the reply to a command that was not run."""
+    """Count the error of a command that was not run, end a transaction or a connection if necessary, and return the
+    error as a reply.
+    """
     stats = client.server.stats
     stats.note_error(str(error))
     if spec is not None:
@@ -379,11 +384,11 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
 def end_caching(client: Client, spec: Spec | None) -> None:
     """End the effect of CLIENT CACHING, which applies to one command, or to one transaction."""
     if client.tracking is not None and client.transaction is None and not (spec is not None and spec.keeps_caching):
-        client.tracking.asked = False
+        client.tracking.caching_called = False
 
 
 def _writes(client: Client, spec: Spec) -> bool:
-    """Return whether the command changes the store; for EXEC, whether a queued command does."""
+    """Return whether a CLIENT PAUSE of writes holds the command; for EXEC, whether it holds one of its commands."""
     if spec.runs_queued and client.transaction is not None:
         return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
     return bool(spec.flags & {"write", "may_replicate"})

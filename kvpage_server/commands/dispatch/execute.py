@@ -1,9 +1,10 @@
-"""Commands of very many words, which run in parts. Other clients have their turn between the parts.
+"""The execution of a command, and of commands of very many words, which run in parts.
 
 Up to `WORDS_PER_STEP` words, a command runs without a pause, as in Redis, so no client sees a part of its effect. The
-table defines the parts of a longer command, see `Parts`. A long command without parts is refused: it would delay all
-clients. The rights for all parts are checked before the first part, and not again: the command runs with the rights
-at its start. When a part fails, the command ends, and the effects of the parts before it stay.
+table defines the parts of a longer command, see `Parts`. Other clients have their turn between the parts. A long
+command without parts is refused: it would delay all clients. The rights for all parts are checked before the first
+part, and not again: the command runs with the rights at its start. When a part fails, the command ends, and the effects
+of the parts before it stay.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, encode
 from kvpage_server.store.disk.pins import Hold
 
-_PART = 128  # items
+_PART = 128  # items of a part
 _CHECKS = 4000  # comparisons of a key with a pattern in a step
-_RIGHTS = 16 * _CHECKS
+_RIGHTS = 16 * _CHECKS  # comparisons above which the rights are checked in steps
 
 
 def begin(client: Client, spec: Spec, words: Command) -> Stream:
@@ -56,7 +57,9 @@ def are_many_rights(client: Client, words: Command) -> bool:
 
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
-    """Return the reply to such a command. Checks the rights in steps, then runs it. Raises ReplyError, Paused."""
+    """Return the reply to a command for which `are_many_rights` holds: check the rights in steps, then run it. Raises
+    ReplyError, Paused.
+    """
     admit(client, spec)
     client.last_command = spec.name
 
@@ -87,7 +90,7 @@ def freed_after(error: ReplyError, words: Command) -> Stream:
 
 
 def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
-    """Steps that make a command ready, and then the items of its reply. Raises ReplyError."""
+    """Yield the waits before a command, then the items of its reply. Raises ReplyError."""
     hold = yield from _ready(client, spec, words)
     reply = run_with_client_flags(client, spec, words)
     del hold
@@ -120,9 +123,10 @@ def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
 
 
 def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
-    """Steps until there is room, and the values that a command needs are in memory. Keep the result until it has run.
+    """Yield waits until a command can run: there is room, and its values are in memory. Return the hold of these values,
+    which the caller keeps until the command has run.
 
-    Raises ReplyError if that is impossible, or if the disk cannot keep up.
+    Raises ReplyError if memory or disk do not allow it.
     """
     hold: Hold | None = None
     while True:
@@ -138,7 +142,7 @@ def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
 
 
 def _flat(reply: Reply) -> Iterator[Reply]:
-    """Yield the items of a streamed reply."""
+    """Yield the items of a streamed reply, or another reply as a whole."""
     if not isinstance(reply, Stream):
         yield reply
         return
@@ -148,7 +152,7 @@ def _flat(reply: Reply) -> Iterator[Reply]:
 
 
 def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
-    """Runs the parts one after the other, and joins their replies."""
+    """Run the parts one after the other, and yield their joined replies."""
     total: Reply = 0
     if parts.joined == "array":
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
@@ -171,7 +175,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
 
 
 def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
-    """Yield the items of an array without its header. An error instead of the array is repeated for each item."""
+    """Yield the items of an array of `count` items without its header. Repeat an error reply for each item."""
     begun = False
     for step in _flat(reply):
         if begun or type(step) is Wait or step == ():
@@ -182,11 +186,13 @@ def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
         yield tuple(pieces * count) if isinstance(step, ReplyError) else tuple(pieces[1:])
 
 
-# -- From a client's words to a reply: find the command, check whether it may run, run or queue it ---------------------
+# -- The path of all commands that are not on the fast path ------------------------------------------------------------
 
 
 def execute(client: Client, words: Command) -> Reply:
-    """Return the reply to one command; errors are replies, too. Raises Paused and Postponed if it has to wait."""
+    """Run or queue one command, and return its reply; errors are replies, too. Raises Paused or Postponed if the
+    command has to wait.
+    """
     spec = None
     try:
         count = len(words)

@@ -1,4 +1,4 @@
-"""Runner of admitted commands; it counts their cost. An exception becomes its reply."""
+"""Calls of admitted commands. Their cost is counted, and an exception becomes an error reply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpage_server.glob import PatternTooLong
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, bare, encode
 from kvpage_server.store.eviction.quotas import OverLimit
 
-# -- Commands as MONITOR and SLOWLOG show them -------------------------------------------------------------------------
+# -- MONITOR and SLOWLOG -----------------------------------------------------------------------------------------------
 
 _MOST_SHOWN = WORDS_PER_STEP  # words of a command that MONITOR shows
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
@@ -28,7 +28,9 @@ _ALL_SHOWN = 32 * 1024  # bytes of all words together, because every byte is esc
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
-    """Return a command's first words as other users may see them. Long words are cut, so that no page is copied."""
+    """Return a command's first words without secrets. Words longer than `most` bytes are cut, so that no page is
+    copied.
+    """
     cut: list[bytes] = []
     left = _ALL_SHOWN
     for at, word in enumerate(words[:_MOST_SHOWN]):
@@ -58,7 +60,7 @@ def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
 
 
 def show_monitors(client: Client, spec: Spec, words: Command) -> None:
-    """Show a command to the clients that MONITOR, in Redis's format. Administration is not shown."""
+    """Send a command to the clients with MONITOR, in Redis's format. Commands with the flag `admin` are left out."""
     if spec.flags & {"admin", "skip_monitor"}:
         return
     quoted = b" ".join(_quote(word) for word in shown(spec, words, _LONGEST_SHOWN))
@@ -84,7 +86,7 @@ _INTERNAL = "ERR internal error, the server's log says more"
 
 
 def run(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command that was admitted, now or by EXEC. Errors are replies, too."""
+    """Call the function of an admitted command, and return its reply; errors are replies, too. Raises Postponed."""
     server = client.server
     if server.monitors:
         show_monitors(client, spec, words)
@@ -111,7 +113,10 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def error_reply(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
-    """Return the error reply for an exception, without the traceback, which holds the words. Raises Postponed."""
+    """Return the error reply for an exception. Raises Postponed.
+
+    The exception's traceback is removed, because its frames keep the command's words in memory.
+    """
     if not isinstance(error, (*_REFUSALS, Postponed, MemoryError)):
         log.error("%r failed; the connection goes on", words[0], exc_info=error)
     error.__traceback__ = error.__context__ = None
@@ -130,12 +135,12 @@ def run_with_client_flags(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def run_part(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a part of a command, which may not be its last."""
+    """Run a command or a part of it with CLIENT NO-TOUCH. CLIENT CACHING still holds afterwards."""
     return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
 
 
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command, and the rest of its reply, so that reads do not count as uses."""
+    """Run a command and the steps of its reply. Their reads do not count as uses."""
     keyspace = client.server.keyspace
     with keyspace.untouched():
         reply = run(client, spec, words)
@@ -165,7 +170,7 @@ def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
 
 
 def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """Yield the steps of a reply; perform waits synchronously."""
+    """Yield the steps of a reply. Replace waits by their synchronous function."""
     for step in steps:
         if type(step) is Wait and step.now is not None:
             step.now()
@@ -174,7 +179,7 @@ def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
 
 
 def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command that was admitted when it was queued, if the client still has the right to it."""
+    """Run a command of a transaction if the user still has the right to it."""
     try:
         check_rights(client, spec, words)
     except ReplyError as error:
@@ -192,8 +197,8 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
-    """Return a streamed reply. Before its first part, it may still become an error."""
-    assert not spec.waits, f"what {spec.name} needs may leave memory between its steps"
+    """Return a streamed reply that turns an exception before its first item into an error reply."""
+    assert not spec.preloads, f"what {spec.name} needs may leave memory between its steps"
     if reply.length is not None:
         return reply
 
@@ -206,7 +211,7 @@ def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
         except _REFUSALS as error:
             yield _failed(client, spec, _refusal(error))
         except Exception:
-            if begun:  # an error in the middle of a reply would be read as a part of it
+            if begun:  # the client would read an error in the middle of a reply as a part of it
                 raise
             log.exception("%s failed between its steps; the connection goes on", spec.name)
             yield _failed(client, spec, ReplyError(_INTERNAL))
@@ -230,12 +235,12 @@ def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
 
 
 def caller_of(client: Client, parser: Parser) -> Caller:
-    """Return the core's caller for a client. The caller's user must ensure that no client monitors."""
+    """Return the core's caller for a client. It must not be used while a client has called MONITOR."""
     return Caller(client, parser, _rows(), _may_run, note_slow)
 
 
 def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
-    """Return the reply to a command that was called and handed back. Raises Postponed."""
+    """Return the reply to a command that the core has called, but could not encode. Raises Postponed."""
     if error is None:
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     return error_reply(client, spec, words, error)
@@ -243,7 +248,7 @@ def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error:
 
 @cache
 def _rows() -> dict[Argument, Callee]:
-    """Return the table from a command's word to its function for the core."""
+    """Return the commands for the core, by the word that clients send."""
     return {word: _row(spec) for word, spec in BY_WORD.items() if spec.name not in SUBCOMMANDS and not spec.runs_queued}
 
 
@@ -255,7 +260,9 @@ def _row(spec: Spec) -> Callee:
 
 
 def _may_run(client: Client, spec: Spec, words: Command) -> bool:
-    """Return whether a command needs no decision, and waits for nothing. Its row says when this is asked."""
+    """Return whether the core may call a command: memory is not full, it has no wait, and it writes no index key. The
+    core asks for commands with `Callee.asks`.
+    """
     tiered = client.server.tiered
     if spec.stores and client.keyspace.memory.is_full:
         return False

@@ -1,4 +1,4 @@
 """Messages that the server sends by itself: of channels, of keyspace events, and about changed keys that were cached.
 
-The keyspace's events and their recipients. This package knows no commands.
+This package distributes the events of the keyspace to their recipients. It depends on no command.
 """

@@ -1,7 +1,7 @@
 """Subscriptions of clients to channels, by name or by pattern, and delivery of messages.
 
-A message for a few listeners is sent at once. A message for many is sent in steps, some listeners in every turn of the
-loop. Later messages wait in a queue, so that every client gets them in the order of publication.
+A message for a few subscribers is sent at once. A message for many is sent in steps, some subscribers in every turn of
+the loop. Later messages wait in a queue, so that every client gets them in the order of publication.
 """
 
 from __future__ import annotations
@@ -17,78 +17,80 @@ from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import Patterns, channel_glob
 from kvpage_server.resp import Push, Raw, Reply, Wait, encode
 
-# -- Interface of a connection that receives messages ------------------------------------------------------------------
+# -- Interface of a client that receives messages ----------------------------------------------------------------------
 
 
 class Mode:
-    """How a client tracks."""
+    """A client's options of CLIENT TRACKING."""
 
-    redirect = 0  # the id of the connection that gets the messages; 0 is itself
+    redirect = 0  # the id of the client that gets the messages; 0 for the client itself
     broadcast = False
     opt_in = False  # only reads after CLIENT CACHING YES are noted
     opt_out = False  # all reads are noted, except those after CLIENT CACHING NO
     no_loop = False  # it gets no messages about its own changes
-    asked = False  # CLIENT CACHING was called for the next command
-    broken = False  # the connection to redirect to has ended
+    caching_called = False  # CLIENT CACHING was called for the next command
+    broken = False  # the client of `redirect` has disconnected
 
     def __init__(self) -> None:
         self.prefixes: dict[bytes, None] = {}
 
     @property
     def notes_reads(self) -> bool:
-        """Whether the keys that are read now are remembered."""
-        return not self.broadcast and (self.asked if self.opt_in else not (self.opt_out and self.asked))
+        """Whether the keys of the current read are noted."""
+        if self.broadcast:
+            return False
+        return self.caching_called if self.opt_in else not (self.opt_out and self.caching_called)
 
 
 class Recipient(Protocol):
-    """A connection that may be sent messages."""
+    """A client that can get messages."""
 
     id: int
     protocol: int
-    gone: bool  # its connection is over
-    channels: dict[bytes, None]  # listened to, kept by Channels
-    patterns: dict[bytes, None]
-    watching: set[bytes]  # keys, kept by KeyEvents
+    gone: bool  # its connection is closed
+    channels: dict[bytes, None]  # subscribed; set by Channels
+    patterns: dict[bytes, None]  # subscribed; set by Channels
+    watching: set[bytes]  # keys; set by KeyEvents
     watched_changed: bool
     watched_until: int  # when a watched index key changes because a page expires; unix milliseconds, 0 for never
-    tracking: Mode | None  # kept by Tracking
+    tracking: Mode | None  # set by Tracking
 
     @property
     def user(self) -> object:
-        """Who it is."""
+        """The user that it has logged in as."""
 
     def keep(self, nbytes: int) -> None:
-        """Count memory that the server keeps for it until it ends, or no longer keeps if negative."""
+        """Add `nbytes` to the memory that the server keeps for it; negative to subtract."""
 
     def push(self, message: Reply) -> None:
         """Send a message."""
 
     def update_fast_path(self) -> None:
-        """Note a change of subscriptions, watched keys or tracking."""
+        """Note a change of subscriptions or tracking."""
 
     @property
     def sees_all(self) -> bool:
         """Whether it may read every key."""
 
     def sees(self, key: bytes) -> bool:
-        """Return whether it may know that a key exists."""
+        """Return whether it may read a key, and so may know that it exists."""
 
 
 Listeners = dict[Recipient, None]  # in order of subscription
 Steps = Iterator[None]
 
-_FEW = 32  # listeners that are sent a message at once
+_FEW = 32  # subscribers that get a message at once
 _TURN = 1_000_000  # nanoseconds
 _CHANNEL = 512  # bytes of a client's subscription to a channel, in addition to its name
-_COMPILED = 16  # bytes of a compiled pattern for each of its own
+_COMPILED = 16  # bytes of a compiled pattern for each byte of the pattern
 
 
 class Channels:
-    """Channels and patterns that have a listener. `Recipient.channels` and `.patterns` are those of one listener."""
+    """Channels and patterns with their subscribers. `Recipient.channels` and `.patterns` have those of one client."""
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, Listeners] = {}
-        self.by_pattern: Patterns[tuple[bytes, Listeners]] = Patterns()  # each with itself and who listens to it
+        self.by_pattern: Patterns[tuple[bytes, Listeners]] = Patterns()  # values: the pattern and its subscribers
         self._under_way: deque[Steps] = deque()
 
     def __bool__(self) -> bool:
@@ -115,7 +117,7 @@ class Channels:
             self.by_name.pop(channel, None)
 
     def psubscribe(self, client: Recipient, pattern: bytes) -> None:
-        """Let a client listen to every channel that matches a pattern. Raises PatternTooLong."""
+        """Subscribe a client to every channel that matches a pattern. Raises PatternTooLong."""
         found = self.by_pattern.get(pattern)
         if found is None:
             found = pattern, {}
@@ -141,7 +143,7 @@ class Channels:
                 self.by_pattern.remove(pattern)
 
     def forget(self, client: Recipient) -> None:
-        """Remove a client, before anybody publishes again. If it listened to many channels, this is done in steps."""
+        """Remove all subscriptions of a client. If it has many, this is done in steps; it gets no more messages."""
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
         client.keep(-sum(map(len, channels)) - _CHANNEL * len(channels) - sum(map(_size_of, patterns)))
@@ -157,7 +159,7 @@ class Channels:
                 if pattern not in client.patterns:
                     self._leave_pattern(pattern, client)
 
-        if len(channels) <= _FEW:  # also while messages wait: it gets none of them
+        if len(channels) <= _FEW:  # also while messages wait, since the client does not get them
             for _ in steps():
                 pass
         else:
@@ -166,9 +168,9 @@ class Channels:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
-        """Send a message to all listeners that may know about its key; returns how many listeners there are.
+        """Send a message to all subscribers of a channel. If it is about a key, leave out those that may not read it.
 
-        The message is encoded once for each protocol, not for each listener.
+        Return the number of all subscribers. The message is encoded once for each protocol, not for each subscriber.
         """
         received = self._told(channel, message)
         count = sum(len(listeners) for listeners, _ in received)
@@ -176,7 +178,8 @@ class Channels:
         return count
 
     def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
-        """Publish very many messages: channel, message, and its key. Each is created at its turn."""
+        """Publish very many messages: channel, message, and the key that it is about. Each is created when it is sent.
+        """
 
         def steps() -> Steps:
             for channel, message, about in messages:
@@ -187,11 +190,11 @@ class Channels:
 
     @property
     def busy(self) -> bool:
-        """Whether messages are still being sent."""
+        """Whether messages wait to be sent."""
         return bool(self._under_way)
 
     def all_sent(self) -> Iterator[Reply]:
-        """Steps of a reply until all messages published so far have been sent."""
+        """Yield a step of a reply, which waits until all messages published so far have been sent."""
         if self._under_way:
             yield Wait(self._when_sent, now=self._send_to_all)
 
@@ -203,7 +206,7 @@ class Channels:
         self._do(steps(), at_once=False)
 
     def _told(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
-        """Return the listeners, grouped by the message that they get."""
+        """Return the subscribers of a channel, grouped by the message that they get."""
         listeners = self.by_name.get(channel)
         received: list[tuple[Listeners, list[Reply]]] = []
         if listeners:
@@ -215,7 +218,7 @@ class Channels:
     # -- in turns ----------------------------------------------------------------------------------------------------
 
     def _do(self, steps: Steps, *, at_once: bool) -> None:
-        """Do some steps: now if they are few and no others are under way, else in turns after the others."""
+        """Run steps: now if `at_once` and no others wait, otherwise in turns of the loop after the others."""
         if at_once and not self._under_way:
             for _ in steps:
                 pass
@@ -240,12 +243,12 @@ class Channels:
 
 
 def _size_of(pattern: bytes) -> int:
-    """Return bytes of a pattern that a client listens to."""
+    """Return the bytes that a client's subscription to a pattern takes."""
     return _CHANNEL + _COMPILED * len(pattern)
 
 
 def _push(received: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
-    """Send to the remaining subscribers, several in every step."""
+    """Send messages in steps of `_FEW` subscribers. Skip clients that have unsubscribed meanwhile."""
     for listeners, items in received:
         encoded: dict[int, Raw] = {}
         everybody = iter(list(listeners))

@@ -31,10 +31,11 @@ _NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the comman
 
 
 class KeyEvents:
-    """Listens to a keyspace, but only while it is needed."""
+    """Receiver of a keyspace's events. It listens only while a client watches or tracks keys, or events are published.
+    """
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
-        self.acting: Recipient | None = None  # whose commands are being run
+        self.acting: Recipient | None = None  # the client that runs a command at the moment
         self.tracking = tracking
         self._keyspace = keyspace
         self._channels = channels
@@ -43,7 +44,7 @@ class KeyEvents:
         self._notified = ""  # the value of notify-keyspace-events: classes, K and E
 
     def notify(self, flags: str) -> None:
-        """Publish the events that `flags` names from now on."""
+        """Publish the events of these classes from now on. `flags` is a value of notify-keyspace-events."""
         self._notified = flags.replace("A", "g$lshzxetd")
         self._listen()
 
@@ -53,7 +54,7 @@ class KeyEvents:
         self._keyspace.contents.on_block = self._happened_to_block if wanted else None
 
     def watch(self, client: Recipient, key: bytes) -> None:
-        """Make the client's next transaction fail if something happens to `key`."""
+        """Make the client's next transaction fail if `key` changes."""
         if key not in client.watching:
             client.watching.add(key)
             client.keep(len(key) + _WATCHED)
@@ -63,7 +64,7 @@ class KeyEvents:
             self._listen()
 
     def unwatch(self, client: Recipient) -> None:
-        """Stop watching for a client, and forget noted changes."""
+        """Stop watching for a client, and reset its noted changes."""
         for key in client.watching:
             watchers = self._watchers[key]
             watchers.discard(client)
@@ -114,7 +115,9 @@ class KeyEvents:
         self._notify(event, key)
 
     def _happened_to_block(self, keys: Sequence[bytes], events: Iterable[tuple[str, bytes]]) -> None:
-        """Process an event of all keys of a block, which may be thousands."""
+        """Handle an event of all keys of a block, of which there may be thousands. `events` has (event, key) of each
+        key.
+        """
         if self._watchers:
             for key in self._watchers.keys() & keys:
                 self._mark(key)

@@ -1,22 +1,23 @@
 """Client-side caching (CLIENT TRACKING): clients cache keys that they read, and get a message when a key changes.
 
-For a client that tracks, the server notes which keys it read. When a key changes, its readers get a message, and the
-note is deleted until they read the key again. In broadcasting mode nothing is noted: a client gets a message about
+For a client that tracks, the server notes the keys that it reads. When a key changes, its readers get a message, and
+the note is deleted until they read the key again. In broadcasting mode nothing is noted: a client gets a message about
 every changed key that begins with one of its prefixes.
 
 The messages are sent before any other reply. So when a client receives the reply of its SET, all other clients that
 cache the old value have been sent the message; its own message follows its reply. A message names one key, as Redis's
 do (redis-py understands no others). In broadcasting mode it names all changed keys.
 
-A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. It is noted under
-`kv:{req}:`, which is also what COMMAND GETKEYS returns. A request's index is noted under its own key. Both change with
-every page of the request.
+A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. The note has the name
+`kv:{req}:`, which COMMAND GETKEYS also returns. A request's index is noted under its own key. Both change with every
+page of the request.
 
 Costs: O(1) for a key that is read, and O(readers + length of the key) for a change, however many prefixes there are.
 Limits: `most_keys` keys, `most_bytes` for the notes of all clients, and a quarter of these bytes for the notes of one
-client. Above its own limit, a client loses its oldest notes. Above the others, the client with the most bytes loses
-them, of the user whose clients have the most. So no user can use up the room of others. A client gets a message about a
-lost note, as if the key had changed. It gets no message about a key that it may not read.
+client. Above its own limit, a client loses its oldest notes. Above the others, the server takes the user with the most
+bytes, and the client of that user with the most bytes, and this client loses its oldest notes. So no user can use up
+the memory of others. A client gets a message about a lost note, as if the key had changed. It gets no message about a
+key that it may not read.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvpage_server.resp import Push, Raw
 
 # -- prefixes ----------------------------------------------------------------------------------------------------------
 #
-# Values by prefix, in a radix tree: which prefixes a name begins with is found in one pass over the name.
+# Values by prefix, in a radix tree: one pass over a name finds all prefixes that it begins with.
 #
 # Cost: O(length of the name) to find, O(length of the prefix) to set and remove, however many prefixes there are.
 
@@ -43,18 +44,18 @@ T = TypeVar("T")
 
 
 class _Node(Generic[T]):
-    """A node of the tree. Its prefix is that of the node above and `label`; the first bytes of labels below differ."""
+    """A node of the tree. Its prefix is the parent's prefix and `label`. Its children's labels begin with other bytes."""
 
     __slots__ = ("below", "label", "value")
 
     def __init__(self, label: bytes) -> None:
         self.label = label
-        self.value: T | None = None  # of the prefix that ends here
+        self.value: T | None = None  # of the node's prefix; None if that is not in the set
         self.below: dict[int, _Node[T]] = {}  # by the first byte of the label
 
 
 class Prefixes(Generic[T]):
-    """Prefixes, each with a value that is not None. The empty prefix is one of every name."""
+    """Prefixes, each with a value that is not None. The empty prefix is a prefix of every name."""
 
     def __init__(self) -> None:
         self._root = _Node[T](b"")
@@ -83,20 +84,20 @@ class Prefixes(Generic[T]):
         node.value = value
 
     def remove(self, prefix: bytes) -> None:
-        """Remove a prefix. Raises KeyError if it is not there."""
+        """Remove a prefix. Raises KeyError if it does not exist."""
         *above, node = self._path(prefix)
         if node is None or node.value is None:
             raise KeyError(prefix)
         node.value = None
         self._count -= 1
-        for _ in range(2):  # a node above may have been there only to divide two labels
+        for _ in range(2):  # the parent may have no value, and only one child left
             parent = above.pop() if above else None
             if parent is not None:
                 _fold(parent, node)
                 node = parent
 
     def of(self, name: bytes, longer_than: int = -1) -> Iterator[T]:
-        """Yield the values of the prefixes of a name, the shortest first, that have more than so many bytes."""
+        """Yield the values of a name's prefixes that are longer than `longer_than` bytes, the shortest first."""
         node, at = self._root, 0
         while True:
             if node.value is not None and at > longer_than:
@@ -107,7 +108,7 @@ class Prefixes(Generic[T]):
             node, at = child, at + len(child.label)
 
     def extend(self, name: bytes) -> bool:
-        """Return whether there are prefixes that begin with a name and are longer."""
+        """Return whether longer prefixes exist that begin with `name`."""
         node, at = self._root, 0
         while at < len(name):
             child = node.below.get(name[at])
@@ -121,7 +122,7 @@ class Prefixes(Generic[T]):
         return bool(node.below)
 
     def _path(self, prefix: bytes) -> list[_Node[T] | None]:
-        """Return the nodes down to that of a prefix; the last one is None if there is no node for it."""
+        """Return the nodes from the root to the node of a prefix; the last one is None if that does not exist."""
         path: list[_Node[T] | None] = [self._root]
         node, at = self._root, 0
         while at < len(prefix):
@@ -134,12 +135,12 @@ class Prefixes(Generic[T]):
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return the number of bytes with which both begin. `other` is not the longer one."""
+    """Return the length of the common prefix. `other` must not be longer than `one`."""
     return next((at for at, byte in enumerate(other) if byte != one[at]), len(other))
 
 
 def _divided(node: _Node[T], at: int) -> _Node[T]:
-    """Return a node with the first bytes of a node's label, above that node."""
+    """Divide a node's label at `at`. Return the new parent, which has the first part."""
     upper = _Node[T](node.label[:at])
     node.label = node.label[at:]
     upper.below[node.label[0]] = node
@@ -147,7 +148,7 @@ def _divided(node: _Node[T], at: int) -> _Node[T]:
 
 
 def _fold(parent: _Node[T], node: _Node[T]) -> None:
-    """Remove a node without a value that has nothing below, or join it with the only node below."""
+    """Remove a node that has neither a value nor children, or join a node without a value and its only child."""
     if node.value is not None or len(node.below) > 1:
         return
     first = node.label[0]
@@ -159,39 +160,41 @@ def _fold(parent: _Node[T], node: _Node[T]) -> None:
     parent.below[first] = child
 
 
-CHANNEL = b"__redis__:invalidate"  # for RESP2, on another connection
+CHANNEL = b"__redis__:invalidate"  # the channel of messages in RESP2
 _OPENING = {
     2: b"*3\r\n$7\r\nmessage\r\n$%d\r\n%b\r\n" % (len(CHANNEL), CHANNEL),
     3: b">2\r\n$10\r\ninvalidate\r\n",
 }
 _INDEX = b":index"
-_MANY = 1000  # keys of a block that get a message each
+_MANY = 1000  # changed keys with a message each; above, one message invalidates all keys
 _STEP = 1000  # notes that are freed before other clients have their turn
 _NOTE = 512  # bytes of a note, without the key
 _PREFIX = 1024  # bytes of a prefix, without its name
-_SHARE = 4  # a client has at most this part of the bytes that all have
-_IN_A_ROW = 64  # notes that a client loses before it is decided anew which client has most
+_SHARE = 4  # the notes of one client take at most 1/4 of `most_bytes`
+_IN_A_ROW = 64  # notes that a client loses until the client with the most bytes is searched again
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
     """The notes of a client since it began to track: keys that it may have cached, the oldest first."""
 
-    client: Recipient | None  # None since it stopped tracking
-    keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # a dict is slow to give its first item
+    client: Recipient | None  # None after it has stopped tracking
+    keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # finding the first item of a dict is slow
     nbytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """The clients that broadcast a prefix, the keys that changed, and the client that changed each, if it was one."""
+    """The clients that track a prefix in broadcasting mode, and the changed keys with the client that changed each; None
+    for changes without a client, or by several.
+    """
 
     clients: dict[Recipient, None] = field(default_factory=dict)
     changed: dict[bytes, Recipient | None] = field(default_factory=dict)
 
     def note(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """Note keys that changed. A key that also changed by expiry or another client does not count as the client's
-        own change.
+        """Note changed keys. A key that expiry, eviction or another client has changed, too, is not the client's own
+        change.
         """
         for key in keys:
             self.changed[key] = by if self.changed.get(key, by) is by else None
@@ -199,21 +202,23 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Due:
-    """Pending message to a client: all keys were deleted, or the changed keys."""
+    """The pending messages to a client: that all keys are invalid (`flushed`), and the changed keys."""
 
     flushed: bool = False
     keys: dict[bytes, None] = field(default_factory=dict)
 
 
 class Tracking:
-    """The tracking clients, the keys that they have read, and their messages. `everybody` has all connections by id."""
+    """The tracking clients, the keys that they have read, and their messages."""
 
     def __init__(
         self, everybody: Mapping[int, Recipient], most_keys: Callable[[], int], most_bytes: Callable[[], int]
     ) -> None:
-        """`most_keys` and `most_bytes` return the limits, 0 for none."""
+        """Create an instance without clients. `everybody` has all connected clients by id. `most_keys` and `most_bytes`
+        return the limits, 0 for none.
+        """
         self.clients: dict[Recipient, _Reader] = {}  # with their notes
-        self.items = 0  # readers of all keys
+        self.items = 0  # number of notes: pairs of a key and a reader
         self.nbytes = 0  # of the notes of all clients
         self.is_due = False  # whether messages are pending
         self._everybody = everybody
@@ -221,7 +226,7 @@ class Tracking:
         self._most_bytes = most_bytes
         self._notes: dict[bytes, set[_Reader]] = {}  # the readers of each key
         self._of_requests: dict[bytes, set[bytes]] = {}  # notes about whole requests, by `kv:{req}:`
-        self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and how many more it does
+        self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and the number still to lose
         self._prefixes: Prefixes[_Prefix] = Prefixes()
         self._changed_prefixes: dict[_Prefix, None] = {}
         self._due: dict[Recipient, _Due] = {}
@@ -231,18 +236,18 @@ class Tracking:
 
     @property
     def keys(self) -> int:
-        """The number of remembered keys."""
+        """Number of noted keys."""
         return len(self._notes)
 
     @property
     def prefixes(self) -> int:
-        """The number of prefixes."""
+        """Number of prefixes."""
         return len(self._prefixes)
 
-    # -- who tracks ------------------------------------------------------------------------------------------------
+    # -- tracking clients ------------------------------------------------------------------------------------------
 
     def begin(self, client: Recipient, mode: Mode) -> None:
-        """Let a client track, or change how it tracks. Its notes and prefixes stay."""
+        """Start tracking for a client, or change its mode. Earlier notes and prefixes stay."""
         before = client.tracking.prefixes if client.tracking is not None else {}
         for name in mode.prefixes.keys() - before.keys():
             prefix = self._prefixes.get(name)
@@ -253,7 +258,7 @@ class Tracking:
             client.keep(len(name) + _PREFIX)
         mode.prefixes = before | mode.prefixes
         if client.tracking is not None:
-            mode.asked = client.tracking.asked
+            mode.caching_called = client.tracking.caching_called
         client.tracking = mode
         client.update_fast_path()
         self.clients.setdefault(client, _Reader(client))
@@ -276,7 +281,7 @@ class Tracking:
         self._free_notes(reader)
 
     def _release(self, reader: _Reader) -> None:
-        """Do not count the notes of a client any more. They are about to be freed."""
+        """Subtract the notes of a client from all counts before they are freed."""
         assert reader.client is not None
         reader.client.keep(-reader.nbytes)
         self.nbytes -= reader.nbytes
@@ -321,7 +326,10 @@ class Tracking:
         client.keep(nbytes)
 
     def _loser(self) -> _Reader:
-        """Return the client that has the most bytes, of the user whose clients have the most."""
+        """Return the client that loses the next note: of the user with the most bytes, the client with the most bytes.
+
+        For the next `_IN_A_ROW` notes, it stays the same client.
+        """
         if self._losing is not None:
             reader, left = self._losing
             if left and reader.keys and reader.client is not None:
@@ -336,19 +344,19 @@ class Tracking:
         return found
 
     def _take_oldest(self, reader: _Reader) -> None:
-        """Treat the oldest key that a client read as changed."""
+        """Remove the oldest note of a client, and send a message as if the key had changed."""
         assert reader.client is not None
         key = next(iter(reader.keys))
         self._lose(reader, key)
         self._due_to(reader.client).keys[key] = None
 
     def _lose(self, reader: _Reader, key: bytes) -> None:
-        """Remove the note that a client read a key."""
+        """Remove a client's note of a key."""
         del reader.keys[key]
         if reader.client is not None:
             self._count(reader, reader.client, -len(key) - _NOTE)
         readers = self._notes.get(key)
-        if readers is None or reader not in readers:  # all notes were forgotten meanwhile
+        if readers is None or reader not in readers:  # `flushed` has deleted all notes meanwhile
             return
         readers.remove(reader)
         self.items -= 1
@@ -356,7 +364,7 @@ class Tracking:
             self._remove(key)
 
     def _remove(self, key: bytes) -> set[_Reader]:
-        """Remove a key that was noted; the clients that read it."""
+        """Remove a noted key, and return its readers."""
         readers = self._notes.pop(key)
         if request := _request_read(key):
             names = self._of_requests[request]
@@ -368,7 +376,9 @@ class Tracking:
     # -- changed keys --------------------------------------------------------------------------------------------------
 
     def changed(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """Take note that a key changed, or all pages of a block, by a client's command or by expiry or eviction."""
+        """Prepare the messages about a changed key, or about all pages of a changed block. `by` is the client whose
+        command has changed them; None for expiry and eviction.
+        """
         if self._prefixes:
             self._change_prefixes(keys, by)
         notes = self._notes
@@ -385,7 +395,9 @@ class Tracking:
                     self._changed(name, by)
 
     def _change_prefixes(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """Note which prefixes changed. The pages of a block all begin with their request."""
+        """Note the changed keys under their prefixes. Several keys are the pages of a block, and all begin with its
+        request id.
+        """
         first, known = keys[0], -1
         if len(keys) > 1:
             request = first[: first.find(b":", 3) + 1]
@@ -403,7 +415,7 @@ class Tracking:
             self._schedule_send()
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
-        """Send its readers a message about a noted key that changed, and delete the note."""
+        """Prepare messages to the readers of a noted key, and delete the notes."""
         readers = self._remove(name)
         self.items -= len(readers)
         for reader in readers:
@@ -414,7 +426,9 @@ class Tracking:
             self._due_to(client).keys[name] = None
 
     def _changed_together(self, names: Sequence[bytes], by: Recipient | None) -> None:
-        """Invalidate all keys of the readers of very many keys that changed together. The notes stay."""
+        """Invalidate all keys of the readers of very many keys that changed together. The notes stay, because deleting
+        them takes too long.
+        """
         for client in self._recipients_of(set().union(*map(self._notes.__getitem__, names)), by):
             self._due_to(client).flushed = True
 
@@ -426,7 +440,7 @@ class Tracking:
                 yield client
 
     def flushed(self) -> None:
-        """Send all tracking clients the message that every key was deleted, and delete all notes."""
+        """Prepare the message that all keys are invalid for all tracking clients, and delete all notes."""
         forgotten = []
         for client, reader in self.clients.items():
             due = self._due_to(client)
@@ -449,9 +463,9 @@ class Tracking:
     def _schedule_send(self) -> None:
         if not self.is_due:
             self.is_due = True
-            asyncio.get_running_loop().call_soon(self.tell)  # or before the next reply is sent, if that is sooner
+            asyncio.get_running_loop().call_soon(self.send_pending)  # the next reply may cause an earlier call
 
-    def tell(self) -> None:
+    def send_pending(self) -> None:
         """Send the pending messages."""
         self.is_due = False
         everything_due, self._due = self._due, {}
@@ -467,7 +481,9 @@ class Tracking:
                 self._broadcast(prefix.clients, changed)
 
     def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
-        """Send some clients messages about keys. Equal messages are encoded once for each protocol."""
+        """Send clients one message about all changed keys of a prefix. Equal messages are encoded once for each
+        protocol.
+        """
         encoded: dict[int, Raw] = {}
         actors = set(changed.values())
         for client in clients:
@@ -488,7 +504,9 @@ class Tracking:
                 to.push(encoded[protocol])
 
     def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
-        """Send a client, or the one it redirects to, a message about keys that both may read. None means all keys."""
+        """Send messages to a client, or to the client of its `redirect`, about the keys that both may read. A message
+        is a list of keys; None means all keys.
+        """
         to = self._told(client)
         if to is None:
             return
@@ -499,7 +517,7 @@ class Tracking:
             to.push(_spelt(messages, to.protocol))
 
     def _told(self, client: Recipient) -> Recipient | None:
-        """Return the connection that gets a client's messages, or None."""
+        """Return the client that gets a client's messages; None if there is none, or it can't get them."""
         mode, to = client.tracking, client
         assert mode is not None
         if mode.redirect:
@@ -515,13 +533,13 @@ class Tracking:
 
 
 def _request_read(name: bytes) -> bytes:
-    """`kv:{req}:` if a noted name changes with every page of a request, nothing otherwise."""
+    """Return `kv:{req}:` if a noted name changes with every page of a request, otherwise b""."""
     request = name.removesuffix(_INDEX[1:])
     return request if name[:3] == b"kv:" and name.find(b":", 3) == len(request) - 1 else b""
 
 
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
-    """Return the messages about changed keys. For RESP2 they come from a channel."""
+    """Return encoded messages about changed keys. In RESP2 they are messages of `CHANNEL`."""
     opening = _OPENING[protocol]
     return Raw(b"".join([opening + _encoded_keys(keys, protocol) for keys in messages]))
 
@@ -533,7 +551,7 @@ def _encoded_keys(keys: list[bytes] | None, protocol: int) -> bytes:
 
 
 def _free(tables: Iterator[dict[bytes, Any]]) -> None:
-    """Free tables of notes in steps, as they may have a million."""
+    """Free tables of notes in steps, as they may have a million entries."""
     left = _STEP
     for table in tables:
         while table and left:

@@ -278,10 +278,10 @@ cdef class Arena:
         """Bytes of memory from the system: all chunks, and spare memory of the regions."""
         return self.in_chunks + self.regions.spare
 
-    def rest(self):
+    def trim(self):
         """Return empty chunks to their regions, and memory that was spare for long enough to the system."""
         self.let_go()
-        self.regions.rest()
+        self.regions.trim()
 
     cdef Slot take(self, Py_ssize_t size):
         if size > LARGEST:

@@ -1,7 +1,7 @@
 """The arena: memory for values, in slots of a few sizes.
 
 Slots are cut from chunks, and each size has its own chunks. So a freed slot fits the next value of its size, and memory
-does not become fragmented. A chunk without a slot in use is returned to its region by `Arena.rest`, or before a chunk
+does not become fragmented. A chunk without a slot in use is returned to its region by `Arena.trim`, or before a chunk
 for another size is allocated. `regions` describes how long the region keeps the memory.
 
 A slot is freed when the last reference to its `Slot` object, or to a view of its memory, is dropped. References are
@@ -195,10 +195,10 @@ class Arena:
         self._used += size_class.shape.pitch
         return Slot(chunk, start, size)
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """Return empty chunks to their regions, and memory that was spare for long enough to the system."""
         self._free_empty_chunks()
-        self._regions.rest()
+        self._regions.trim()
 
     def _take_back(self) -> None:
         """Return freed slots to their chunks, from which they can be allocated again."""

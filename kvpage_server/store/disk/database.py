@@ -150,7 +150,7 @@ class Disk:
             look_through(self.path, self._witness)
             self._env = open_map(self.path, maxdisk, flushes=flushes)
         except BaseException:
-            self._witness.go()
+            self._witness.close()
             raise
         try:
             self._witness.opened()
@@ -158,7 +158,7 @@ class Disk:
             self._keep_reserve()
         except BaseException:
             self._env.close()
-            self._witness.go()
+            self._witness.close()
             raise
 
     def _attach(self) -> None:
@@ -198,7 +198,7 @@ class Disk:
             self._env.sync(True)
             self._env.close()
             self._witness.closed()
-            self._witness.go()
+            self._witness.close()
             self._locks.close()
 
     def flush(self) -> None:

@@ -64,7 +64,7 @@ class Fetching:
         self._copied = Arena()
         self._bytes_lent = 0  # since the start
         self._waiting: list[Callable[[], None]] = []  # clients that wait because other loads have reached the limit
-        self._shown: set[OnDisk] = set()  # values with `shown` bytes
+        self._shown: set[OnDisk] = set()  # values with a `temporary_slot`
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
         """Start to read. `moved` is called when borrowed bytes, which may wait to be sent, have moved."""
@@ -139,7 +139,7 @@ class Fetching:
 
     def sweep(self) -> None:
         """End borrowed reads and holds that have lasted too long."""
-        self._copied.rest()
+        self._copied.trim()
         self._mapped.copy_old_to_memory()
         self.holds.end_old()
         self._drop_unheld()
@@ -151,7 +151,7 @@ class Fetching:
         if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
             return True
         since = max(self._bytes_lent - memory.maxmemory, 0)
-        return needs <= memory.maxmemory and any(value.lent >= since for value in values)
+        return needs <= memory.maxmemory and any(value.borrowed_at >= since for value in values)
 
     def _begin(self, values: Sequence[OnDisk], *, touches: bool) -> _Job:
         """Create a job for a thread. No other job reads these values meanwhile."""
@@ -202,7 +202,7 @@ class Fetching:
     def _load_to_borrow(self, values: list[OnDisk], *, touches: bool) -> list[_Job]:
         if touches:
             for value in values:
-                value.lent = self._bytes_lent
+                value.borrowed_at = self._bytes_lent
             self._bytes_lent += sum(map(_SIZE, values))
         large = all(value.size > _COPIED for value in values)
         return [(self._begin_to_map if large else self._begin_to_copy)(values, touches=touches)]
@@ -286,7 +286,7 @@ class Fetching:
             if value.header:
                 slot.header[:] = value.header
             slot.unit = value.unit
-            value.shown = slot
+            value.temporary_slot = slot
             self._shown.add(value)
             self._stored.counts.fetched += 1
 
@@ -294,7 +294,7 @@ class Fetching:
         """Free shown bytes of values that no client holds."""
         for value in [value for value in self._shown if unit_on_disk(value) not in self.holds]:
             self._shown.remove(value)
-            value.shown = None
+            value.temporary_slot = None
 
     def _place_of(self, value: OnDisk) -> bytes | Extent | None:
         """Return the place of a value, a key or an extent, or None if it was removed."""

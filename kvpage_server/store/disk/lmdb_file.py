@@ -73,7 +73,7 @@ class Witness:
         """Note that the file is sound and flushed."""
         self._say(self._seen())
 
-    def go(self) -> None:
+    def close(self) -> None:
         os.close(self._note)
 
     def _seen(self) -> str:

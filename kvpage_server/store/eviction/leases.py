@@ -68,7 +68,7 @@ class Leases:
         """Bytes of memory of all protected units."""
         return sum(size.memory for size in self._bytes.values())
 
-    def beside(self, unit: Unit) -> Bytes:
+    def protected_bytes(self, unit: Unit) -> Bytes:
         """Return the bytes of all protected units of a unit's account."""
         return self._bytes.get(self._account_of(unit), _NOTHING)
 
@@ -129,7 +129,7 @@ class Leases:
 
     def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
         """Return whether a unit's account may protect `size` more bytes."""
-        beside = self.beside(unit)
+        beside = self.protected_bytes(unit)
         return beside.memory + size.memory <= most.memory and beside.disk + size.disk <= most.disk
 
     def unpin(self, unit: Unit) -> bool:

@@ -89,12 +89,12 @@ class Worth:
         self._of_age = [1.0] * _AGES  # factor of each age
         self._worth = [[factor] * _AGES for factor in expected]  # worth by kind and age
 
-    def began(self, kind: int, last: int) -> None:
+    def add_unit(self, kind: int, last: int) -> None:
         """Count a unit that enters a kind, with the time of its last use."""
         slots, slot = self._last_used[kind], last >> _SLOT
         slots[slot] = slots.get(slot, 0) + 1
 
-    def came(self, kind: int, first: int, stop: int) -> None:
+    def add_units(self, kind: int, first: int, stop: int) -> None:
         """Count units that enter a kind, one with its last use at each time from `first` to before `stop`."""
         slots = self._last_used[kind]
         while first < stop:
@@ -109,13 +109,13 @@ class Worth:
         slots[slot] -= count
         slots[to] = slots.get(to, 0) + count
 
-    def ended(self, kind: int, last: int) -> None:
+    def remove_unit(self, kind: int, last: int) -> None:
         """Count a unit that leaves a kind, or a ghost that is dropped, with the time of its last use."""
         self._last_used[kind][last >> _SLOT] -= 1
 
     def used_again(self, kind: int, last: int, now: int) -> None:
         """Count a use of a unit or ghost at `now`, which leaves this kind. Its use before was at `last`."""
-        self.ended(kind, last)
+        self.remove_unit(kind, last)
         self._again[kind][_age(last, now)] += 1
 
     def of(self, kind: int, last: int, now: int) -> float:
@@ -217,7 +217,7 @@ class Prefix(Queues):
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         # Spared units, the first spared first, with the unit's place and its parent's place when it was spared.
         self._spared: list[tuple[Unit, int, int]] = []
-        self._gone = 0  # number of units evicted since spared units were returned to their queues
+        self._evictions = 0  # number of units evicted since spared units were returned to their queues
         self._worth = Worth(_EXPECTED)
 
     # -- uses ------------------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class Prefix(Queues):
             kind = _kind(uses)
             self._queue[place] = self._heads + kind
         else:
-            self._worth.ended(kind, last)
+            self._worth.remove_unit(kind, last)
         # Move the unit to the end of the queue of its kind.
-        self._worth.began(kind, self._time)
+        self._worth.add_unit(kind, self._time)
         self._at[place] = self.now
         self._last[place] = self._time
         self._link(place, self._before[self._queue[place]])
@@ -273,7 +273,7 @@ class Prefix(Queues):
         # The core inserts the remaining new units.
         if new:
             before, self._time = self._time, self._enter_all(new, _ONCE, self._time)
-            self._worth.came(_ONCE, before + 1, self._time + 1)
+            self._worth.add_units(_ONCE, before + 1, self._time + 1)
             if self._time >= self._worth.due:
                 self._worth.learn(self._time, len(self._places))
 
@@ -305,7 +305,7 @@ class Prefix(Queues):
         self._parent[place], self._children[place] = NOBODY, 0
         kind = _kind(uses)
         self._queue[place] = self._heads + kind
-        self._worth.began(kind, last)
+        self._worth.add_unit(kind, last)
 
     def inherit(self, place: int) -> None:
         self._before_time -= 1
@@ -374,8 +374,8 @@ class Prefix(Queues):
     def _requeue(self, place: int, kind: int) -> None:
         """Move a unit to the queue of another kind: to the front if its last use is before all there, or to the end."""
         self._unlink(place)
-        self._worth.ended(self._queue[place] - self._heads, self._last[place])
-        self._worth.began(kind, self._last[place])
+        self._worth.remove_unit(self._queue[place] - self._heads, self._last[place])
+        self._worth.add_unit(kind, self._last[place])
         queue = self._queue[place] = self._heads + kind
         first = self._after[queue]
         is_first = first != queue and self._last[place] < self._last[first]
@@ -388,7 +388,7 @@ class Prefix(Queues):
         if place is None:
             return
         if not self._waits(place):
-            self._worth.ended(self._queue[place] - self._heads, self._last[place])
+            self._worth.remove_unit(self._queue[place] - self._heads, self._last[place])
         self._leave(unit, place)
 
     def evicted(self, unit: Unit) -> None:
@@ -414,7 +414,7 @@ class Prefix(Queues):
 
     def _remember(self, unit: Unit, place: int) -> None:
         """Record the ghost of an evicted unit. Drop the oldest ghosts that are too many."""
-        self._gone += 1
+        self._evictions += 1
         name = name_of(unit)
         if (old := self._ghosts.pop(name, None)) is not None:
             self._forget(old)
@@ -426,13 +426,13 @@ class Prefix(Queues):
     def _forget(self, ghost: int) -> None:
         """Take a dropped ghost out of the statistics."""
         last, _, kind = _unpacked(ghost)
-        self._worth.ended(kind, last)
+        self._worth.remove_unit(kind, last)
 
     def victims(self) -> Iterator[Unit]:
         # Units of the policy before this one are evicted first.
         yield from self._older_victims()
         # Examine spared units again after as many evictions, so that each eviction costs amortised O(1).
-        if self._gone >= len(self._spared):
+        if self._evictions >= len(self._spared):
             self._bring_back(len(self._spared))
         before, cut = len(self._spared), 0
         while True:
@@ -461,7 +461,7 @@ class Prefix(Queues):
     def _bring_back(self, count: int) -> None:
         """Return the first `count` spared units to the ends of their queues, and restore links to their parents."""
         some, self._spared = self._spared[:count], self._spared[count:]
-        self._gone = 0
+        self._evictions = 0
         for unit, place, parent in some:
             if self._places.get(unit) != place:  # removed since
                 continue

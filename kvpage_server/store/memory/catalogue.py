@@ -77,9 +77,9 @@ class Catalogue:
 
     def names_at(self, place: Place) -> Iterable[bytes]:
         """Return the keys at a place, including expired ones; none if the place is out of date."""
-        return self.living_at(place, 0)  # before everything expires
+        return self.existing_at(place, 0)  # before everything expires
 
-    def living_at(self, place: Place, now: int) -> Iterable[bytes]:
+    def existing_at(self, place: Place, now: int) -> Iterable[bytes]:
         """Return the keys at a place that have not expired at `now`, in unix milliseconds. O(keys at the place)."""
         if isinstance(place, bytes):
             entry = self.entries.get(place) or self.page_in_extent(place)  # its block may have been stored whole since
@@ -113,10 +113,10 @@ class Catalogue:
         names = [*self.names_at(place), *self.strays_at(place)] if place is not None else []
         return random.choice(names) if names else None
 
-    def rest(self, now: int) -> None:
+    def drop_idle_scans(self, now: int) -> None:
         """Drop the orders of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""
-        self._scans.rest(now)
-        self.index.rest(now)
+        self._scans.drop_idle_scans(now)
+        self.index.drop_idle_scans(now)
 
     def expires_of(self, key: bytes) -> int:
         """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Loads no block."""

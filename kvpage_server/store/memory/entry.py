@@ -54,9 +54,9 @@ def body_on_disk(entry: Entry) -> OnDisk | None:
 
 
 def has_bytes(page: Page) -> bool:
-    """Return whether a page's bytes can be read: they are in memory, or loaded temporarily as `shown`."""
+    """Return whether a page's bytes can be read: they are in memory, or loaded temporarily as `temporary_slot`."""
     cold = body_on_disk(page)
-    return cold is None or cold.shown is not None
+    return cold is None or cold.temporary_slot is not None
 
 
 def are_on_disk(entries: Sequence[Entry | None]) -> TypeGuard[list[OnDisk]]:

@@ -99,7 +99,7 @@ class ScanOrder(Generic[T]):
                 del self._lists[old]
         return self._generation, len(self.current)
 
-    def rest(self, now: int) -> None:
+    def drop_idle_scans(self, now: int) -> None:
         """Drop the lists if no client has scanned for REST_AFTER. `now` is in monotonic milliseconds."""
         if self._lists and now - self._last_used > REST_AFTER:
             self.clear()
@@ -398,9 +398,9 @@ class PageIndex:
         cursor, req_ids = self._scans.visit(cursor, count, now)
         return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
-    def rest(self, now: int) -> None:
+    def drop_idle_scans(self, now: int) -> None:
         """Drop the order of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""
-        self._scans.rest(now)
+        self._scans.drop_idle_scans(now)
 
     def page_ids(self, req_id: bytes) -> list[int]:
         """Return the page ids of a request's blocks, in no particular order."""

@@ -17,13 +17,13 @@ class OnDisk:
 
     `name` is the value's name on disk, `size` the bytes of its body. `header` is a page's 64-byte header, empty for
     other values. `unit` is the block of a page or a body, None for a string. `expires` is in unix milliseconds, 0 for
-    never; `used`, the last use, in monotonic seconds. `lent` is the total of bytes that replies had borrowed from the
+    never; `used`, the last use, in monotonic seconds. `borrowed_at` is the total of bytes that replies had borrowed from the
     disk before the last one borrowed this value; -1 if none has borrowed it. `failing` is the error of the last attempt
-    to read it from disk, empty after a success. `shown` has the bytes temporarily, for a client with CLIENT NO-TOUCH,
+    to read it from disk, empty after a success. `temporary_slot` has the bytes temporarily, for a client with CLIENT NO-TOUCH,
     whose reads must not change the order of eviction.
     """
 
-    __slots__ = ("expires", "failing", "header", "lent", "name", "shown", "size", "unit", "used")
+    __slots__ = ("borrowed_at", "expires", "failing", "header", "name", "size", "temporary_slot", "unit", "used")
 
     footprint = 0  # bytes of memory in the arena
 
@@ -36,16 +36,16 @@ class OnDisk:
         self.header = header
         self.unit = unit
         self.used = used
-        self.lent = -1
+        self.borrowed_at = -1
         self.failing = ""
-        self.shown: Slot | None = None
+        self.temporary_slot: Slot | None = None
 
     @property
     def slot(self) -> Slot:
-        """The slot of `shown`. This and all properties and methods below raise NotLoaded without it."""
-        if self.shown is None:
+        """The slot of `temporary_slot`. This and all properties and methods below raise NotLoaded without it."""
+        if self.temporary_slot is None:
             raise NotLoaded(self.name)
-        return self.shown
+        return self.temporary_slot
 
     @property
     def body(self) -> memoryview:

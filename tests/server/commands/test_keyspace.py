@@ -104,7 +104,7 @@ class TestScan:
         lists = order._lists
         assert len(lists) <= 3
         assert sum(map(len, lists.values())) < 3 * (2 * len(living) + 2000)
-        order.rest(REST_AFTER + 1)
+        order.drop_idle_scans(REST_AFTER + 1)
         assert not lists
         assert order.current is None
 

@@ -77,8 +77,8 @@ class ArenaMachine(RuleBasedStateMachine):
         self.views.clear()
 
     @rule()
-    def rest(self) -> None:
-        self.arena.rest()
+    def trim(self) -> None:
+        self.arena.trim()
 
     @invariant()
     def every_slot_holds_what_was_written_into_it(self) -> None:
@@ -198,7 +198,7 @@ def test_a_value_of_half_a_gigabyte_and_more(core: Any) -> None:
 
 def holds_nothing(arena: Any) -> bool:
     """Whether it has given back everything, once it has rested."""
-    arena.rest()
+    arena.trim()
     return bool(arena.used == arena.held == 0)
 
 
@@ -223,7 +223,7 @@ def test_spare_memory_is_returned_to_the_system(core: Any) -> None:
         assert not held or arena.held <= held + 64 * MIB
         held = arena.held
         del slots, slot
-        arena.rest()
+        arena.trim()
         assert (arena.used, arena.spare) == (0, arena.held)
     until(partial(holds_nothing, arena), "the memory being given back")
     until(partial(is_below, full - 200 * MIB), "the system having it")
@@ -237,7 +237,7 @@ def test_briefly_spare_memory_is_kept(core: Any) -> None:
     began, held = time.monotonic(), arena.held
     del slots
     for _ in range(10):
-        arena.rest()
+        arena.trim()
     kept, again = arena.held, [arena.allocate(100 << 10) for _ in range(2500)]
     if time.monotonic() - began < SPARE_FOR:  # or this machine was away
         assert (kept, arena.held) == (held, held)
@@ -279,7 +279,7 @@ def test_memory_is_taken_and_handed_back_in_whole_huge_pages() -> None:
         regions.put(stretch)
 
     def is_left() -> list[tuple[int, int]]:
-        regions.rest()
+        regions.trim()
         return [*region.spare]
 
     until(lambda: is_left() == [(4096, HUGE)], "all other pages being handed back")

@@ -95,7 +95,7 @@ def test_nothing_is_kept(core: Any, commands: int) -> None:
             for data in inputs:
                 churn.take(data)
         assert churn.arena.used == 0
-        churn.arena.rest()
+        churn.arena.trim()
         gc.collect()
         seen.append((sys.getallocatedblocks(), sys.getrefcount(None), in_use()))
     (blocks, nones, memory), (blocks_after, nones_after, memory_after) = seen

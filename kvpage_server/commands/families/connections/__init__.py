@@ -1,4 +1,4 @@
-"""The families of a connection: identity, subscriptions, tracking, transactions."""
+"""The families of connections: authentication, CLIENT, publish and subscribe, tracking, transactions."""
 
 from kvpage_server.commands.families.connections import caching, client, connection, pubsub, transaction
 

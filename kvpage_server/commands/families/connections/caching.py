@@ -1,4 +1,4 @@
-"""CLIENT's commands for client-side caching: TRACKING, TRACKINGINFO, CACHING, GETREDIR. See `tracking`."""
+"""CLIENT's commands for client-side caching: TRACKING, TRACKINGINFO, CACHING, GETREDIR. See `notifying/tracking.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp import OK, Reply, ReplyError
 
-MOST_PREFIXES = 1024  # of a client, and bytes of a prefix
+MOST_PREFIXES = 1024  # prefixes of a client at most, and bytes of a prefix at most
 _TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabling it with a different mode."
 
 
@@ -45,7 +45,7 @@ def client_tracking(client: Client, args: list[Argument]) -> Reply:
 
 
 def _mode(client: Client, words: list[bytes]) -> tuple[Mode, list[bytes]]:
-    """The mode and the prefixes in the options. Raises ReplyError."""
+    """Return the mode and the prefixes in the options. Raises ReplyError."""
     mode, prefixes = Mode(), []
     rest = iter(words)
     for word in rest:
@@ -69,7 +69,7 @@ def _mode(client: Client, words: list[bytes]) -> tuple[Mode, list[bytes]]:
 
 
 def _redirect(client: Client, mode: Mode, value: bytes) -> int:
-    """The id of a connection that the client may know about."""
+    """Return the id after REDIRECT. Raises ReplyError unless it is that of a client that this client may see."""
     if mode.redirect:
         raise ReplyError("ERR A client can only redirect to a single other client")
     number = integer(value)
@@ -80,7 +80,7 @@ def _redirect(client: Client, mode: Mode, value: bytes) -> int:
 
 
 def _check(client: Client, mode: Mode, prefixes: list[bytes]) -> None:
-    """Raises ReplyError if options contradict each other or the current mode."""
+    """Raise ReplyError if options contradict each other or the current mode."""
     before = client.tracking
     if prefixes and not mode.broadcast:
         raise ReplyError("ERR PREFIX option requires BCAST mode to be enabled")
@@ -119,7 +119,10 @@ def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:
 
 
 def _overlapping(names: list[bytes]) -> set[bytes]:
-    """Prefixes of which one is a prefix of the other. In sorted order they are neighbours."""
+    """Return the names that are a prefix of another name, or have another name as a prefix.
+
+    In sorted order, a name directly follows its prefixes and their other continuations.
+    """
     found, openings = set[bytes](), list[bytes]()
     for name in sorted(names):
         while openings and not name.startswith(openings[-1]):
@@ -147,7 +150,7 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
     wanted = "OPTIN" if word == b"YES" else "OPTOUT"
     if not (mode.opt_in if word == b"YES" else mode.opt_out):
         raise ReplyError(f"ERR CLIENT CACHING {word.decode()} is only valid when tracking is enabled in {wanted} mode.")
-    mode.asked = True
+    mode.caching_called = True
     return OK
 
 
@@ -182,9 +185,9 @@ def _flags(mode: Mode | None) -> list[str]:
         "on": True,
         "bcast": mode.broadcast,
         "optin": mode.opt_in,
-        "caching-yes": mode.opt_in and mode.asked,
+        "caching-yes": mode.opt_in and mode.caching_called,
         "optout": mode.opt_out,
-        "caching-no": mode.opt_out and mode.asked,
+        "caching-no": mode.opt_out and mode.caching_called,
         "noloop": mode.no_loop,
         "broken_redirect": mode.broken,
     }

@@ -1,4 +1,4 @@
-"""CLIENT: the own connection, and other connections that the user may see."""
+"""CLIENT: the client's own connection, and other connections that the user may see."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _is(other: Client, chosen: list[Chosen]) -> bool:
 
 
 def _end(client: Client, other: Client) -> Client:
-    """Close another connection."""
+    """Close a client's connection; the own one is closed later. Return the client."""
     if other is not client:
         other.connection.abort()
     return other
@@ -176,7 +176,7 @@ def _of_address(word: bytes) -> Chosen:
 
 
 def _filters(client: Client, words: list[bytes]) -> tuple[list[Chosen], bool]:
-    """The conditions for connections to close, and whether the client's own is left out."""
+    """Return the conditions for connections to close, and whether the own connection is left out."""
     if len(words) % 2:
         raise ReplyError(SYNTAX_ERROR)
     chosen: list[Chosen] = []

@@ -17,18 +17,18 @@ from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp import OK, PONG, Push, Reply, ReplyError, Wait, simple
 
-MOST_OF_A_NAME = 1024  # bytes: CLIENT LIST, SLOWLOG and ACL LOG have it, too
+MOST_OF_A_NAME = 1024  # bytes; CLIENT LIST, SLOWLOG and ACL LOG copy the name
 _PRINTABLE = re.compile(rb"[!-~]*\Z")
-_AT_HAND = "noscript loading stale fast no_auth allow_busy"  # always allowed
+_AT_HAND = "noscript loading stale fast no_auth allow_busy"  # flags of commands that are always allowed
 
 
 def checked_name(name: bytes) -> bytes:
-    """A valid client name. Raises ReplyError."""
+    """Return a client name unchanged. Raises ReplyError if it is invalid."""
     return printable("Client names", name)
 
 
 def printable(what: str, value: bytes) -> bytes:
-    """A value that may be in a line of CLIENT LIST. Raises ReplyError."""
+    """Return a value unchanged. Raises ReplyError if it cannot be in a line of CLIENT LIST."""
     if not _PRINTABLE.match(value):
         raise ReplyError(f"ERR {what} cannot contain spaces, newlines or special characters.")
     if len(value) > MOST_OF_A_NAME:
@@ -140,7 +140,7 @@ def _authenticate(client: Client, name: bytes, password: bytes) -> None:
 
 
 def _wait_for_its_turn(client: Client) -> None:
-    """Raises Postponed after many wrong passwords from this address, ReplyError if the wait would be too long."""
+    """Raise Postponed after many wrong passwords from this address, ReplyError if the wait would be too long."""
     if client.waited_to_authenticate:
         client.waited_to_authenticate = False
         return

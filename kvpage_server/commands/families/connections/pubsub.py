@@ -1,4 +1,4 @@
-"""The pub/sub family: messages for current subscribers; nothing is stored."""
+"""The pub/sub family: messages to the current subscribers of channels. Messages are not stored."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from kvpage_server.resp import Push, Reply, ReplyError, Stream, encode
 
 _LISTENING = "pubsub noscript loading stale while_subscribed"
 _EACH = Parts(joined="apart")
-MOST_PATTERNS = 1024  # of a client
+MOST_PATTERNS = 1024  # patterns of a client at most
 
 
 def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Callable[[Client, bytes], None]) -> Reply:
-    """Do something for each name. A reply has the number of channels and patterns that the client then listens to."""
+    """Call `act` for each name, and return a reply for each, with the number of the client's channels and patterns."""
     pieces: list[Piece] = []
     for name in names:
         if name is not None:
             act(client, name)
         count = len(client.channels) + len(client.patterns)
         encode(Push([kind, name, count]), client.protocol, pieces)
-    if client.unanswered:  # CLIENT REPLY suppresses replies, and no pushes
+    if client.unanswered:  # CLIENT REPLY turns off replies, but not push messages
         client.push(tuple(pieces))
         return ()
     return tuple(pieces)
 
 
 def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[bytes] | list[None]:
-    """The given names, or all; or one None if there are none, since a reply is still needed."""
+    """Return the given names, or all; ``[None]`` if there are none, since one reply is necessary."""
     return plain_all(args) or list(everything) or [None]
 
 

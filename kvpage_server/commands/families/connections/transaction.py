@@ -1,4 +1,4 @@
-"""The transaction family: commands queued and run as one, unless a watched key changed."""
+"""The transaction family: commands that are queued and run together, unless a watched key has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpage_server.core.pieces import Piece, lent
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import NULL_ARRAY, OK, Reply, ReplyError
 
-MOST_WATCHED = 8192  # keys of a client
+MOST_WATCHED = 8192  # keys that a client can watch
 
 
 _transaction = partial(command, flags="noscript loading stale fast allow_busy unqueued", group="transactions")
@@ -53,7 +53,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     if transaction is None:
         raise ReplyError("ERR EXEC without MULTI")
     for key in client.watching:
-        client.keyspace.find(key)  # one that is overdue changes now
+        client.keyspace.find(key)  # an overdue key expires here, which changes it
     changed = client.watched_changed or 0 < client.watched_until <= unix_ms()
     client.end_transaction()
     if transaction.refused:

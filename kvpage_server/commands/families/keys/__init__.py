@@ -1,4 +1,4 @@
-"""The families of keys and their values as Redis has them: keys, strings, counters, sets, expiry."""
+"""The families of keys and their values, as in Redis: keys, strings, counters, sets, expiry."""
 
 from kvpage_server.commands.families.keys import expire, inspection, keyspace, set, string
 

@@ -1,4 +1,4 @@
-"""Time to live, of any key. Expiries are unix milliseconds inside, whatever the command counts in."""
+"""The commands for TTLs of keys. The store has expiries in unix milliseconds; commands have other units, too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _changing = partial(command, flags="write fast", keys=(1, 1, 1), needs=extents, 
 
 
 def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
-    """Whether the conditions allow the change. A key without expiry counts as infinite."""
+    """Return whether the conditions allow the change. `old` is 0 for a key without expiry, which counts as infinite."""
     refused = (
         (b"NX" in conditions and old)
         or (b"XX" in conditions and not old)
@@ -45,7 +45,7 @@ def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
 
 
 def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time: str, summary: str) -> None:
-    """Declare an EXPIRE command, which counts in units of `unit` milliseconds from `base`."""
+    """Declare an EXPIRE command. Its argument counts units of `unit` milliseconds from the time that `base` returns."""
 
     @_changing(f"{name} key {time} [NX | XX | GT | LT]", since=since, summary=summary)
     def expire(client: Client, args: list[Argument]) -> Reply:
@@ -82,7 +82,7 @@ _declare(
 
 
 def _expiry(client: Client, raw: Argument) -> int:
-    """The unix milliseconds at which a key expires; -1 for never, -2 when it does not exist."""
+    """Return the unix milliseconds at which a key expires; -1 for never, -2 if it does not exist."""
     key, keyspace = plain(raw), client.server.keyspace
     entry = keyspace.look(key)
     if entry is None:

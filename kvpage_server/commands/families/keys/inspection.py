@@ -14,7 +14,7 @@ from kvpage_server.resp import Reply, ReplyError, Verbatim
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 
-_LONGEST_EMBEDDED = 44  # bytes of a string that Redis calls embstr
+_LONGEST_EMBEDDED = 44  # bytes at most of a string with Redis's encoding embstr
 
 _object = partial(command, flags="readonly keyspace", keys=(2, 2, 1), needs=nothing, group="generic")
 _memory = partial(command, group="server", since="4.0.0")
@@ -66,7 +66,7 @@ container("memory", group="server", summary="A container for where memory goes."
 
 
 def _usage(key: bytes, entry: Entry) -> int:
-    """Bytes that a key and its value occupy."""
+    """Return the bytes that a key and its value take."""
     return len(key) + (entry.size + TEXT_OVERHEAD if isinstance(entry, Text) else entry.footprint)
 
 
@@ -93,7 +93,7 @@ def memory_usage(client: Client, args: list[Argument]) -> Reply:
 
 
 def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
-    """The ratio of held to used bytes of the arena, and their difference."""
+    """Return the ratio of held to used bytes of the arena, and their difference."""
     used, held = keyspace.arena.used, keyspace.arena.held
     return (held / used if used else 1.0), held - used
 

@@ -1,4 +1,4 @@
-"""The keyspace family: commands for every key, page or string."""
+"""The keyspace family: commands for keys of any kind, pages and strings; and KVLOST."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvpage_server.page import index_key
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.contents import OVER_QUOTA, Loss
 
-_CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # what C's strtoul takes of 64 bits
+_CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # the 64-bit numbers that C's strtoul accepts
 _U64_MAX = 2**64 - 1
-MOST_SCANNED = 1000  # keys that a call of SCAN returns, or those of one block: COUNT is a hint
-_PLACES = 5  # of keys, some of which may be blocks of a thousand, that are looked at together
-_STEP = 1000  # keys that are looked at, encoded or freed before others have their turn
+MOST_SCANNED = 1000  # upper limit of COUNT; the keys of one block are returned together, even if there are more
+_PLACES = 5  # places that are listed together; a place is a key, or a block that may have a thousand keys
+_STEP = 1000  # keys that a step compares, encodes or frees
 
 
 _for_each = partial(
@@ -90,7 +90,7 @@ def type_(client: Client, args: list[Argument]) -> Reply:
 
 
 def matcher(pattern: bytes) -> Matches | None:
-    """A test whether a key matches, None if every key does. Raises PatternTooLong."""
+    """Return a function that matches keys with a pattern; None for ``*``. Raises PatternTooLong."""
     return None if pattern == b"*" else glob(pattern)
 
 
@@ -116,11 +116,11 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 
 
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
-    """The existing keys that the client may know about, found in steps."""
+    """Yield the existing keys that the client may read, in groups for a step each."""
     keyspace = client.server.keyspace
     places, some, step = keyspace.listing.places(), list[bytes](), max(_STEP // client.cost_of_a_key, 1)
     for start in range(0, len(places), _PLACES):
-        some += keyspace.listing.living(places[start : start + _PLACES])
+        some += keyspace.listing.existing_keys(places[start : start + _PLACES])
         while len(some) >= step:
             yield client.visible(some[:step])
             del some[:step]
@@ -161,7 +161,7 @@ def scan(client: Client, args: list[Argument]) -> Reply:
 
 
 def _visible_among(client: Client, cursor: int, keys: list[bytes], matches: Matches | None) -> Iterator[Reply]:
-    """The reply of a scan: the cursor, and the keys that the client may know about, found in steps."""
+    """Yield the reply of SCAN in steps: the cursor, and the keys that match and that the client may read."""
     found, step = list[bytes](), max(_STEP // client.cost_of_a_key, 1)
     for start in range(0, len(keys), step):
         some = client.visible(keys[start : start + step])
@@ -172,15 +172,15 @@ def _visible_among(client: Client, cursor: int, keys: list[bytes], matches: Matc
 
 
 def _spelt(keys: list[bytes]) -> Iterator[Reply]:
-    """An array of keys, encoded in steps."""
+    """Yield an array of keys, encoded in steps."""
     yield Raw(b"*%d\r\n" % len(keys))
     for start in range(0, len(keys), _STEP):
         yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in keys[start : start + _STEP]),)
 
 
 def scan_cursor(word: bytes) -> int:
-    """A cursor of SCAN or SSCAN. Raises ReplyError."""
-    word = word.partition(b"\0")[0]  # where C's strings end
+    """Return a cursor of SCAN or SSCAN, parsed as in Redis. Raises ReplyError."""
+    word = word.partition(b"\0")[0]  # a string of C ends there
     value = int(word or b"0") if _CURSOR.match(word) else _U64_MAX + 1
     if abs(value) > _U64_MAX:
         raise ReplyError("ERR invalid cursor")
@@ -277,10 +277,10 @@ def flushall(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-# -- KVLOST: lists removed strings, with the reasons -------------------------------------------------------------------
+# -- KVLOST ------------------------------------------------------------------------------------------------------------
 
 MOST_LOST = 1000  # strings in a reply
-_LOST_STEP = 1000  # keys that are compared before others have their turn
+_LOST_STEP = 1000  # keys that a step compares with patterns
 
 
 @command(

@@ -1,4 +1,4 @@
-"""The set family, for index keys alone: SMEMBERS, SCARD, SISMEMBER, SSCAN of `kv:{req}:index`."""
+"""The set family, for index keys only: SMEMBERS, SCARD, SISMEMBER, SSCAN of `kv:{req}:index`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpage_server.store.memory.entry import is_page
 
 
 def _request(client: Client, raw: Argument) -> bytes:
-    """The request of an index key, empty for another key. Raises ReplyError for the key of a string."""
+    """Return the request id in an index key, b"" for another key. Raises ReplyError for a key with another value."""
     key = plain(raw)
     req_id = request_of(key)
     if req_id is None and client.keyspace.find(key) is not None:

@@ -1,6 +1,6 @@
-"""The string family: plain values, and page blobs seen as the strings they are.
+"""The string family: strings, and pages as the strings of their blobs.
 
-No command here changes a value in its middle: a page's bytes and its header always agree.
+No command here changes a part of a value, so a page's bytes and its header always agree.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Options:
     get: bool = False
 
     def expires(self, name: str) -> int:
-        """Unix milliseconds, 0 when no time was given. Raises ReplyError."""
+        """Return the expiry in unix milliseconds, 0 if no time was given. Raises ReplyError, which names the command."""
         return expiry(name, self.timing, self.time) if self.timing in _UNIT else 0
 
 
 def expiry(name: str, unit: bytes, raw: Argument) -> int:
-    """The unix milliseconds for a time in EX, PX, EXAT or PXAT. Raises ReplyError, which names the command."""
+    """Return the unix milliseconds for a time after EX, PX, EXAT or PXAT. Raises ReplyError, which names the command."""
     count = integer(raw)
     expires = count * _UNIT[unit] + (0 if unit.endswith(b"AT") else unix_ms())
     if count <= 0 or expires > I64[1]:
@@ -51,7 +51,9 @@ def expiry(name: str, unit: bytes, raw: Argument) -> int:
 
 
 def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
-    """The options: those of `_UNIT`, and `words`. An option can be repeated, but not contradict another."""
+    """Parse options: those of `_UNIT`, and `words`. An option can be repeated, but not contradict another. Raises
+    ReplyError.
+    """
     options, position = Options(), 0
     while position < len(args):
         word = plain(args[position]).upper()
@@ -127,7 +129,7 @@ def get(client: Client, args: list[Argument]) -> Reply:
 
 
 def _read(client: Client, raw: Argument) -> Entry | None:
-    """A key's value. Raises ReplyError for an index key, which is a set."""
+    """Return a key's value, or None. Raises ReplyError for an index key, which is a set."""
     key = plain(raw)
     entry = client.server.keyspace.read(key)
     if entry is None:
@@ -215,7 +217,7 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     """The values, with null for keys that do not exist. Long ones are looked up while the reply is sent."""
     keys, tiered = plain_all(args), client.server.tiered
     found = client.server.keyspace.read_all(keys)
-    # Not `cold_of(keys)`: that these were read may just have evicted one, to have room on disk for another.
+    # not `cold_of(keys)`: the reads may have evicted one of the values, to make room on disk for another
     cold = tiered is not None and tiered.any_on_disk and any(map(_is_cold, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
     if cold or much:
@@ -228,9 +230,9 @@ def _is_cold(entry: Entry | None) -> bool:
 
 
 def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Reply]:
-    """An array of values, some of them at a time, or all at one moment if it is to be `whole`.
+    """Yield an array of values in steps. With `whole`, all values are looked up in one step.
 
-    Raises ReplyError when the first ones cannot be read from disk.
+    Raises ReplyError if values of the first step cannot be read from disk; later ones become error replies.
     """
     at, find = 0, client.server.keyspace.find
     while at < len(keys):
@@ -259,7 +261,7 @@ def _values_of(keys: list[bytes], tiered: DiskTier) -> Iterable[Needed]:
 
 
 def _mset(client: Client, args: list[Argument]) -> None:
-    """Set all values, or none if one is a damaged page."""
+    """Set all values, or none if one is a damaged page or too much. Raises ReplyError, OverLimit."""
     keys, values = plain_all(args[::2]), args[1::2]
     pages = [page_of(client, key, value) for key, value in zip(keys, values, strict=True)]
     admit(client, zip(keys, values, pages, strict=True))
@@ -324,11 +326,11 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
     return part_of(entry, first, last + 1)
 
 
-# -- Numbers in strings: the INCR commands. A page is no number --------------------------------------------------------
+# -- Numbers in strings: the INCR commands -----------------------------------------------------------------------------
 
 
 def _add(client: Client, key: bytes, amount: int) -> Reply:
-    """The INCR commands. They keep the time to live."""
+    """Add `amount` to a number, and return the sum. The TTL stays. Raises ReplyError for a value that is not a number."""
     keyspace = client.server.keyspace
     entry = keyspace.find(key)
     old = 0 if entry is None else as_integer(entry.data) if isinstance(entry, Text) else None

@@ -20,11 +20,11 @@ from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.quota_limit import PendingWrite
 
-PageParts = tuple[PageName, bytes, Slot]  # name, header and body: what Keyspace.set_page takes
+PageParts = tuple[PageName, bytes, Slot]  # name, header and body: the arguments of Keyspace.set_page
 
 
 def string_of(entry: Entry | None) -> Reply:
-    """A value as GET replies it. A long one is borrowed, not copied."""
+    """Return a value as the reply of GET. Long values are borrowed, not copied. Raises NotLoaded."""
     if entry is None:
         return None
     if type(entry) is Slot:
@@ -32,17 +32,17 @@ def string_of(entry: Entry | None) -> Reply:
     if isinstance(entry, Text):
         return entry.data
     if type(entry) is OnDisk:
-        return string_of(entry.slot)  # raises NotLoaded now, not when the reply is sent
+        return string_of(entry.slot)  # raises NotLoaded here, and not when the reply is sent
     return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
 
 
 def length_of(entry: Entry) -> int:
-    """The length of the string that GET would reply."""
+    """Return the length of the string that GET returns."""
     return entry.size + (HEADER_SIZE if is_page(entry) else 0)
 
 
 def part_of(entry: Entry, start: int, stop: int) -> Reply:
-    """The bytes from `start` to `stop` of the string that GET would reply. Both must be within it."""
+    """Return the bytes from `start` to `stop` of the string that GET returns, as a reply. Both must be within it."""
     if isinstance(entry, Text):
         return entry.data[start:stop]
     pieces: list[Piece] = [b"$%d\r\n" % (stop - start)]
@@ -53,7 +53,9 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
-    """Store SET's value. Raises ReplyError if it is a page with a damaged body."""
+    """Store SET's value, which expires at `expires` (unix milliseconds, 0 for never). Raises ReplyError for a page with
+    a damaged body, OverLimit.
+    """
     keyspace = client.keyspace
     page = page_of(client, key, value) if key[:3] == b"kv:" else None
     if keyspace.is_limited:
@@ -65,7 +67,7 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> None:
-    """Store a value that `page_of` has checked and `admit` admitted. It does not expire."""
+    """Store a value after `page_of` has checked it, and `admit` has made room. It does not expire."""
     if page is None:
         client.keyspace.set_string(key, value, 0)
     else:
@@ -73,7 +75,7 @@ def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> 
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
-    """Make room for values, of which all or none will be stored. Raises OverLimit."""
+    """Make room for values that are stored together. Raises OverLimit."""
     keyspace = client.server.keyspace
     if keyspace.is_limited:
         keyspace.admit(_coming(key, value, page) for key, value, page in values)
@@ -87,7 +89,9 @@ def _coming(key: bytes, value: Argument, page: PageParts | None) -> PendingWrite
 
 
 def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
-    """The page that `value` is, if it is the one that `key` names, in a slot. Raises as `checked_page`."""
+    """Return a page's name, header and body, copied to a slot; None if `value` is not the page that `key` names. Raises
+    as `checked_page`.
+    """
     checked = checked_page(client, key, value)
     if checked is None:
         return None
@@ -98,9 +102,9 @@ def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
 
 
 def checked_page(client: Client, key: bytes, value: Argument) -> tuple[PageKey, PageHeader, memoryview] | None:
-    """The page that `value` is, if it is the one that `key` names.
+    """Return a page's name, header and body; None if `value` is not the blob of the page that `key` names.
 
-    Raises ReplyError for a damaged body, and where shapes are strict for one that has not its shape.
+    Raises ReplyError for a damaged body, and with strict-page-shape for a body of another length than its shape has.
     """
     if key[:3] != b"kv:":
         return None

@@ -1,7 +1,7 @@
 """The block family: all pages of one (req_id, page_id) in one body. KVBLOCKSET, KVBLOCKGET, KVBLOCKMGET, KVBLOCKEXISTS.
 
-The body's order is layer, plane, head, token, dim. A block and its pages are the same data: a block that was set whole
-is read page by page too, and pages that were set one by one are read as a block once it is complete.
+The body's order is layer, plane, head, token, dim. A block and its pages are the same data: a block that was stored as
+a whole can be read page by page, and pages that were stored one by one can be read as a block when it is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_b
 from kvpage_server.store.memory.index import Extent
 from kvpage_server.store.memory.on_disk import OnDisk
 
-_PLANE = 3  # type dtype head_dim
+_PLANE = 3  # arguments of a plane: type dtype head_dim
 
 
 _block = partial(command, flags="readonly", uses=requests(0), group="page")
@@ -69,7 +69,7 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
     with_checksum = client.server.config.page_checksums
 
     def store() -> Steps[Reply]:
-        """Hash some of it a step, if it was not hashed as it arrived; then it becomes visible at once."""
+        """Hash the body in steps, unless it was hashed as it arrived. Then store it in one step."""
         digest = 0
         if with_checksum:
             digest = slot.digest or (yield from hash_in_steps(slot.body))
@@ -80,9 +80,9 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
     return stepwise(store(), small=slot.digest != 0 or not with_checksum)
 
 
-@lru_cache(maxsize=256)  # the blocks of a model share theirs
+@lru_cache(maxsize=256)  # all blocks of a model have the same shape
 def read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *numbers: bytes) -> BlockShape:
-    """The shape that KVBLOCKSET's arguments describe. Raises ReplyError, which names the wrong argument."""
+    """Return the shape in KVBLOCKSET's arguments. Raises ReplyError, which names the wrong argument."""
     counts = (
         integer_in("layers", layers, 1, MAX_LAYER + 1),
         integer_in("heads", heads, 1, MAX_HEAD + 1),
@@ -120,7 +120,7 @@ def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Step
 
 
 def _is_small(client: Client, req_id: bytes, page: int) -> bool:
-    """Whether a block may be looked at at once: it is in memory, and has few pages or was stored whole."""
+    """Return whether reading a block takes one step: it is in memory, and has few pages or was stored as a whole."""
     block, tiered = client.keyspace.block(req_id, page), client.server.tiered
     if block is None:
         return True

@@ -1,7 +1,7 @@
 """The page family's protection: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
 
-Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. How many bytes they may
-take together, `store/keyspace.py` says.
+Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. `store/keyspace.py`
+limits the bytes that they may take together.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:
-    """Count the first incomplete block as missed, and the blocks that exist behind it as lost to the hole."""
+    """Count the first incomplete block as missed, and the complete blocks behind it as missed because of the hole."""
     block_missed(client, *names[0])
 
     def lost(some: Sequence[tuple[bytes, int]]) -> list[bool]:
@@ -156,7 +156,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
             elif not leases.of(block).pinned:
                 if not protection.pin(block):
                     for one in new:
-                        leases.unpin(one)  # somebody else took the room meanwhile
+                        leases.unpin(one)  # other leases or pins took the room meanwhile
                     raise _too_many(keyspace, block, wanted)
                 new.append(block)
             if at % STEP == STEP - 1:

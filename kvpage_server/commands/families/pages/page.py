@@ -1,6 +1,6 @@
-"""The page family: KVPAGESET, KVPAGEGET, their batches, KVPAGEEXISTS.
+"""The page family: KVPAGESET, KVPAGEGET, KVPAGEEXISTS, their batches, and KVPAGESTAT.
 
-The five arguments that name a page, joined, are its key. A batch is read and stored, or found and sent, in steps.
+The five arguments that name a page, joined, are its key. A batch is parsed and stored, or found and sent, in steps.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BlockName = tuple[bytes, int]  # request and page id
 
 PAGES_PER_STEP = (
     512 if NAME == "native" else 128
-)  # pages that are read, stored or found before others may have their turn
-_DECIDED_PAGES_PER_STEP = 128  # if each page needs a decision: a listener exists, or a quota counts it
-FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
+)  # pages that a step parses, stores or finds
+_DECIDED_PAGES_PER_STEP = 128  # the same when pages are stored one by one, because of listeners or quotas
+FROM_DISK = 16  # pages that a step sends from disk
 
 
 def page_name(args: Sequence[Argument]) -> PageName:
-    """The page that five arguments name. Raises ReplyError saying which of them is wrong."""
+    """Return the page that five arguments name. Raises ReplyError, which names the wrong argument."""
     try:
         return core.page_name(args)
     except PageError as error:
@@ -49,11 +49,13 @@ def page_name(args: Sequence[Argument]) -> PageName:
 
 
 def page_key(args: Sequence[Argument]) -> bytes:
-    """The key that five arguments spell, without looking at them: good enough to ask whether it is there."""
+    """Return the key that five arguments name, without checking them. No page has a key with invalid numbers, so a
+    lookup of it finds nothing.
+    """
     name: Sequence[Any] = args[:NAME_WORDS]
     try:
         return b":".join((b"kv", *name))
-    except TypeError:  # one of them is long enough to be in the arena
+    except TypeError:  # a long argument is in the arena
         return b":".join((b"kv", *plain_all(name)))
 
 
@@ -62,7 +64,7 @@ def _at_once(client: Client) -> int:
 
 
 def page_names(client: Client, args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
-    """The names of a batch's pages, five arguments each after the first. Raises ReplyError."""
+    """Return the names of a batch's pages in steps. Five arguments each follow the first one. Raises ReplyError."""
     batches: list[PageNames] = []
     at_once = _at_once(client)
     for first in range(0, count, at_once):
@@ -75,14 +77,16 @@ def page_names(client: Client, args: Sequence[Argument], count: int) -> Steps[li
 
 
 def new_pages(client: Client, args: Sequence[Argument], first: int, most: int, now: int) -> NewPages:
-    """Some of the pages that arguments describe, ten each. Raises BadPage."""
+    """Return at most `most` pages from their arguments, which begin at `first` and are ten for each. Raises BadPage."""
     config = client.server.config
     strict, with_checksums = config.strict_page_shape, config.page_checksums
     return NewPages(args, first, most, client.keyspace.arena, now, strict, with_checksums)
 
 
 def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
-    """A page's reply: its body; null when it is not there. Raises ReplyError for a bad name or a plain string."""
+    """Return the reply of KVPAGEGET: the body, or null without an entry. Raises ReplyError for an invalid name and for
+    a string.
+    """
     if entry is None:
         page_name(args)  # raises ReplyError for a bad name
         return None
@@ -92,7 +96,7 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
 
 
 def encode_page_body(page: Page) -> tuple[Piece, ...]:
-    """Return a page's body as a bulk string: one borrowed piece if it has a slot of its own."""
+    """Return a page's body as a bulk string. It is one borrowed piece if the page has a slot of its own."""
     if isinstance(page, Slot):
         return (page,)
     return b"$%d\r\n" % page.size, page.part(0, page.size), b"\r\n"
@@ -165,7 +169,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
 
     def store() -> Iterator[Reply]:
-        """Read all of them, some a step; then they become visible, some a step."""
+        """Parse all pages in steps, then store them in steps."""
         batches: deque[NewPages] = deque()
         now, read, at_once = unix_ms(), 0, _at_once(client)
         while read < count:
@@ -179,7 +183,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
             if client.server.tiered is not None:
                 yield from _split(client, batches)
             while batches:
-                # Some may have been stored whole meanwhile, and may have left memory.
+                # another client may have stored some of the blocks as a whole, and they may have left memory
                 yield from fetched(client, partial(_extents_of, batches[0].blocks()))
                 lease_after_exists.commit()
                 client.keyspace.set_pages(batches.popleft())
@@ -190,10 +194,10 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
 
 
 def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
-    """Split the blocks to which pages belong, if they were stored whole. Raises ReplyError.
+    """Split the blocks that the pages belong to, if they were stored as a whole. Raises ReplyError.
 
-    For that they have to be in memory, and the disk may fail. Afterwards, storing pages needs nothing of it. Only few
-    blocks are in memory at the same time, because a split block is dropped from memory once it is written.
+    They have to be in memory for it, and the disk may fail. Afterwards, storing the pages does not depend on the disk.
+    Only a few blocks are in memory at the same time, because a split block leaves memory when it is written.
     """
     for some in batches:
         for blocks in _whole(client, some):
@@ -207,7 +211,9 @@ def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
 
 
 def _whole(client: Client, some: PageNames) -> Iterator[list[BlockName]]:
-    """The blocks of pages that were stored whole, as many at a time as may be in memory at once, or one."""
+    """Yield the blocks of pages that were stored as a whole, in groups that may be in memory together. A group has at
+    least one block.
+    """
     most, limit = client.server.found_at_once, client.server.config.client_memory
     most = min(most, limit) if limit else most
     blocks, size = list[BlockName](), 0
@@ -229,7 +235,7 @@ def _extents_of(blocks: Sequence[BlockName], tiered: DiskTier) -> Iterable[Neede
 
 
 class _Step(NamedTuple):
-    """Some pages of a batch, that are fetched together."""
+    """Pages of a batch, from `first` to `stop`, that are loaded together."""
 
     names: PageNames
     first: int
@@ -271,7 +277,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
 
 
 def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
-    """Steps of a reply with pages of which some are fetched for it."""
+    """Yield the steps of a reply whose pages are partly on disk."""
     steps = [
         _Step(names, at, min(at + FROM_DISK, stop))
         for names, first, stop in batches
@@ -290,9 +296,9 @@ def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[OnDisk]:
 
 
 def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:
-    """Return the found pages in wire format: null for a key that is no page, or that cannot be read from disk."""
+    """Return the encoded bodies; null for a key that is not a page, or that cannot be read from disk."""
     absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
-    if not found.others:  # pages in slots are sent as they lie there
+    if not found.others:  # all pages have slots of their own, which contain encoded bodies
         return filled(found.entries, absent)
     pieces: list[Piece] = []
     for entry in found.entries:
@@ -322,7 +328,7 @@ def kvpageexists(client: Client, args: list[Argument]) -> Reply:
     return int(is_page(entry))
 
 
-# -- The page family's questions about single pages: KVPAGEMEXISTS, KVPAGESTAT -----------------------------------------
+# -- KVPAGEMEXISTS, KVPAGESTAT -----------------------------------------------------------------------------------------
 
 _query = partial(command, flags="readonly", needs=nothing, group="page")
 
@@ -378,7 +384,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
 
 
 def header_fields(header: PageHeader) -> dict[str, Reply]:
-    """The part of KVPAGESTAT's reply that is in the header."""
+    """Return the fields of KVPAGESTAT's reply that are in the header."""
     return {
         "dtype": int(header.dtype),
         "page_size": header.page_size,
@@ -395,7 +401,7 @@ def header_fields(header: PageHeader) -> dict[str, Reply]:
 
 
 def _header(page: Page) -> tuple[PageHeader, str | None]:
-    """Return a page's header, and its checksum, None if it is unknown."""
+    """Return a page's header, and its checksum in hexadecimal, None if it is not computed yet."""
     if type(page) is ExtentPage and not page.extent.has_checksums:
         return PageHeader.parse(page.header_with(0)), None
     header = header_of(page)

@@ -1,7 +1,7 @@
 """The page family's commands about a request and its blocks: KVPAGEDEL, KVPAGEINDEX, KVPAGEVERIFY.
 
-A request may have any number of pages, so all of them work in steps, between which other clients are served. A block
-that is added or removed meanwhile is processed in its state at its turn.
+A request may have any number of pages, so all of these commands work in steps, and other clients have their turn in
+between. A block that changes meanwhile is handled in its state at its step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from kvpage_server.store.keyspace import Keyspace, gathered
 from kvpage_server.store.memory.entry import Page, header_of, is_page
 from kvpage_server.store.memory.index import Block, Extent
 
-# -- Why reads of pages and blocks miss, counted by reason for INFO ----------------------------------------------------
+# -- Misses of pages and blocks, counted by reason for INFO ------------------------------------------------------------
 
 INCOMPLETE = "incomplete"  # the block has some of its pages
-HOLE = "hole"  # the block is there, but one before it is not
+HOLE = "hole"  # the block exists, but one before it does not
 OF_STRINGS = (NEVER_STORED, "expired", "evicted", OVER_QUOTA, "deleted", "overwritten", "corrupt")
 REASONS = (NEVER_STORED, INCOMPLETE, HOLE, *OF_STRINGS[1:])
 
 
 def count_miss(client: Client, reason: str, times: int = 1) -> None:
-    """Count missed reads."""
+    """Count misses by reason."""
     client.keyspace.counters.page_misses[reason] += times
 
 
@@ -51,7 +51,7 @@ def _page_missed(client: Client, name: PageName) -> None:
 
 
 def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
-    """Count the missed pages of a batch."""
+    """Count the missed pages of a batch. `places` are their positions."""
     for block, some in names.runs(places):
         if client.keyspace.ghosts.has_block(*block):
             for i in some:
@@ -61,25 +61,25 @@ def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
 
 
 def block_missed(client: Client, req_id: bytes, page: int) -> None:
-    """Count a block that is missing or incomplete."""
+    """Count a block that does not exist or is incomplete."""
     block = client.keyspace.index.block(req_id, page)
     ghost = client.keyspace.ghosts.of_block(req_id, page, block)
     count_miss(client, reason_of(ghost, NEVER_STORED if block is None else INCOMPLETE))
 
 
 def reason_of(ghost: Ghost | None, otherwise: str) -> str:
-    """Return the reason of a removal; `otherwise` if none is recorded."""
+    """Return the reason in a ghost; `otherwise` without one."""
     return ghost.reason if ghost is not None else otherwise
 
 
 _SORTED = 4096  # page ids that are sorted in a step
-_DELETED_PAGES_PER_STEP = 1024  # pages of a block
-_KEYS = 256  # keys of pages that are spelt in a step
-HASHED_BYTES_PER_STEP = 1024 * 1024  # bytes: some 0.1 ms
+_DELETED_PAGES_PER_STEP = 1024  # pages of a block that are deleted in one step
+_KEYS = 256  # keys of pages that are made in a step
+HASHED_BYTES_PER_STEP = 1024 * 1024  # takes about 0.1 ms
 
 
 def request_name(raw: Argument) -> bytes:
-    """A req_id. Raises ReplyError with the allowed values."""
+    """Return an argument as a req_id. Raises ReplyError with the allowed values."""
     try:
         return check_req_id(plain(raw))
     except PageError as error:
@@ -87,29 +87,31 @@ def request_name(raw: Argument) -> bytes:
 
 
 def page_id(raw: Argument) -> int:
-    """A page_id. Raises ReplyError with the allowed values."""
+    """Return an argument as a page_id. Raises ReplyError with the allowed values."""
     return integer_in("page_id", raw, 0, MAX_PAGE)
 
 
 def block_names(args: Sequence[Argument]) -> list[tuple[bytes, int]]:
-    """The blocks that arguments name, two each."""
+    """Return the names of blocks in pairs of arguments. Raises ReplyError."""
     return [(request_name(req), page_id(page)) for req, page in zip(args[::2], args[1::2], strict=True)]
 
 
 def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
-    """Say of blocks that each extends the one before it."""
+    """Link blocks in the index in steps: each extends the one before it."""
     for start in range(0, len(blocks), STEP):
         keyspace.chain(blocks[start : start + STEP + 1])
         yield ()
 
 
 def are_few(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
-    """Whether what `req [page ...]` names may be looked at at once."""
+    """Return whether `req [page ...]` names so few blocks that one step can handle them."""
     return len(pages) < WORDS_PER_STEP and (len(pages) > 0 or client.keyspace.index.count(plain(req)) <= WORDS_PER_STEP)
 
 
 def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> Steps[list[Block]]:
-    """The living blocks that `req [page ...]` names: those pages, each once, or all of the request by page id."""
+    """Return the existing blocks that `req [page ...]` names, in steps: each page id once, in their order, or all blocks
+    of the request by page id.
+    """
     keyspace, req_id = client.keyspace, request_name(req)
     if not pages:
         return (yield from blocks_of(client, req_id))
@@ -123,7 +125,7 @@ def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> St
 
 
 def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
-    """The blocks of a request with their living pages, by page id."""
+    """Return the existing blocks of a request by page id, in steps. Overdue pages expire first."""
     keyspace, ids = client.keyspace, client.keyspace.index.page_ids(req_id)
     sorted_ids: list[Iterable[int]] = []
     for start in range(0, len(ids), _SORTED):
@@ -139,14 +141,14 @@ def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
 
 
 def keys_in(block: Block) -> Iterator[list[bytes]]:
-    """The keys of a block's pages, some at a time: those it has when the first are asked for."""
+    """Yield the keys of a block's pages in groups. They are those of its pages at the first group."""
     keys = block.page_keys()
     while some := [*islice(keys, _KEYS)]:
         yield some
 
 
 def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
-    """Yield the blocks that still exist at their turn."""
+    """Yield the current blocks of these names; skip those that do not exist any more at their turn."""
     return (block for named in blocks if (block := keyspace.block(named.req_id, named.page)))
 
 
@@ -229,7 +231,7 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
 
 
 class _Total:
-    """The sum of blocks as KVPAGEINDEX describes them."""
+    """The sum of KVPAGEINDEX's maps, for TOTAL."""
 
     def __init__(self) -> None:
         self.maps: list[dict[str, Reply]] = []  # one, or none without a block
@@ -284,7 +286,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
             keys = yield from _keys_on_disk(client, block)
             yield from fetched(client, partial(_values_of, block), touches=client.touches)
             extent = block.extent if keyspace.index.still_has(block) else None
-            if extent is not None:  # in memory until the next step
+            if extent is not None:  # it stays in memory until the next step
                 intact = yield from _check_extent(extent)
                 checked += extent.shape.pages if intact is not None else 0
                 unchecked += extent.shape.pages if intact is None else 0
@@ -315,7 +317,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
 
 
 def _keys_on_disk(client: Client, block: Block) -> Steps[list[list[bytes]]]:
-    """The keys of a block's pages, in steps, if there is a disk that these may be on."""
+    """Return the keys of a block's pages in groups, in steps; none without a disk."""
     keys: list[list[bytes]] = []
     for some in keys_in(block) if client.server.tiered is not None else ():
         keys.append(some)
@@ -324,7 +326,7 @@ def _keys_on_disk(client: Client, block: Block) -> Steps[list[list[bytes]]]:
 
 
 def _lost(keyspace: Keyspace, keys: list[list[bytes]]) -> Steps[list[bytes]]:
-    """Return the keys, in steps, of pages that were removed because their bytes on disk are damaged."""
+    """Return, in steps, the keys of pages that were removed because their bytes on disk were damaged."""
     ghosts, gone = keyspace.ghosts, list[PageKey]()
     for some in keys:
         gone += [PageKey.parse(key) for key in some if keyspace.find(key) is None]
@@ -342,17 +344,17 @@ def _value_of(key: bytes, tiered: DiskTier) -> Iterator[Needed]:
 
 
 def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
-    """Return whether a block's body is intact, in steps; None if that is unknown. The digest does not show which page
-    is damaged.
+    """Return in steps whether a block's body is intact; None without a digest. The digest does not show which page is
+    damaged.
     """
     if not extent.digest:
         return None
-    body = extent.slot.part(0, extent.slot.size)  # keeps its memory, should the block be dropped from it meanwhile
+    body = extent.slot.part(0, extent.slot.size)  # borrows the memory, as the block may leave it between steps
     return (yield from hash_in_steps(body.view)) == extent.digest
 
 
 def _check(page: Page) -> Generator[Reply, None, bool | None]:
-    """Whether a page is as its header says, in steps; None when its header knows no checksum."""
+    """Return in steps whether a page matches its header; None if the header has no checksum."""
     try:
         header = header_of(page)
     except PageError:
@@ -361,12 +363,12 @@ def _check(page: Page) -> Generator[Reply, None, bool | None]:
         return False
     if not header.checksum:
         return None
-    body = page.part(0, page.size)  # keeps its memory, should the page be dropped from it meanwhile
+    body = page.part(0, page.size)  # borrows the memory, as the page may leave it between steps
     return (yield from hash_in_steps(body.view)) == header.checksum
 
 
 def hash_in_steps(body: memoryview) -> Generator[Reply, None, int]:
-    """The XXH3-64 of some bytes; between its steps others are served."""
+    """Return the XXH3-64 of bytes, computed in steps."""
     if len(body) <= HASHED_BYTES_PER_STEP:
         yield ()
         return checksum(body)

@@ -1,4 +1,4 @@
-"""KVPAGEWHY: why a read of a request or a page would miss."""
+"""KVPAGEWHY: the reason why a read of a request or a page would miss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
 
 
 def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
-    """The first block that a reader from the request's start would miss."""
+    """Return the reply for a request: its first missing or incomplete block, or that all are stored. In steps."""
     keyspace = client.keyspace
     blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
     if not blocks:

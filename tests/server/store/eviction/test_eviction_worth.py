@@ -15,7 +15,7 @@ def lived(again_after: dict[int, int], step: int = 100, until: int = 60_000) -> 
     for now in range(0, until, step):
         for kind in (RARE, OFTEN):
             for _ in range(20):
-                worth.began(kind, now)
+                worth.add_unit(kind, now)
             if (last := now - again_after.get(kind, until)) >= 0:
                 for _ in range(10):
                     worth.used_again(kind, last, now)
