@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from benchmarks import shares
 from benchmarks.findings import RESULTS
-from benchmarks.pages import one_at_a_time, ordinary
-from benchmarks.pages.ordinary import Step, Way
+from benchmarks.pages import clients, single_commands
+from benchmarks.pages.clients import Step, Way
 from benchmarks.pages.work import KIB, ORDERS, blocks, mixed_pages, pages
 from benchmarks.servers import Server, pin_client, start_kvpage
 from kvpage_server.bench import LLAMA3_16, machine
@@ -42,26 +42,26 @@ class Driven(NamedTuple):
 
 def _batches(count: int, size: int, stack: ExitStack, server: Server) -> Driven:
     work = pages(count, size * KIB, LAYERS_FASTEST)
-    way = ordinary.kvpage_pages(stack.enter_context(server.connect()), work)
+    way = clients.kvpage_pages(stack.enter_context(server.connect()), work)
     return Driven(server, way, count * len(work.batches))
 
 
 def _mixed(stack: ExitStack, server: Server) -> Driven:
     work = mixed_pages(256, LAYERS_FASTEST)
-    way = ordinary.kvpage_pages(stack.enter_context(server.connect()), work)
+    way = clients.kvpage_pages(stack.enter_context(server.connect()), work)
     return Driven(server, way, 256 * len(work.batches))
 
 
 def _blocks(stack: ExitStack, server: Server) -> Driven:
     work = blocks(8, LLAMA3_16)
-    way = ordinary.kvpage_blocks(stack.enter_context(server.connect()), work)
+    way = clients.kvpage_blocks(stack.enter_context(server.connect()), work)
     return Driven(server, way, 8 * LLAMA3_16.pages * len(work.names))
 
 
 def _alone(sockets: int, size: int, stack: ExitStack, server: Server) -> Driven:
     connected = [stack.enter_context(server.connect()) for _ in range(sockets)]
-    (batch, *_) = pages(one_at_a_time.SIZES[size], size * KIB, LAYERS_FASTEST).batches
-    return Driven(server, one_at_a_time.kvpage_way(connected, batch), len(batch.keys))
+    (batch, *_) = pages(single_commands.ALONE_SIZES[size], size * KIB, LAYERS_FASTEST).batches
+    return Driven(server, single_commands.kvpage_way(connected, batch), len(batch.keys))
 
 
 DRIVERS: dict[str, Callable[[ExitStack, Server], Driven]] = {
@@ -69,8 +69,8 @@ DRIVERS: dict[str, Callable[[ExitStack, Server], Driven]] = {
     **{f"{size}KiB": partial(_batches, 256, size) for size in (16, 64, 256)},
     "mixed": _mixed,
     "blocks": _blocks,
-    **{f"alone-{size}KiB": partial(_alone, 1, size) for size in one_at_a_time.SIZES},
-    **{f"alone-{size}KiB-16-sockets": partial(_alone, 16, size) for size in one_at_a_time.SIZES},
+    **{f"alone-{size}KiB": partial(_alone, 1, size) for size in single_commands.ALONE_SIZES},
+    **{f"alone-{size}KiB-16-sockets": partial(_alone, 16, size) for size in single_commands.ALONE_SIZES},
 }
 PATHS = [f"{op}-{driver}" for driver in DRIVERS for op in ("write", "read")]
 USUAL = [path for path in PATHS if "sockets" not in path and "mixed" not in path]

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.findings import Finding, show, write
-from benchmarks.pages.growth import PAGES_A_BLOCK, PAGES_A_REQUEST, fill_with_pages
-from benchmarks.pages.ordinary import kvpage_way
+from benchmarks.pages.clients import kvpage_way
 from benchmarks.pages.rounds import Contestant, Plan, Target, Trials
+from benchmarks.pages.variants import PAGES_A_BLOCK, PAGES_A_REQUEST, fill_with_pages
 from benchmarks.pages.work import KIB, blocks, pages
 from benchmarks.pages.work import bodies as block_bodies
 from benchmarks.servers import Server, pin_client, start_kvpage

@@ -1,4 +1,4 @@
-"""The agent engine: answers prompts of agents, whose contexts are loaded from a store and saved to it.
+"""The agent engine: it answers prompts of agents, loads their contexts from a store, and saves them to it.
 
 >>> engine = AgentEngine(BlockPoolBatchEngine(model, tokenizer, spec, pool), store)
 >>> engine.submit("alice", tokens, max_tokens=100, on_token=print, on_done=print, on_error=print)
@@ -39,14 +39,14 @@ from .tiers.store import AgentCacheStore
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Reused tokens of an answer, and its times."""
+    """Reuse of prompt tokens for one answer, and the times of the answer."""
 
-    tier: Tier = "none"  # the tier that had its context
-    tokens: int = 0  # of the prompt that were not computed
-    restore_seconds: float = 0.0  # in loads from the store
-    waited_seconds: float = 0.0  # for another prompt that computed the same prefix
+    tier: Tier = "none"  # the tier that supplied the reused tokens; "none" if no token was reused
+    tokens: int = 0  # prompt tokens that were not computed
+    restore_seconds: float = 0.0  # spent in loads from the store
+    waited_seconds: float = 0.0  # spent in waits for another prompt that computed the same prefix
     time_to_first_token: float = 0.0  # seconds since submit
-    why: str | None = None  # reason for which the store found less than the whole prompt
+    why: str | None = None  # reason why the store found less than the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Answer:
     finish_reason: str  # "stop" or "length"
     prompt_tokens: int
     reuse: Reuse
-    not_kept: str | None = None  # why the context could not be kept
+    not_kept: str | None = None  # reason why the context could not be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ class JobProgress:
     uid: int
     agent_id: str
     kept: bool  # whether its context will be saved for the agent
-    label: str  # text that shows it to people if it is not kept
+    label: str  # the text that people see for a context that is not kept
     stage: Stage
-    prompt: int  # tokens
-    reused: int  # tokens of the prompt found so far
-    tier: Tier  # the tier that had them
-    said: int  # tokens of the answer
+    prompt: int  # length in tokens
+    reused: int  # prompt tokens that were found so far
+    tier: Tier  # the tier that supplied them
+    said: int  # tokens of the answer so far
     seconds: float  # since submit
 
 
 class Stage(Enum):
-    """The states of a prompt::
+    """States of a prompt, and the next states of each::
 
     SUBMITTED  waits until its load may begin                       -> LOADING, READY
     LOADING    its context is being loaded                          -> WAITING, READY, SUBMITTED
@@ -103,31 +103,31 @@ class Job:
     uid: int
     agent_id: str
     tokens: tuple[int, ...]
-    options: dict[str, Any]  # of the batch's submit
+    options: dict[str, Any]  # keyword arguments of the batch's `submit`
     keep: bool
-    label: str  # text that shows the context to people if it is not kept
+    label: str  # the text that people see for a context that is not kept
     on_token: TokenReceiver | None
     on_done: Callable[[Answer], None]
     on_error: Callable[[Exception], None]
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.SUBMITTED
-    error: Exception | None = None  # the error that ends it before it is loaded
+    error: Exception | None = None  # an error of the checks in `submit`, which the next step reports
     loading: Loading | None = None
     loaded: Loaded | None = None  # its blocks are held under the agent's id until it runs
     restore_seconds: float = 0.0
     claim: Claim | None = None
     reach: int = 0  # tokens of the prompt that were loaded when the claim was made
     waiting_since: float = 0.0  # time.perf_counter()
-    waited: float = 0.0  # seconds
-    not_before: int = 0  # after a load that found the pool full: the value of `_ended` at which to load again
-    said: int = 0  # tokens of the answer
-    joined: float = 0.0  # the batch; time.perf_counter()
+    waited: float = 0.0  # seconds in earlier waits for a claim
+    not_before: int = 0  # the value of `_ended` at which to load again after a load that found the pool full
+    said: int = 0  # tokens passed to `on_token`
+    joined: float = 0.0  # time.perf_counter() when it joined the batch
     running: int | None = None  # its uid in the batch
     span: TraceSpan = field(default_factory=partial(span, "kvpage.request"))
 
     @property
     def waits(self) -> bool:
-        """Whether another prompt has the claim."""
+        """Whether another prompt holds the claim."""
         return self.claim is not None and self.claim.state == "wait"
 
     def progress(self) -> JobProgress:
@@ -172,32 +172,32 @@ log = logging.getLogger(__name__)
 MAX_PROMPTS_AHEAD = 8  # prompts that are loading, or loaded and not in the batch yet
 LOOK_AGAIN_SECONDS = 0.02  # longest wait in a step while blocks may become free, or a claim may end
 PATIENCE_FACTOR = 2.0  # longest wait for another prompt's prefix, as a multiple of the time to compute it
-MEASURED_TOKENS = 64  # fewer computed tokens do not measure the speed of prefill
+MEASURED_TOKENS = 64  # least computed tokens of a prefill that measures the speed
 
 
 class AgentEngine:
     """Scheduler that answers prompts of many agents in one batch. One thread owns it; others may call only `wake`.
 
-    `step` calls the callbacks of a prompt: `on_token` for every token, then `on_done` or `on_error` once. A callback
-    that raises ends its own answer only.
+    `step` calls the callbacks of a prompt: `on_token` for every token, then `on_done` or `on_error` once. An exception
+    from a callback affects only its own answer.
     """
 
     def __init__(self, batch: BlockPoolBatchEngine, store: AgentCacheStore | None = None) -> None:
-        """Take over `batch`. When the batch lacks blocks, the engine evicts contexts from `store`."""
+        """Take ownership of `batch`. When the batch lacks blocks, the engine evicts contexts from `store`."""
         self._batch = batch
         self._batch.wait_for_blocks = True
         self._store = store
         self._uids = count()
         self._jobs: dict[int, Job] = {}  # pending jobs by uid, in the order of submission
         self._running: dict[int, Job] = {}  # jobs in the batch, by the batch's uid
-        self._speed = 0.0  # prefill tokens a second of the last measured prompt; 0 if unknown
+        self._speed = 0.0  # tokens per second of the last measured prefill; 0 if unknown
         self._ended = 0  # number of answers that have ended and freed their blocks
         self._woken = threading.Event()
         self._closed = False
 
     @property
     def pending(self) -> int:
-        """The number of prompts that are not answered yet."""
+        """Number of prompts that are not answered yet."""
         return len(self._jobs)
 
     def submit(
@@ -222,8 +222,8 @@ class AgentEngine:
         With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
         only, and its context is shared without a name. Then `label` is the text that `kvpage ls` shows for it.
 
-        The other arguments, and the errors given to `on_error`, are those of the batch's `submit`. A prompt waits while
-        the pool is full: PoolExhaustedError means that the whole pool is too small.
+        The other arguments, and the errors passed to `on_error`, are those of the batch's `submit`. A prompt waits
+        while the pool is full; PoolExhaustedError means that the whole pool is too small.
         """
         options = {
             "max_tokens": max_tokens,
@@ -246,7 +246,7 @@ class AgentEngine:
         return job.uid
 
     def cancel(self, uid: int) -> None:
-        """Drop a prompt and free its blocks. Its callbacks are not called any more.
+        """Drop a prompt and free its blocks. Its callbacks are no longer called.
 
         Raises KeyError for a uid that is not pending.
         """
@@ -254,7 +254,7 @@ class AgentEngine:
         if job.running is not None:
             del self._running[job.running]
             self._ended += 1
-            with suppress(KeyError):  # it is complete, and its step is still calling callbacks
+            with suppress(KeyError):  # it is complete, and `step` is calling the callbacks of this step
                 self._batch.cancel(job.running)
         self._release(job)
         self._let_go(job)
@@ -262,9 +262,9 @@ class AgentEngine:
         job.span.end()
 
     def step(self, timeout: float = 0.0) -> bool:
-        """Run one round: loaded prompts join the batch; every prompt advances by a chunk and every answer by a token.
+        """Add loaded prompts to the batch, advance the batch by one step, and call the callbacks.
 
-        Wait up to `timeout` seconds when there is nothing to run, but not after the last answer. Return True while
+        If no prompt runs, wait up to `timeout` seconds for an event, but not after the last answer. Return True while
         prompts are pending.
         """
         had_any = bool(self._jobs)
@@ -301,7 +301,7 @@ class AgentEngine:
             pass
 
     def shutdown(self) -> None:
-        """Reject new prompts, and end the pending ones with an error. May be called again."""
+        """Reject new prompts, and end the pending ones with an error. May be called more than once."""
         self._closed = True
         for job in list(self._jobs.values()):
             self.cancel(job.uid)
@@ -309,12 +309,12 @@ class AgentEngine:
         self._batch.shutdown()
 
     def _at(self, stage: Stage) -> Iterator[Job]:
-        """Iterate over the jobs at this stage in the order of submission, without jobs that a callback cancels
-        meanwhile."""
+        """Return an iterator over the jobs at this stage in the order of submission. It omits jobs that a callback
+        cancels during the iteration."""
         return (job for job in list(self._jobs.values()) if job.stage is stage and job.uid in self._jobs)
 
     def _begin(self) -> None:
-        """Begin to load submitted prompts, while fewer than MAX_PROMPTS_AHEAD are loading or ready."""
+        """Start loads for submitted prompts, while fewer than MAX_PROMPTS_AHEAD are loading or ready."""
         ahead = sum(job.stage in (Stage.LOADING, Stage.READY) for job in self._jobs.values())
         for job in self._at(Stage.SUBMITTED):
             if job.error:
@@ -335,7 +335,7 @@ class AgentEngine:
                 ahead += 1
 
     def _take_up(self) -> None:
-        """Take the results of loads that are done, and claim the missing blocks."""
+        """Take the results of completed loads, and claim the missing blocks."""
         for job in self._at(Stage.LOADING):
             if not (job.loading and job.loading.done()):
                 continue
@@ -367,8 +367,8 @@ class AgentEngine:
         job.stage = Stage.WAITING if job.waits else Stage.READY
 
     def _wait_no_longer(self) -> None:
-        """Continue with prompts whose wait for a claim is over, or has lasted PATIENCE_FACTOR times as long as
-        computing."""
+        """End the wait of each prompt if its claim is decided, or if the wait is longer than PATIENCE_FACTOR times the
+        time to compute the missing tokens."""
         for job in self._at(Stage.WAITING):
             waited = time.perf_counter() - job.waiting_since
             if job.waits and self._speed and waited > PATIENCE_FACTOR * (len(job.tokens) - job.reach) / self._speed:
@@ -409,8 +409,8 @@ class AgentEngine:
     def _make_room(self, blocks: int, nbytes: int) -> None:
         """Free blocks for the prompt that waits in the batch.
 
-        Contexts are evicted from memory first. If that is not enough and nothing runs, one context that was loaded for
-        a later prompt is freed, to be loaded again.
+        Evict contexts from memory first. If that is not enough and no prompt runs, free one context that was loaded for
+        a later prompt; it is loaded again.
         """
         if not self._store or self._store.make_room(blocks, nbytes) or self._batch.running:
             return
@@ -421,7 +421,7 @@ class AgentEngine:
                 return
 
     def _renamed(self, job: Job) -> TokenReceiver:
-        """Return a receiver that passes tokens on under the job's uid in place of the batch's."""
+        """Return a receiver that counts tokens, and passes them on with the job's uid in place of the batch's."""
         on_token = job.on_token
         assert on_token
 
@@ -492,7 +492,7 @@ class AgentEngine:
 
 
 def _end_span(job: Job, done: CompletedGeneration, reuse: Reuse) -> None:
-    """End the job's span, with the time of its first token."""
+    """End the job's span. If there was a token, add a span from the start of the prefill to the first token."""
     if reuse.time_to_first_token > 0:
         first = job.submitted + reuse.time_to_first_token
         with job.span.current():

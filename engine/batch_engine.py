@@ -42,7 +42,7 @@ from .spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
 
-THOUGHT_TOKENS = 16  # last tokens of a prompt, in which a template may open a thought
+THOUGHT_TOKENS = 16  # last tokens of a prompt that are searched for the mark that opens a thought
 CHANGED = "the model is not the one that was probed"
 
 
@@ -55,14 +55,14 @@ class BlockPoolBatchEngine:
     Prompts join and leave between steps. A step adds a token to every answer and at most `prefill_chunk` tokens to
     each prefill, so a long prompt delays the next tokens of the others by no more than a chunk.
 
-    Where layers carry a state (windows, recurrences), a context can be resumed where a state was kept: at the end of an
-    answer, before the last token of its prompt, before a thought that the prompt opens, and, as many as fit in
-    `state_budget` bytes, at checkpoints (ends of blocks, spread evenly over the prompt), at the prompt's end, and where
-    the contexts before it could be resumed.
+    If layers carry a state (windows, recurrences), a context can be resumed only at positions with a kept state. States
+    are kept at the end of an answer, before the last token of its prompt, and before a thought that the prompt opens.
+    As far as `state_budget` bytes allow, they are also kept at checkpoints (ends of blocks, spread evenly over the
+    prompt), at the end of the prompt, and at the positions of states in the reused cache.
 
-    A model that mlx-lm does not batch, or batches wrongly, runs its prompts one by one. So does a model with an unknown
-    kind of cache. Its contexts are not kept, nor are contexts of a model that has changed since it was probed;
-    `not_kept` says why.
+    If mlx-lm does not batch a model, or batches it with other results, prompts run separately, in turns. So do prompts
+    of a model with an unknown kind of cache. Contexts of such a cache are not kept, nor are contexts of a model that
+    has changed since it was probed; `not_kept` is the reason.
     """
 
     def __init__(
@@ -90,24 +90,24 @@ class BlockPoolBatchEngine:
 
     @property
     def pending(self) -> int:
-        """The number of prompts that are not complete."""
+        """Number of prompts that are not complete."""
         return len(self._running) + len(self._waiting)
 
     @property
     def running(self) -> int:
-        """The number of prompts in the batch."""
+        """Number of prompts in the batch."""
         return len(self._running)
 
     @property
     def wanted(self) -> tuple[int, int] | None:
-        """Blocks and bytes that the first waiting prompt needs; None when none waits."""
+        """Blocks and bytes that the first waiting prompt needs; None if no prompt waits."""
         if not self._waiting:
             return None
         return self._block_manager.needed(self._waiting[0])
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, encoded as by mlx_lm.generate. Raises UnknownTokenError if it is not a
-        text."""
+        """Return the token ids of `text`, encoded as by mlx_lm.generate. Raises UnknownTokenError if UTF-8
+        cannot encode it."""
         return encode(self._tokenizer, text)
 
     def submit(
@@ -126,23 +126,24 @@ class BlockPoolBatchEngine:
     ) -> int:
         """Queue `prompt`, the whole context as text or token ids, and return its uid.
 
-        Tokens at the start of the prompt that `cache` holds are not computed again, except the prompt's last one. Where
-        layers carry a state, reuse ends where one was kept. The caller still owns `cache`, and may free it when this
-        returns. The answer ends at the model's end of text, at `max_tokens`, at the end of the model's context, or
-        before the first of the `stop` strings. `sampler` picks each token; the default is the likeliest. The answer's
-        text is that of mlx_lm.generate, without a first space; with `continues` it is the exact continuation of the
-        prompt's text.
+        Tokens at the start of the prompt that `cache` holds are not computed again, except the prompt's last one. If
+        layers carry a state, reuse ends at a kept state. The caller still owns `cache`, and may free it after this
+        call. The answer ends at the model's end of text, at `max_tokens`, at the end of the model's context, or before
+        the first of the `stop` strings. `sampler` selects each token; the default selects the likeliest one. The
+        answer's text equals the text of mlx_lm.generate, which drops a first space; with `continues` it is the exact
+        continuation of the prompt's text.
 
-        `on_token` is called with each token. With `logprobs`, a token has its log-probability and those of that many
-        likeliest tokens. `on_prompt` is called once with the full blocks of the prompt, as soon as they are computed;
-        to keep them, share them in the pool. Both callbacks may call `submit` and `cancel`. An exception from a
-        callback or the sampler, or a sampled value that is no token, ends this answer alone, with the reason "error"
-        and no context.
+        `on_token` is called with each token. With `logprobs` above 0, a token has its log-probability and those of the
+        `logprobs` likeliest tokens. `on_prompt` is called once with the full blocks of the prompt, as soon as they are
+        computed; to keep them, the callback has to share them in the pool. Both callbacks may call `submit` and
+        `cancel`. An exception from a callback or the sampler, or a sampled value that is no token, ends only this
+        answer, with the reason "error" and without a context.
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for a freed cache, max_tokens below 1, an empty
         stop string or too many logprobs, PoolExhaustedError when the pool lacks the blocks that the answer may need
-        (with `wait_for_blocks`: when the whole pool is too small), and EngineClosedError. Then nothing is queued.
+        (with `wait_for_blocks`: when the whole pool is too small), and EngineClosedError. After an exception nothing is
+        queued.
         """
         if self._closed:
             raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
@@ -205,7 +206,7 @@ class BlockPoolBatchEngine:
     def cancel(self, uid: int) -> None:
         """Drop a prompt or an unfinished answer, and free its blocks.
 
-        Raises KeyError for a uid that isn't pending.
+        Raises KeyError for a uid that is not pending.
         """
         for request in self._waiting:
             if request.uid == uid:
@@ -263,7 +264,7 @@ class BlockPoolBatchEngine:
     def shutdown(self) -> None:
         """Reject new prompts, and drop the pending ones. `step` still yields completed answers.
 
-        May be called again.
+        May be called more than once.
         """
         self._closed = True
         for request in [*self._waiting, *self._running.values()]:
@@ -280,7 +281,7 @@ class BlockPoolBatchEngine:
             self._start(self._waiting.popleft())
 
     def _start(self, request: Request) -> None:
-        if not self._keeps(request):  # nothing is reused
+        if not self._keeps(request):  # the caches of another model cannot be reused
             self.pool.free((block.block_id for block in request.shared), request.agent_id)
             request.shared, request.tokens_reused, request.cache = (), 0, self._runner.cache(None, 0)
             request.states = {}
@@ -292,20 +293,21 @@ class BlockPoolBatchEngine:
         """Handle the response to one request. An exception of its callbacks or its sampler ends this answer only."""
         try:
             return work(response)
-        except Exception as error:  # noqa: BLE001 - it ends this answer
+        except Exception as error:  # noqa: BLE001 - it ends only this answer
             if response.uid not in self._running:
                 return None
             self._runner.remove(response.uid)
             return self._failed(self._running.pop(response.uid), error)
 
     def _begin_anew(self, error: Exception) -> list[CompletedGeneration]:
-        """After a failed step of the model, fail all requests in the batch: their caches may be half written."""
+        """Fail all requests in the batch after a failed step of the model: their caches may be half written."""
         log.error("a step of the model failed", exc_info=error)
         self._runner.restart()
         return [self._failed(self._running.pop(uid), error) for uid in list(self._running)]
 
     def _keeps(self, request: Request) -> bool:
-        """Return whether its context may be kept: the model is still the probed one. If not, set `not_kept`."""
+        """Return whether the request's context may be kept. If the model has changed since it was probed, set
+        `not_kept`."""
         if not request.not_kept and not self._watch.same():
             request.not_kept = CHANGED
         return not request.not_kept
@@ -325,7 +327,7 @@ class BlockPoolBatchEngine:
             if computed or len(tokens) in request.checkpoints:
                 self._keep_state(request, cache, tokens)
             if computed and self._has_more(request):
-                # If memory is short, the blocks are made at the end of the answer, or `not_kept` says why not.
+                # If memory is short, the blocks are made at the end of the answer, or `not_kept` is the reason.
                 with suppress(RuntimeError, MemoryError):
                     self._block_manager.make_full(request, cache, len(tokens))
         if not computed or not request.on_prompt:
@@ -354,8 +356,8 @@ class BlockPoolBatchEngine:
         return request.on_prompt is not None and full > len(request.shared) and self._keeps(request)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
-        """Add one token (mlx-lm's GenerationBatch.Response) to its request. Return the completion if it was the
-        last."""
+        """Add one token (mlx-lm's GenerationBatch.Response) to its request. Return the completed generation if
+        it was the last one."""
         request = self._running.get(response.uid)
         if not request:
             return None
@@ -384,14 +386,14 @@ class BlockPoolBatchEngine:
         if not not_kept:
             try:
                 blocks = self._block_manager.make_context(request, cache, tokens)
-            except Exception as error:  # noqa: BLE001 - the answer is not lost with its context
+            except Exception as error:  # noqa: BLE001 - the answer is valid without its context
                 not_kept = str(error)
         if not blocks:
             self._block_manager.release(request)
         return request.completed("stop" if request.text.stopped else reason, self.spec, blocks, not_kept)
 
     def _failed(self, request: Request, error: Exception) -> CompletedGeneration:
-        with suppress(Exception):  # it may be the tokenizer that failed
+        with suppress(Exception):  # the tokenizer may be the part that failed
             request.text.finish()
         self._block_manager.release(request)
         return request.completed("error", self.spec, None, f"the answer failed: {error!r}", error)

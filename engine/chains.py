@@ -1,4 +1,4 @@
-"""Names of agents, and of runs of tokens: chain hashes, and how much two runs share."""
+"""Ids of agents, chain hashes of blocks, and the rules for sharing blocks."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ class Chain:
 
     def parent(self, index: int, before: str | None) -> str:
         """Return the parent's hash in the name of block `index`: the chain hash of the block `before` it, or the root.
-        For the first private block it is BLAKE2b with 16 bytes over that and the client, so that only this client can
-        name this block and the blocks after it."""
+        For the first private block it is BLAKE2b with 16 bytes over this hash and the client, so that only this client
+        can name this block and the blocks after it."""
         parent = self.root if before is None else before
         if not self.client or index != self.shared:
             return parent
         return hashlib.blake2b(bytes.fromhex(parent) + self.client.encode(), digest_size=16).hexdigest()
 
 
-SHARED = Chain()  # of agents without a tenant
+SHARED = Chain()  # the chain of an agent without a tenant, with all blocks shared
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The rule for the beginnings of contexts that the clients of a tenant share.
+    """Rule for sharing the first blocks of contexts between the clients of a tenant.
 
-    A client is a named agent. Prompts without a name are those of one client for each bearer token.
+    A client is a named agent, or all prompts without a name that have the same bearer token.
     """
 
     share: Share = "all"
@@ -82,7 +82,8 @@ class Sharing:
     mark: tuple[int, ...] = ()  # the tokens after it
 
     def chain(self, agent_id: str, tokens: Sequence[int], block_tokens: int) -> Chain:
-        """Return the chain of an agent's context of these tokens. A longer context has the same names for them."""
+        """Return the chain for an agent's context of these tokens. A longer context has the same names for their
+        blocks."""
         root = root_of(agent_id)
         if self.share == "all":
             return Chain(root)
@@ -106,7 +107,7 @@ SHARE_ALL = Sharing()
 
 
 def is_unnamed(agent_id: str) -> bool:
-    """Return whether the id stands for one prompt without a name."""
+    """Return whether the id is one of `unnamed_agent`, which stand for a prompt without a name."""
     return bool(_UNNAMED.match(agent_id))
 
 

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    # dependencies may be missing
+    # imported here, because dependencies may be missing, which `main` reports
     from .commands import Failure, agents, demo, measure, models, persistent, serve, talk
 
     parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")

@@ -30,7 +30,7 @@ _LARGEST_BYTES = 32 << 20  # glibc's maximum; larger blocks are mapped, and unma
 
 
 def keep_freed() -> bool:
-    """Make glibc keep freed memory; False with another C library. Call it before threads start.
+    """Make glibc keep freed memory. Return False with another C library. Call it before threads start.
 
     All threads then share one heap, because blocks are received on one thread and used on another.
     """
@@ -45,7 +45,7 @@ OTHERS = 256  # files and sockets in addition to those of clients
 
 
 def room_for(connections: int) -> int:
-    """Raise the limit of open files for so many connections, and return the number of connections that it allows."""
+    """Raise the limit of open files for this number of connections, and return the number that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHERS
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -115,8 +115,8 @@ def _limit_threads(library: ctypes.CDLL) -> None:
 
 
 def _libraries() -> Iterator[Path]:
-    """Yield the paths of OpenBLAS builds, multi-threaded ones first: of PyPI, Debian, Fedora, and the linker's
-    default."""
+    """Yield the paths of OpenBLAS builds from PyPI, Debian and Fedora, and the linker's default. Multi-threaded builds
+    are first."""
     if wheel := _directory("ngsolve_openblas"):
         yield from wheel.glob("libopenblas*.so*")
     yield from Path("/usr/lib").glob("*-linux-gnu/openblas-pthread/libopenblas.so.0")
@@ -142,8 +142,8 @@ def _load(library: Path, bundled: Path) -> ctypes.CDLL:
 
 
 def _directory(package: str, relative: str = ".") -> Path | None:
-    """Return the directory at `relative` to an installed package, found without importing it; None when there is
-    none."""
+    """Return the directory at the path `relative` to an installed package, without an import of the package. Return
+    None if it does not exist."""
     spec = find_spec(package)
     places = [Path(place, relative) for place in (spec.submodule_search_locations or [])] if spec else []
     return next((place.resolve() for place in places if place.is_dir()), None)

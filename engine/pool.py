@@ -17,12 +17,12 @@ class PoolExhaustedError(RuntimeError):
 
 
 class LeakError(RuntimeError):
-    """Blocks are still held; the message says how many, by whom and for how long."""
+    """Blocks are still held; the message names their holders, number, bytes and age."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One holder's claim on one block."""
+    """One reference of a holder on a block."""
 
     block_id: int
     agent_id: str  # "" for a holder that gave no name
@@ -68,12 +68,12 @@ class BlockPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the held blocks take, or that are reserved for them."""
+        """Bytes that the held blocks use, or that are reserved for them."""
         return self._bytes
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that `allocate` can still hand out."""
+        """Number of blocks that `allocate` can still return."""
         return max(0, self.total_blocks - len(self._blocks))
 
     @property
@@ -82,10 +82,10 @@ class BlockPool:
         return max(0, self.total_bytes - self._bytes)
 
     def allocate(self, count: int, agent_id: str = "", nbytes: int = 0) -> list[int]:
-        """Allocate `count` ids, each with one reference of `agent_id`, and reserve `nbytes` in all; all of them or
-        none.
+        """Allocate `count` ids, each with one reference of `agent_id`, and reserve `nbytes` in total for them.
 
-        Raises PoolExhaustedError when fewer blocks or bytes are free.
+        Raises PoolExhaustedError, and allocates none, if fewer blocks or bytes are free; ValueError for a negative
+        number.
         """
         if count < 0 or nbytes < 0:
             raise ValueError(f"count and nbytes must be at least 0, got {count} and {nbytes}")
@@ -103,10 +103,10 @@ class BlockPool:
         return ids
 
     def settle(self, nbytes: Mapping[int, int]) -> None:
-        """Set the real sizes of blocks, by id, in place of the bytes reserved for them.
+        """Set the actual sizes of blocks, by id, in place of the bytes reserved for them.
 
-        Raises ValueError for an id that is not allocated, and PoolExhaustedError when they need more bytes than are
-        reserved and free. Then nothing is changed.
+        Raises ValueError for an id that is not allocated or a negative size, and PoolExhaustedError if the blocks need
+        more bytes than are reserved and free. After an exception nothing is changed.
         """
         if wrong := [block_id for block_id, size in nbytes.items() if size < 0]:
             raise ValueError(f"blocks {wrong} cannot take less than 0 bytes")
@@ -148,7 +148,7 @@ class BlockPool:
     def reconfigure(self, total_blocks: int | None = None, total_bytes: int | None = None) -> None:
         """Change the limits; None leaves a limit as it is.
 
-        If more is held than the new limits allow, holders keep it, and nothing is handed out until enough is freed.
+        If more is held than the new limits allow, holders keep it, and nothing is allocated until enough is freed.
         Raises ValueError, and changes nothing, for a limit below 1.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""The layout of a model's cache, found by running a few tokens, and its fingerprint."""
+"""The layout of a model's cache, measured with a few tokens, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .chains import SHARE_ALL, Chain, Sharing
 from .model.identity import Identity, UnknownIdentityError
 from .model.trial import Trial
 
-BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
-PROBED = [1, 0] * 6  # in every vocabulary; enough to complete arrays that grow only with the first tokens
+BLOCK_TOKENS = 256  # the step by which mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
+PROBED = [1, 0] * 6  # ids in every vocabulary; enough to complete arrays that grow only with the first tokens
 LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
 
 
@@ -35,7 +35,7 @@ class ModelTag:
     block_tokens: int
 
 
-Shapes = tuple[tuple[Matrices, ...], ...]  # the arrays of each layer; () for a layer without arrays of this sort
+Shapes = tuple[tuple[Matrices, ...], ...]  # the arrays of each layer; () for a layer without arrays of this kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class ModelCacheSpec:
 
     model_id: str
     block_tokens: int
-    layers: tuple[Layer, ...]  # the caches in the order of the model's layers, of which each may keep several
-    nesting: tuple[Nesting, ...]  # of each layer of the model: the caches that it keeps
+    layers: tuple[Layer, ...]  # caches in the order of the model's layers; a layer may have several
+    nesting: tuple[Nesting, ...]  # the structure of the caches of each layer of the model
     vocab_size: int
-    context: int | None  # most tokens of the model; None if its configuration does not say
+    context: int | None  # maximum number of tokens; None if the model's configuration does not set it
     fingerprint: int  # 64 bits; caches with equal fingerprints can be exchanged
     batches: bool  # whether mlx-lm's batches give the same results as the model alone
     resumes: bool = False  # whether the tokens after a context may be computed in one pass
-    refusal: str | None = None  # why contexts of this model cannot be kept; then it has no layers
+    refusal: str | None = None  # reason why contexts of this model cannot be kept; `layers` is then empty
     identity: str | None = None  # the digest of the model's computation; None if unknown
     quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
     sharing: Sharing = SHARE_ALL  # which blocks the clients of a tenant share
@@ -112,19 +112,19 @@ class ModelCacheSpec:
 
     @property
     def tag(self) -> ModelTag:
-        """The tag for people. Its heads and head_dim are those of a block's first page, 0 without pages."""
+        """Short description for people. Its heads and head_dim are those of a block's first page, 0 without pages."""
         first = next(chain.from_iterable(layer.matrices(1) for layer in self.layers), None)
         heads, head_dim = (first.heads, first.plane.head_dim) if first else (0, 0)
         return ModelTag(self.model_id, len(self.nesting), heads, head_dim, self.block_tokens)
 
     @property
     def has_state(self) -> bool:
-        """Whether contexts can be continued only where a state was kept."""
+        """Whether contexts can be continued only at positions with a kept state."""
         return any(isinstance(layer, StateLayer) and layer.planes for layer in self.layers)
 
     @property
     def token_nbytes(self) -> int:
-        """The bytes of a token in all layers."""
+        """Bytes of a token in all layers."""
         return _nbytes(self.token_shapes(1))
 
     def state_nbytes(self, end: int) -> int:
@@ -144,7 +144,7 @@ class ModelCacheSpec:
         return self.sharing.chain(agent_id, tokens, self.block_tokens)
 
     def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return the most tokens of an answer: `max_tokens`, or fewer if the model's context ends before."""
+        """Return the maximum length of an answer in tokens: `max_tokens`, or less if the model's context is shorter."""
         return min(max_tokens, self.context - prompt_tokens) if self.context else max_tokens
 
     def blocks_for(self, tokens: int) -> int:
@@ -152,8 +152,8 @@ class ModelCacheSpec:
 
 
 def _identity(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the digest of the model's computation, or the reason why it has none. The model must have run once,
-    because some models complete themselves.
+    """Return the digest of the model's computation, and the reason why it has none; one of them is None. The model must
+    have run once, because some models create parts of themselves in the first run.
     """
     try:
         return Identity(model).digest, None
@@ -169,7 +169,8 @@ def _describe_all(cache: Sequence[Any]) -> tuple[tuple[Layer, ...], tuple[Nestin
 
 
 def _context(model: nn.Module) -> int | None:
-    """Return the context length in the configuration; of a multimodal model, in that of its language model."""
+    """Return the context length from the configuration, for a multimodal model from that of its language model. Return
+    None if it is not set."""
     for args in _configuration(model).values():
         language = args.get("text_config") or args
         length: int | None = (language if isinstance(language, dict) else vars(language)).get("max_position_embeddings")

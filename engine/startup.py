@@ -42,10 +42,10 @@ class Options:
     cold: Path | None = None  # a directory for contexts in files
     kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
-    restore_within: float = RESTORE_SECONDS  # seconds of a load, at most
+    restore_within: float = RESTORE_SECONDS  # maximum seconds of a load
     kv_quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
-    keep: Keep = "worth"  # which contexts without a name are given to the page server
-    share: Share = "all"  # which beginnings of contexts the clients of a tenant share
+    keep: Keep = "worth"  # which contexts without a name are written to the page server
+    share: Share = "all"  # which first blocks of contexts the clients of a tenant share
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
 def _probe(
     model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None, quantised_from: int = 0
 ) -> ModelCacheSpec:
-    """Probe the model. With `kv_bits`, keys and values of layers with a row a token are quantised, from token
-    `quantised_from` of a prompt on, and a warning names the other layers.
+    """Probe the model. With `kv_bits`, keys and values of layers with a row per token are quantised, from token
+    `quantised_from` of a prompt on, and a warning names the kinds of the other layers.
 
     Raises UnsupportedCacheError if the model cannot use such a cache.
     """

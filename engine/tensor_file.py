@@ -1,4 +1,4 @@
-"""Reader and writer of safetensors files, which may be from untrusted sources: with limits, a tensor at a time.
+"""Reader and writer of safetensors files, one tensor at a time. The reader has limits for files of untrusted sources.
 
 Contains: readers and writers of bytes. Excludes: MLX, models, agents, or another part of the engine.
 """
@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values."""
+        """Number of bytes of its values."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
@@ -80,7 +80,7 @@ def write(
 
 
 class TensorReader:
-    """Reader of an open safetensors file. Checks the header first.
+    """Reader of an open safetensors file. The constructor checks the header.
 
     The constructor and the methods raise DamagedFileError.
     """
@@ -110,7 +110,8 @@ class TensorReader:
     def bodies(self) -> Iterator[NDArray[np.uint8]]:
         """Yield the bytes of each tensor, in the order of `tensors`.
 
-        Raises DamagedFileError after the last tensor if the digest is wrong, so the caller may use none before the end.
+        Raises DamagedFileError after the last tensor if the digest is wrong, so the caller must not use a tensor before
+        the end.
         """
         written = str(self.metadata.get("digest"))
         digest = xxhash.xxh3_64(self._header.replace(written.encode(), _NO_DIGEST.encode(), 1))

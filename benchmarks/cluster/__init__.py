@@ -10,7 +10,7 @@ from benchmarks.findings import show, write
 def main(words: list[str]) -> None:
     """Measure, show, and write down."""
     from benchmarks.cluster import a_client_each, clients, first_token  # clients' processes need none of it
-    from benchmarks.pages import documents
+    from benchmarks.pages import tables
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks cluster", description=__doc__)
     parser.add_argument("--quick", action="store_true")
@@ -24,4 +24,4 @@ def main(words: list[str]) -> None:
     show(findings, first_token.INTRO)
     if not quick:
         write(findings, "cluster_engine", {"rounds": first_token.ROUNDS}, intro=first_token.INTRO)
-        documents.rewrite()
+        tables.rewrite()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.findings import RESULTS
-from benchmarks.pages.tables import table
+from benchmarks.findings import RESULTS, table
 
 _OPS = ("write", "read")
 _ROWS = (  # of clients.py and a_client_each.py, which need more than this to be imported

@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.findings import Finding, show, write
-from benchmarks.pages import documents
+from benchmarks.pages import tables
+from benchmarks.pages.batches import absent_findings, batch_findings, block_findings
+from benchmarks.pages.client_costs import client_findings
 from benchmarks.pages.rounds import Plan
+from benchmarks.pages.single_commands import (
+    latency_findings,
+    lmcache_findings,
+    one_at_a_time_findings,
+    small_command_findings,
+)
+from benchmarks.pages.variants import (
+    default_store_findings,
+    growth_findings,
+    process_findings,
+    twin_findings,
+    watched_findings,
+)
 from benchmarks.servers import pin_client, versions
 
 INTRO = "kvpage-server / the other; ratios are medians of the ratios of each round; CPU time is the server's"
+
+
+class Kind(NamedTuple):
+    """A kind of rows of the table."""
+
+    findings: Callable[[Plan], Iterable[Finding]]  # starts the servers it needs
+    about: str
+
+
 KINDS = {
-    "batches": "single pages, many at once, by an ordinary client and by PageClient",
-    "blocks": "blocks of 2 and 5.6 MiB, likewise",
-    "absent": "KVPAGEMGET of which half is absent",
-    "one_at_a_time": "KVPAGESET and KVPAGEGET, one outstanding on one socket and on each of sixteen",
-    "latency": "one KVPAGEGET beside redis-server's GET",
-    "small_commands": "PING, SET and GET by redis-benchmark, beside redis-server",
-    "lmcache": "LMCache's own benchmark; the variable LMCACHE says where its command is",
-    "default_store": "memory and disk beside memory alone",
-    "clients": "the page clients beside redis-py, and beside bare sockets",
-    "watched": "a server that is scraped, with open dashboards, beside one that nobody watches",
-    "growth": "a million pages: bytes beside their own, and speed",
-    "processes": "two servers beside one",
-    "twin": "the core's Python twin beside an older checkout, which --against names",
+    "batches": Kind(batch_findings, "single pages, many at once, by an ordinary client and by PageClient"),
+    "blocks": Kind(block_findings, "blocks of 2 and 5.6 MiB, likewise"),
+    "absent": Kind(absent_findings, "KVPAGEMGET of which half is absent"),
+    "one_at_a_time": Kind(
+        one_at_a_time_findings, "KVPAGESET and KVPAGEGET, one outstanding on one socket and on each of sixteen"
+    ),
+    "latency": Kind(latency_findings, "one KVPAGEGET beside redis-server's GET"),
+    "small_commands": Kind(small_command_findings, "PING, SET and GET by redis-benchmark, beside redis-server"),
+    "lmcache": Kind(lmcache_findings, "LMCache's own benchmark; the variable LMCACHE says where its command is"),
+    "default_store": Kind(default_store_findings, "memory and disk beside memory alone"),
+    "clients": Kind(client_findings, "the page clients beside redis-py, and beside bare sockets"),
+    "watched": Kind(watched_findings, "a server that is scraped, with open dashboards, beside one that nobody watches"),
+    "growth": Kind(growth_findings, "a million pages: bytes beside their own, and speed"),
+    "processes": Kind(process_findings, "two servers beside one"),
+    "twin": Kind(twin_findings, "the core's Python twin beside an older checkout, which --against names"),
 }
 
 
@@ -37,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks pages",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["kinds of rows:", *(f"  {kind:16}{what}" for kind, what in KINDS.items())]),
+        epilog="\n".join(["kinds of rows:", *(f"  {name:16}{kind.about}" for name, kind in KINDS.items())]),
     )
     parser.add_argument("--quick", action="store_true", help="less of everything, and nothing is written")
     parser.add_argument("--only", metavar="KIND,...", help="these kinds of rows", type=_kinds, default=list(KINDS))
@@ -48,16 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = {"servers": versions(), "sets": plan.sets, "rounds": plan.rounds, "MiB of a pass": plan.least >> 20}
     everything: list[Finding] = []
     for kind in args.only:
-        found = list(importlib.import_module(f"benchmarks.pages.{kind}").findings(plan))
+        found = list(KINDS[kind].findings(plan))
         everything += found
         if found and not plan.quick:
             write(found, f"pages-{kind}", about, intro=INTRO)
     show(everything, INTRO)
     if not plan.quick:
-        from benchmarks.pages import plot  # it imports matplotlib
-
-        plot.write()
-        documents.rewrite()
+        tables.write_picture()
+        tables.rewrite()
 
 
 def _kinds(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.findings import Finding
-from benchmarks.pages.ordinary import Way
+from benchmarks.pages.clients import Way
 from benchmarks.servers import Server
 from kvpage_server.bench import GB
 

@@ -1,18 +1,22 @@
-"""The tables of README.md and docs/performance.md, from the measurements: `results/pages-KIND.json`."""
+"""Tables and the picture of README.md, docs/performance.md and docs/scaling.md, from the measurements."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.findings import RESULTS, Finding
-from benchmarks.pages import one_at_a_time
-from benchmarks.pages.batches import MIXED, REDIS, SIZES, VALKEY
-from benchmarks.pages.blocks import PIECES
-from benchmarks.pages.lmcache import SIZES as LMCACHE_SIZES
+from benchmarks import shares
+from benchmarks.cluster import tables as cluster
+from benchmarks.findings import RESULTS, Finding, table
+from benchmarks.pages import single_commands
+from benchmarks.pages.batches import MIXED, OURS, PIECES, REDIS, SIZES, VALKEY
 from benchmarks.pages.rounds import CPU, SPEED
+from benchmarks.pages.single_commands import LMCACHE_SIZES
 from benchmarks.pages.work import ORDERS, mixed_name
+
+# -- The tables of README.md and docs/performance.md: `results/pages-KIND.json` ----------------------------------------
 
 OPS = ("read", "write")
 ENGINES = next(iter(ORDERS))
@@ -49,11 +53,6 @@ def found() -> Found:
     return Found(findings)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
-
-
 Works = list[str]  # that share a figure; `{op}` in them is read or write, `{theirs}` what LMCache calls it
 THEIRS = {"read": "load", "write": "store"}
 
@@ -67,10 +66,10 @@ def _mixed(more: str = "") -> Works:
 
 
 def _alone(count: int) -> list[Works]:
-    return [[one_at_a_time.name("{op}", size, count)] for size in one_at_a_time.SIZES]
+    return [[single_commands.alone_name("{op}", size, count)] for size in single_commands.ALONE_SIZES]
 
 
-BATCH, ALONE = (CPU, SPEED), (one_at_a_time.CPU, one_at_a_time.RATE)
+BATCH, ALONE = (CPU, SPEED), (single_commands.CPU, single_commands.RATE)
 SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
     ("Valkey 9.1, 900 pages of 1 / 4 KiB", VALKEY, BATCH, list(map(_pages, SMALL))),
     ("Valkey 9.1, 256 pages of 16 / 32 / 64 / 256 KiB", VALKEY, BATCH, list(map(_pages, LARGE))),
@@ -84,12 +83,12 @@ SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
     ("Valkey 9.1, blocks of 512 pages beside 512 values", VALKEY, BATCH, [[f"{{op}} 8 blocks of 2 MiB, {PIECES}"]]),
     *(
         (
-            f"Valkey 9.1, one page of 4 / 16 / 64 / 256 KiB at a time, {one_at_a_time.spell_sockets(count)}",
+            f"Valkey 9.1, one page of 4 / 16 / 64 / 256 KiB at a time, {single_commands.spell_sockets(count)}",
             VALKEY,
             ALONE,
             _alone(count),
         )
-        for count in one_at_a_time.TARGETS
+        for count in single_commands.ALONE_TARGETS
     ),
     (
         "Valkey 9.1, LMCache's own benchmark, 64 / 256 / 2048 KB",
@@ -151,13 +150,13 @@ def alone(known: Found) -> str:
         micros = ours.measured.split(" / ")[0]
         return f"{ours.value:.2f} ({known.one(work, VALKEY, rate).value:.2f}), {micros} µs"
 
-    kinds = [(op, count) for op in ("write", "read") for count in one_at_a_time.TARGETS]
-    head = ["page", *(f"{op}, {one_at_a_time.spell_sockets(count)}" for op, count in kinds)]
+    kinds = [(op, count) for op in ("write", "read") for count in single_commands.ALONE_TARGETS]
+    head = ["page", *(f"{op}, {single_commands.spell_sockets(count)}" for op, count in kinds)]
     return table(
         head,
         (
-            [f"{size} KiB", *(cell(one_at_a_time.name(op, size, count)) for op, count in kinds)]
-            for size in one_at_a_time.SIZES
+            [f"{size} KiB", *(cell(single_commands.alone_name(op, size, count)) for op, count in kinds)]
+            for size in single_commands.ALONE_SIZES
         ),
     )
 
@@ -191,3 +190,61 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "others": others,
     "missed": missed,
 }
+
+
+# -- The documents: the tables between their marks, written anew -------------------------------------------------------
+#
+# A mark is a comment that is not shown: `<!-- table: NAME -->` before the table, `<!-- end of table -->` behind it.
+
+ROOT = RESULTS.parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
+_TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def rewrite() -> None:
+    """Replace the former measurements. Raises KeyError if some are missing."""
+    known = found()
+    for document in DOCUMENTS:
+        document.write_text(with_tables(document.read_text(encoding="utf-8"), known), encoding="utf-8")
+
+
+def with_tables(text: str, known: Found) -> str:
+    """A text with its tables as they are now."""
+
+    elsewhere = {"profile": shares.table, **cluster.TABLES}
+
+    def written(mark: re.Match[str]) -> str:
+        name = mark[2]
+        made = elsewhere[name]() if name in elsewhere else TABLES[name](known)
+        return f"{mark[1]}\n{made}\n{mark[3]}"
+
+    return _TABLE.sub(written, text)
+
+
+# -- README's picture: CPU seconds a gigabyte of three servers, by size of page ----------------------------------------
+
+BAR_WIDTH = 0.27
+
+
+def write_picture() -> None:
+    """`results/pages.png`."""
+    from matplotlib.figure import Figure  # of the extra `bench`; other commands do without it
+
+    known = found()
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axes, op in zip(figure.subplots(1, 2, sharey=True), OPS, strict=True):
+        for place, server in enumerate((OURS, VALKEY, REDIS)):
+            heights = [_cost(known, f"{op} {SIZES[size]} pages of {size} KiB, {ENGINES}", server) for size in SIZES]
+            axes.bar([i + (place - 1) * BAR_WIDTH for i in range(len(SIZES))], heights, BAR_WIDTH * 0.94, label=server)
+        axes.set_title(op)
+        axes.set_xticks(range(len(SIZES)), [f"{size} KiB" for size in SIZES])
+        axes.set_ylabel("CPU seconds a gigabyte")
+        axes.grid(axis="y", alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(RESULTS / "pages.png", dpi=120)
+
+
+def _cost(known: Found, work: str, server: str) -> float:
+    """Ours stands before the other's."""
+    ours, theirs = known.one(work, VALKEY if server == OURS else server, CPU).measured.split(" / ")
+    return float(ours if server == OURS else theirs)

@@ -1,4 +1,4 @@
-"""The engine behind HTTP, for OpenAI's clients: requests are checked, answers streamed, agents managed.
+"""The OpenAI-compatible HTTP API: checks of requests, streams of answers, and agents.
 
 One thread runs the engine (`worker`); everything else runs on the event loop. `openai.schema` declares requests, and
 `openai.errors` the replies to invalid ones.

@@ -1,4 +1,4 @@
-"""/v1/agents: a tenant's agents and their contexts, with operations on them."""
+"""/v1/agents: the agents of a tenant, with operations on them and their contexts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Answer = TypeVar("_Answer")
 
 
 async def index(request: Request) -> Response:
-    """Return all agents."""
+    """Return all agents of the tenant."""
     service, tenant = _asked(request)
     found = await asyncio.to_thread(service.engine.store.agents)
     return JSONResponse(
@@ -35,7 +35,7 @@ async def show(request: Request) -> Response:
 
 
 async def save(request: Request) -> Response:
-    """Return when an agent's context is stored outside of memory. Raises ApiError if it cannot be."""
+    """Write an agent's context to the tiers below memory, and return the agent. Raises ApiError if that fails."""
     service, tenant = _asked(request)
     given = request.path_params["agent"]
     store = service.engine.store
@@ -52,7 +52,7 @@ async def save(request: Request) -> Response:
 
 
 async def fork(request: Request) -> Response:
-    """Let another agent continue from this agent's context. One that exists is replaced only if the body says so."""
+    """Give another agent the context of this agent. An existing agent is replaced only if the body has `replace`."""
     service, tenant = _asked(request)
     body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]
@@ -102,7 +102,7 @@ async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
 
 
 async def _asking(ask: Callable[..., _Answer], *agents: str) -> _Answer:
-    """Ask the store about agents, on a thread. Raises ApiError if only the page server knows, and does not answer."""
+    """Call a method of the store on a thread. Raises ApiError if it needs the page server, which does not answer."""
     try:
         return await asyncio.to_thread(ask, *agents)
     except StoreUnavailableError as error:

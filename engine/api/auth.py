@@ -1,7 +1,7 @@
-"""Bearer tokens, each of which stands for a tenant.
+"""Bearer tokens and their tenants.
 
-Agents of different tenants are different agents, whatever their names, and share nothing: each tenant's chains of
-blocks have another root, see `engine.chains.root_of`. Without tokens, everybody may ask.
+Agents of different tenants are different agents even if they have the same name. They share no blocks, because each
+tenant's chains of blocks have another root (`engine.chains.root_of`). Without tokens, every request is accepted.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..memory.blocks import BlockError, check_agent_id
 from .openai.errors import ApiError, invalid
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
-_MOST_BYTES = 16 << 20  # of a file of tokens
-WATCHER = "*"  # in place of a tenant's name: may read everybody's metrics, and nothing else
+_MOST_BYTES = 16 << 20  # bytes of a file of tokens
+WATCHER = "*"  # in place of a tenant's name: its token may read the metrics of all tenants, and nothing else
 AGENT_HEADER = "X-Agent-Id"
 
 
 class TokenFileError(ValueError):
-    """A file of tokens that can't be read; the message says why."""
+    """A file of tokens that cannot be read; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The tenant of a request; "" if no tokens are needed. WATCHER owns nothing, and sees all metrics."""
+    """Tenant of a request; its name is "" if no tokens are needed. WATCHER owns no agents, and sees all metrics."""
 
     name: str = ""
 
@@ -66,15 +66,15 @@ class Tenant:
 
 
 def tenant_of(agent_id: str) -> str:
-    """Return the tenant's name in an agent's id; "" if no tokens are needed."""
+    """Return the tenant's name in an agent's id; "" if the id has none."""
     return agent_id.rpartition("@")[2] if "@" in agent_id else ""
 
 
 class Tokens:
-    """The known tokens, by their digests, so that none is compared letter by letter."""
+    """Known tokens, stored as digests, which are compared in constant time."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """`tenants` has a name for each token; empty if no tokens are needed."""
+        """Set the tenant's name for each token. If `tenants` is empty, no tokens are needed."""
         self._tenants = {_digest(token): Tenant(name) for token, name in tenants.items()}
 
     @classmethod
@@ -105,12 +105,12 @@ class Tokens:
         return cls(tenants)
 
     def share(self, places: int) -> int:
-        """Return how many of so many places each tenant has for certain, at least one."""
+        """Return the number of `places` that are guaranteed to each tenant, at least one."""
         names = {tenant.name for tenant in self._tenants.values()} - {WATCHER}
         return max(1, places // max(1, len(names)))
 
     def tenant(self, request: Request) -> Tenant:
-        """Return the tenant of a request about agents. Raises ApiError if there is none."""
+        """Return the tenant of a request about agents. Raises ApiError for an unknown token, and for WATCHER's."""
         tenant = self.who(request)
         if tenant.name == WATCHER:
             raise ApiError(403, "this token is for /metrics only", code="metrics_only")

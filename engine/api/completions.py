@@ -27,7 +27,7 @@ from .openai.shapes import ChatLikelihoods, ChatShape, Envelope, Shape, TextLike
 from .service import Service
 from .worker import Generation, Prompt
 
-# -- Sends an answer to a client: whole, or streamed as server-sent events ---------------------------------------------
+# -- Answers to clients: whole, or streamed as server-sent events ------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ _Result = TypeVar("_Result")
 
 
 async def answer(service: Service, request: Request, generation: Generation, shape: Shape, body: Asked) -> Response:
-    """Return the reply to a request. The answer ends when the client leaves, or after the time limit.
+    """Return the reply to a request. The answer ends when the client disconnects, or after the time limit.
 
-    A stream begins with the first token, so that an error before that can have a status of its own.
+    A stream begins with the first token, so that an error before it can have its own status.
     """
     with ExitStack() as ends:
         ends.callback(generation.cancel)
@@ -65,7 +65,7 @@ async def answer(service: Service, request: Request, generation: Generation, sha
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`. If the client leaves, cancels it and raises ClientDisconnect."""
+    """Return the result of `work`. If the client disconnects, cancel it and raise ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -104,7 +104,8 @@ async def _cancel_on_disconnect(generation: Generation, receive: Receive) -> Non
 
 
 def _abandon_in_time(generation: Generation, request: Request, seconds: float, ends: ExitStack) -> float:
-    """Abandon the answer when its client leaves or the time is up, until it `ends`. Returns when the time is up."""
+    """Abandon the answer when its client disconnects or `seconds` have passed, unless `ends` is closed before. Return
+    the deadline, in the event loop's time."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     ends.callback(asyncio.ensure_future(_cancel_on_disconnect(generation, request.receive)).cancel)
@@ -113,7 +114,7 @@ def _abandon_in_time(generation: Generation, request: Request, seconds: float, e
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events, one chunk each."""
+    """Stream of server-sent events. When it ends, the answer is cancelled if it is not complete."""
 
     def __init__(
         self, events: AsyncIterator[bytes], service: Service, generation: Generation, deadline: float, ends: ExitStack
@@ -141,7 +142,7 @@ class _Stream(StreamingResponse):
 async def _events(
     service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield one event for each token. The first includes the opening, and the last the end of the stream."""
+    """Yield the events of a stream: the opening with the first token, the further tokens, and the end."""
     try:
         if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
             yield events
@@ -153,7 +154,7 @@ async def _events(
         yield await _made(shape, partial(_ending, shape, generation.answer, usage=usage))
     except ClientDisconnect:
         raise
-    except Exception as error:  # noqa: BLE001 - the status is sent already: an event reports it
+    except Exception as error:  # noqa: BLE001 - the status was sent already: an event has the error
         yield _encoded([refusal(error, service).body])
 
 
@@ -231,7 +232,7 @@ def _prompt(
         seed=body.seed,
         stop=body.stop,
         continues=continues,
-        logprobs=0 if logprobs is None else max(1, logprobs),  # a token's own logprob comes with those of others
+        logprobs=0 if logprobs is None else max(1, logprobs),  # 0 would omit also the logprob of the token itself
     )
     return prompt, given
 

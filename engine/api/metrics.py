@@ -22,7 +22,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class _Answers:
-    """Metrics of answers: of all of them, or of a tenant's."""
+    """Metrics of all answers, or of one tenant's answers."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -56,7 +56,7 @@ class Metrics:
 
     def __init__(self, pending: Callable[[], int]) -> None:
         self._answers = _Answers()
-        self._of_tenants: defaultdict[str, _Answers] = defaultdict(_Answers)  # as many as there are tokens
+        self._of_tenants: defaultdict[str, _Answers] = defaultdict(_Answers)  # by tenant; tokens limit their number
         self._registry = self._answers.registry
         shared: dict[str, Any] = {"registry": self._registry}
         self.requests = Counter(PREFIX + "requests", "HTTP requests", ["endpoint", "status"], **shared)
@@ -68,7 +68,7 @@ class Metrics:
         waiting.set_function(pending)
 
     def watch(self, engine: Engine) -> None:
-        """Tell of its memory and its tiers, too."""
+        """Add the metrics of the engine's memory and tiers."""
         self._registry.register(_EngineCollector(engine))
 
     def answered(self, answer: Answer, agent_id: str) -> None:
@@ -78,7 +78,7 @@ class Metrics:
             self._of_tenants[tenant].count(answer)
 
     def exposition(self, who: Tenant) -> bytes:
-        """Return the metrics in Prometheus' format: a tenant gets only metrics of its own answers."""
+        """Return the metrics in Prometheus' format. A tenant gets only the metrics of its own answers."""
         everything = who.name in ("", WATCHER)
         return generate_latest(self._registry if everything else self._of_tenants[who.name].registry)
 
@@ -118,7 +118,7 @@ class _EngineCollector(Collector):
 
 
 def _page_server(server: PageServer) -> Iterator[Metric]:
-    """Yield the figures of the page server's tier."""
+    """Yield the metrics of the page server's tier."""
     breaker = GaugeMetricFamily(
         PREFIX + "page_server_breaker", "Whether it is asked: 1 for the state that it is in", labels=["state"]
     )
@@ -147,7 +147,8 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Without a label, `label` and the only key of `values` are ""."""
+    """Return a counter with a number for each value of its label. Without a label, `label` and the only key of `values`
+    are ""."""
     family = CounterMetricFamily(PREFIX + name, help, labels=[label] if label else [])
     for value in values:
         family.add_metric([value] if label else [], values[value])

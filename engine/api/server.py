@@ -1,4 +1,4 @@
-"""The server process: it listens, loads, serves, and stops without losing contexts."""
+"""The server process: it listens, loads the model, serves requests, and saves all contexts when it stops."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"there is no {request.method} {request.url.path} here"
     response = ApiError(error.status_code, message, code="unknown_url").response()
-    response.headers.update(error.headers or {})  # such as the methods that are allowed
+    response.headers.update(error.headers or {})  # such as Allow
     return response
 
 
 class _Counting:
-    """Counts requests by endpoint and status."""
+    """ASGI middleware that counts requests by endpoint and status."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -145,7 +145,7 @@ class _Counting:
 
 
 class _Traced:
-    """Continues the trace that a request names."""
+    """ASGI middleware that continues the trace in the headers of a request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -157,15 +157,15 @@ class _Traced:
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_SECONDS = 1.0  # to see whether the engine's thread still runs
+LOOK_EVERY_SECONDS = 1.0  # interval of the checks whether the engine's thread still runs
 
-# Seconds that a token waits for the event loop to run, while the engine's thread builds its next step. Python's own, 5
-# milliseconds, would be most of what HTTP adds to a first token.
+# Seconds that a token waits until the event loop runs, while the engine's thread builds its next step. With Python's
+# default, 5 milliseconds, this wait would be most of the time that HTTP adds to a first token.
 SWITCH_INTERVAL_SECONDS = 0.0002
 
 
 class ServeError(RuntimeError):
-    """The engine can't be served; the message says why."""
+    """The engine cannot be served; the message says why."""
 
 
 def run(
@@ -182,12 +182,12 @@ def run(
     hash_labels: bool,
     tell: Callable[[str], object],
 ) -> int:
-    """Serve until a signal. Returns 0, or 1 if a context could not be saved or the engine failed.
+    """Serve until a signal arrives. Return 0, or 1 if a context could not be saved or the engine failed.
 
-    `tell` is called with the name of each step before it starts.
+    `tell` is called with a description of each long step of the start.
 
-    The first signal ends listening, and leaves requests `grace` seconds to finish. A second one ends the process at
-    once. Raises ServeError if the engine can't be opened.
+    The first signal ends listening, and leaves requests `grace` seconds to finish. A second one, except SIGHUP, ends
+    the process at once. Raises ServeError if the engine cannot be opened.
     """
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
@@ -229,7 +229,7 @@ async def _serve(
         await worker.finish(grace)
         await serving
         if worker.loading:
-            os._exit(0)  # there is nothing to save, and loading can't be interrupted
+            os._exit(0)  # there is nothing to save, and the load of a model cannot be interrupted
         await worker.stop()
     return int(failed or worker.unsaved > 0)
 
@@ -239,7 +239,7 @@ def _refused(refusal: Unanswered) -> Response:
 
 
 async def _first_of(*waits: object) -> None:
-    """Wait for the first of several, and raise its exception."""
+    """Wait until one of several awaitables is done, and cancel the others. Raises its exception."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -252,7 +252,7 @@ async def _first_of(*waits: object) -> None:
 
 def _signalled(stopping: asyncio.Event, number: int) -> None:
     if stopping.is_set() and number != signal.SIGHUP:  # a closing terminal may send it twice
-        os._exit(128 + number)  # the second signal asks for a quick end
+        os._exit(128 + number)  # a second signal requests an immediate end
     stopping.set()
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of all endpoints: the tenant, the body, and an engine that answers."""
+"""Parts that all endpoints share: the web page, the request's tenant and body, and the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = Path(__file__).with_name("browser")
 
 
 async def page(request: Request) -> Response:
-    """Return the page, which contains no data; it requests them."""
+    """Return the web page. It contains no data, but requests them from `events`."""
     return FileResponse(PAGE / "index.html")
 
 
@@ -54,16 +54,16 @@ PAGE_ROUTES = [
 ]
 
 
-LABEL_TEXT, LABEL_LETTERS = 1000, 60  # of a text, to look for words in it, and of a label
-BODY_SECONDS = 30.0  # for a client to send a body
-SHORT_BODY_BYTES = 4096  # of a body that is parsed at once, in a fraction of a millisecond
+LABEL_TEXT, LABEL_LETTERS = 1000, 60  # characters: of a text that is searched for words, and of a label
+BODY_SECONDS = 30.0  # time limit for a client to send a body
+SHORT_BODY_BYTES = 4096  # a body up to this size is parsed on the event loop, in a fraction of a millisecond
 
 _Parsed = TypeVar("_Parsed", bound=RequestBody)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a client's requests."""
+    """Limits of requests, answers and connections."""
 
     body: int = 1 << 20  # bytes; parsing a megabyte may delay others by 10 milliseconds
     queue: int = 64  # unfinished answers, waiting ones included; a tenant below its share may exceed it
@@ -74,7 +74,7 @@ class Limits:
 
 
 class Service:
-    """One model, served."""
+    """State of a server of one model, which all endpoints share."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Service:
         sanitize: bool = False,
         hash_labels: bool = False,
     ) -> None:
-        """With `sanitize`, control tokens in the content of users and tools are encoded as text. With `hash_labels`,
-        contexts without a name are shown by a hash, and not by their first words."""
+        """Serve the engine of `worker`. With `sanitize`, control tokens in the content of users and tools are encoded
+        as text. With `hash_labels`, contexts without a name are shown by a hash, and not by their first words."""
         self.worker = worker
         self.model_id = model_id
         self.tokens = tokens
@@ -102,14 +102,14 @@ class Service:
         self._prompts: Prompts | None = None
 
     async def load(self) -> None:
-        """Return when the engine accepts prompts. Raises the error of the load."""
-        renderer = Renderer()  # it is ready before the model is
+        """Wait until the engine accepts prompts. Raises the error of the load."""
+        renderer = Renderer()  # started first, because its process is ready before the model
         engine = await self.worker.loaded()
         self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)
         self.metrics.watch(engine)
         self._engine = engine
         gc.collect()
-        gc.freeze()  # or a collection would look at all imports, for a tenth of a second
+        gc.freeze()  # otherwise a collection would visit all imported objects, for a tenth of a second
 
     @property
     def alive(self) -> bool:
@@ -137,7 +137,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """The engine, to look at; it belongs to the worker's thread. Raises ApiError while there is none."""
+        """The engine, which the worker's thread owns. Raises ApiError unless it accepts prompts."""
         if not self._engine or not self.ready:
             doing = "being stopped" if self.closing else "loading its model" if not self._engine else "out of order"
             raise ApiError(503, f"the engine is {doing}", code="not_ready", retry_after=1)
@@ -145,13 +145,13 @@ class Service:
 
     @property
     def prompts(self) -> Prompts:
-        """The model's prompts. Raises ApiError while there is no engine."""
+        """The encoder of the model's prompts. Raises ApiError unless the engine accepts prompts."""
         assert self.engine
         assert self._prompts
         return self._prompts
 
     async def body(self, request: Request) -> bytes:
-        """Return the request's body. Raises ApiError if it is too long or too slow."""
+        """Return the request's body. Raises ApiError if it is too long, or arrives too slowly."""
         length = request.headers.get("Content-Length", "0")
         if int(length) > self.limits.body:
             raise self._too_long()  # a client that waits for 100 Continue does not send it
@@ -178,7 +178,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parser, kind.parse, raw)
 
     def check_model(self, model: str) -> None:
-        """Raises ApiError if the model is not served."""
+        """Raise ApiError if the model is not served."""
         if model != self.model_id:
             raise ApiError(
                 404, f"model: {shortened(model)} is not served here, {self.model_id!r} is", "model", "model_not_found"
@@ -188,7 +188,8 @@ class Service:
         """Return the engine's id for a prompt's agent, and the client's name for it.
 
         The name is the first one given of `agent_id`, the header and `user`, which may be any text. A prompt without a
-        name gets a new agent, whose context is not kept. Raises ApiError for a header and an `agent_id` that differ.
+        name gets a new agent's id, and None as the name. Raises ApiError for an invalid name, and if the header and
+        `agent_id` differ.
         """
         header = request.headers.get(AGENT_HEADER)
         if None not in (header, asked.agent_id) and header != asked.agent_id:
@@ -204,14 +205,15 @@ class Service:
         return tenant.agent(unnamed_agent(token), "agent_id"), None
 
     def label(self, text: str) -> str:
-        """Return how to show a context without a name to people, which begins with this text of a user."""
+        """Return the text that people see for a context without a name: the first words of `text`, its first text of a
+        user, or a hash of it."""
         words = " ".join(text[:LABEL_TEXT].split())
         if not words or not self._hash_labels:
             return words[:LABEL_LETTERS]
         return "#" + hashlib.blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
 
     def answered(self, generation: Generation) -> None:
-        """Count and show a complete answer."""
+        """Count a complete answer, and add it to the state of the web page."""
         assert generation.answer
         self.metrics.answered(generation.answer, generation.prompt.agent_id)
         prompt = generation.prompt

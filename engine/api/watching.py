@@ -21,21 +21,21 @@ from ..tiers.store import AgentInfo
 from .auth import Tenant, tenant_of
 from .worker import EngineThread
 
-LATELY = 500  # answers that are remembered
+LATELY = 500  # most recent answers that are kept for each tenant
 EVERY_SECONDS = 1.0
-AGENTS_SECONDS = 3.0  # that a list of agents is good for
-AGENTS_SHARE = 0.05  # of the time is spent on making it, at the most: it asks the server and the files
+AGENTS_SECONDS = 3.0  # least time between two queries of the agents
+AGENTS_SHARE = 0.05  # largest share of the time for these queries, which read from the page server and files
 MOST_AGENTS = 1000  # in the list, the largest
-MOST_WATCHERS = 64  # at a time
+MOST_WATCHERS = 64  # open streams of events; a tenant below its share may exceed it
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer, as it is shown."""
+    """An answer, as the page shows it."""
 
     number: int  # within its tenant, because a tenant must not see the number of other requests
     at: float  # unix seconds
-    agent: str | None  # as its tenant calls it; None without a name
+    agent: str | None  # its tenant's name for the agent; None without a name
     label: str  # the first words of a prompt without a name, or a hash
     prompt: int  # tokens
     reused: int
@@ -44,12 +44,12 @@ class Answered:
     restore_seconds: float
     waited_seconds: float
     first_seconds: float
-    said: int  # tokens
+    said: int  # tokens of the answer
 
 
 @dataclass(slots=True)
 class Totals:
-    """Tokens, since the start."""
+    """Numbers of answers and of their tokens, since the start."""
 
     answers: int = 0
     prompt: int = 0
@@ -72,16 +72,16 @@ class Watching:
     """State for the page of one engine."""
 
     def __init__(self, worker: EngineThread) -> None:
-        self.watchers: Counter[str] = Counter()  # pages that are shown, by tenant
+        self.watchers: Counter[str] = Counter()  # open pages, by tenant
         self._worker = worker
         self._tenants: dict[str, _Tenancy] = {}
         self._running: list[JobProgress] = []
         self._agents: list[AgentInfo] = []
-        self._again = 0.0  # time.monotonic(): when agents are asked for
+        self._again = 0.0  # time.monotonic() from which the agents are queried again
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def answered(self, answer: Answer, *, kept: bool, label: str) -> None:
-        """Remember it. If it is `kept`, it has an agent's name. Otherwise it is shown by its `label`."""
+        """Add an answer to its tenant's history. It is shown with its agent's name if it is `kept`, or with `label`."""
         tenant = Tenant(tenant_of(answer.agent_id))
         seen = self._tenants.setdefault(tenant.name, _Tenancy())
         reuse, totals = answer.reuse, seen.totals
@@ -145,7 +145,7 @@ class Watching:
         }
 
     def _ask(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """Ask, unless a question is under way."""
+        """Start the query `work`, unless the last one of the same name is still running."""
         asking = self._asking.get(what)
         if asking and not asking.done():
             return work.close()

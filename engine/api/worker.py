@@ -1,7 +1,7 @@
 """The thread that runs the engine.
 
-MLX belongs to one thread: it loads the model and does everything that touches an array. The event loop passes calls to
-it through a queue, and tokens return with `call_soon_threadsafe`. Neither waits for the other.
+Only this thread uses MLX: it loads the model, and does all work with arrays. The event loop passes calls to it through
+a queue, and tokens return with `call_soon_threadsafe`. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..startup import Engine
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0  # for which an idle engine waits before it checks whether to end
-PROMPTS_IN_ENGINE = 40  # prompts given to the engine: the 32 that its batch runs, and 8 whose contexts it loads ahead
+PROMPTS_IN_ENGINE = 40  # prompts passed to the engine: the 32 that its batch runs, and 8 whose contexts it loads ahead
 
 Event = Token | Answer | Exception  # the next token, the complete answer, or an error
 _Result = TypeVar("_Result")
@@ -46,21 +46,21 @@ class Prompt:
     stop: Sequence[str] = ()
     continues: bool = True  # whether its answer keeps a first space
     logprobs: int = 0
-    label: str = ""  # how to show a context without a name to people
+    label: str = ""  # the text that people see for a context without a name
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """An answer under way, for the event loop: iterate over its tokens, then read `answer`."""
+    """Unfinished answer, for use on the event loop: iterate over its tokens, then read `answer`."""
 
     prompt: Prompt
     tenant: str
-    _ended: Callable[[Generation], bool]  # removes it; returns whether it was still there
+    _ended: Callable[[Generation], bool]  # removes it from the pending ones; returns whether it was one
     _drop: Callable[[Generation], None]
-    uid: int | None = None  # the engine's, set and read in its thread
+    uid: int | None = None  # the engine's uid, set and read on its thread
     cancelled: bool = False
     answer: Answer | None = None
-    asked_in: contextvars.Context = field(default_factory=contextvars.copy_context)  # with its trace
+    asked_in: contextvars.Context = field(default_factory=contextvars.copy_context)  # with the request's trace
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
@@ -79,17 +79,17 @@ class Generation:
         raise StopAsyncIteration
 
     def tell(self, event: Event) -> None:
-        """Deliver the result. May be called on any thread."""
+        """Deliver an event to the iteration. May be called on any thread."""
         self._loop.call_soon_threadsafe(self._arrived, event)
 
     def cancel(self) -> None:
-        """Cancel it: its blocks are free before the engine's next step. May be called again."""
+        """Cancel the answer. Its blocks are free before the engine's next step. May be called more than once."""
         self.cancelled = True
         if self._ended(self):
             self._drop(self)
 
     def abandon(self, why: Exception) -> None:
-        """Cancel it. After the tokens that have arrived, the iteration raises `why`."""
+        """Cancel the answer. After the tokens that have arrived, the iteration raises `why`."""
         self.cancel()
         self._events.put_nowait(why)
 
@@ -100,20 +100,20 @@ class Generation:
 
 
 class EngineThread:
-    """Runs the engine that `make` makes, until `stop`.
+    """Thread that creates an engine with `make`, and runs it until `stop`.
 
-    The engine answers prompts in their order. So it is given a few at a time, one of each tenant in turn.
+    The engine answers prompts in the order of submission. So it gets a few at a time, one of each tenant in turn.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self._make = make
         self._made: Future[Engine] = Future()
         self._calls: deque[Callable[[Engine], None]] = deque()
-        self._generations: set[Generation] = set()  # the event loop's, as the next three
+        self._generations: set[Generation] = set()  # pending ones; used by the event loop, as the next three
         self._pending: Counter[str] = Counter()  # by tenant
-        self._given: set[Generation] = set()  # to the engine
-        self._turns: dict[str, deque[Generation]] = {}  # waiting ones by tenant; the next in turn first
-        self._idle = asyncio.Event()  # set if there are none
+        self._given: set[Generation] = set()  # passed to the engine
+        self._turns: dict[str, deque[Generation]] = {}  # waiting ones, by tenant; the next in turn is the first
+        self._idle = asyncio.Event()  # set if no generation is pending
         self._idle.set()
         self._stop = threading.Event()
         self.unsaved = 0  # contexts that could not be saved when the engine was closed
@@ -121,11 +121,11 @@ class EngineThread:
 
     @property
     def pending(self) -> int:
-        """Return the number of unfinished answers, including waiting ones."""
+        """Number of unfinished answers, including waiting ones."""
         return len(self._generations)
 
     def pending_of(self, tenant: str) -> int:
-        """Unfinished answers of a tenant."""
+        """Return the number of unfinished answers of a tenant."""
         return self._pending[tenant]
 
     @property
@@ -142,8 +142,8 @@ class EngineThread:
         self._thread.start()
 
     async def loaded(self) -> Engine:
-        """Wait for the engine, and return it. Raises the error of its construction. Cancelling the wait does not stop
-        it.
+        """Wait for the engine, and return it. Raises the error of its construction. A cancelled wait does not stop
+        the construction.
         """
         return await asyncio.shield(asyncio.wrap_future(self._made))
 
@@ -161,16 +161,16 @@ class EngineThread:
         return generation
 
     async def call(self, work: Callable[[Engine], _Result]) -> _Result:
-        """Run `work` between two steps of the engine."""
+        """Run `work` between two steps of the engine. Return its result, or raise its exception."""
         done: Future[_Result] = Future()
         self._call(partial(_do, work, done))
         try:
             return await asyncio.wrap_future(done)
         finally:
-            del done  # its error has this frame
+            del done  # to break the cycle: its error has a reference to this frame
 
     async def finish(self, seconds: float) -> None:
-        """Wait up to so many seconds until everything is answered, then cancel the rest."""
+        """Wait up to `seconds` seconds until all prompts are answered, then abandon the rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -178,7 +178,7 @@ class EngineThread:
             generation.abandon(EngineClosedError("the server is being stopped"))
 
     async def stop(self) -> None:
-        """End the thread when everything is saved."""
+        """Let the thread end, and wait for it. It saves all contexts before."""
         self._stop.set()
         self._wake()
         await asyncio.to_thread(self._thread.join)
@@ -187,7 +187,7 @@ class EngineThread:
         if generation not in self._generations:
             return False
         self._generations.remove(generation)
-        self._pending -= Counter({generation.tenant: 1})  # tenants without any are left out
+        self._pending -= Counter({generation.tenant: 1})  # a subtraction removes tenants with a count of 0
         self._given.discard(generation)
         self._give()
         if not self._generations:
@@ -195,14 +195,14 @@ class EngineThread:
         return True
 
     def _give(self) -> None:
-        """Give waiting prompts to the engine, one of each tenant in turn."""
+        """Pass waiting prompts to the engine, one of each tenant in turn."""
         while self._turns and len(self._given) < PROMPTS_IN_ENGINE:
             tenant, waiting = next(iter(self._turns.items()))
             del self._turns[tenant]
             generation = waiting.popleft()
             if waiting:
                 self._turns[tenant] = waiting
-            if generation in self._generations:  # or it was cancelled
+            if generation in self._generations:  # otherwise it was cancelled
                 self._given.add(generation)
                 self._call(partial(_submit, generation))
 
@@ -243,7 +243,7 @@ def _do(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine
     except Exception as error:  # noqa: BLE001 - passed to the waiting task
         done.set_exception(error)
     finally:
-        del done  # the error has this frame
+        del done  # to break the cycle: its error has a reference to this frame
 
 
 def _submit(generation: Generation, engine: Engine) -> None:

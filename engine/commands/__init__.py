@@ -9,4 +9,4 @@ from __future__ import annotations
 
 
 class Failure(Exception):
-    """A command failed; the message says why."""
+    """Failure of a command, with the reason as its message."""

@@ -17,7 +17,7 @@ from kvpage_server.system.text import as_size
 
 from . import Failure
 
-TOKEN = "KVPAGE_TOKEN"  # in the environment
+TOKEN = "KVPAGE_TOKEN"  # environment variable
 ANSWER_SECONDS = 60.0
 ACTIONS = (  # name, help, arguments, method, path
     ("list", "all agents", (), "GET", "/v1/agents"),

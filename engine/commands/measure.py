@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..startup import Engine
     from ..tiers.pages import PageTier
 
-DECODED_TOKENS = 16  # of an answer whose speed is measured
+DECODED_TOKENS = 16  # tokens of the answer that measures the speed of decode
 PINGS = 50
 
 
@@ -50,14 +50,14 @@ def add_to(commands: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Time to fetch a context of n tokens: `fixed` + n * `each` seconds."""
+    """Estimate of the time to fetch a context of n tokens: `fixed` + n * `each` seconds."""
 
     fixed: float
     each: float
 
     def pays_from(self, prefill: float) -> int | None:
-        """Return the least tokens for which fetching is faster than computing `prefill` tokens a second; None if
-        never."""
+        """Return the least number of tokens for which fetching is faster than computing `prefill` tokens per second;
+        None if there is no such number."""
         saved = 1 / prefill - self.each
         return max(1, round(self.fixed / saved + 0.5)) if saved > 0 else None
 
@@ -88,7 +88,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Measure model, link and store, and say whether fetching pays."""
+    """Measure model, link and store, and print from how many tokens on fetching is faster than computing."""
     engine = open_engine(args)
     try:
         store = _about(engine.pages, args.store) if engine.pages else "none; --store URL measures one"
@@ -123,8 +123,8 @@ def _verdict(fetching: Fetching, prefill: float) -> str:
 
 
 def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:
-    """Measure the fetching of contexts of two lengths, with the median of three loads. Raises Failure if one is not
-    found."""
+    """Measure the fetching of contexts of two lengths, as the median of three loads each. Raises Failure if a context
+    is not found."""
     found = []
     for prompt in (short, long):
         with _scratch(engine) as agent:
@@ -154,7 +154,7 @@ def _warm_up(engine: Engine) -> None:
 
 
 def _decode(engine: Engine, agent: str, prompt: list[int]) -> float:
-    """Return the tokens a second after the first token; 0 for an answer of fewer than two tokens."""
+    """Return the decoded tokens per second after the first token; 0 for an answer of fewer than two tokens."""
     came: list[float] = []
     ask(engine, agent, prompt, max_tokens=DECODED_TOKENS, on_token=lambda token: came.append(time.perf_counter()))
     return (len(came) - 1) / (came[-1] - came[0]) if len(came) > 1 else 0.0

@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
 
 
 def fetch_model(args: argparse.Namespace) -> int:
-    """Download and convert a model; a terminal shows a progress bar."""
+    """Download and convert a model. Show a progress bar if standard error is a terminal."""
     from ..model import smollm2  # imports MLX
 
     target: Path = args.to or Path("models", args.name)

@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> NoReturn:
-    """Serve until a signal arrives, then end the process."""
+    """Serve until a signal arrives, then end the process. Raises Failure if the engine cannot be served."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop_at_once)  # there is no context to save yet
@@ -84,7 +84,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
             code = run(options(args), listener, tokens, limits, **asked)
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
-    # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that began them.
+    # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that started them.
     tracing.flush()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..scheduling.request import Token, TokenReceiver
     from ..startup import Engine
 
-# -- Asking an engine in this process, one prompt at a time ------------------------------------------------------------
+# -- Prompts to an engine in this process, one at a time ---------------------------------------------------------------
 
 
 def ask(
@@ -62,7 +62,7 @@ def print_text(token: Token) -> None:
 
 
 def account(answer: Answer) -> str:
-    """Return one line about the reused tokens and the time."""
+    """Return one line about the reused tokens and the time to the first token."""
     reuse = answer.reuse
     where = {
         "hot": "from memory",
@@ -80,9 +80,9 @@ def account(answer: Answer) -> str:
 
 Messages = list[dict[str, str]]
 
-_MOST_BYTES = 64 << 20  # of a transcript
+_MOST_BYTES = 64 << 20  # bytes of a transcript
 _MOST_MESSAGES = 100_000
-_MOST_WORDS = 8 * _MOST_MESSAGES  # strings, names included
+_MOST_WORDS = 8 * _MOST_MESSAGES  # strings, including the names of fields
 
 
 def add_to(commands: Any) -> None:

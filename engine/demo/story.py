@@ -30,7 +30,7 @@ from kvpage_server.system.terminal import table_of
 # -- A question to a serving engine, and the measurements of its answer ------------------------------------------------
 
 MAX_TOKENS = 24
-ANSWER_SECONDS = 300.0  # without a byte
+ANSWER_SECONDS = 300.0  # timeout of a socket, and of a save
 
 Messages = Sequence[dict[str, str]]
 
@@ -42,13 +42,13 @@ class Turn:
     text: str
     prompt_tokens: int
     tokens_reused: int  # of the prompt
-    tier: str  # the tier that had them
+    tier: str  # the tier that supplied them
     first_token: float  # seconds from the request to the first token of the answer, measured by the client
-    why: str | None = None  # why fewer tokens were reused; None if the store had all
+    why: str | None = None  # reason why the store found less than the whole prompt; None if it found all
 
 
 def ask_api(url: str, model: str, messages: Messages) -> Turn:
-    """Request the likeliest next message as a stream, and measure it. Raises OSError if the engine does not answer."""
+    """Request the likeliest next message as a stream, and measure it. Raises OSError if the engine fails."""
     body = {
         "model": model,
         "messages": messages,
@@ -87,7 +87,7 @@ def save(url: str) -> None:
 
 # -- The processes of the demonstration: a page server, and engines that share only that server ------------------------
 
-START_SECONDS = 30.0  # for the store
+START_SECONDS = 30.0  # timeout for the start of the store
 STOP_SECONDS = 10.0
 # OpenBLAS's threads wait for one another, so the times of several threads would depend on other load of the machine.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -176,8 +176,8 @@ def running_store() -> Iterator[Store]:
 
 
 def _with(token: str, directory: str) -> str:
-    """Write the token to a file in a private directory, because every user of the machine can read a process's
-    arguments."""
+    """Write a configuration file with the token to a private directory, and return its path. The token is no argument,
+    because every user of the machine can read the arguments of a process."""
     file = Path(directory, "store.conf")
     file.write_text(f"web-token {token}\ndir {directory}\n", encoding="utf-8")
     return str(file)
@@ -203,7 +203,8 @@ class EngineProcess:
 
     @cached_property
     def url(self) -> str:
-        """Its URL. Waits until the engine serves; raises ProcessError if the engine ends before that."""
+        """URL of the engine. The first access waits until the engine serves. Raises ProcessError if the engine ends
+        before."""
         stdout = self.process.popen.stdout
         assert stdout
         _, served, url = stdout.readline().partition(" is served on ")
@@ -218,7 +219,7 @@ class EngineProcess:
             return ask_api(url, self.model, messages)
 
     def save(self) -> None:
-        """Wait until its contexts are in the store, so that another engine can continue."""
+        """Wait until its contexts are in the store, so that another engine can continue. Raises ProcessError."""
         url = self.url
         with self._failing():
             save(url)
@@ -246,7 +247,7 @@ QUESTIONS = (
     "What is the name of the supply boat?",
 )
 ENGINES = ("A", "B", "A, restarted")  # the engine that answers each question
-REUSED = 0.95  # least share of each later prompt that is reused
+REUSED = 0.95  # least share of each later prompt that has to be reused
 SOONER = 10.0  # least ratio of the first turn's time to first token to the last turn's
 
 
@@ -259,21 +260,21 @@ class Outcome:
 
     @property
     def reused(self) -> float:
-        """The smallest share of a later prompt that was not computed."""
+        """Smallest share of a later prompt that was not computed."""
         return min(map(share_reused, self.moved[1:]))
 
     @property
     def sooner(self) -> float:
-        """The ratio of the first turn's time to first token to the last turn's, whose prompt is longer."""
+        """Ratio of the first turn's time to first token to the last turn's, which has a longer prompt."""
         return self.moved[0].first_token / self.moved[-1].first_token
 
     @property
     def same_text(self) -> bool:
-        """Whether every answer is the one of the uninterrupted conversation."""
+        """Whether all answers equal those of the uninterrupted conversation."""
         return [turn.text for turn in self.moved] == [turn.text for turn in self.uninterrupted]
 
     def promises(self) -> dict[str, bool]:
-        """Return each result as a sentence, with whether it reaches the promised value."""
+        """Return a sentence for each result, and whether the result reaches its promised value."""
         reasons = ", ".join(turn.why for turn in self.moved[1:] if turn.why)
         said = f"; the store: {reasons}" if reasons and self.reused < REUSED else ""
         return {

@@ -16,15 +16,15 @@ from mlx_lm.sample_utils import apply_top_p
 from .unbatched import Sampler, likeliest
 
 COLD = 1e-5  # below this, logprobs divided by the temperature overflow
-LEAST_TOP_P = 1e-6  # the likeliest token of a large vocabulary has more; float32 has no room for less
+LEAST_TOP_P = 1e-6  # the likeliest token of a large vocabulary has a higher probability; float32 is too coarse for less
 
 
 def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> Sampler | None:
-    """Return a sampler that draws from the likeliest tokens that make up `top_p` of the probability, at `temperature`.
-    Without
-    `seed` it is seeded by the system. None, for the likeliest token, below LEAST_TOP_P or a temperature of COLD.
+    """Return a sampler that draws from the likeliest tokens with a total probability of `top_p`, at `temperature`.
 
-    For one thread and one answer. Raises ValueError for values out of range.
+    Without `seed`, the system's random generator seeds it. If `top_p` is below LEAST_TOP_P or `temperature` below COLD,
+    return None, which stands for the likeliest token. A sampler is for one thread and one answer. Raises ValueError for
+    values out of range.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
@@ -49,15 +49,15 @@ class SamplerError(ValueError):
 
 
 class Guarded:
-    """A caller's sampler, guarded: an exception, or a value that is no token, is kept and raised by `check`. The batch
-    goes on meanwhile with a token that is not used."""
+    """Wrapper of a caller's sampler. It stores an exception, or a value that is no token, which `check` raises later.
+    Until then the batch continues with a token that is not used."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._drawn: deque[mx.array | Exception] = deque()  # sampled but not yet checked, two at most
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Token ids ``[1]`` from log-probabilities ``[1, vocabulary]``; always ones that the model has."""
+        """Return a token id ``[1]`` for log-probabilities ``[1, vocabulary]``; it is always an id of the vocabulary."""
         try:
             drawn = self._sampler(logprobs)
             if not isinstance(drawn, mx.array) or drawn.shape != (1,) or not mx.issubdtype(drawn.dtype, mx.integer):
@@ -69,7 +69,7 @@ class Guarded:
         return mx.clip(drawn, 0, logprobs.shape[-1] - 1)
 
     def check(self, token: int) -> None:
-        """Raise the error of the next token, if there was one; the batch has used `token`."""
+        """Raise the stored error of the next token, if there is one. `token` is the id that the batch has used."""
         drawn = self._drawn.popleft()
         if isinstance(drawn, Exception):
             raise drawn

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokeni
 from tokenizers.pre_tokenizers import ByteLevel
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8
-CONTEXT = 8  # tokens before a token that may decide its spelling, for a tokenizer of an unknown kind
+CONTEXT = 8  # tokens before a token that may change its spelling, for a tokenizer of an unknown kind
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a single byte
@@ -28,11 +28,12 @@ class Detokenizer(Protocol):
         """Add a token's text."""
 
     def finalize(self) -> None:
-        """Add the rest, an incomplete character, as U+FFFD."""
+        """Add an incomplete character at the end as U+FFFD."""
 
 
 class TokenText:
-    """The spelling of one tokenizer's tokens. A token without a spelling, such as a padding row of the model, is ""."""
+    """Spelling of one tokenizer's tokens. A token without an entry in the vocabulary, such as a padding row of the
+    model, has no text."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
@@ -44,8 +45,8 @@ class TokenText:
             self._spell = _sentence_piece
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes that a token adds to a text. None where the tokenizer does not give those of a part of a
-        character.
+        """Return the bytes that a token adds to a text; None for a part of a character, if the tokenizer does not
+        provide its bytes.
         """
         piece = self.piece(token)
         if piece is None:
@@ -57,7 +58,7 @@ class TokenText:
         return None if REPLACEMENT in text else text.encode()
 
     def piece(self, token: int) -> str | None:
-        """Return the vocabulary's entry for a token, if it has one."""
+        """Return the vocabulary's entry for a token; None if there is none."""
         if token >= len(self._tokenizer) and not getattr(self._tokenizer, "is_fast", False):
             return None  # tokenizers in Python raise all kinds of errors
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
@@ -70,8 +71,8 @@ class TokenText:
         return _Known(detokenizer, lambda token: self.piece(token) is not None and (size is None or token < size))
 
     def after(self, prompt: Sequence[int]) -> Detokenizer:
-        """Return a detokenizer for the continuation of a prompt: the text of prompt and answer, less that of the
-        prompt. A character that the prompt begins and the answer completes belongs to the answer.
+        """Return a detokenizer for the continuation of a prompt: the text of prompt and answer without the text
+        of the prompt. A character that the prompt begins and the answer completes belongs to the answer.
         """
         if self._spell:
             return _Bytes(self, prompt)
@@ -83,17 +84,19 @@ class TokenText:
 
 
 def rendering(tokenizer: TokenizerWrapper) -> Callable[[list[dict[str, Any]], bool], str]:
-    """Return a function that renders messages with the tokenizer's chat template, in this process."""
+    """Return a function that renders messages with the tokenizer's chat template, in this process. Its second argument
+    says whether to add the beginning of the next answer."""
     return lambda messages, asks: str(
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
     )
 
 
 def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
-    """Return whether the chat template puts a space before an answer, in addition to the answer's own. Then an answer
-    whose first token begins with a space is given back without it, so that the next prompt has the same tokens.
+    """Return whether the chat template puts a space before an answer, in addition to the answer's own. If it does, a
+    space at the beginning of an answer is removed from the reply, so that the next prompt has the same tokens.
 
-    `render` renders messages, with a beginning of the next answer if its second argument is true.
+    `render` renders messages, with the beginning of the next answer if its second argument is true. If it raises an
+    exception, return False.
     """
     asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": " b"}
     try:
@@ -104,7 +107,7 @@ def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -
 
 
 class _Known:
-    """mlx-lm's detokenizer, but for tokens that it cannot spell."""
+    """Wrapper of mlx-lm's detokenizer that skips the tokens it cannot spell."""
 
     def __init__(self, detokenizer: Any, known: Callable[[int], bool]) -> None:
         self._detokenizer = detokenizer
@@ -123,7 +126,7 @@ class _Known:
 
 
 class _Bytes:
-    """The continuation, where every token has its bytes."""
+    """Detokenizer of a continuation, for tokenizers that provide the bytes of each token."""
 
     def __init__(self, tokens: TokenText, prompt: Sequence[int]) -> None:
         self.text = ""
@@ -144,7 +147,8 @@ class _Bytes:
 
 
 class _Windowed:
-    """The continuation, for other tokenizers: each text is decoded behind the tokens before it, and cut."""
+    """Detokenizer of a continuation, for other tokenizers. It decodes new tokens together with the tokens before them,
+    and removes the text of the latter."""
 
     def __init__(self, tokens: TokenText, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
         self.text = ""
@@ -153,7 +157,7 @@ class _Windowed:
         self._before = [token for token in prompt[-CONTEXT:] if tokens.piece(token) is not None]
         self._held: list[int] = []  # not in the text yet
         while self._before and decode(self._before).startswith(REPLACEMENT):
-            self._before.pop(0)  # within a character
+            self._before.pop(0)  # it begins within a character
         while self._before and decode(self._before).endswith(REPLACEMENT):
             self._held.insert(0, self._before.pop())
 
@@ -175,7 +179,7 @@ class _Windowed:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return the byte of each character in which byte-level vocabularies are spelled (GPT-2's)."""
+    """Return the byte for each character of the alphabet of byte-level vocabularies, which is GPT-2's."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -203,24 +207,24 @@ def _sentence_piece(piece: str) -> bytes:
 
 
 class AnswerText:
-    """Text from tokens. Returned text is never revised: an incomplete character, and a possible beginning of a stop
-    string, are held back.
+    """Text of an answer, from its tokens. Returned text is never revised: an incomplete character, and a possible
+    beginning of a stop string, are held back.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
-        """`detokenizer`: fresh; the text ends before the first of the `stop` strings."""
+        """Start with a new `detokenizer`. The text ends before the first of the `stop` strings."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._text = ""
-        self._read = 0  # characters that `read` has handed out
+        self._read = 0  # characters that `read` has returned
         self._held = 0  # characters at the end that may be the beginning of a stop string
         self._finished = False
         self.stopped = False
 
     @property
     def text(self) -> str:
-        """Return the whole text of a finished answer, without a stop string and the text after it."""
+        """The whole text of a finished answer, without a stop string and the text after it."""
         return self._text
 
     def add(self, token: int) -> None:
@@ -229,7 +233,7 @@ class AnswerText:
             self._look()
 
     def finish(self) -> None:
-        """Note that no token follows: the held-back text is final."""
+        """End the text: no token follows, so text that was held back is final."""
         if not self.stopped:
             self._detokenizer.finalize()
             self._look()
@@ -237,7 +241,7 @@ class AnswerText:
         self._held = 0
 
     def read(self) -> str:
-        """Return the text that is complete since the last call."""
+        """Return the text that was completed since the last call."""
         if not (self._stop or self._finished):
             self._look()
         start, self._read = self._read, len(self._text) - self._held
@@ -253,7 +257,7 @@ class AnswerText:
         self._held = 0 if self.stopped else self._beginning_of_a_stop()
 
     def _beginning_of_a_stop(self) -> int:
-        """Return how many characters at the end are the beginning of a stop string, at most."""
+        """Return the length of the longest end of the text that is the beginning of a stop string."""
         lengths = range(min(self._longest - 1, len(self._text)), 0, -1)
         ends = (length for length in lengths if any(word.startswith(self._text[-length:]) for word in self._stop))
         return next(ends, 0)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-MAX_TOKEN_IDS = 2**32  # a block is named after them, four bytes each
+MAX_TOKEN_IDS = 2**32  # a chain hash covers four bytes of each id
 
 
 class PromptError(ValueError):
-    """The model cannot be given this prompt."""
+    """A prompt that the model cannot process."""
 
 
 class EmptyPromptError(PromptError):
@@ -26,8 +26,8 @@ class UnknownTokenError(PromptError):
 
 
 def token_ids(tokens: Any, vocabulary: int = MAX_TOKEN_IDS) -> list[int]:
-    """`tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for any other value."""
-    tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # an array's are its own kind of number
+    """Return `tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for any other value."""
+    tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # elements of an array are not of the type int
     if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | bytearray | memoryview | Mapping):
         raise UnknownTokenError(f"a prompt in tokens is a sequence of their ids, got {type(tokens).__name__}")
     found = list(tokens)
@@ -40,7 +40,7 @@ def token_ids(tokens: Any, vocabulary: int = MAX_TOKEN_IDS) -> list[int]:
 
 
 def _token_id(token: Any) -> int:
-    """Return an array's scalar counts as a number, a truth value does not."""
+    """Convert a scalar of an array to an int. Raises UnknownTokenError for a bool or another type of value."""
     try:
         if isinstance(token, bool):
             raise TypeError
@@ -69,10 +69,11 @@ def check_answer(max_tokens: int, stop: Sequence[str], logprobs: int, vocabulary
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of `text`, as mlx-lm's own generate makes them. Raises UnknownTokenError for no text."""
+    """Return the token ids of `text`, encoded as by mlx_lm.generate. Raises UnknownTokenError if UTF-8 cannot encode
+    it."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can contain
         raise UnknownTokenError(f"a prompt is text that UTF-8 can spell, got {text[error.start]!a}") from None
     bos = tokenizer.bos_token
     return list(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos), verbose=False))

@@ -1,8 +1,8 @@
-"""Runs prompts whose caches cannot be batched, in turns.
+"""Generators for prompts that mlx-lm cannot batch, and for short questions in one pass.
 
-Has the methods of mlx-lm's BatchGenerator. `next` adds a token to every answer and a chunk to one prompt, in rotation.
-So a long prompt delays the others by no more than a chunk, and a short prompt waits for one chunk of each prompt before
-it. The steps of the model are those of mlx-lm's generate_step.
+Both have the methods of mlx-lm's BatchGenerator. `UnbatchedGenerator.next` adds a token to every answer and a chunk to
+one prompt, in rotation. So a long prompt delays the others by no more than a chunk, and a short prompt waits for one
+chunk of each prompt before it. Its steps of the model are those of mlx-lm's generate_step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
 #
-# Answers a short question after a restored context in one pass over the model.
+# A short question after a restored context takes one pass over the model.
 #
 # mlx-lm computes a prompt without its last token, then this token: two passes, each of which reads all weights. After
 # a restored context the question is short, and the second pass would be half of the time to the first token. So the
-# whole question runs in one pass, its last row is sampled, and the batch continues from there. Models that give other
-# results in one pass, which `probe` finds out, take two.
+# whole question runs in one pass, its last row is sampled, and the batch continues from there. Models with other
+# results in one pass, which `ModelCacheSpec.probe` detects, take two.
 
-SHORT_TOKENS = 64  # tokens of a question that takes one pass; it delays the others' next tokens
+SHORT_TOKENS = 64  # most tokens of a question that takes one pass, which delays the next tokens of other answers
 
 
 @dataclass(slots=True)
@@ -40,12 +40,13 @@ class _Question:
 
 
 class OnePassGenerator:
-    """mlx-lm's BatchGenerator, but the first token of a lone short question after a context takes one pass."""
+    """mlx-lm's BatchGenerator, with one pass for the first token of a single short question after a context."""
 
     def __init__(
         self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int, short: int = SHORT_TOKENS
     ) -> None:
-        """`prefill_step_size`: tokens in a chunk of a prompt. `short`: tokens of a question that takes one pass."""
+        """Start a batch. `prefill_step_size` is the number of tokens in a chunk of a prompt; `short` is the most tokens
+        of a question that takes one pass."""
         self._model = model
         self._short = short
         self._stop_tokens = frozenset(stop_tokens)
@@ -53,8 +54,8 @@ class OnePassGenerator:
         self._batch = BatchGenerator(model, stop_tokens=stop, prefill_step_size=prefill_step_size)
         self._uids = count()
         self._questions: deque[_Question] = deque()
-        self._inner: dict[int, int] = {}  # the batch's uids, by ours
-        self._outer: dict[int, int] = {}  # and ours by the batch's
+        self._inner: dict[int, int] = {}  # uids of the batch, by uids of this generator
+        self._outer: dict[int, int] = {}  # uids of this generator, by uids of the batch
 
     def insert_segments(
         self,
@@ -64,7 +65,7 @@ class OnePassGenerator:
         all_tokens: Sequence[Sequence[int]],
         samplers: Sequence[Sampler | None],
     ) -> list[int]:
-        """See BatchGenerator."""
+        """Add prompts, as in BatchGenerator, and return their uids."""
         uids = []
         for parts, left, cache, before, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
             uids.append(next(self._uids))
@@ -75,7 +76,7 @@ class OnePassGenerator:
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """Advance all answers by a token and the prompts by a chunk. A lone waiting question gets its first token."""
+        """Advance all answers by a token and the prompts by a chunk. A single waiting question gets its first token."""
         prompts, tokens = self._batch.next()
         prompts = [self._ours(response) for response in prompts]
         tokens = [self._ours(response) for response in tokens]
@@ -105,7 +106,7 @@ class OnePassGenerator:
             self._forget(uid)
 
     def close(self) -> None:
-        """Free mlx-lm's system memory."""
+        """Close mlx-lm's generator."""
         self._batch.close()
 
     def _insert(
@@ -134,7 +135,7 @@ class OnePassGenerator:
         return replace(response, uid=self._outer[response.uid])
 
     def _answer(self, question: _Question) -> NextToken:
-        """Return the first token; the batch goes on with it, unless it is the last."""
+        """Return the first token of an answer. The batch continues from it, unless it is the last one."""
         with mx.stream(generation_stream):
             logprobs = logprobs_after(self._model, mx.array(question.tokens), question.cache)
             token = cast(int, (question.sampler or likeliest)(logprobs).item())
@@ -153,7 +154,7 @@ Sampler = Callable[[mx.array], mx.array]  # log-probabilities [batch, vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A prompt has advanced by a chunk, or by its last token."""
+    """Progress of a prompt by a chunk, or by its last token."""
 
     uid: int
     end_of_segment: bool
@@ -162,14 +163,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """An answer has advanced by a token; with the last one, its context."""
+    """The next token of an answer; with the last token, the context of the answer."""
 
     uid: int
     token: int
-    logprobs: mx.array  # [vocabulary], from which it was sampled
-    finish_reason: str | None  # "stop" or "length" for the last
+    logprobs: mx.array  # [vocabulary], the log-probabilities from which it was sampled
+    finish_reason: str | None  # "stop" or "length" for the last token
     prompt_cache: list[Any] | None
-    all_tokens: list[int] | None  # which the cache holds
+    all_tokens: list[int] | None  # tokens that the cache holds
 
 
 @dataclass(slots=True)
@@ -177,16 +178,16 @@ class _Sequence:
     uid: int
     segments: deque[list[int]]  # the uncomputed rest of the prompt; the last segment is one token
     cache: list[Any]
-    tokens: list[int]  # that the cache holds
+    tokens: list[int]  # tokens that the cache holds
     left: int  # tokens that may still be generated
-    whole: int  # tokens of the cache that it will hold before it is quantised
+    whole: int  # tokens after which the cache is quantised; 0 if that is done, or never happens
     sampler: Sampler
-    upcoming: mx.array | None = None  # [1], the token sampled last, which the cache doesn't hold yet
-    logprobs: mx.array | None = None  # [1, vocabulary], from which it was
+    upcoming: mx.array | None = None  # [1], the token sampled last, which the cache does not hold yet
+    logprobs: mx.array | None = None  # [1, vocabulary], the log-probabilities from which it was sampled
 
 
 class UnbatchedGenerator:
-    """Runs each prompt on its own, in turns."""
+    """Generator that runs each prompt separately, in turns."""
 
     def __init__(
         self,
@@ -197,8 +198,8 @@ class UnbatchedGenerator:
         quantised_from: int = 0,
         quantised: Callable[[list[Any]], list[Any]] = list,
     ) -> None:
-        """`prefill_step_size`: tokens in a chunk of a prompt. Caches that hold nothing yet are `quantised` when
-        `quantised_from` tokens of their prompt are computed, or all but the last."""
+        """Start without prompts. `prefill_step_size` is the number of tokens in a chunk of a prompt. An empty cache is
+        passed to `quantised` when `quantised_from` tokens of its prompt are computed, or all but the last token."""
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)
         self._chunk = prefill_step_size
@@ -217,9 +218,10 @@ class UnbatchedGenerator:
         all_tokens: Sequence[Sequence[int]],
         samplers: Sequence[Sampler | None],
     ) -> list[int]:
-        """Add prompts, each as `segments` that no chunk crosses, after the tokens in its cache; return their uids.
+        """Add prompts after the tokens in their caches, and return their uids. No chunk of a prompt crosses the end of
+        one of its `segments`.
 
-        The caches are this generator's from now on.
+        The generator takes ownership of the caches.
         """
         added = []
         for parts, left, cache, tokens, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
@@ -253,10 +255,10 @@ class UnbatchedGenerator:
         self._answers = [sequence for sequence in self._answers if sequence.uid not in uids]
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def _read(self, sequence: _Sequence) -> Progress:
-        """Compute its next chunk, or sample the first token of its answer."""
+        """Compute the next chunk of a prompt, or sample the first token of its answer."""
         segment = sequence.segments[0]
         if len(sequence.segments) == 1:
             self._sample(sequence, mx.array(segment))
@@ -281,7 +283,7 @@ class UnbatchedGenerator:
             sequence.cache, sequence.whole = self._quantised(sequence.cache), 0
 
     def _generate(self, sequence: _Sequence) -> NextToken:
-        """Return the token that was sampled last; the one after it is being computed."""
+        """Return the token that was sampled last, and start to compute the token after it."""
         upcoming, logprobs = sequence.upcoming, sequence.logprobs
         assert upcoming is not None
         assert logprobs is not None
@@ -296,18 +298,18 @@ class UnbatchedGenerator:
         return NextToken(sequence.uid, token, logprobs[0], reason, sequence.cache, sequence.tokens)
 
     def _sample(self, sequence: _Sequence, tokens: mx.array) -> None:
-        """Start on the token that follows `tokens`."""
+        """Start to compute the token that follows `tokens`."""
         sequence.logprobs = logprobs_after(self._model, tokens, sequence.cache)
         sequence.upcoming = sequence.sampler(sequence.logprobs)
         mx.async_eval(sequence.upcoming)  # type: ignore[no-untyped-call]
 
 
 def logprobs_after(model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
-    """Feed `tokens`, ``[n]``; the log-probabilities of the one that follows, ``[1, vocabulary]``."""
+    """Add `tokens` ``[n]`` to the cache, and return the log-probabilities of the next token, ``[1, vocabulary]``."""
     logits: mx.array = model(tokens[None], cache=cache)[:, -1]
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def likeliest(logprobs: mx.array) -> mx.array:
-    """Return the sampler of temperature 0."""
+    """Return the likeliest token ids ``[batch]``, as the sampler for temperature 0."""
     return mx.argmax(logprobs, axis=-1)

@@ -6,12 +6,12 @@ import { events } from "./events.js";
 import { WORDS } from "./tiers.js";
 import { asked, denied } from "./token.js";
 
-const MOST_TURNS = 100; // that are shown
+const MOST_TURNS = 100; // on the page
 
 let model = null;
 let messages = [];
 
-/** Find the model, and take questions; resolves to its name. */
+/** Handle the events of the form, and request the model until the engine answers. Resolve to the name of the model. */
 export async function chat() {
   at("ask").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -72,7 +72,7 @@ async function ask() {
   }
 }
 
-/** Show an answer as it comes; its text. */
+/** Show an answer while it arrives. Resolve to its text. */
 async function hear(reply, shown) {
   let text = "";
   let reuse = null;
@@ -99,7 +99,7 @@ async function hear(reply, shown) {
 
 function turn(role, content) {
   const text = el("div", { class: "text" });
-  text.textContent = content; // as it was written, with its lines
+  text.textContent = content; // keeps line breaks
   const reuse = el("div", { class: "reuse" });
   const who = el("span", { class: "unseen" }, role === "user" ? "You: " : "Agent: ");
   const box = at("said");

@@ -1,4 +1,4 @@
-// The engine's page: what it hears, it shows. The numbers are the server's; nothing is remembered here.
+// The engine's page: it shows the state, answers and agents in the server's events.
 
 import { at, bar, el, first, list, meter, say, soon, themes, widthOf } from "./dom.js";
 import { ago, bytes, clock, count, median, percent, plural, seconds } from "./format.js";
@@ -13,7 +13,7 @@ const POINTS = 200;
 
 let state = null;
 let agents = { count: 0, agents: [] };
-let answers = []; // the newest first
+let answers = []; // newest first
 
 listen("/page/events", {
   headers: asked,
@@ -28,7 +28,7 @@ listen("/page/events", {
     else {
       const known = new Set(answers.map((answer) => answer.number));
       const news = data.filter((answer) => !known.has(answer.number)).reverse();
-      if (answers.length && data[0].number < answers[0].number) answers = []; // another engine, begun anew
+      if (answers.length && data[0].number < answers[0].number) answers = []; // the engine was restarted
       answers = [...news, ...answers].slice(0, 500);
     }
     soon(...PARTS[name]);
@@ -39,13 +39,16 @@ const reused = () => TIERS.reduce((sum, tier) => sum + (state.totals.reused[tier
 const computed = () => answers.filter((answer) => !answer.reused);
 const restored = () => answers.filter((answer) => answer.reused);
 
-/** Seconds to the first token, of a thousand tokens of prompt; null of no answers. */
+/** Return the seconds to the first token per thousand prompt tokens; null without answers. */
 function pace(those) {
   const tokens = those.reduce((sum, answer) => sum + answer.prompt, 0);
   return tokens ? (1000 * those.reduce((sum, answer) => sum + answer.first_seconds, 0)) / tokens : null;
 }
 
-/** What is wrong with the page server; null if nothing is. Its words change only when the state does: they are read aloud. */
+/**
+ * Return a description of the page server's failure; null if there is none. The text changes only with the state,
+ * because it is read aloud.
+ */
 function trouble({ store, at: now }) {
   if (store.store === "unreachable")
     return `The page server cannot be reached since ${clock(now - store.seconds)} (${store.reason}). Contexts stay in this engine's memory.`;
@@ -178,7 +181,7 @@ const name = (agent) => el("span", { class: agent === null ? "soft" : "name clip
 const prompt = (each) =>
   bar([[each.tier, each.reused], ["none", each.prompt - each.reused]], each.prompt);
 
-const PARTS = { // what is drawn when something is told
+const PARTS = { // the functions that draw each event
   state: [showAlarm, showFigures, showTiers, showBatch],
   answers: [showFigures, showFirst, showAnswers],
   agents: [showAgents],

@@ -1,4 +1,4 @@
-// Where a prompt's beginning was found: in this order everywhere, with these words and marks.
+// The tiers that supply prompt tokens: their order, names and marks on the page.
 
 import { el } from "./dom.js";
 import { mark } from "./charts.js";
@@ -13,12 +13,12 @@ export const WORDS = {
   none: "computed",
 };
 
-/** The mark of a tier, and its word. */
+/** Return the mark and the name of a tier. */
 export function chip(tier) {
   return el("span", { class: "chip" }, key(tier), WORDS[tier] ?? tier);
 }
 
-/** The mark alone. */
+/** Return the mark of a tier. */
 export function key(tier) {
   const drawn = mark(tier);
   drawn.classList.add("key");

@@ -1,10 +1,10 @@
-// Who asks: the token is kept in this tab alone.
+// The access token of the page, which is stored for this tab only.
 
 import { at } from "./dom.js";
 
 const KEY = "kvpage.token";
 
-/** The headers of a request. */
+/** Return the headers of a request with the token, and show the button that deletes it. */
 export function asked() {
   const token = sessionStorage.getItem(KEY);
   at("leave").hidden = token === null;
@@ -13,7 +13,7 @@ export function asked() {
 
 let asking = null;
 
-/** Ask for a token, once however many requests were refused; resolves when there is another. */
+/** Show the dialog for a token, once for all refused requests. Resolve when it is closed. */
 export function denied() {
   asking ??= new Promise((resolve) => {
     const error = at("login-error");

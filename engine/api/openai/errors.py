@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 
-SHOWN = 100  # letters
+SHOWN = 100  # characters
 
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """A request was refused or has failed; `param` is the wrong field."""
+    """Error reply to a request that was refused or has failed. `param` is the wrong field."""
 
     status: int
     message: str
@@ -38,12 +38,12 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error for a request that is not understood or not possible."""
+    """Return the error for an invalid request."""
     return ApiError(400, message, param, code)
 
 
 def shortened(value: object) -> str:
-    """Return a value from the client, shortened for a message."""
+    """Return a value of a client's request as a short text for a message."""
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
     plain = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)

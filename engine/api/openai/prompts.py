@@ -1,7 +1,8 @@
-"""Makes tokens of messages, and text of tokens.
+"""Token ids of conversations and texts, and the text of tokens.
 
-It has its own tokenizer, since the engine's belongs to the engine's thread. Conversations and long prompts are made on
-a thread of their own, so that they delay no stream. Short ones are made at once, which is as fast as handing them over.
+This module has its own tokenizer, because the engine's tokenizer belongs to the engine's thread. Conversations and long
+prompts are encoded on a separate thread, so that they delay no stream. Short ones are encoded at once, which is as fast
+as passing them to a thread.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from .reading import Markup
 from .schema import ChatBody, Message, Tool
 from .templates import ControlTokens, Renderer, TemplateFailedError, takes_text
 
-SHORT = 1000  # characters, made in half a millisecond
-LETTERS_A_TOKEN = 16  # nearly always more than a token has
+SHORT = 1000  # characters, encoded in half a millisecond
+LETTERS_A_TOKEN = 16  # more characters than nearly any token has
 
 Offered = list[dict[str, Any]] | None  # the tools of a request
 _Made = TypeVar("_Made")
 
 
 class Prompts:
-    """Makes prompts for one model."""
+    """Encoder of prompts for one model."""
 
     def __init__(
         self, tokenizer: TokenizerWrapper, spec: ModelCacheSpec, renderer: Renderer, *, sanitize: bool = False
     ) -> None:
-        """With `sanitize`, control tokens in the content of users and tools are encoded as text."""
+        """Copy the tokenizer. With `sanitize`, control tokens in the content of users and tools are encoded as text."""
         self._tokenizer = copy.deepcopy(tokenizer)
         self._spec = spec
         self._renderer = renderer
@@ -51,8 +52,8 @@ class Prompts:
         self._keeps_space: bool | None = None  # unknown before the first conversation
 
     async def of_chat(self, body: ChatBody) -> list[int]:
-        """Return the tokens of a conversation, up to the answer, as mlx-lm makes them. Raises ApiError."""
-        tools = body.tools  # also with tool_choice none, so that the prompt begins like those before it
+        """Return the tokens of a conversation, up to the answer, encoded as by mlx-lm. Raises ApiError."""
+        tools = body.tools  # also with tool_choice none, so that the prompt begins like the prompts before it
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
@@ -65,7 +66,7 @@ class Prompts:
         return self._keeps_space is not False
 
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the tokens of a text, as mlx-lm's own generate makes them. Raises ApiError."""
+        """Return the tokens of a text, encoded as by mlx_lm.generate. Raises ApiError."""
         return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
 
     async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
@@ -100,7 +101,7 @@ class Prompts:
         return self._fitting(list(tokens), "messages")
 
     def _template(self, tools: Offered) -> str | None:
-        """Return the template for a conversation with these tools; None for one that is written in Python."""
+        """Return the template for a conversation with these tools; None if it is a function in Python."""
         own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
         if self._tokenizer._chat_template or own is not PreTrainedTokenizerBase.apply_chat_template:
             return None
@@ -110,7 +111,7 @@ class Prompts:
     def _rendered(
         self, messages: list[dict[str, Any]], template: str | None, tools: Offered, *, asks: bool = True
     ) -> str:
-        """Return the text of a conversation, as mlx-lm makes it; with `asks`, up to the next answer. Raises
+        """Return the text of a conversation, rendered as by mlx-lm; with `asks`, up to the next answer. Raises
         TemplateFailedError.
         """
         asked = {"tools": tools, "add_generation_prompt": asks}
@@ -159,7 +160,7 @@ class Prompts:
         return self._fitting(list(prompt), "prompt")
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
-        """Refuse a text that is much too long, without looking at all of it."""
+        """Raise ApiError for texts that are much too long, without encoding all of them."""
         limit = LETTERS_A_TOKEN * (self._spec.context or 0)
         if limit and sum(map(len, texts)) > limit:
             self._fitting(
@@ -181,7 +182,7 @@ class Prompts:
 
 
 def _parsed(arguments: str, param: str) -> Any:
-    """Return the arguments of a tool call. Raises ApiError."""
+    """Return the decoded arguments of a tool call. Raises ApiError."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -191,7 +192,7 @@ def _parsed(arguments: str, param: str) -> Any:
 
 
 def _check_utf8(text: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can spell."""
+    """Raise ApiError for half of a surrogate pair, which JSON can contain and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

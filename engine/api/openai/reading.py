@@ -1,4 +1,4 @@
-"""Splits an answer into text, thoughts and tool calls."""
+"""Parser of an answer: it splits the text into content, thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Marks:
         object.__setattr__(self, "pattern", re.compile("|".join(map(re.escape, longest_first)) or never))
 
     def begun(self, text: str) -> int:
-        """Return how many characters at the end of `text` may be the beginning of a mark, at most."""
+        """Return the length of the longest end of `text` that is the beginning of a mark."""
         longest = max(map(len, self.following), default=0)
         lengths = range(min(longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in self.following)), 0)
@@ -50,7 +50,7 @@ class Markup:
         self.endless = not tokenizer.tool_call_end  # whether calls have no end mark
 
     def marks(self, state: str, *, calls: bool) -> Marks:
-        """Return the marks that end `state`; without `calls`, those of tool calls are plain text."""
+        """Return the marks that end `state`; without `calls`, marks of tool calls are plain text."""
         return (self._with_calls if calls else self._without_calls).get(state) or Marks({})
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,12 +91,12 @@ def _transitions(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:
     return following
 
 
-SHORT_CALL = 1000  # characters, parsed in some milliseconds; mlx-lm's parsers may take the square of a text's length
+SHORT_CALL = 1000  # characters, parsed in some milliseconds; the time of a parser may grow with their square
 
 
 @dataclass(slots=True)
 class Said:
-    """A part of an answer. Fields that it does not have are empty."""
+    """Part of an answer. Its empty fields have no content."""
 
     text: str = ""
     reasoning: str = ""
@@ -115,20 +115,20 @@ class Said:
 
 
 class Reader:
-    """Reads one answer.
+    """Parser of one answer.
 
-    Calls are read if the request offers tools. A call names one of these, its arguments are an object, and it is whole:
-    its end mark was said, or the model ended its answer with the last character of the call's JSON. Everything else
-    between a call's marks is text, and so are the marks. Text next to a call is lost if the parser skips it.
+    Calls are parsed if the request offers tools. A call has to name one of them, to have an object as arguments, and to
+    be complete: the model wrote its end mark, or ended the answer with the last character of the call's JSON. All other
+    text between the marks of a call is plain text, and so are the marks. Text next to a call is lost if mlx-lm's parser
+    skips it.
     """
 
     def __init__(
         self, markup: Markup, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, several: bool = True
     ) -> None:
-        """`tools`: the offered ones, in OpenAI's format. Without `several`, the answer ends after its
-        first call."""
-        self.said = Said()  # all of it
-        self.cut = False  # whether the rest is left out, after the only call
+        """Set the offered `tools`, in OpenAI's format. Without `several`, the answer ends after its first call."""
+        self.said = Said()  # the whole answer so far
+        self.cut = False  # whether the rest is omitted, after the only call
         self._markup = markup
         self._tools = [_with_parameters(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
@@ -138,23 +138,24 @@ class Reader:
         self._header = ""
         self._before = NORMAL  # the state before the call
         self._opened = ""  # the call's first mark
-        self._call: list[str] = []  # the text after it
+        self._call: list[str] = []  # pieces of the text after it
         self._call_length = 0
 
     @property
     def may_take_long(self) -> bool:
-        """Whether the next token, or the end, may have a long call parsed."""
+        """Whether the next token or the end of the answer may start the parser on a long call."""
         return self._state == TOOL and self._call_length > SHORT_CALL
 
     def read(self, token: Token) -> Said:
-        """Read a token. Returns the part that is complete, empty while a mark or a call may be incomplete."""
+        """Add a token, and return the part that it completes. The part is empty within a possible mark or call."""
         said = Said(tokens=[] if token.ends_text else [token])
         self._split(token.text, said, calls=bool(self._names))
         self.said += said
         return said
 
     def finish(self, reason: str) -> Said:
-        """Return the rest. `reason` is the answer's finish_reason: a call that "length" cut is text."""
+        """End the answer, and return its rest. `reason` is the answer's finish_reason: unless it is "stop", a call
+        without an end mark is text."""
         said = Said()
         self._put_held(said)
         if self._state == TOOL:
@@ -165,7 +166,7 @@ class Reader:
         return said
 
     def _split(self, text: str, said: Said, *, calls: bool) -> None:
-        """Read a text up to where a mark may begin."""
+        """Split a text at its marks. Hold back the end if a mark may begin there."""
         text, self._held = self._held + text, ""
         at = 0
         marks = self._markup.marks(self._state, calls=calls)
@@ -179,7 +180,7 @@ class Reader:
         self._held = text[len(text) - begun :]
 
     def _cross(self, mark: str, next_state: str, said: Said) -> None:
-        """Go on to the state after a mark."""
+        """Change to the state after a mark."""
         self._header = ""
         if self._state == TOOL:
             self._close("" if next_state == TOOL else mark, said)
@@ -194,7 +195,7 @@ class Reader:
         self._put(held, said)
 
     def _put(self, text: str, said: Said) -> None:
-        """Add a text to the part of the answer that its state says."""
+        """Add a text to the field for the current state."""
         if self.cut:
             return
         if self._state == TOOL:
@@ -208,7 +209,8 @@ class Reader:
             self._header += text
 
     def _close(self, mark: str, said: Said, *, whole: bool = True, ended: bool = True) -> None:
-        """End a call, or text between the marks of one. `mark` is its end mark; without one it may be `ended`, too."""
+        """End a call, or a text between the marks of a call. `mark` is its end mark, or "" if there is none. `ended`
+        says whether a mark has ended it, and not the end of the answer. Without `whole` it is text, and no call."""
         text, self._call, self._call_length = "".join(self._call), [], 0
         self._state = self._before if self._before == REASONING else NORMAL
         plain, inner, last = text.rpartition(self._opened)
@@ -227,9 +229,9 @@ class Reader:
         self.cut = not self._several
 
     def _calls(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """Return the calls in a text; none if it is something else, or is not whole."""
+        """Return the calls in a text; [] if it is something else, or incomplete."""
         if not ended and (self._parsed(text.rstrip()[:-1]) or not (self._markup.endless or _is_json(text))):
-            return []  # some of mlx-lm's parsers accept calls that are cut
+            return []  # some of mlx-lm's parsers accept incomplete calls
         calls = self._parsed(text)
         return calls if all(call["function"]["name"] in self._names for call in calls) else []
 
@@ -241,7 +243,7 @@ class Reader:
 
 
 def _call(parsed: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's form of a call. Raises ValueError and others for one that cannot be made."""
+    """Return a call of mlx-lm's parsers in OpenAI's format. Raises ValueError or another exception if it is invalid."""
     given = parsed.get("id")
     return {
         "id": given if given and isinstance(given, str) else f"call_{uuid.uuid4().hex[:24]}",
@@ -259,7 +261,7 @@ def _is_json(text: str) -> bool:
 
 
 def _arguments(given: Any) -> str:
-    """Return the arguments of a call as JSON. A model may write them as a text that is JSON, or leave them out."""
+    """Return the arguments of a call as JSON. A model may write them as a string with JSON, or omit them."""
     arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
@@ -269,7 +271,7 @@ def _arguments(given: Any) -> str:
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool for mlx-lm's parsers. They need an object for each parameter, although a schema may be `true`."""
+    """Return a tool for mlx-lm's parsers, which need an object for each parameter, although a schema may be `true`."""
     function = tool["function"]
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties")

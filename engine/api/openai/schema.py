@@ -36,7 +36,7 @@ _IN_BOTH: dict[str, Values] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    # Of vLLM, SGLang, llama.cpp, mlx-lm, and services.
+    # Fields of vLLM, SGLang, llama.cpp, mlx-lm, and services.
     "adapters": (),
     "add_special_tokens": (),
     "allowed_token_ids": (),
@@ -85,7 +85,7 @@ IN_CHATS: dict[str, Values] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-    # Of other servers.
+    # Fields of other servers.
     "add_generation_prompt": (True,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -108,16 +108,16 @@ IN_MESSAGES: dict[str, Values] = {
 
 
 MAX_CONTAINERS = 8_192  # lists and objects
-MAX_STRINGS = 16_384  # names of fields included; a conversation of 4,096 messages has as many
+MAX_STRINGS = 16_384  # including names of fields; a conversation of 4,096 messages has as many
 MAX_VALUES = 131_072  # enough for a prompt of token ids
 MAX_STOPS = 16
-MAX_STOP = 256  # characters; every token of the answer is compared with them
+MAX_STOP = 256  # characters; the answer is compared with them at every token
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 
 
 def _only(*allowed: object) -> AfterValidator:
-    """Return a field of OpenAI's API for which only these values are supported."""
+    """Return a validator for a field of OpenAI's API of which only these values are supported."""
 
     def check(value: object) -> object:
         if value not in allowed:
@@ -129,7 +129,8 @@ def _only(*allowed: object) -> AfterValidator:
 
 
 def _text(content: Any) -> Any:
-    """Return the text of a content in parts. Kinds of parts other than texts and refusals are refused."""
+    """Join the parts of a content to one text; return other content unchanged. Raises PydanticCustomError for parts
+    that are neither text nor refusal."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -149,8 +150,8 @@ def _listed(value: Any) -> Any:
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """Return a text, token ids, or a list with one of these. Ids are checked in Python so that other threads run
-    meanwhile.
+    """Return a prompt as a text or token ids; it may be the only item of a list. Ids are checked in Python so that
+    other threads run meanwhile.
     """
     name = "prompt"
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
@@ -178,7 +179,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Parse JSON. Raises ApiError, which names the field."""
+        """Parse a body in JSON. Raises ApiError, which names the wrong field."""
         try:
             bounded.check(raw, containers=MAX_CONTAINERS, strings=MAX_STRINGS, values=MAX_VALUES)
             body = from_json(raw, allow_inf_nan=False)
@@ -237,7 +238,7 @@ class Message(RequestBody):
 
     @model_validator(mode="after")
     def _refused(self) -> Self:
-        """Count a refusal as text of the assistant."""
+        """Add a refusal to the text of the message."""
         if self.refusal:
             self.content = (self.content or "") + self.refusal
         return self
@@ -259,13 +260,13 @@ class Tool(RequestBody):
 
 
 class StreamOptions(RequestBody):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class ResponseFormat(RequestBody):
-    """The form of the answer."""
+    """Format of the answer."""
 
     type: Annotated[str, _only("text")]
 
@@ -278,7 +279,7 @@ Stops = Annotated[
 
 
 class Asked(RequestBody):
-    """The fields that both kinds of completion have."""
+    """Fields of both kinds of completion."""
 
     model: str
     agent_id: str | None = None
@@ -308,12 +309,12 @@ class ChatBody(Asked):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """Tools that the answer may call."""
         return self.tools if self.tool_choice == "auto" else []
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of the answer."""
+        """Maximum number of tokens of the answer; None if the request has none."""
         return self.max_completion_tokens or self.max_tokens
 
     @model_validator(mode="after")
@@ -336,14 +337,15 @@ class ForkBody(RequestBody):
     """Body of POST /v1/agents/{id}/fork."""
 
     to: str
-    replace: bool = False  # an agent of this name
+    replace: bool = False  # whether to replace an agent of this name
 
 
 _CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsupported_value"}
 
 
 def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
-    """Return the error for the first wrong field, with the nearest of the alternatives."""
+    """Return the error for the first wrong field. If it has errors for several alternative types, use the error with
+    the most list indices in its location."""
     alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
     field = closest.get("ctx", {}).get("field")
@@ -354,8 +356,8 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 
 
 def _param(loc: Sequence[int | str]) -> str:
-    """``messages[0].content`` for ("messages", 0, "content"). pydantic's names for the alternatives of a union are left
-    out."""
+    """Return the name of a field, such as ``messages[0].content`` for ("messages", 0, "content"), without pydantic's
+    names for the alternatives of a union."""
     shown = ""
     for part in loc:
         if isinstance(part, int):

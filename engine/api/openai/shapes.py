@@ -21,7 +21,7 @@ class ChatLikelihoods:
     """The `logprobs` of /v1/chat/completions."""
 
     def __init__(self, token_text: TokenText, count: int) -> None:
-        """`count`: likeliest tokens that are shown for each token."""
+        """Show the `count` likeliest tokens for each token."""
         self._token_text = token_text
         self._count = count
 
@@ -41,10 +41,10 @@ class ChatLikelihoods:
 
 
 class TextLikelihoods:
-    """The `logprobs` of /v1/completions. It is given all tokens of an answer, in their order."""
+    """The `logprobs` of /v1/completions. `of` must get all tokens of an answer, in their order."""
 
     def __init__(self, token_text: TokenText, prompt: Sequence[int], count: int) -> None:
-        """`count`: likeliest tokens that are shown for each token."""
+        """Show the `count` likeliest tokens for each token of the answer to `prompt`."""
         self._token_text = token_text
         self._count = count
         self._answer = token_text.after(prompt)
@@ -61,8 +61,8 @@ class TextLikelihoods:
         return _shown(self._token_text.bytes_of(token))
 
     def _top(self, token: Token) -> dict[str, float]:
-        """Return the likeliest tokens by their text. If two have the same text, the less likely one has its id
-        instead.
+        """Return the likeliest tokens by their text. If two have the same text, the key of the less likely
+        one is its id.
         """
         top: dict[str, float] = {}
         for likely, logprob in token.top[: self._count]:
@@ -71,22 +71,22 @@ class TextLikelihoods:
         return top
 
     def _offset(self, token: int) -> int:
-        """Return the place of the next token in the answer's text, or of the character of which it is a part."""
+        """Add a token, and return its offset in the answer's text, or the offset of the character that it continues."""
         offset = len(self._answer.text)
         self._answer.add_token(token)
         return offset
 
 
 def _shown(spelled: bytes | None) -> str:
-    """Return the text of a token's bytes. Bytes that are not whole characters are escaped, as in OpenAI's API."""
+    """Return the text of a token's bytes. Bytes that are no complete characters are escaped, as in OpenAI's API."""
     return REPLACEMENT if spelled is None else spelled.decode("utf-8", "backslashreplace")
 
 
 class Envelope:
-    """The fields that all replies to a request have."""
+    """Fields of all replies to a request."""
 
     def __init__(self, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
-        """`agent_id` is the client's name for the agent. `counts` says whether a stream ends with the usage."""
+        """Set the fields. `agent_id` is the client's name for the agent. With `counts` a stream ends with its usage."""
         self._id = uuid.uuid4().hex
         self._common = {"created": int(time.time()), "model": model, "system_fingerprint": f"fp_{fingerprint:016x}"}
         self._agent_id = agent_id
@@ -97,11 +97,11 @@ class Envelope:
         return {"id": f"{prefix}-{self._id}", "object": kind, **self._common, "choices": choices, **usage, **more}
 
     def whole(self, prefix: str, kind: str, choice: Reply, answer: Answer) -> Reply:
-        """Return the reply that isn't streamed."""
+        """Return the reply to a request that is not streamed."""
         return self.chunk(prefix, kind, [choice], usage=usage(answer), kvpage=self.kvpage(answer))
 
     def kvpage(self, answer: Answer) -> Reply:
-        """Return the tokens and time that the store saved this answer."""
+        """Return the reused tokens of an answer, and its times."""
         reuse = answer.reuse
         return {
             "agent_id": self._agent_id,
@@ -115,17 +115,17 @@ class Envelope:
 
 
 class ChatShape:
-    """The form of /v1/chat/completions."""
+    """Format of replies of /v1/chat/completions."""
 
     def __init__(self, envelope: Envelope, reader: Reader, logprobs: ChatLikelihoods | None) -> None:
         self._envelope = envelope
         self._reader = reader
         self._logprobs = logprobs
-        self._unsaid: list[Token] = []  # tokens whose text is held back
+        self._unsaid: list[Token] = []  # tokens of text that is held back
 
     @property
     def may_take_long(self) -> bool:
-        """Whether the next call of a method may take more than some milliseconds."""
+        """Whether the next method call may take more than some milliseconds."""
         return self._reader.may_take_long
 
     def opening(self) -> Iterable[Reply]:
@@ -184,7 +184,7 @@ class ChatShape:
 
 
 class TextShape:
-    """The form of /v1/completions."""
+    """Format of replies of /v1/completions."""
 
     may_take_long = False
 
@@ -227,7 +227,7 @@ class TextShape:
         return tokens
 
 
-# `opening`, `chunks` and `closing` make a stream, which may end with `usage`; `add` and `whole` make a reply.
+# `opening`, `chunks`, `closing` and `usage` return the chunks of a stream; `add` and `whole` are for other replies.
 Shape = ChatShape | TextShape
 
 

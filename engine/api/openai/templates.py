@@ -1,4 +1,4 @@
-"""Chat templates: rendered in a process of their own, which bounds their time and memory.
+"""Chat templates, rendered in a separate process with limits of time and memory.
 
 Contains: the input of a template, its process, and the tokens of its text. Excludes: requests, replies, and the engine.
 """
@@ -21,32 +21,33 @@ from typing import Any
 #
 # Control tokens in the text of a user or of a tool, such as ``<|im_end|>``.
 #
-# A tokenizer makes the token of such a text, wherever it comes from. So a user can end a turn and begin the system's.
-# A mark after the first character of the text keeps it apart from the template's own: the rendered conversation is
-# encoded in pieces, cut at the marks, and no piece has a whole control token of a user's.
+# A tokenizer encodes such a text as the control token, even if a user wrote it. So a user could end a turn and begin a
+# turn of the system. A mark after the first character of the text distinguishes it from the template's own control
+# tokens: the rendered conversation is encoded in pieces, cut at the marks, and no piece has a whole control token of a
+# user.
 
-MARK = "\ufdd1"  # Unicode's for use within a program: no text has it
+MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for use within a program
 ROLES = ("user", "tool")
-_BEFORE = "\n"  # SentencePiece adds a space before the first word of a text, and so not before a piece
+_BEFORE = "\n"  # encoded before a piece, then removed: SentencePiece adds a space before the first word of a text
 
 
 class ControlTokens:
-    """Keeps control tokens out of contents."""
+    """Encoder of conversations with control tokens in the content of users and tools as text."""
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
-        """Control tokens are all special tokens, and other added tokens that the template, a thought or a tool call
-        has. Without a template that can be read, they are all added tokens."""
+        """Find the control tokens: all special tokens, and other added tokens that are in the template or are marks of
+        thoughts and tool calls. If `template` is None, all added tokens are control tokens."""
         marks = (tokenizer.think_start, tokenizer.think_end, tokenizer.tool_call_start, tokenizer.tool_call_end)
         written = "\0".join(mark for mark in (template, *marks) if mark)
         added: Iterable[Any] = tokenizer.added_tokens_decoder.values()
         texts = {token.content for token in added if token.special or not template or token.content in written}
         longest_first = sorted((text for text in texts if len(text) > 1 and text.strip()), key=len, reverse=True)
-        # A lookahead finds a token that begins within another one, too.
+        # A lookahead also finds a token that begins within another one.
         self._found = re.compile(f"(?=({'|'.join(map(re.escape, longest_first)) or '(?!)'}))")
         self._tokenizer = tokenizer
 
     def marked(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message whose content has marks, if its role is one of ROLES."""
+        """Return a message with marks in its content, if its role is one of ROLES."""
         if message["role"] not in ROLES:
             return message
         content = message["content"].replace(MARK, "\ufffd")
@@ -70,14 +71,15 @@ class ControlTokens:
 
 # -- tool arguments ----------------------------------------------------------------------------------------------------
 #
-# The arguments of tool calls, as a template takes them.
+# The format in which a template takes the arguments of tool calls.
 #
-# OpenAI's API has them as a text, which is JSON. Most templates take an object, and write it as JSON or item by item.
-# Others, such as DeepSeek's, join the text to other texts. A short conversation with a call shows which kind one is.
+# In OpenAI's API they are a text with JSON. Most templates take an object, and write it as JSON or item by item.
+# Others, such as DeepSeek's, concatenate the text with other texts. `takes_text` renders a short conversation with a
+# call to detect the format.
 
 _OBJECT = {"kvpage": "probe"}
 _NAME = "probe"
-_ID = "probe0000"  # Mistral's have nine characters
+_ID = "probe0000"  # Mistral's ids have nine characters
 
 
 def takes_text(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception]) -> bool:
@@ -85,7 +87,7 @@ def takes_text(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exc
     `refusals` if that fails.
     """
     try:
-        return repr(_OBJECT) in render(_conversation(_OBJECT))  # it would write Python, not JSON
+        return repr(_OBJECT) in render(_conversation(_OBJECT))  # it would write Python instead of JSON
     except refusals:
         pass
     try:
@@ -108,17 +110,16 @@ def _conversation(arguments: object) -> list[dict[str, Any]]:
 #
 # The process that renders chat templates. It runs as a script, and imports nothing of this package.
 #
-# A template comes with a model, and is a program: it can loop for hours, or make a string of any length. A thread
-# cannot be ended, but the system ends a process: at CPU_SECONDS of a rendering with SIGPROF, whatever it does; and
-# memory beyond MEMORY bytes is refused (on Linux). It has no access to files or modules, since jinja2's sandbox gives
-# it none.
+# A template is a part of a model, and is a program: it can loop for hours, or make a string of any length. A thread
+# cannot be ended, but the system can end a process: it sends SIGPROF after CPU_SECONDS of a rendering. On Linux it also
+# refuses memory beyond MEMORY bytes. jinja2's sandbox gives a template no access to files or modules.
 #
 # Each line of standard input is a request in JSON, the arguments of transformers' `render_jinja_template`. Each line
-# of standard output is its reply, an object with the field `text` or `error`. The first line, `{}`, says that it is
-# ready.
+# of standard output is a reply, an object with the field `text` or `error`. The first line, `{}`, says that the process
+# is ready.
 
-CPU_SECONDS = 1.0  # of a rendering; a conversation of a megabyte takes a tenth of it
-MEMORY = 512 << 20  # bytes, for all that templates need
+CPU_SECONDS = 1.0  # CPU time of a rendering; a conversation of a megabyte takes a tenth of it
+MEMORY = 512 << 20  # bytes that a rendering may use in addition to the process at its start
 MOST_TEXT = 16 << 20  # characters of a conversation
 SHOWN = 500  # characters of an error
 
@@ -143,8 +144,8 @@ def _reply(request: dict[str, Any], render: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    """Serve until the end of standard input. Signals for the engine, from a terminal or a service manager, are
-    ignored: the engine answers running requests after them."""
+    """Serve until the end of standard input. Ignore signals for the engine from a terminal or a service manager: after
+    them the engine still answers running requests."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -166,7 +167,7 @@ def _send(reply: dict[str, str]) -> None:
     sys.stdout.buffer.flush()
 
 
-# -- Renders chat templates in another process, see `process` ----------------------------------------------------------
+# -- client of the process ---------------------------------------------------------------------------------------------
 
 COMMAND = [sys.executable, "-P", __file__]
 SETTINGS = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TRANSFORMERS_VERBOSITY": "error", "OPENBLAS_NUM_THREADS": "1"}
@@ -177,10 +178,11 @@ class TemplateFailedError(ValueError):
 
 
 class Renderer:
-    """Renders one template after the other. Its methods wait, so one thread other than the event loop's calls them."""
+    """Client of the process, which renders one template at a time. The methods block, so they are called by one thread,
+    which is not the event loop's."""
 
     def __init__(self) -> None:
-        """Starts the process, which takes a second to be ready."""
+        """Start the process, which is ready after a second."""
         self._process = _begin()
         self._ready = False
 
@@ -204,7 +206,8 @@ class Renderer:
         self._process.communicate()
 
     def _ask(self, line: bytes) -> dict[str, str]:
-        """Send a line, and return the next reply."""
+        """Send a line, and return the next reply. If the process has ended, start another one, and raise
+        TemplateFailedError for a rendering that took too long, otherwise RuntimeError."""
         to, back = self._process.stdin, self._process.stdout
         assert to
         assert back
@@ -215,7 +218,7 @@ class Renderer:
                 found: dict[str, str] = json.loads(reply)
                 return found
         except BrokenPipeError:
-            pass  # it ended before it read all of the line
+            pass  # the process ended before it had read the whole line
         code = self._process.wait()
         self.close()
         self._process, self._ready = _begin(), False
