@@ -1,9 +1,10 @@
-"""A codec for each of mlx-lm's kinds of cache: its arrays, and how it is cut into blocks and restored.
+"""A codec for each kind of mlx-lm's caches: its arrays, and their conversion to blocks and back.
 
 A kind keeps either a row for each token, so that every prefix can be cut out (:class:`TokenLayer`), or a state that is
-valid only where it was taken (:class:`StateLayer`). A CacheList is taken apart. A kind without a codec is refused.
+valid only where it was taken (:class:`StateLayer`). A CacheList is split into its caches. A kind without a codec is
+refused.
 
-Contains: a file per codec, and the codecs' shared parts. Excludes: models, blocks' ids, and anything above.
+Contains: a module for each codec, and their shared parts. Excludes: models, and the ids of blocks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, Chunk
 def describe(index: int, cache: Any) -> Layer:
     """Return the codec of a cache that has seen some tokens, in the layer `index` of the model.
 
-    Raises UnsupportedCacheError, which names the layer and its kind, for a cache that is not understood.
+    Raises UnsupportedCacheError, which names the layer and its kind, for a cache without a codec.
     """
     for codec in CODECS:
-        if type(cache) is codec.KIND:  # a subclass may hold more
+        if type(cache) is codec.KIND:  # a subclass may have more state
             try:
                 return codec.describe(cache)
             except UnsupportedCacheError as error:

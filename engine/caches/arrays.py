@@ -16,7 +16,7 @@ from .codec import CacheStateError, Matrices, StateLayer, UnsupportedCacheError,
 
 @dataclass(frozen=True, slots=True)
 class ArraysLayer(StateLayer):
-    """Arrays ``[1, dim]``, ``[1, rows, dim]`` or ``[1, heads, rows, dim]``, the n-th in the n-th plane."""
+    """Codec of arrays ``[1, dim]``, ``[1, rows, dim]`` or ``[1, heads, rows, dim]``, the n-th in the n-th plane."""
 
     KIND: ClassVar[type] = ArraysCache
     RECURRENT: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class ArraysLayer(StateLayer):
         return ArraysCache(len(self.shapes))
 
     def matrices(self, end: int) -> tuple[Matrices, ...]:
-        """Return the state, the same after any number of tokens."""
+        """Return the shapes of the state, which are the same after any number of tokens."""
         return tuple(
             Matrices(plane, *(1, 1, *shape[1:])[-3:-1]) for plane, shape in zip(self.planes, self.shapes, strict=True)
         )
@@ -46,7 +46,7 @@ class ArraysLayer(StateLayer):
     def capture(self, cache: ArraysCache) -> tuple[mx.array, ...]:
         """Return a copy of the state of a cache that holds one sequence.
 
-        Raises CacheStateError for one of another shape: some states grow with the first tokens.
+        Raises CacheStateError for a state of another shape: some states grow with the first tokens.
         """
         found = tuple(None if array is None else array.shape for array in cache.cache)
         if found != self.shapes:
@@ -63,7 +63,7 @@ class ArraysLayer(StateLayer):
 
 # -- CacheList: a layer with several caches. Each is stored as a layer of its own --------------------------------------
 
-Nesting = tuple["Nesting", ...] | None  # of a CacheList, that of each of its caches; None of any other cache
+Nesting = tuple["Nesting", ...] | None  # of a CacheList: the nesting of each of its caches; None for other caches
 
 
 def nesting(cache: Any) -> Nesting:
@@ -71,10 +71,10 @@ def nesting(cache: Any) -> Nesting:
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
-    """Return all caches, with those of a CacheList in its place."""
+    """Return all caches, and in place of a CacheList its caches."""
     return [part for cache in caches for part in (parts(cache.caches) if type(cache) is CacheList else [cache])]
 
 
 def assemble(nestings: Iterable[Nesting], remaining: Iterator[Any]) -> list[Any]:
-    """Invert `parts`: take the necessary caches from `remaining`."""
+    """Invert `parts`: take the caches for `nestings` from `remaining`."""
     return [next(remaining) if inner is None else CacheList(*assemble(inner, remaining)) for inner in nestings]

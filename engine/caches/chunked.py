@@ -1,7 +1,7 @@
 """ChunkedKVCache: keys and values of the last tokens, cut at the front before every step of the model.
 
-Attention looks back to the beginning of the current chunk. Earlier rows are kept too: they add zeros to its sums, and
-the order of these decides the last bits.
+Attention extends back to the beginning of the current chunk. Earlier rows are also kept: they add zeros to its sums,
+and the order of summation determines the last bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .codec import CacheStateError, Matrices, StateLayer, join, plane_of
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLayer(StateLayer):
-    """After n tokens: K and V of the last min(n, chunk), ``[heads, rows, head_dim]``, oldest first. No planes for a
-    layer that keeps nothing."""
+    """Codec of a cache that has, after n tokens, K and V of the last min(n, chunk): ``[heads, rows, head_dim]``, the
+    oldest first. A layer that keeps nothing has no planes."""
 
     KIND: ClassVar[type] = ChunkedKVCache
     heads: tuple[int, ...]  # in each plane
@@ -45,7 +45,7 @@ class ChunkedLayer(StateLayer):
     def capture(self, cache: ChunkedKVCache) -> tuple[mx.array, ...]:
         """Return a copy of the state of a cache that holds one sequence.
 
-        Raises CacheStateError for one that was trimmed until it holds less than its chunk.
+        Raises CacheStateError for a cache that was trimmed to less than its chunk.
         """
         if not self.planes:
             return ()

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from kvpage_server.page import DType, Plane
 
-# -- The arrays of a layer as planes of pages: matrices ``[rows, head_dim]``, one a head -------------------------------
+# -- The arrays of a layer as planes of pages: matrices ``[rows, head_dim]``, one for each head ------------------------
 
 DTYPES = {
     mx.float16: DType.FLOAT16,
@@ -38,15 +38,15 @@ MLX_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
 class UnsupportedCacheError(TypeError):
-    """A kind of cache that cannot be stored and restored exactly; the message names it."""
+    """Error: a kind of cache cannot be stored and restored exactly; the message names it."""
 
 
 class CacheStateError(ValueError):
-    """A cache of a supported kind whose content is not as usual for so many tokens."""
+    """Error: a cache of a supported kind does not have the usual content for its number of tokens."""
 
 
 class Matrices(NamedTuple):
-    """Array of a layer in one plane: ``[heads, rows, plane.head_dim]``, a page per head."""
+    """Shape of a layer's array in one plane: ``[heads, rows, plane.head_dim]``, a page for each head."""
 
     plane: Plane
     heads: int
@@ -72,14 +72,15 @@ def plane_of(kv_type: int, array: mx.array) -> Plane:
         raise UnsupportedCacheError(f"caches {array.dtype}; supported: {allowed}") from None
 
 
-# -- Copies rows of tokens from caches' buffers into blocks and back, each byte once, in few operations ----------------
+# -- Copies of tokens' rows from caches' buffers to blocks and back, each byte once, in few operations -----------------
 
 
 def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]]:
     """Split each plane ``[1, heads, >= edges[-1], dim]`` at `edges`: return copies ``[heads, rows, dim]``, a list for
     each two neighbours of `edges`, in the order of the planes.
 
-    Planes with the same kind of row are copied together: of a context of 32 blocks in 48 layers there are 3,072 copies.
+    Planes with rows of the same size and dtype are copied together, because there are many: a context of 32 blocks in
+    48 layers has 3,072 copies.
     """
     if len(edges) < 2:
         return []
@@ -97,10 +98,10 @@ def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]
 
 
 def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
-    """``[1, heads, capacity, dim]`` with the first `tokens` tokens of the pieces, then zeros up to the size that mlx-lm
-    would grow it to.
+    """Return ``[1, heads, capacity, dim]`` with the first `tokens` tokens of the pieces, then zeros up to the capacity
+    that mlx-lm would allocate.
 
-    All pieces but the last are used whole.
+    All pieces except the last one are used completely.
     """
     *full, last = pieces
     heads, _, dim = last.shape
@@ -113,7 +114,7 @@ def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
 
 
 def _split(plane: mx.array, edges: Sequence[int]) -> list[mx.array]:
-    """Its rows between the edges, in words; nothing is copied yet."""
+    """Return the rows of a plane between the edges, as words. Nothing is copied yet."""
     rows = plane.view(_word(plane))[0, :, edges[0] : edges[-1]]
     return cast(list[mx.array], mx.split(rows, [edge - edges[0] for edge in edges[1:-1]], axis=1))
 
@@ -125,18 +126,18 @@ def _word(array: mx.array) -> mx.Dtype:
 
 
 class CacheCodec(ABC):
-    """Describes one cache of one layer: which arrays it has, in planes of pages. It holds no cache."""
+    """Description of one cache of one layer: its arrays, as planes of pages. A codec contains no cache."""
 
     __slots__ = ()
-    KIND: ClassVar[type]  # exactly mlx-lm's class: a subclass may hold more
-    RECURRENT: ClassVar[bool] = False  # carried from token to token, rounding and all, without an offset
+    KIND: ClassVar[type]  # exactly mlx-lm's class: a subclass may have more state
+    RECURRENT: ClassVar[bool] = False  # whether its state accumulates rounding errors, and has no offset
     planes: tuple[Plane, ...]  # () for a layer that keeps nothing
 
     @classmethod
     @abstractmethod
     def describe(cls, cache: Any) -> Self:
-        """Return the codec of a cache that has seen some tokens. Raises UnsupportedCacheError for one it cannot
-        keep.
+        """Return the codec of a cache that has seen some tokens. Raises UnsupportedCacheError for a cache that
+        it does not support.
         """
 
     @abstractmethod
@@ -145,16 +146,16 @@ class CacheCodec(ABC):
 
     @abstractmethod
     def matrices(self, tokens: int, /) -> tuple[Matrices, ...]:
-        """Return the shapes of its planes: for so many tokens, or for the state after so many."""
+        """Return the shapes of the planes, for `tokens` tokens or for the state after them."""
 
     @property
     def packed(self) -> tuple[int, int] | None:
-        """Bits of a value and values in a group, if it is quantised."""
+        """The bits of a value and the values in a group; None if the cache is not quantised."""
         return None
 
 
 class TokenLayer(CacheCodec):
-    """Keeps a row for each token, so every prefix can be cut out."""
+    """Codec of a cache with a row for each token, so that every prefix can be cut out."""
 
     __slots__ = ()
 
@@ -164,17 +165,17 @@ class TokenLayer(CacheCodec):
 
     @abstractmethod
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> Any:
-        """Return a cache with the first `tokens` tokens of the `pieces`, ``[heads, rows, dim]`` a plane."""
+        """Return a cache with the first `tokens` tokens of the `pieces`, ``[heads, rows, dim]`` for each plane."""
 
 
 class StateLayer(CacheCodec):
-    """Carries a state, which is valid only at the position where it was taken."""
+    """Codec of a cache with a state, which is valid only at the position where it was taken."""
 
     __slots__ = ()
 
     @abstractmethod
     def capture(self, cache: Any) -> tuple[mx.array, ...]:
-        """Return a copy of the state of a cache that holds one sequence, an array a plane.
+        """Return a copy of the state of a cache that holds one sequence, one array for each plane.
 
         Raises CacheStateError for a cache whose content does not match its kind and number of tokens.
         """

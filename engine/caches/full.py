@@ -1,6 +1,6 @@
-"""KVCache: keys and values of every token. Their dims may differ, as those of latent attention do.
+"""KVCache: keys and values of every token. Their dimensions may differ, as in latent attention.
 
-Values may have no dims at all: sparse attention has an index of keys alone. Then there is no plane of them.
+The values may be empty: the index of sparse attention has only keys. Then they have no plane.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .codec import Matrices, TokenLayer, join, plane_of
 
 @dataclass(frozen=True, slots=True)
 class FullLayer(TokenLayer):
-    """``[heads, tokens, head_dim]`` in the planes K and V, or in K alone; no planes for a layer that keeps nothing."""
+    """Codec of ``[heads, tokens, head_dim]`` in the planes K and V, or only in K. A layer that keeps nothing has no
+    planes."""
 
     KIND: ClassVar[type] = KVCache
     heads: tuple[int, ...]  # of keys and of values

@@ -18,14 +18,14 @@ _PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer(TokenLayer):
-    """Six planes: K and V packed in uint32, ``[heads, tokens, head_dim * bits / 32]``, then the scales and biases of K
-    and of V, ``[heads, tokens, head_dim / group_size]`` in the model's dtype."""
+    """Codec of six planes: K and V packed in uint32, ``[heads, tokens, head_dim * bits / 32]``, then the scales and
+    biases of K and of V, ``[heads, tokens, head_dim / group_size]`` in the model's dtype."""
 
     KIND: ClassVar[type] = QuantizedKVCache
     heads: tuple[int, ...]  # in each plane
     planes: tuple[Plane, ...]
     group_size: int  # values that share a scale and a bias
-    bits: int  # a value
+    bits: int  # of a value
 
     @classmethod
     def describe(cls, cache: QuantizedKVCache) -> Self:
@@ -58,8 +58,8 @@ class QuantizedLayer(TokenLayer):
 
 
 def quantised(cache: Any, group_size: int, bits: int) -> Any:
-    """Return an empty cache that keeps keys and values in so many bits, in place of an empty `cache`. Caches that do
-    not keep a row for every token stay as they are.
+    """Return an empty cache with values of `bits` bits in place of an empty KVCache, also within a CacheList. Return
+    other caches unchanged.
     """
     if type(cache) is CacheList:
         return CacheList(*(quantised(part, group_size, bits) for part in cache.caches))

@@ -1,7 +1,7 @@
 """RotatingKVCache: keys and values of the last tokens, in a ring.
 
-The state is stored in temporal order, so that pages do not depend on where the ring began. The ring's index is stored
-with it, since sums over a turned ring differ in their last bits.
+The state is stored in temporal order, so that pages do not depend on the beginning of the ring. The ring's index is
+stored with it, because sums over a rotated ring differ in their last bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _INDEX = Plane(int(KVType.K_SCALES), DType.UINT32, 1)  # the plane of the ring's
 
 @dataclass(frozen=True, slots=True)
 class WindowLayer(StateLayer):
-    """After n tokens: K and V of the last min(n, window), ``[heads, rows, head_dim]``, oldest first, and in the plane
-    after them the ring's index, where in the ring the youngest ends. No planes for a layer that keeps nothing."""
+    """Codec of a cache that has, after n tokens, K and V of the last min(n, window): ``[heads, rows, head_dim]``, the
+    oldest first. The next plane has the ring's index: the end of the youngest row. A layer that keeps nothing has no
+    planes."""
 
     KIND: ClassVar[type] = RotatingKVCache
     heads: tuple[int, ...]  # in each plane
@@ -61,7 +62,7 @@ class WindowLayer(StateLayer):
         return keys, values, mx.array([[[index]]], mx.uint32)
 
     def restore(self, state: Sequence[mx.array], end: int) -> RotatingKVCache:
-        """Return the cache after `end` tokens, with its ring turned as before."""
+        """Return the cache after `end` tokens, with its ring rotated as before."""
         cache = self.empty()
         if not self.planes:
             return cache

@@ -16,11 +16,11 @@ Arrays = tuple[tuple[mx.array, ...], ...]  # [layer][plane] is [heads, rows, hea
 
 
 class BlockError(ValueError):
-    """Blocks with impossible counts, shapes or ids."""
+    """Error: blocks with invalid counts, shapes or ids."""
 
 
 class IncompatibleBlocksError(BlockError):
-    """Blocks of another model, dtype or block size."""
+    """Error: blocks of another model, dtype or block size."""
 
 
 def check_agent_id(agent_id: str) -> str:
@@ -34,8 +34,8 @@ def check_agent_id(agent_id: str) -> str:
 class KVBlock:
     """The caches of `tokens` consecutive tokens in every layer. A block never changes, so that holders can share it.
 
-    ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i keeps a row a token: keys
-    (after rotary embedding), then values. It is empty for a layer that carries a state instead. ``state`` has the
+    ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i keeps a row for each token:
+    keys (after rotary embedding), then values. It is empty for a layer that carries a state instead. ``state`` has the
     states after the block's last token; None if they were not taken there. ``inner[n]`` has the states after n of its
     tokens, fewer than all, because a prompt may end within a block.
     """
@@ -48,7 +48,7 @@ class KVBlock:
 
     @property
     def states(self) -> dict[int, Arrays]:
-        """The states by the number of this block's tokens before them, in order."""
+        """The states, by the number of tokens of this block before each, in order."""
         end = {} if self.state is None else {self.tokens: self.state}
         return dict(sorted(self.inner.items())) | end
 
@@ -179,7 +179,7 @@ class AgentBlocks:
     def reusable(self, spec: ModelCacheSpec, limit: int) -> int:
         """Return the number of its first tokens, at most `limit`, with which a cache can be reconstructed.
 
-        Any number where all layers keep a row a token; otherwise only up to a position whose state was taken.
+        If all layers keep a row for each token, this can be any number; otherwise only a position with a state.
         """
         if not spec.has_state:
             return min(limit, len(self))

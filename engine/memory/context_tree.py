@@ -32,22 +32,22 @@ class _Node:
     tokens: tuple[int, ...]
     block: KVBlock
     used: float = 0.0  # time.monotonic()
-    stored: bool = False  # it was given to a tier below memory
-    label: str = ""  # text that shows it to people, if it has no name and is not stored
+    stored: bool = False  # whether it was given to a tier below memory
+    label: str = ""  # the text that people see for it, if it has no name and is not stored
 
     @property
     def key(self) -> bytes:
-        """Its name in the eviction policy."""
+        """Its key in the eviction policy."""
         return bytes.fromhex(self.name)
 
     def usable(self, common: int, has_state: bool) -> int:
-        """Return how many of its first `common` tokens a prompt can reuse: up to a state, where layers carry one."""
+        """Return how many of its first `common` tokens a prompt can reuse: up to a state, if layers carry one."""
         if not has_state:
             return common
         return max((after for after in self.block.states if after <= common), default=0)
 
     def covers(self, other: _Node) -> bool:
-        """Return whether it is as good as `other` for every prompt: it begins with the same tokens and has the same
+        """Return whether it can replace `other` for every prompt: it begins with the tokens of `other`, and has its
         states."""
         same = self.tokens[: len(other.tokens)] == other.tokens
         return same and self.block.states.keys() >= other.block.states.keys()
@@ -65,7 +65,7 @@ class ContextTree:
     """
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, max_bytes: int) -> None:
-        self.hits = 0  # prompts of which it had a beginning
+        self.hits = 0  # prompts with a prefix in the tree
         self.nbytes = 0
         self._spec = spec
         self._pool = pool
@@ -124,7 +124,7 @@ class ContextTree:
         return replace(context, blocks=tuple(blocks))
 
     def unstored(self, context: AgentBlocks) -> int:
-        """Return how many tokens of a context are in blocks that no tier below was given, or that have left the
+        """Return how many tokens of a context are in blocks that were not given to a tier below, or that have left the
         tree."""
         names = self.names(context.agent_id, context.tokens)
         nodes = (self._nodes.get(name) for name in names)
@@ -132,7 +132,7 @@ class ContextTree:
         return sum(block.tokens for node, block in pairs if not (node and node.stored))
 
     def stored_reach(self, agent_id: str, tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` are in blocks that a tier below was given."""
+        """Return how many of the first `tokens` are in blocks that were given to a tier below."""
         chain, path = self._spec.chain(agent_id, tokens), list[_Node]()
         while (node := self._child(self._parent(chain, path), self._rest(tokens, path))) and node.stored:
             path.append(node)
@@ -149,12 +149,12 @@ class ContextTree:
                 node.stored = True
 
     def label(self, context: AgentBlocks, label: str) -> None:
-        """Set the text that shows a context to people, for the case that it is stored later."""
+        """Set the text that people see for a context, for the case that it is stored later."""
         if node := self._nodes.get(self.names(context.agent_id, context.tokens)[-1]):
             node.label = label
 
     def label_of(self, context: AgentBlocks) -> str:
-        """Return the text that shows a context of the tree to people; empty if there is none."""
+        """Return the text that people see for a context of the tree; empty if there is none."""
         node = self._nodes.get(self.names(context.agent_id, context.tokens)[-1])
         return node.label if node else ""
 
@@ -241,7 +241,7 @@ class ContextTree:
         return nearest
 
     def _sides(self, parent: str, tokens: tuple[int, ...]) -> tuple[list[_Node], list[_Node]]:
-        """Return the children after and before `tokens` in order, those with most tokens in common first."""
+        """Return the children after and before `tokens` in order, with the most tokens in common first."""
         at, siblings = self._place(parent, tokens)
         return siblings[at : at + MOST_NEIGHBOURS], siblings[max(0, at - MOST_NEIGHBOURS) : at][::-1]
 
@@ -257,8 +257,8 @@ class ContextTree:
         return known if known and known.covers(node) else node
 
     def _put(self, node: _Node) -> _Node:
-        """Add a node, in place of one with this name, unless only that one can be continued from its end. Return the
-        node in the tree, which is a longer one if that covers it."""
+        """Add a node in place of the one with its name, unless the latter covers it, or is the only one of the two with
+        a state at its end. Return the node in the tree, which is a longer one if that covers it."""
         known = self._nodes.get(node.name)
         if known and (known.covers(node) or (known.block.state is not None and node.block.state is None)):
             return known
@@ -293,8 +293,8 @@ class ContextTree:
         self._pool.free([node.block.block_id], HOLDER)
 
     def _add(self, path: Sequence[_Node]) -> None:
-        """Add a context's blocks. Only new ones count as used, and as used again if they replace a shorter one: then a
-        client continues this context."""
+        """Add the blocks of a context. Only new blocks count as used. If they replace a shorter one, a client continues
+        this context, and they count as used again."""
         size = len(self._nodes)
         put = list(map(self._put, path))
         new = [node for node in put if node.key not in self._order]

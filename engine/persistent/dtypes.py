@@ -1,4 +1,4 @@
-"""The element types of the language, what MLX and the page contract call them, and integers that wrap."""
+"""The element types of the language, their dtypes in MLX and in pages, and integers that wrap."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class DType:
 
     name: str
     mlx: mx.Dtype
-    range: tuple[int, int] | None = None  # of an integer
-    page: PageDType = PageDType.UINT8  # others travel as bytes, as they did before the header had names for them
+    range: tuple[int, int] | None = None  # of an integer type, both ends included
+    page: PageDType = PageDType.UINT8  # other types are stored as bytes, as before the header had numbers for them
 
     @property
     def is_float(self) -> bool:
@@ -30,15 +30,15 @@ class DType:
         return int(self.mlx.size)
 
     def wrap(self, value: int) -> int:
-        """Return the integer that is left of `value` when it has only this many bits."""
+        """Return `value` modulo the number of values of this type, within its range."""
         assert self.range
         low, high = self.range
         return (value - low) % (high - low + 1) + low
 
     def literal(self, value: bool | int | float) -> bool | int | float | None:
-        """Return a literal's value in this type; None if it has another kind or is out of range.
+        """Return the value of a literal in this type; None if it has another kind or is out of range.
 
-        Only a literal with a point, an exponent, inf or nan is a float, and 0 and 1 are bools too.
+        Only a literal with a point or an exponent, inf and nan are floats. 0 and 1 are also bools.
         """
         if self.name == "bool":
             return bool(value) if value in (0, 1) and not isinstance(value, float) else None
@@ -48,14 +48,14 @@ class DType:
         return value if fits else None
 
     def full(self, shape: tuple[int, ...], value: bool | int | float | None) -> mx.array:
-        """Return an array of one value; of zeros for None."""
+        """Return an array in which every element is `value`; zeros for None."""
         if value is None:
             return mx.zeros(shape, dtype=self.mlx)
         return mx.full(shape, self.number(value), dtype=self.mlx)
 
     def number(self, value: bool | int | float) -> mx.array:
-        """Return a scalar array."""
-        if self.range and not -(2**31) <= value < 2**31:  # mx.array takes them from numpy alone
+        """Return `value` as an array without dimensions."""
+        if self.range and not -(2**31) <= value < 2**31:  # mx.array accepts such integers only from numpy
             return mx.array(np.array(value, dtype=str(self.mlx).removeprefix("mlx.core.")))
         return mx.array(value, dtype=self.mlx)
 
@@ -71,7 +71,7 @@ DTYPES = {
         DType("f16", mx.float16, page=PageDType.FLOAT16),
         DType("bf16", mx.bfloat16, page=PageDType.BFLOAT16),
         DType("f32", mx.float32, page=PageDType.FLOAT32),
-        DType("f64", mx.float64),  # on the CPU alone
+        DType("f64", mx.float64),  # only on the CPU
         _integer(8, mx.int8, True, PageDType.INT8),
         _integer(16, mx.int16, True),
         _integer(32, mx.int32, True),

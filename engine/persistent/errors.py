@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A text that was parsed."""
+    """A parsed text, and its name in error messages."""
 
     name: str
     text: str
@@ -15,7 +15,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a text something stands; line and column count from 1."""
+    """A position in a text. Line and column count from 1."""
 
     source: Source
     line: int
@@ -26,7 +26,7 @@ class Place:
 
     @property
     def excerpt(self) -> str:
-        """The line, and a caret under the place."""
+        """The line of the text, and a caret under the position."""
         lines = self.source.text.splitlines()
         line = lines[self.line - 1] if self.line <= len(lines) else ""
         before = line[: self.column - 1]
@@ -35,11 +35,11 @@ class Place:
 
 
 class PersistentError(Exception):
-    """The root of them all."""
+    """Base of all errors of persistent memory."""
 
 
 class GraphError(PersistentError, ValueError):
-    """Error in a graph, or in one of its steps. `at` is the position in its text, None for a graph without one.
+    """Error in a graph, or in one of its steps. `at` is the position in its text, None without a text.
 
     A step that raises it leaves persistent memory as it was before.
     """
@@ -54,75 +54,77 @@ class GraphError(PersistentError, ValueError):
 
 
 class ParseError(GraphError):
-    """The text does not follow the grammar."""
+    """Error: the text does not follow the grammar."""
 
 
 class DeclarationError(GraphError):
-    """A declaration contradicts itself: attributes that don't go together, a name declared twice."""
+    """Error: a declaration has attributes that contradict each other, or declares a name again."""
 
 
 class UnknownNameError(GraphError):
-    """A variable, size, block, operation, parameter, attribute or dtype that nobody declared."""
+    """Error: the name of a variable, size, block, operation, parameter, attribute or dtype is unknown."""
 
 
 class DTypeError(GraphError):
-    """A value of one dtype where another belongs; an @init that isn't of its variable's dtype."""
+    """Error: a value does not have the required dtype, or @init does not have the dtype of its variable."""
 
 
 class RankError(GraphError):
-    """Too many indices, too few, or a value with another number of dimensions than was declared."""
+    """Error: the number of indices, arguments or dimensions is not the declared one."""
 
 
 class ShapeError(GraphError):
-    """A value with the right rank, but not the right sizes."""
+    """Error: a value has the right rank, but not the right sizes."""
 
 
 class DimError(GraphError):
-    """Dimensions that are negative or too large to count."""
+    """Error: a dimension is negative or too large, or its computation divides by zero."""
 
 
 class NegativeIndexError(GraphError):
-    """An index or the start of a slice is below 0."""
+    """Error: an index or the start of a slice is below 0."""
 
 
 class SliceRangeError(GraphError):
-    """A slice that reaches past the end, or ends before it starts."""
+    """Error: a slice extends past the end, or ends before it starts."""
 
 
 class GrowthError(GraphError):
-    """An index past what @fixed allows."""
+    """Error: an index, a count or a size exceeds the limit of @fixed, of MLX, or of this machine's memory."""
 
 
 class SliceWriteError(GraphError):
-    """A write to more than one entry."""
+    """Error: a write to more than one entry."""
 
 
 class SliceResetError(GraphError):
-    """A reset of a slice."""
+    """Error: a reset of a slice."""
 
 
 class AccessError(GraphError):
-    """Memory used as its section does not allow: a constant written, a table read without cache.read."""
+    """Error: an access that a name's section does not permit, such as a write to a constant."""
 
 
 class BlockCycleError(GraphError):
-    """Blocks that branch to each other in a circle."""
+    """Error: blocks branch to each other in a cycle."""
 
 
 class OperationError(GraphError):
-    """An operation refused its arguments."""
+    """Error: an operation refused its arguments."""
 
 
 class InputError(PersistentError, ValueError):
-    """An inserted value is missing, of no dynamic variable, or not of its dtype and shape."""
+    """Error: an inserted value is missing, is for no dynamic variable, or has the wrong dtype or shape; or there is no
+    value to fetch."""
 
 
 class ModelError(PersistentError, ValueError):
-    """The model lacks a tensor or a size that the graph asks for, or has it in another dtype or shape."""
+    """Error: a tensor of the graph is missing or has another dtype or shape, a size is out of range, or the file of the
+    model cannot be loaded."""
 
 
 class DeviceError(PersistentError):
-    """Error: the device does not support an operation of the graph."""
+    """Error: the device is missing, or does not support a dtype of the graph."""
 
 
 class BrokenExecutorError(PersistentError):
@@ -134,15 +136,15 @@ class StoreError(PersistentError):
 
 
 class NoInstanceError(StoreError):
-    """Nothing is stored under this name."""
+    """Error: no instance is stored under this name."""
 
 
 class WrongProgramError(StoreError):
-    """The instance was made by another program: another graph, other sizes or another model."""
+    """Error: another program made the instance: another graph, other sizes or another model."""
 
 
 class ConflictError(StoreError):
-    """Somebody else has saved this instance since it was read or written here."""
+    """Error: another process has saved this instance since it was last read or written here."""
 
 
 class DamagedError(StoreError):

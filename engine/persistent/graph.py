@@ -1,6 +1,6 @@
-"""A graph as data: declarations, blocks and the statements in them. The parser and the builder both make these.
+"""A graph as data: declarations, blocks and their statements. The parser and the builder make graphs.
 
-Two graphs are equal when they mean the same; where in a text something stands is not part of it.
+The comparison of two graphs ignores the positions in their texts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .errors import Place
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """`at` is its place in the text, if there is one."""
+    """Base of all nodes. `at` is the position in the text, None without a text."""
 
     at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -40,7 +40,7 @@ Expression: TypeAlias = int | Name | Arithmetic
 
 @dataclass(frozen=True, slots=True)
 class Slice(_Placed):
-    """``start..stop``: `start` included, `stop` not; None for the ends."""
+    """``start..stop``, with `start` and without `stop`. None is the beginning or the end."""
 
     start: Expression | None
     stop: Expression | None
@@ -51,7 +51,7 @@ Index: TypeAlias = Expression | Slice
 
 @dataclass(frozen=True, slots=True)
 class Access(_Placed):
-    """A variable, or with `indices` some of it. ``K[]`` has indices, none of them; ``K`` has None."""
+    """A variable or, with `indices`, a part of it. `indices` is empty for ``K[]``, and None for ``K``."""
 
     name: str
     indices: tuple[Index, ...] | None = None
@@ -64,8 +64,8 @@ Value: TypeAlias = "Expression | float | str | tuple[Value, ...]"
 class Declaration(_Placed):
     """A variable of a section, or one that `assign` declares, which is volatile.
 
-    ``indices`` are the names in parentheses; those in ``auto_dim`` grow the tensor's own dimensions, the others are a
-    table's. ``reference`` is the name of the model's tensor, with ``{index}`` where there are indices.
+    ``indices`` are the names in parentheses. Indices in ``auto_dim`` grow the tensor's own dimensions, the others
+    belong to a table. ``reference`` is the name of the model's tensor, with ``{index}`` in place of each index.
     """
 
     section: str
@@ -118,7 +118,8 @@ class Loop(_Placed):
 
 @dataclass(frozen=True, slots=True)
 class Branch(_Placed):
-    """``branch condition then otherwise``, or ``branch then``. When that block returns, it goes on after this."""
+    """``branch condition then otherwise``, or ``branch then``. When that block returns, the step continues after the
+    branch."""
 
     condition: str | None
     then: str
@@ -166,13 +167,13 @@ Statement: TypeAlias = Assign | Operation | Transfer | Loop | Branch | Return | 
 
 @dataclass(frozen=True, slots=True)
 class Block(_Placed):
-    """Statements with a name; ``entry`` is where a step begins."""
+    """Statements with a name. A step begins in the block ``entry``."""
 
     name: str
     body: tuple[Statement, ...]
 
     def statements(self) -> Iterator[Statement]:
-        """Yield all statements, including those within loops."""
+        """Yield all statements, also the statements within loops."""
         yield from _flat(self.body)
 
 

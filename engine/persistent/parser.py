@@ -14,13 +14,13 @@ from . import graph as nodes
 from .dtypes import WORDS
 from .errors import DeclarationError, GraphError, ParseError, Place, Source, UnknownNameError
 
-MAX_DIGITS = 20  # as many as 2^64 has
+MAX_DIGITS = 20  # as many digits as 2^64 has
 MAX_DEPTH = 100  # nesting depth, for example of sums: far below Python's recursion limit
 ATTRIBUTES = ("init", "table", "fixed", "auto_dim", "pattern", "ref")
 
 
 def parse(text: str, name: str = "<graph>") -> nodes.Graph:
-    """Parse `text`; errors call it `name`.
+    """Parse `text`. Errors have `name` as the name of the text.
 
     Raises ParseError, DeclarationError or UnknownNameError with the line, the column and a caret.
     """
@@ -28,12 +28,12 @@ def parse(text: str, name: str = "<graph>") -> nodes.Graph:
 
 
 def parse_file(path: Path) -> nodes.Graph:
-    """Return the graph in a file. Raises what `parse` does, OSError, and UnicodeDecodeError where it is not UTF-8."""
+    """Parse the graph in a file. Raises the errors of `parse`, OSError, and UnicodeDecodeError if it is not UTF-8."""
     return parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def parse_expression(text: str) -> nodes.Expression:
-    """``3*D + t``. Raises ParseError."""
+    """Parse an expression, such as ``3*D + t``. Raises ParseError."""
     return _parse(text, "<expression>", "expression")  # type: ignore[no-any-return]
 
 
@@ -106,7 +106,7 @@ def _spelt(terminals: Sequence[str] | set[str]) -> str:
 
 @v_args(meta=True)
 class _ToGraph(Transformer[Token, Any]):
-    """From lark's tree to a Graph. Each method is a rule of the grammar."""
+    """Transformer of lark's tree to a Graph, with a method for each rule of the grammar."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -250,7 +250,8 @@ class _ToGraph(Transformer[Token, Any]):
 
 
 def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place) -> tuple[str, Any]:
-    """Return the field of a Declaration that an attribute sets, and to what."""
+    """Return the field of a Declaration that an attribute sets, and its value. Raises UnknownNameError or
+    DeclarationError."""
     if name not in ATTRIBUTES:
         raise UnknownNameError(f"there is no attribute @{name}, only {', '.join(f'@{a}' for a in ATTRIBUTES)}", at)
     if name == "table":

@@ -18,7 +18,7 @@ from .storage import PersistentStore
 
 
 def run(args: argparse.Namespace) -> int:
-    """Resume or begin, do the steps, save, and print persistent memory; 1 when that was not possible."""
+    """Resume or create the instance, run the steps, save it, and print its memory. Return 1 after an error, else 0."""
     try:
         store = PersistentStore(args.url)
         try:
@@ -55,7 +55,7 @@ def _row(name: str, rows: mx.array, step: int) -> mx.array:
 
 
 def _table(executor: Executor, title: str) -> Table:
-    """Persistent memory, a row for each variable."""
+    """Return persistent memory as a table with a row for each variable."""
     printed = Table(title=title, title_justify="left")
     for heading in ("name", "type", "indices", "shape", "entries", "bytes", "value"):
         printed.add_column(heading, justify="right" if heading in ("entries", "bytes") else "left")

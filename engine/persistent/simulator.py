@@ -36,7 +36,7 @@ from .variables import Event, Frame, Tensors, resolve
 
 # -- Inputs of a graph: the sizes of its dimensions, and the tensors of its constants ----------------------------------
 
-MAX_SIZE = 2**31 - 1  # as MLX counts
+MAX_SIZE = 2**31 - 1  # the largest size in MLX
 _SIZE = re.compile("[0-9]{1,18}")
 
 
@@ -54,8 +54,8 @@ class Model:
 
     @classmethod
     def load(cls, path: Path, sizes: Mapping[str, int] | None = None) -> Self:
-        """Return the tensors of a safetensors file. Its metadata gives sizes as decimal numbers; `sizes` go before
-        those.
+        """Return a model with the tensors of a safetensors file. Decimal numbers in its metadata are sizes; `sizes`
+        take precedence.
 
         Raises ModelError for any other file, and for tensors of dtypes that MLX cannot load, such as f64.
         """
@@ -68,7 +68,7 @@ class Model:
         return cls(named | dict(sizes or {}), tensors)
 
     def digest(self) -> str:
-        """128 bits, in hex, of the names, dtypes, shapes and bytes of all tensors."""
+        """Return a digest of the names, dtypes, shapes and bytes of all tensors: 128 bits, in hex."""
         digest = xxhash.xxh3_128()
         for name, array in sorted(self.tensors.items()):
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
@@ -82,7 +82,7 @@ FORMAT = 1  # version of the fingerprinted data
 
 
 class Device(Enum):
-    """Where MLX computes."""
+    """The device on which MLX computes."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -93,15 +93,15 @@ class Device(Enum):
 
     @classmethod
     def default(cls) -> Device:
-        """MLX's own choice."""
+        """Return the default device of MLX."""
         return Device.CPU if mx.default_device() == mx.Device(mx.cpu) else Device.GPU
 
 
 class Simulator:
-    """A graph with the model that it is run with, and a store in which its instances go on living, or none.
+    """A graph with its model and, optionally, a store of its instances.
 
-    Raises a GraphError with the position of the error, ModelError for names that the model lacks, and DeviceError for
-    an unsupported dtype or a missing device.
+    Raises a GraphError with the position of the error, ModelError for tensors that are missing or do not match their
+    declarations, and DeviceError for an unsupported dtype or a missing device.
     """
 
     def __init__(
@@ -122,23 +122,24 @@ class Simulator:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits of everything that makes two instances interchangeable: the graph, whatever its layout and comments,
-        the sizes and the model's tensors."""
+        """A 64-bit hash of everything that makes two instances interchangeable: the graph without its layout and
+        comments, the sizes, and the tensors of the model."""
         identity = [FORMAT, repr(self.graph), sorted(self.model.sizes.items()), self.model.digest()]
         return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest(), "little")
 
     def make_executor(self, instance: str | None = None, *, autosave: int = 0, trace: bool = False) -> Executor:
-        """Return an executor whose persistent memory is new.
+        """Return an executor with new persistent memory.
 
-        With the name of an `instance` it can be saved, and is after every `autosave` steps. Raises StoreError where
-        there is no store, and for a name that isn't 1 to 128 of ``A-Z a-z 0-9 . _ -``.
+        With the name of an `instance` it can be saved, and saves itself after every `autosave` steps; 0 stands for
+        never. Raises StoreError if there is no store, and for a name that is not 1 to 128 of ``A-Z a-z 0-9 . _ -``.
         """
         return Executor(self, self._stored(instance) if instance is not None else None, autosave, trace)
 
     def resume(self, instance: str, *, autosave: int = 0, trace: bool = False) -> Executor:
-        """Return an executor that goes on where the instance was last saved.
+        """Return an executor that continues from the last save of the instance.
 
-        Raises NoInstanceError, WrongProgramError, DamagedError, and redis.RedisError where the server does not answer.
+        Raises NoInstanceError, WrongProgramError, DamagedError, ConflictError if another process saves the instance
+        all the time, and redis.RedisError if the server does not answer.
         """
         executor = Executor(self, self._stored(instance), autosave, trace)
         executor._load()
@@ -150,34 +151,34 @@ class Simulator:
         return self.store.instance(instance, self.fingerprint)
 
     def memory(self) -> Memory:
-        """Persistent memory as it is before the first step."""
+        """Return persistent memory in its state before the first step."""
         return Memory(variable.layout for variable in self.variables.values() if variable.section == "persistent")
 
 
 class Executor:
     """One instance of a graph. `insert` the dynamic inputs, `step`, and `fetch` the results.
 
-    A step that raises leaves persistent memory as it was before. Not to be shared between threads.
+    A step that raises leaves persistent memory as it was before. Threads must not share an executor.
     """
 
     def __init__(self, simulator: Simulator, stored: StoredInstance | None, autosave: int, trace: bool) -> None:
         if autosave < 0 or (autosave and stored is None):
             raise ValueError(f"autosave is 0 or more, and needs an instance to save, got {autosave}")
         self.simulator = simulator
-        self.steps = 0  # whole ones, those before a resume too
-        # number of failed autosaves since the last successful one; the next one includes their changes
+        self.steps = 0  # completed steps, including the steps before a resume
+        # number of failed autosaves since the last successful save; the next save includes their changes
         self.unsaved = 0
         self._stored = stored
         self._autosave = autosave
         self._trace = trace
         self._inserted: dict[str, mx.array] = {}
-        self._frame: Frame | None = None  # of the last step, when it was whole
+        self._frame: Frame | None = None  # of the last step; None if it failed
         self._broken = False
         with mx.stream(simulator.device.mlx):
             self.memory = simulator.memory()
 
     def insert(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        """Give dynamic variables their values for the next step: arrays of their dtype and shape, or numbers.
+        """Set the values of dynamic variables for the next step: arrays of their dtype and shape, or numbers.
 
         Raises InputError.
         """
@@ -186,10 +187,10 @@ class Executor:
         self._inserted.update(checked)
 
     def step(self) -> None:
-        """Run the graph's entry block once; dynamic variables are empty again afterwards.
+        """Run the entry block of the graph once, and clear the dynamic variables.
 
         Raises InputError for a missing input, a GraphError with the position of the failed statement,
-        BrokenExecutorError if MLX failed. An autosave, after the step, raises ConflictError when somebody else has
+        BrokenExecutorError if MLX failed. An autosave, after the step, raises ConflictError if another process has
         saved the instance.
         """
         if self._broken:
@@ -201,7 +202,7 @@ class Executor:
         ]
         if missing:
             raise InputError(f"{', '.join(missing)} must be inserted before each step")
-        self._frame = None  # and with it the views that would keep tables from being changed in place
+        self._frame = None  # its views would prevent changes of tables in place
         journal = self.memory.journal
         journal.begin()
         frame = Frame(self.steps, self.memory, self._inserted, trace=[] if self._trace else None)
@@ -217,16 +218,16 @@ class Executor:
             for name in self.simulator.temporary:
                 frame.values.pop(name, None)  # MLX updates an array without other references in place
             self._evaluate(lambda: mx.eval(journal.arrays(), list(frame.values.values())))
-        journal.begin()  # nothing of this step is taken back any more
+        journal.begin()  # the changes of this step are final
         self._frame = frame
         self.steps += 1
         if self._autosave and self.steps % self._autosave == 0:
             self._save_if_possible()
 
     def fetch(self, name: str) -> mx.array:
-        """Return a variable's value: persistent and constant ones always, others between a step and the next.
+        """Return the value of a variable. Persistent and constant variables always have one, others only after a step.
 
-        Raises UnknownNameError, and InputError for a variable that holds nothing now, as those of `assign` always do.
+        Raises UnknownNameError, and InputError for a variable without a value. Variables of `assign` never have one.
         """
         variable = self.simulator.variables.get(name)
         if variable is None:
@@ -246,7 +247,8 @@ class Executor:
         return found
 
     def trace(self) -> list[Event]:
-        """Return the events of the last step's statements. Raises InputError without tracing."""
+        """Return the events of the last step's statements. Raises InputError without tracing, and unless the last step
+        succeeded."""
         if self._frame is None or self._frame.trace is None:
             raise InputError("there is a trace after a step, for make_executor(trace=True)")
         return list(self._frame.trace)
@@ -254,7 +256,8 @@ class Executor:
     def save(self) -> SavedPages:
         """Store all changes since the last save atomically: a reader finds all of them or the state before.
 
-        Raises StoreError without an instance, ConflictError where somebody else saved it, redis.RedisError.
+        Raises StoreError without an instance, BrokenExecutorError after a failure of MLX, ConflictError if another
+        process has saved the instance, and redis.RedisError.
         """
         if self._stored is None:
             raise StoreError("this executor has no instance to save: make_executor(NAME)")
@@ -265,7 +268,8 @@ class Executor:
         return saved
 
     def export(self, path: Path) -> None:
-        """Write persistent memory to a safetensors file, a tensor a variable, tables with all their entries."""
+        """Write persistent memory to a safetensors file, with one tensor for each variable. The tensor of a table has
+        all its entries."""
         with mx.stream(self.simulator.device.mlx):
             names = [*self.memory.scalars, *self.memory.tables]
             metadata = {"fingerprint": f"{self.simulator.fingerprint:016x}", "steps": str(self.steps)}
@@ -280,7 +284,7 @@ class Executor:
         self.steps = steps
 
     def _save_if_possible(self) -> None:
-        """Save after a step. A failure is counted, and the first in a row is logged."""
+        """Save after a step. Count a failure of the server, and log the first one in a row."""
         failures = self.unsaved
         try:
             self.save()
@@ -293,7 +297,10 @@ class Executor:
                 log.warning("step %d is saved again, after %d failures", self.steps, failures)
 
     def _evaluate(self, compute: Any) -> None:
-        """Evaluate arrays. An error is MLX's, such as too little memory, and may have damaged arrays."""
+        """Evaluate arrays. An error, such as a lack of memory, may have damaged them, so the executor is broken then.
+
+        Raises BrokenExecutorError for an error of MLX.
+        """
         try:
             compute()
         except BaseException as error:

@@ -22,7 +22,7 @@ from .errors import GrowthError, NegativeIndexError, ShapeError, SliceRangeError
 
 
 class Journal:
-    """The changes of one step."""
+    """Undo log of one step."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -38,22 +38,22 @@ class Journal:
         self._pending.clear()
 
     def record(self, undo: Callable[[], None]) -> None:
-        """Call `undo` if the step fails. Later ones are called first."""
+        """Add a function to call if the step fails. The functions are called in reverse order."""
         self._undo.append(undo)
 
     def first(self, what: Hashable) -> bool:
-        """Return whether this is the first change of `what` in this step."""
+        """Return whether this is the first change of `what` in this step, and note it."""
         if what in self._seen:
             return False
         self._seen.add(what)
         return True
 
     def pending(self, what: Hashable, array: Callable[[], mx.array | None]) -> None:
-        """Compute the array that `array` returns when the step ends."""
+        """Have the array that `array` returns computed at the end of the step. The last call for `what` counts."""
         self._pending[what] = array
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to be computed when the step ends."""
+        """Return the arrays to compute at the end of the step."""
         return [found for array in self._pending.values() if (found := array()) is not None]
 
     def rollback(self) -> None:
@@ -64,13 +64,11 @@ class Journal:
         mx.eval(arrays)
 
 
-# -- lane --------------------------------------------------------------------------------------------------------------
-#
-# The entries along a table's last index, side by side in one array.
+# -- Lanes: the entries along a table's last index, in one array -------------------------------------------------------
 #
 # A lane's array has room for more entries than it holds, and doubles when it is full, so n appends cost O(n). A slice
-# of it is a view. MLX updates an array in place when nobody else refers to it: that is the case when a step writes an
-# entry and then reads slices, whose views are dropped when the next step begins. If a view of an array is still
+# of it is a view. MLX updates an array in place if it has no other reference. A step that writes an entry and then
+# reads slices satisfies this, because the views are dropped when the next step begins. If a view of an array is still
 # referenced when an entry is written, MLX copies the array once, and the view keeps the old data.
 
 Literal = bool | int | float | None
@@ -86,8 +84,8 @@ class Lane:
         self._init = init
         self._journal = journal
         self._array = self._fill(0)  # [capacity, *shape]; unwritten entries have the init value
-        self._written = bytearray()  # a byte an entry, as many as the array has room for
-        self._changed_in = -1  # the journal's step
+        self._written = bytearray()  # a byte for each entry that the array has room for
+        self._changed_in = -1  # the journal's step of the last change
 
     def written(self, index: int) -> bool:
         return index < len(self._written) and bool(self._written[index])
@@ -97,13 +95,13 @@ class Lane:
         return [index for index, written in enumerate(self._written) if written]
 
     def entry(self, index: int) -> mx.array:
-        """Return one entry, as an array of its own."""
+        """Return a copy of one entry."""
         if not self.written(index):
             return self._dtype.full(self._shape, self._init)
         return self._array[index] if self._changed_in == self._journal.step else self._copy(index)
 
     def slice(self, start: int, stop: int) -> mx.array:
-        """``[stop - start, *shape]``, a view where the array reaches so far."""
+        """Return ``[stop - start, *shape]``: a view, if the array is long enough."""
         room = len(self._written)
         if stop <= room:
             return self._array[start:stop]
@@ -137,9 +135,7 @@ class Lane:
         return self._dtype.full((count, *self._shape), self._init)
 
     def _copy(self, index: int) -> mx.array:
-        """Return an entry that does not share the array's memory, computed now, so that the array can change in
-        place.
-        """
+        """Return an evaluated copy of an entry, so that the array can be changed in place."""
         copy = self._array[index]  # a gather, which copies
         mx.eval(copy)
         return copy
@@ -161,24 +157,21 @@ class Lane:
             self._written.extend(bytes(more))
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
-#
-# One persistent tensor, or a table of them: how it is indexed, grows, is written and reset.
+# -- Tables: one persistent tensor, or several with indices ------------------------------------------------------------
 #
 # The declaration selects one of three kinds:
 #
-# * ``W: f32[D]``: no indices, one tensor.
-# * ``K(l, t): f16[H, Dh] @table``: a tensor for every (l, t). The last index runs along a `Lane`, a lane for each of
-#   the
-#   others. It is as long as the highest scalar index that was used, or as @fixed says from the start.
-# * ``M(r, c): f32[D, H] @auto_dim(r, c)``: a tensor whose dimensions are ``[D + count of r, H + count of c]``; with
-#   @table a table of such, which share their counts. Each is kept in the shape in which it was written, and padded with
-#   zeros when it is read.
+# * ``W: f32[D]``: one tensor without indices.
+# * ``K(l, t): f16[H, Dh] @table``: a tensor for every (l, t). The last index selects an entry of a `Lane`, the others
+#   select the lane. An index has the length that its highest scalar value requires, or always its limit of @fixed.
+# * ``M(r, c): f32[D, H] @auto_dim(r, c)``: a tensor with the dimensions ``[D + count of r, H + count of c]``; with
+#   @table a table of such tensors, which share the counts. Each tensor keeps the shape in which it was written, and is
+#   padded with zeros when it is read.
 
 Selection = Sequence[int | slice]  # slices have no step; a stop below 0 counts from the end
 Entry = tuple[int, ...]  # the table indices of one tensor
 Shape = tuple[int, ...]
-MAX_DIM = 2**31 - 1  # as MLX counts
+MAX_DIM = 2**31 - 1  # the largest size in MLX
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +188,7 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All indices, in the order in which they are given."""
+        """All indices, in the order of an access."""
         return self.indices + self.auto
 
     @property
@@ -203,25 +196,25 @@ class Layout:
         return not self.names and not self.shape
 
     def limit(self, index: str) -> int | None:
-        """Return the limit that @fixed gives an index."""
+        """Return the limit of @fixed for an index; None without one."""
         return dict(self.fixed).get(index)
 
 
 class Table:
     """A persistent tensor or table. Every change can be undone until the journal begins its next step.
 
-    The number of indices of a graph's access, the positions of slices, and the dtypes of writes were checked before.
+    The compiler has checked the number of indices, the positions of slices, and the dtypes of writes.
     """
 
     def __init__(self, layout: Layout, journal: Journal) -> None:
         self.layout = layout
-        self.dirty: set[Entry] = set()  # written or reset since the store last asked
+        self.dirty: set[Entry] = set()  # written or reset since the last save
         self._journal = journal
         self._limits = [layout.limit(index) for index in layout.names]
         self.load_lengths(self._first_sizes(), [0] * len(layout.auto))
         self._in_lanes = bool(layout.indices) and not layout.auto
         self._lanes: dict[Entry, Lane] = {}
-        self._cells: dict[Entry, mx.array] = {}  # where there are no lanes
+        self._cells: dict[Entry, mx.array] = {}  # of tables without lanes
 
     def size(self, index: str) -> int:
         """Return the length along a table index, or the count of an auto_dim index."""
@@ -232,9 +225,10 @@ class Table:
     # -- operations of graphs ------------------------------------------------------------------------------------------
 
     def read(self, selection: Selection) -> mx.array:
-        """Return the tensors selected: an axis for each slice and for each table index not given, then a tensor's own.
+        """Return the selected tensors: an axis for each slice and each omitted table index, then the axes of a tensor.
 
-        Scalar indices make the table long enough, and scalar auto_dim indices the tensors large enough; slices don't.
+        A scalar index lengthens the table, and a scalar auto_dim index enlarges the tensors, if necessary. Slices do
+        not.
         Raises NegativeIndexError, SliceRangeError or GrowthError.
         """
         layout, rank = self.layout, len(self.layout.indices)
@@ -254,7 +248,8 @@ class Table:
         return entries[(slice(None),) * (entries.ndim - len(self.shape)) + spans]
 
     def write(self, selection: Selection, value: mx.array) -> None:
-        """Write one tensor, of exactly the shape that it has once it has grown. Raises ShapeError, and as `read`."""
+        """Write one tensor, which must have the shape after growth. Raises ShapeError, NegativeIndexError or
+        GrowthError."""
         layout, rank = self.layout, len(self.layout.indices)
         entry, auto = self._scalars(selection[:rank]), self._scalars(selection[rank:])
         sizes, counts = self._lengthened(entry), self._grown(auto)
@@ -273,7 +268,7 @@ class Table:
         """Reset to the unwritten state: the whole table with its length and counts, or the entries that begin with
         `selection`.
 
-        Entries leave the table as long as it is. Raises NegativeIndexError, GrowthError.
+        A reset of entries keeps the length of the table. Raises NegativeIndexError or GrowthError.
         """
         layout = self.layout
         prefix = self._scalars(selection)
@@ -317,7 +312,7 @@ class Table:
                         yield [(*lane, index) for index in run], tensors
 
     def load(self, first: Entry, tensors: mx.array) -> None:
-        """Take entries from a store, ``[n, ...]``, from `first` on. For a table that nobody uses yet."""
+        """Load entries from a store, ``[n, ...]``, from `first` on, into a new table."""
         if self._in_lanes:
             self._lane(first[:-1]).load(first[-1], tensors)
         else:
@@ -325,12 +320,12 @@ class Table:
                 self._cells[(*first[:-1], first[-1] + i) if first else ()] = tensor
 
     def load_lengths(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
-        """Take its length along each index from a store."""
+        """Set the length along each table index, and the count of each auto_dim index."""
         self.sizes, self.counts = list(sizes), list(counts)
-        self.shape = self._shape(counts)  # of one tensor, with all that has grown
+        self.shape = self._shape(counts)  # of one tensor, after growth
 
     def nbytes(self) -> int:
-        """Return bytes of the entries that were written."""
+        """Return the number of bytes of the written entries."""
         if not self._in_lanes:
             return sum(cell.nbytes for cell in self._cells.values())
         return self.layout.dtype.itemsize * prod(self.shape) * sum(len(lane.indices()) for lane in self._lanes.values())
@@ -344,7 +339,7 @@ class Table:
         return tuple([index for index in selection if isinstance(index, int)])
 
     def _within(self, name: str, index: int | slice, size: int) -> int | slice:
-        """Return an index with its ends filled in. Raises NegativeIndexError or SliceRangeError."""
+        """Return an index, or a slice with both ends filled in. Raises NegativeIndexError or SliceRangeError."""
         where = f"index {name} of {self.layout.name}"
         if isinstance(index, int):
             self._check_positive(name, index)
@@ -367,7 +362,8 @@ class Table:
             raise NegativeIndexError(f"index {name} of {self.layout.name} is 0 or more, got {index}")
 
     def _lengthened(self, entry: Sequence[int | None]) -> list[int]:
-        """Return the sizes with which there are such entries. Raises NegativeIndexError or GrowthError."""
+        """Return the sizes after growth to `entry`, in which None stands for a slice. Raises NegativeIndexError or
+        GrowthError."""
         sizes = self.sizes
         for i, index in enumerate(entry):
             if index is None or 0 <= index < sizes[i]:
@@ -382,7 +378,7 @@ class Table:
         return sizes
 
     def _grown(self, auto: Sequence[int]) -> list[int]:
-        """Return the counts once scalars have been used. Raises NegativeIndexError or GrowthError."""
+        """Return the counts after growth to the scalars `auto`. Raises NegativeIndexError or GrowthError."""
         if not auto:
             return self.counts
         counts = list(self.counts)
@@ -410,7 +406,7 @@ class Table:
     # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _gather(self, axes: Sequence[int | slice], entry: Entry) -> mx.array:
-        """Return the tensors of `axes` from ``entry`` on."""
+        """Return the tensors that `axes` selects. `entry` is the part of an entry that is determined already."""
         depth = len(entry)
         if depth == len(axes):
             return self._lane_entry(entry) if self._in_lanes else self._cell(entry)
@@ -473,7 +469,7 @@ def _len(axis: slice) -> int:
 
 
 def _consecutive(indices: Sequence[int]) -> Iterator[list[int]]:
-    """Sorted indices, cut where one is missing."""
+    """Yield runs of consecutive indices from sorted ones."""
     for _, run in groupby(enumerate(indices), lambda at: at[1] - at[0]):
         yield [index for _, index in run]
 
@@ -482,7 +478,7 @@ def _consecutive(indices: Sequence[int]) -> Iterator[list[int]]:
 
 
 class Scalar:
-    """One number. Integers and bools live on the host, where they are counted with and used as indices."""
+    """One number. Integers and bools are Python integers, because a step counts with them and uses them as indices."""
 
     def __init__(self, layout: Layout, journal: Journal) -> None:
         self.layout = layout
@@ -498,13 +494,13 @@ class Scalar:
         return self._value
 
     def write(self, value: mx.array) -> None:
-        """The value has its dtype. Raises ShapeError for one with dimensions."""
+        """Set the number to a value of its dtype. Raises ShapeError for a value with dimensions."""
         if value.shape:
             raise ShapeError(f"{self.layout.name} is a scalar, got the shape {list(value.shape)}")
         self._set(value if self.layout.dtype.is_float else value.item())  # type: ignore[arg-type]
 
     def increment(self, amount: int) -> None:
-        """Add; integers wrap."""
+        """Add `amount`. Integers wrap."""
         dtype = self.layout.dtype
         if isinstance(self._value, mx.array):
             self._set(self._value + mx.array(float(amount), dtype=dtype.mlx))
@@ -512,11 +508,11 @@ class Scalar:
             self._set(dtype.wrap(self._value + amount))
 
     def reset(self) -> None:
-        """Set it to the value of @init, or to zero."""
+        """Set the number to the value of @init, or to zero."""
         self._set(self._initial())
 
     def load(self, value: mx.array | int) -> None:
-        """Take the number from a store."""
+        """Set the number, without a record in the journal."""
         self._value = value
 
     def _initial(self) -> mx.array | int:
@@ -533,7 +529,7 @@ class Scalar:
 
 
 class Memory:
-    """Scalars and tables by name. `rollback` undoes their changes since `begin`."""
+    """Scalars and tables by name. The journal's `rollback` undoes their changes since its `begin`."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.journal = Journal()

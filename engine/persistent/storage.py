@@ -41,13 +41,13 @@ FORMAT = 1
 
 @dataclass
 class StoredLane:
-    """Where the entries of a lane lie."""
+    """The slots, digests and shapes of a lane's entries, by index."""
 
     number: int
     slots: dict[int, int] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)  # not part of the manifest, which has their sum
     shapes: dict[int, Shape] = field(default_factory=dict)  # of entries that can differ in shape
-    _runs: list[list[int]] | None = field(default_factory=list)  # None when it has to be found anew
+    _runs: list[list[int]] | None = field(default_factory=list)  # the result of `runs`; None if it is outdated
 
     def enter(self, index: int, slot: int, digest: int, shape: Shape | None) -> None:
         runs = self._runs
@@ -65,7 +65,7 @@ class StoredLane:
         self._runs = None
 
     def runs(self) -> list[list[int]]:
-        """``[start, stop, slot]`` of consecutive entries in the same slot."""
+        """Return ``[start, stop, slot]`` for each run of consecutive entries in the same slot."""
         if self._runs is None:
             self._runs = []
             for index in sorted(self.slots):
@@ -92,10 +92,10 @@ class StoredTable:
 
 @dataclass
 class Manifest:
-    """An instance as it was saved once."""
+    """State of an instance at one save, without the bytes of its tensors."""
 
     fingerprint: int
-    token: str = ""  # of the save, no two are alike
+    token: str = ""  # random, different for each save
     steps: int = 0
     scalars: dict[str, int | str] = field(default_factory=dict)
     tables: dict[str, StoredTable] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Manifest:
     digest: int = 0  # the sum, modulo 2^64, of the digests of all entries
 
     def successor(self, token: str, steps: int) -> Manifest:
-        """Return the starting point of the next save. Lanes are shared with this one until they are replaced."""
+        """Return a copy for the next save. It shares its lanes with this manifest until they are replaced."""
         tables = {
             name: StoredTable(list(table.sizes), list(table.counts), dict(table.lanes))
             for name, table in self.tables.items()
@@ -111,7 +111,7 @@ class Manifest:
         return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest)
 
     def dump(self) -> str:
-        """Return the text that is stored: a digest of the rest, and JSON."""
+        """Return the stored text: JSON after a digest of it."""
         text = json.dumps(
             {
                 "format": FORMAT,
@@ -173,9 +173,7 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
     return StoredTable(stored["sizes"], stored["counts"], lanes)
 
 
-# -- store -------------------------------------------------------------------------------------------------------------
-#
-# Instances on a page server.
+# -- Instances on a page server ----------------------------------------------------------------------------------------
 #
 # Keys::
 #
@@ -187,21 +185,21 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
 # the last saved state stays readable until the manifest is replaced, and a crash in between only leaves pages that
 # nothing refers to. Replaced pages are deleted after the manifest is written.
 #
-# The manifest has the fingerprint, the scalars, the lengths and counts, which slots hold which entries, and a digest
-# over all of them. It is replaced only if it is still the one last read or written here, so two processes cannot both
+# The manifest has the fingerprint, the scalars, the lengths and counts, the slot of each entry, and a digest of all
+# entries. It is replaced only if it is still the one last read or written here, so two processes cannot both
 # continue from the same state. The data must match the manifest's digest, otherwise an error is raised.
 
-CHUNK_BYTES = 8 << 20  # of pages in one command, at most, but for one page
-TRIES = 10  # to read an instance that another process keeps saving
+CHUNK_BYTES = 8 << 20  # most bytes of pages in one command, unless one page is larger
+TRIES = 10  # attempts to read an instance that another process keeps saving
 _INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
 
-_Received = tuple[str, Entry, mx.array]  # of which table, from which entry on, [n, ...]
+_Received = tuple[str, Entry, mx.array]  # the name of the table, the first entry, and tensors [n, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPages:
-    """Result of a save."""
+    """Number and bytes of the pages that a save wrote."""
 
     pages: int
     nbytes: int  # of pages
@@ -209,7 +207,7 @@ class SavedPages:
 
 @dataclass
 class _Version:
-    """A save's effect on one lane: where its entries lie now."""
+    """Changes of one lane in a save: entries with new slots, and removed entries."""
 
     slots: dict[int, int] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
@@ -218,18 +216,18 @@ class _Version:
 
 
 class PersistentStore:
-    """A page server that holds instances, several of them side by side, or a cluster. Can be shared by the simulators
-    of one thread."""
+    """Store of instances on a page server, on several, or on a cluster. The simulators of one thread can share it."""
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
-        """`url` as PageClient takes it; `deadline` in seconds, for every call. Raises ValueError for no URL."""
+        """Create the client. `url` is as for PageClient, `deadline` is in seconds, for each call. Raises ValueError for
+        an invalid URL."""
         self.server = PageClient(url, deadline=deadline)
 
     def close(self) -> None:
         self.server.close()
 
     def instance(self, name: str, fingerprint: int) -> StoredInstance:
-        """Return an instance by name, stored or not. Raises StoreError for a name that cannot be one."""
+        """Return an instance by name, stored or not. Raises StoreError for an invalid name."""
         if not _INSTANCE.match(name):
             raise StoreError(f"an instance's name is 1 to 128 of A-Z a-z 0-9 . _ -, got {name!r}")
         return StoredInstance(self, name, fingerprint)
@@ -240,9 +238,9 @@ class PersistentStore:
         return None if raw is None else Manifest.parse(raw, instance)
 
     def delete(self, instance: str) -> bool:
-        """Delete an instance; whether there was one. Pages of a damaged one are left for eviction.
+        """Delete an instance. Return whether there was one. If its manifest is damaged, its pages are left to eviction.
 
-        Raises redis.RedisError if the server does not answer: then it may still be there.
+        Raises redis.RedisError if the server does not answer: then the instance may still be stored.
         """
         try:
             manifest = self.manifest(instance)
@@ -258,7 +256,8 @@ class PersistentStore:
         return bool(there)
 
     def receive(self, keys: Sequence[PageKey], into: Sequence[Any]) -> list[bool]:
-        """Receive pages; which ones are there. Raises Disconnected when a server that has some does not answer."""
+        """Receive pages. Return for each whether it is stored. Raises Disconnected if a server that has some of them
+        does not answer."""
         before = self.server.misses[GONE]
         found = self.server.mget_into(keys, into)
         if self.server.misses[GONE] > before:
@@ -267,7 +266,7 @@ class PersistentStore:
 
 
 class StoredInstance:
-    """One instance on the server, and where its pages are."""
+    """One instance on the server, with its last known manifest."""
 
     def __init__(self, store: PersistentStore, name: str, fingerprint: int) -> None:
         self.name = name
@@ -275,11 +274,11 @@ class StoredInstance:
         self._fingerprint = fingerprint
         self._request = _request(name, fingerprint)
         self._known = Manifest(fingerprint)  # the stored state; its token is "" if nothing is stored
-        self._attempt: Manifest | None = None  # one that may have been stored: the connection broke
+        self._attempt: Manifest | None = None  # a manifest that may be stored: the connection broke during its write
         self._stale: list[PageKey] = []
 
     def load(self, memory: Memory) -> int | None:
-        """Load the instance into a new memory; the number of its steps, or None if nothing is stored.
+        """Load the instance into a new memory. Return the number of its steps, or None if nothing is stored.
 
         Raises WrongProgramError, DamagedError, and ConflictError if another process saves it faster than it is read.
         """
@@ -294,7 +293,7 @@ class StoredInstance:
                 now = self._store.manifest(self.name)
                 if now is None or now.token == manifest.token:
                     raise
-                continue  # it was saved while it was read
+                continue  # another process saved it during the read
             self._fill(memory, manifest, received)
             self._known = manifest
             return manifest.steps
@@ -303,7 +302,7 @@ class StoredInstance:
     def save(self, memory: Memory, steps: int) -> SavedPages:
         """Write the changed entries, then the manifest, then delete the replaced entries.
 
-        Raises WrongProgramError or ConflictError when the manifest is not the one that was last seen here.
+        Raises WrongProgramError or ConflictError if the stored manifest is not the last one read or written here.
         """
         self._settle()
         versions: dict[tuple[str, Entry], _Version] = {}
@@ -329,7 +328,8 @@ class StoredInstance:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Check that the stored manifest is the one known here."""
+        """Check that the stored manifest is the last one read or written here. Raises WrongProgramError or
+        ConflictError."""
         stored = self._store.manifest(self.name)
         if stored is not None:
             self._check(stored)
@@ -342,7 +342,7 @@ class StoredInstance:
             raise ConflictError(f"instance {self.name} {what}")
 
     def _changed(self, name: str, table: Table, versions: dict[tuple[str, Entry], _Version]) -> Iterator[Page]:
-        """Yield the pages to write, and in `versions` where they lie."""
+        """Yield the pages to write, and add their slots to `versions`."""
         stored = self._known.tables.setdefault(name, StoredTable())
         for entries, tensors in table.stored_runs(table.dirty):
             bodies = [None] * len(entries) if tensors is None else _bodies(tensors)
@@ -355,7 +355,7 @@ class StoredInstance:
                 digest = _digest(name, entry, body)
                 lane = stored.lanes.get(prefix)
                 if lane is not None and lane.digests.get(index) == digest:
-                    continue  # written again as it was
+                    continue  # the stored content is the same
                 slot = 1 - lane.slots[index] if lane is not None and index in lane.slots else 0
                 version.slots[index], version.digests[index] = slot, digest
                 if table.layout.auto:
@@ -372,7 +372,7 @@ class StoredInstance:
         return lane.number
 
     def _apply(self, manifest: Manifest, table: StoredTable, prefix: Entry, version: _Version) -> list[PageKey]:
-        """Put a version of a lane into a manifest; returns the pages that it replaces."""
+        """Apply the changes of a lane to a manifest. Return the keys of the replaced pages."""
         if prefix not in table.lanes:
             return []
         lane = table.lanes[prefix] = table.lanes[prefix].copy()
@@ -391,12 +391,12 @@ class StoredInstance:
         return stale
 
     def _publish(self, manifest: Manifest) -> None:
-        """Replace the manifest that is known here. Raises ConflictError where it is not the stored one any more."""
+        """Replace the stored manifest. Raises ConflictError if it is not the last one read or written here."""
         self._attempt = manifest
 
         def replace(raw: bytes | None) -> list[Question]:
             token = Manifest.parse(raw, self.name).token if raw is not None else ""
-            if token not in (self._known.token, manifest.token):  # the last: it is tried again, and was done
+            if token not in (self._known.token, manifest.token):  # the latter after a repeated attempt
                 raise ConflictError(f"instance {self.name} was saved by somebody else")
             return [Question(["SET", _key(self.name), manifest.dump()], ok)]
 
@@ -413,7 +413,7 @@ class StoredInstance:
             )
 
     def _receive(self, memory: Memory, manifest: Manifest) -> Iterator[_Received]:
-        """Receive all tensors. Raises DamagedError, at the latest after the last, if they are not the saved ones."""
+        """Yield all tensors. Raises DamagedError, at the latest after the last one, if they are not the saved ones."""
         digest = 0
         for name, stored in manifest.tables.items():
             layout = memory.tables[name].layout
@@ -479,7 +479,7 @@ def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
 
 
 def _place(entry: Entry) -> tuple[Entry, int]:
-    """Return the lane of an entry and its index there; a tensor that is no table's is entry 0 of the lane ()."""
+    """Return the lane of an entry and its index there; a tensor without table indices is entry 0 of the lane ()."""
     return (entry[:-1], entry[-1]) if entry else ((), 0)
 
 
@@ -488,7 +488,7 @@ def _entry(layout: Layout, prefix: Entry, index: int) -> Entry:
 
 
 def _runs(lane: StoredLane, layout: Layout) -> Iterator[tuple[list[int], Shape]]:
-    """Yield a lane's entries, those together that follow one another and have one shape."""
+    """Yield runs of consecutive entries of a lane with the same shape, and the shape."""
     indices = enumerate(sorted(lane.slots))
     for (_, shape), run in groupby(indices, lambda at: (at[1] - at[0], lane.shapes.get(at[1], layout.shape))):
         yield [index for _, index in run], shape
@@ -503,14 +503,15 @@ def _bodies(tensors: mx.array) -> list[Any]:
 
 
 def _tensors(rows: Any, layout: Layout, shape: Shape) -> mx.array:
-    """Return the tensors ``[n, *shape]`` whose bytes are ``rows``."""
+    """Return the tensors ``[n, *shape]`` that have the bytes ``rows``."""
     if not rows.size:
         return mx.zeros((len(rows), *shape), dtype=layout.dtype.mlx)
     return mx.array(rows.reshape(-1)).view(layout.dtype.mlx).reshape(len(rows), *shape)
 
 
 def _matrix(layout: Layout, shape: Shape) -> tuple[int, int]:
-    """Rows and elements a row, as the page's header says them. Bytes, for dtypes that a header has no name for."""
+    """Return the number of rows, and of elements in a row, for the page's header. Dtypes that are stored as bytes have
+    bytes as elements."""
     width = shape[-1] if shape else 1
     elements = layout.dtype.itemsize // layout.dtype.page.itemsize
     return prod(shape) // width, width * elements

@@ -33,12 +33,12 @@ class Variable:
 
     @property
     def is_index(self) -> bool:
-        """Whether it is one integer, which can be an index."""
+        """Whether it is a single integer, which can be an index."""
         return self.dtype.range is not None and not self.shape and not self.declaration.indices
 
     @property
     def reference(self) -> str:
-        """The name of the model's tensor; with ``{index}`` where there are indices."""
+        """The name of the model's tensor; with ``{index}`` in place of each index."""
         return self.declaration.reference or self.name
 
     @property
@@ -77,7 +77,7 @@ def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> 
 
 
 def constant(expression: Expression, sizes: Mapping[str, int]) -> int:
-    """Return an expression of sizes alone. Raises UnknownNameError or DimError."""
+    """Return the value of an expression that has only numbers and sizes. Raises UnknownNameError or DimError."""
     if isinstance(expression, int):
         return expression
     if isinstance(expression, Name):
@@ -90,7 +90,7 @@ def constant(expression: Expression, sizes: Mapping[str, int]) -> int:
 
 
 def arithmetic(expression: Arithmetic, left: int, right: int) -> int:
-    """Raises DimError for a division by zero."""
+    """Return the result of an operator. Raises DimError for a division by zero."""
     match expression.operator:
         case "+":
             return left + right
@@ -137,7 +137,7 @@ def _with_init(declaration: Declaration, dtype: DType) -> Declaration:
 
 
 def _check_attributes(declaration: Declaration) -> None:
-    """Raise DeclarationError where they don't go together, or not with the section."""
+    """Raise DeclarationError if attributes contradict each other or the section."""
     name, section, at = declaration.name, declaration.section, declaration.at
     persistent, indices, auto = section == "persistent", declaration.indices, declaration.auto_dim
     fixed = [index for index, _ in declaration.fixed]
@@ -174,7 +174,7 @@ def _check_attributes(declaration: Declaration) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event of a statement: `to` is the target variable, with its new value."""
+    """Event of a statement: `to` is the target variable, `shape` the shape of its new value."""
 
     step: int
     what: str
@@ -195,7 +195,7 @@ class Frame:
     trace: list[Event] | None = None
 
     def run(self, actions: Sequence[Action]) -> bool:
-        """Do them in turn; whether one of them said that the block is over."""
+        """Run the actions in order, up to the first one that ends the block. Return whether there was one."""
         trace = self.trace
         action = None
         try:
@@ -220,7 +220,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A statement, ready to be done. `do` says whether the block is over."""
+    """A compiled statement. `do` returns True if it ends the block."""
 
     do: Callable[[Frame], bool | None]
     what: str
@@ -232,7 +232,8 @@ class Action:
 
 
 class Tensors:
-    """The model's tensors, by variable. Raises ModelError for one that is not there or not as declared."""
+    """Tensors of the model, by variable. Raises ModelError for a tensor that is missing or does not match its
+    declaration."""
 
     def __init__(self, variables: Mapping[str, Variable], tensors: Mapping[str, mx.array]) -> None:
         self._tensors = tensors
@@ -243,7 +244,7 @@ class Tensors:
         }
 
     def getter(self, variable: Variable) -> Callable[[Frame], mx.array]:
-        """Return a function that returns its value in a step."""
+        """Return a function that returns the value of a variable in a step."""
         name, begins = variable.name, self._values.get(variable.name)
         if variable.section == "constant":
             assert begins is not None
@@ -263,7 +264,7 @@ class Tensors:
         return self._values.get(name)
 
     def entry_getter(self, variable: Variable, counts: Sequence[Callable[[Frame], int]]) -> Callable[[Frame], mx.array]:
-        """Return how one tensor of a family, such as ``W[l]``, is had in a step."""
+        """Return a function that returns one tensor of a family, such as ``W[l]``, in a step."""
         known: dict[tuple[int, ...], mx.array] = {}
 
         def get(frame: Frame) -> mx.array:

@@ -1,4 +1,5 @@
-"""Parts of the batch engine: the request, its blocks, and the check for a changed model.
+"""Parts of the batch engine: requests, their blocks, and the model runner with its check for a changed model.
 
-Contains: a request from `submit` to its completion. Excludes: servers, files, and earlier contexts of agents.
+Contains: the processing of a request from `submit` to its completion. Excludes: servers, files, and earlier contexts of
+agents.
 """

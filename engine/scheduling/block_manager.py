@@ -38,9 +38,9 @@ class BlockManager:
         return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
 
     def spare_states(self, checkpoints: int, shared: Sequence[KVBlock], carried: int, tokens: int) -> int:
-        """Return how many states a prompt of `tokens` tokens may keep in addition to its checkpoints: of those
-        `carried` in the caller's cache after the `shared` blocks, and the state at the prompt's end. States in shared
-        blocks count."""
+        """Return how many states a prompt of `tokens` tokens may keep in addition to its checkpoints: of the `carried`
+        states in the caller's cache after the `shared` blocks, and the state at the prompt's end. States in shared
+        blocks count against the budget."""
         if not self.spec.has_state:
             return 0
         left = self._budgeted(tokens) - checkpoints - sum(len(block.states) for block in shared)

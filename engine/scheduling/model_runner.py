@@ -81,7 +81,7 @@ class ModelRunner:
         return int(uid)
 
     def takes_one_pass(self, reused: int, tokens: int) -> bool:
-        """Return whether a prompt of so many tokens, of which some are reused, may be computed in one pass."""
+        """Return whether a prompt of `tokens` tokens, of which `reused` are reused, may be computed in one pass."""
         return self._spec.resumes and reused > 0 and tokens - reused <= SHORT_TOKENS
 
     def step(self) -> tuple[list[Any], list[Any]]:
@@ -104,7 +104,7 @@ class ModelRunner:
         self._generator.remove([uid])
 
     def restart(self) -> None:
-        """Drop all requests, as after a failed step, which leaves caches half written."""
+        """Drop all requests. This is necessary after a failed step, which leaves caches half written."""
         with suppress(Exception):
             self._generator.close()
         self._generator = self._new_generator()

@@ -32,12 +32,12 @@ class SchedulerConfig:
 
 
 class EngineClosedError(RuntimeError):
-    """The engine was drained or shut down and takes no more prompts."""
+    """Error: the engine was drained or shut down, and takes no more prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer. The texts of all of them, one after the other, are the answer's text."""
+    """One token of an answer. The concatenated texts of all tokens are the text of the answer."""
 
     uid: int
     token: int
@@ -84,7 +84,7 @@ class Request:
     spare_states: int  # more states that may be kept, without the last one before the prompt's end
     sampler: Sampler | None
     text: AnswerText
-    submitted: float  # time.perf_counter(), as the following
+    submitted: float  # time.perf_counter(), like `started` and `first_token`
     on_token: TokenReceiver | None
     on_prompt: PromptReceiver | None  # None once it was called
     logprobs: int  # number of likeliest tokens to report
@@ -98,7 +98,7 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that its context can have."""
+        """The maximum number of tokens of its context."""
         return len(self.prompt) + self.max_tokens
 
     @property
@@ -107,7 +107,7 @@ class Request:
         return [*(block.block_id for block in self.shared), *self.reserved]
 
     def kept_states(self) -> dict[int, Arrays]:
-        """Return the states to keep: those at checkpoints, the last one within the prompt, and the youngest others."""
+        """Return the states to keep: at checkpoints, the last one within the prompt, and the youngest others."""
         others = sorted(self.states.keys() - {*self.checkpoints}, reverse=True)
         last = [position for position in others if position < len(self.prompt)][:1]
         spare = [position for position in others if position not in last][: self.spare_states]
