@@ -337,7 +337,7 @@ def refused(client: Client, denial: Denial) -> ReplyError:
 
 
 def takes_memory(client: Client, spec: Spec) -> bool:
-    """Return whether a command needs memory: it stores a value, is queued, or is EXEC with a command that stores one."""
+    """Return whether a command needs memory: it stores a value, is queued, or is EXEC with such a command."""
     if client.transaction is None:
         return spec.stores
     if spec.runs_queued:
@@ -358,6 +358,13 @@ def free_memory(client: Client) -> None:
         if client.server.tiered is not None:
             wait_for_memory(client.server.tiered)
         raise ReplyError(OUT_OF_MEMORY) from None
+
+
+def wait_for_messages(client: Client, spec: Spec) -> None:
+    """Raise Postponed if many messages wait to be sent, and the command may cause others."""
+    channels = client.server.channels
+    if channels.is_full and _writes(client, spec):
+        raise Postponed(Wait(channels.when_sent))
 
 
 def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:

@@ -23,6 +23,7 @@ from kvpage_server.commands.dispatch.checks import (
     refused,
     rejected,
     takes_memory,
+    wait_for_messages,
 )
 from kvpage_server.commands.dispatch.run import run, run_part, run_with_client_flags
 from kvpage_server.commands.steps import Steps, freed
@@ -123,8 +124,8 @@ def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
 
 
 def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
-    """Yield waits until a command can run: there is room, and its values are in memory. Return the hold of these values,
-    which the caller keeps until the command has run.
+    """Yield waits until a command can run: there is room, and its values are in memory. Return the hold of these
+    values, which the caller keeps until the command has run.
 
     Raises ReplyError if memory or disk do not allow it.
     """
@@ -133,6 +134,7 @@ def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
         try:
             if spec.stores:
                 free_memory(client)
+            wait_for_messages(client, spec)
             if client.server.tiered is not None:
                 prepare(client, client.server.tiered, spec, words)
             return hold
@@ -214,6 +216,7 @@ def execute(client: Client, words: Command) -> Reply:
             stores = takes_memory(client, spec)
         if stores and server.keyspace.memory.is_full:
             free_memory(client)
+        wait_for_messages(client, spec)
         if client.transaction is not None and queues(client, spec):
             return client.transaction.queue(spec, words)
         if server.tiered is not None:

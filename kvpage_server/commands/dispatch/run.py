@@ -264,7 +264,7 @@ def _may_run(client: Client, spec: Spec, words: Command) -> bool:
     core asks for commands with `Callee.asks`.
     """
     tiered = client.server.tiered
-    if spec.stores and client.keyspace.memory.is_full:
+    if (spec.stores and client.keyspace.memory.is_full) or client.server.channels.is_full:
         return False
     if tiered is not None and not runs_without_disk_wait(client, tiered, spec):
         return False

@@ -81,6 +81,9 @@ Steps = Iterator[None]
 
 _FEW = 32  # subscribers that get a message at once
 _TURN = 1_000_000  # nanoseconds
+MOST_WAITING = 8 << 20  # bytes of messages that wait to be sent; above it, commands that write wait
+_MESSAGE = 300  # bytes of a message that waits, in addition to its text
+_LISTENERS = 250  # bytes of a message for the listeners of a channel or pattern, in addition to its text
 _CHANNEL = 512  # bytes of a client's subscription to a channel, in addition to its name
 _COMPILED = 16  # bytes of a compiled pattern for each byte of the pattern
 
@@ -91,7 +94,8 @@ class Channels:
     def __init__(self) -> None:
         self.by_name: dict[bytes, Listeners] = {}
         self.by_pattern: Patterns[tuple[bytes, Listeners]] = Patterns()  # values: the pattern and its subscribers
-        self._under_way: deque[Steps] = deque()
+        self._under_way: deque[tuple[Steps, int]] = deque()  # with the bytes of memory of each; the oldest first
+        self._size = 0  # sum of these bytes
 
     def __bool__(self) -> bool:
         return bool(self.by_name or self.by_pattern)
@@ -163,7 +167,7 @@ class Channels:
             for _ in steps():
                 pass
         else:
-            self._do(steps(), at_once=False)
+            self._do(steps(), 0, at_once=False)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -174,11 +178,14 @@ class Channels:
         """
         received = self._told(channel, message)
         count = sum(len(listeners) for listeners, _ in received)
-        self._do(_push(received, about), at_once=count <= _FEW)
+        size = len(channel) + len(message) + _MESSAGE + _LISTENERS * len(received)
+        self._do(_push(received, about), size, at_once=count <= _FEW)
         return count
 
-    def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
+    def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]], size: int) -> None:
         """Publish very many messages: channel, message, and the key that it is about. Each is created when it is sent.
+
+        The iterator takes `size` bytes of memory.
         """
 
         def steps() -> Steps:
@@ -186,7 +193,12 @@ class Channels:
                 yield from _push(self._told(channel, message), about)
                 yield
 
-        self._do(steps(), at_once=False)
+        self._do(steps(), size, at_once=False)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many messages wait to be sent that commands that cause others have to wait."""
+        return self._size > MOST_WAITING
 
     @property
     def busy(self) -> bool:
@@ -196,14 +208,16 @@ class Channels:
     def all_sent(self) -> Iterator[Reply]:
         """Yield a step of a reply, which waits until all messages published so far have been sent."""
         if self._under_way:
-            yield Wait(self._when_sent, now=self._send_to_all)
+            yield Wait(self.when_sent, now=self._send_to_all)
 
-    def _when_sent(self, then: Callable[[], None]) -> None:
+    def when_sent(self, then: Callable[[], None]) -> None:
+        """Call `then` when all messages published so far have been sent."""
+
         def steps() -> Steps:
             then()
             yield
 
-        self._do(steps(), at_once=False)
+        self._do(steps(), 0, at_once=False)
 
     def _told(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
         """Return the subscribers of a channel, grouped by the message that they get."""
@@ -217,28 +231,33 @@ class Channels:
 
     # -- in turns ----------------------------------------------------------------------------------------------------
 
-    def _do(self, steps: Steps, *, at_once: bool) -> None:
-        """Run steps: now if `at_once` and no others wait, otherwise in turns of the loop after the others."""
+    def _do(self, steps: Steps, size: int, *, at_once: bool) -> None:
+        """Run steps, which take `size` bytes of memory: now if `at_once` and no others wait, otherwise in turns of the
+        loop after the others.
+        """
         if at_once and not self._under_way:
             for _ in steps:
                 pass
             return
-        self._under_way.append(steps)
+        self._under_way.append((steps, size))
+        self._size += size
         if len(self._under_way) == 1:
             asyncio.get_running_loop().call_soon(self._take_turn)
 
     def _take_turn(self) -> None:
         end = monotonic_ns() + _TURN
         while self._under_way:
-            for _ in self._under_way[0]:
+            for _ in self._under_way[0][0]:
                 if monotonic_ns() > end:
                     asyncio.get_running_loop().call_soon(self._take_turn)
                     return
-            self._under_way.popleft()
+            self._size -= self._under_way.popleft()[1]
 
     def _send_to_all(self) -> None:
         while self._under_way:
-            for _ in self._under_way.popleft():
+            steps, size = self._under_way.popleft()
+            self._size -= size
+            for _ in steps:
                 pass
 
 

@@ -26,13 +26,13 @@ _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", 
 
 
 _BY_ITSELF = ("expired", "evicted")
+_EVENT = 150  # bytes of an event of a key of a block that waits, in addition to the key
 _WATCHED = 512  # bytes of a key that a client watches, in addition to its name
 _NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the command that made it
 
 
 class KeyEvents:
-    """Receiver of a keyspace's events. It listens only while a client watches or tracks keys, or events are published.
-    """
+    """Receiver of a keyspace's events. It listens only while a client watches or tracks keys, or events are published."""
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
         self.acting: Recipient | None = None  # the client that runs a command at the moment
@@ -129,7 +129,8 @@ class KeyEvents:
         if self.tracking:
             self.tracking.changed(keys, None if first[0] in _BY_ITSELF else self.acting)
         if self._notified:
-            self._channels.publish_all(chain.from_iterable(starmap(self._messages, chain([first], events))))
+            messages = chain.from_iterable(starmap(self._messages, chain([first], events)))
+            self._channels.publish_all(messages, sum(map(len, keys)) + _EVENT * len(keys))
 
     def _notify(self, event: str, key: bytes) -> None:
         for channel, message, about in self._messages(event, key):

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class _Node(Generic[T]):
-    """A node of the tree. Its prefix is the parent's prefix and `label`. Its children's labels begin with other bytes."""
+    """A node of the tree. Its prefix is the parent's prefix and `label`. Labels of siblings begin with other bytes."""
 
     __slots__ = ("below", "label", "value")
 
@@ -185,8 +185,9 @@ class _Reader:
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """The clients that track a prefix in broadcasting mode, and the changed keys with the client that changed each; None
-    for changes without a client, or by several.
+    """The clients that track a prefix in broadcasting mode, and the changed keys with the client that changed each.
+
+    The client is None for changes by several clients, and by none.
     """
 
     clients: dict[Recipient, None] = field(default_factory=dict)

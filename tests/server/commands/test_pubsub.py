@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
-from servers import RunningServer, start_server
+from servers import RunningServer, start_server, with_constants
 from waiting import PATIENCE, until
 from wire import Wire, items, parse, spell
+
+from kvpage_server.commands.notifying.channels import Channels
 
 
 def heard(pubsub: redis.client.PubSub, count: int) -> list[dict[str, Any]]:
@@ -372,3 +374,62 @@ def test_a_client_that_left_is_not_counted_for_queued_messages(server: RunningSe
             pass
         assert wire.reply() == b":0\r\n"
     client.config_set("notify-keyspace-events", "")
+
+
+def test_writers_wait_while_many_events_were_not_sent() -> None:
+    """Every subscriber gets all events, and the events that wait take little memory."""
+    program = with_constants("kvpage_server.commands.notifying.channels", MOST_WAITING=10_000)
+    with start_server("--notify-keyspace-events", "KA", program=program) as server, ExitStack() as stack:
+        client = stack.enter_context(server.client())
+        listeners = [stack.enter_context(client.pubsub()) for _ in range(12)]
+        for listener in listeners:
+            listener.psubscribe("__key*", "__key*__:*", "*")
+            heard(listener, 3)
+        pipeline = client.pipeline(transaction=False)
+        for start in range(0, 1000, 100):
+            pipeline.mset({f"key:{number}": "value" for number in range(start, start + 100)})
+        pipeline.delete(*(f"key:{number}" for number in range(1000)))
+        assert pipeline.execute() == [True] * 10 + [1000]
+        for listener in listeners:
+            assert len(heard(listener, 6000)) == 6000
+
+
+async def test_messages_that_wait_are_counted() -> None:
+    channels = Channels()
+    listeners = [Listener() for _ in range(40)]
+    for listener in listeners:
+        channels.subscribe(listener, b"news")
+    sent = 0
+    while not channels.is_full:
+        assert channels.publish(b"news", bytes(100_000)) == 40
+        sent += 1
+    assert 50 < sent < 100
+    await asyncio.wait_for(until_sent(channels), PATIENCE)
+    assert not channels.is_full
+    assert all(listener.messages == sent for listener in listeners)
+
+
+async def until_sent(channels: Channels) -> None:
+    sent = asyncio.Event()
+    channels.when_sent(sent.set)
+    await sent.wait()
+
+
+class Listener:
+    """A client of `Channels` that counts its messages."""
+
+    protocol = 2
+
+    def __init__(self) -> None:
+        self.channels: dict[bytes, None] = {}
+        self.patterns: dict[bytes, None] = {}
+        self.messages = 0
+
+    def push(self, message: Any) -> None:
+        self.messages += 1
+
+    def keep(self, size: int) -> None:
+        pass
+
+    def update_fast_path(self) -> None:
+        pass
