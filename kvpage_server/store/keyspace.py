@@ -42,7 +42,7 @@ from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.leases import Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, has_bytes
+from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, has_bytes
 from kvpage_server.store.memory.index import Block, Extent, rows_of
 from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
@@ -119,8 +119,6 @@ class Protection:
 
 
 __all__ = ["Flushed", "Keyspace", "OutOfMemory"]
-
-LONGEST_TEXT = 511  # bytes; a longer string has a slot, because the parser receives longer words into slots
 
 
 class Flushed:

@@ -22,7 +22,7 @@ from kvpage_server.store.disk.encoding import extent_of
 from kvpage_server.store.disk.naming import block_name_of, name_of_unit, parse_block
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.eviction.policies import PREFIX
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
+from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_key
@@ -136,7 +136,7 @@ class Loader:
 
     def _string_of(self, key: bytes, record: Record) -> Entry:
         self._catalogue.note_stray(key)
-        if record.body.first:
+        if record.body.size > LONGEST_TEXT:  # it has a slot in memory, although its record may contain it
             return OnDisk(record.name, record.body.size, expires=record.expires, used=self._seconds(record.used))
         text = Text(record.body.inline)
         text.expires = record.expires

@@ -10,6 +10,7 @@ from kvpage_server.page import PageError, PageHeader, PageKey
 from kvpage_server.store.memory.index import Block, ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
 
+LONGEST_TEXT = 511  # bytes; a longer string has a slot, because the parser receives longer words into slots
 TEXT_OVERHEAD = 200  # bytes that a short string takes in addition to its key and value: dict entry, objects
 
 

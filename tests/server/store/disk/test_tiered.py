@@ -535,3 +535,16 @@ def test_an_impossible_setting_is_refused_with_allowed_values(
 ) -> None:
     with pytest.raises(RuntimeError, match=re.escape(reason)), start_server(*TIERED, *options, directory=tmp_path):
         pass
+
+
+@pytest.mark.parametrize("size", [512, 1024, 1025])
+def test_a_restart_loads_short_strings_only(tmp_path: Path, size: int) -> None:
+    """Longer ones stay on disk, also if their record contains them, so that no later write has to evict any."""
+    values = {f"key:{i}": body(size, i) for i in range(2000)}
+    with tiered(tmp_path, "--maxmemory", "1mb") as (_, client):
+        client.mset(values)
+    with tiered(tmp_path, "--maxmemory", "1mb") as (_, client):
+        assert client.info("memory")["used_memory"] == 0
+        client.set("another", "value")
+        assert client.dbsize() == 2001
+        assert all(client.get(name) == value for name, value in values.items())
