@@ -116,6 +116,7 @@ class EngineThread:
         self._idle = asyncio.Event()  # set if no generation is pending
         self._idle.set()
         self._stop = threading.Event()
+        self._closing = False  # whether the engine accepts nothing any more
         self.unsaved = 0  # contexts that could not be saved when the engine was closed
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -131,7 +132,7 @@ class EngineThread:
     @property
     def running(self) -> bool:
         """Whether there is an engine that accepts prompts."""
-        return self._made.done() and not self._made.exception() and self._thread.is_alive()
+        return self._made.done() and not self._made.exception() and self._thread.is_alive() and not self._closing
 
     @property
     def loading(self) -> bool:
@@ -153,7 +154,7 @@ class EngineThread:
         self._generations.add(generation)
         self._pending[tenant] += 1
         self._idle.clear()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._closing:
             self._turns.setdefault(tenant, deque()).append(generation)
             self._give()
         else:
@@ -234,7 +235,12 @@ class EngineThread:
             for generation in list(self._generations):
                 generation.tell(error)
         finally:
+            self._closing = True
             self.unsaved = engine.close()
+            while self._calls:  # they were queued meanwhile, and get the errors of a closed engine
+                self._calls.popleft()(engine)
+            for generation in list(self._generations):
+                generation.tell(EngineClosedError("the engine has ended"))
 
 
 def _do(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:

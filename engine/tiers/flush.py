@@ -185,8 +185,9 @@ class Flusher:
         """Write all dirty contexts to all their tiers before returning. With an agent, write only its context, even if
         it is clean, because the server may have evicted blocks of it.
 
-        A tier that fails is tried once, the page server also while its circuit breaker is open. A context of which one
-        of several servers lacks a part is written again.
+        A page server that fails is tried once, also while its circuit breaker is open. Each file is tried, because one
+        that cannot be written says nothing about the others. A context of which one of several servers lacks a part is
+        written again.
         """
         if self._pages:
             self._pages.breaker.retry()
@@ -205,7 +206,7 @@ class Flusher:
                         dirty.append(entry.context.agent_id)
         for agent_id in dirty:
             for tier in self._save:
-                if tier not in failed and not self._write(agent_id, tier):
+                if tier not in failed and not self._write(agent_id, tier) and tier == "page":
                     failed.add(tier)
 
     def close(self) -> None:

@@ -460,12 +460,13 @@ class AgentCacheStore:
 
     def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
         below = (on_server or on_file) and (entry is None or entry.kept)
-        saved = below and not self._is_lost(agent_id, on_file=on_file)
         tokens = len(entry.context) if entry and entry.whole else None
         if tokens is None and self._pages and on_server:
             tokens = self._pages.tokens_of(agent_id)
         if tokens is None and self._cold:
             tokens = self._cold.reach(agent_id)
+        is_there = bool(entry or on_server or tokens)  # a file may be damaged, or be of another program
+        saved = below and is_there and not self._is_lost(agent_id, on_file=on_file)
         return AgentInfo(
             agent_id,
             tokens or 0,

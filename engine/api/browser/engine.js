@@ -26,10 +26,10 @@ listen("/page/events", {
     if (name === "state") state = data;
     else if (name === "agents") agents = data;
     else {
-      const known = new Set(answers.map((answer) => answer.number));
-      const news = data.filter((answer) => !known.has(answer.number)).reverse();
-      if (answers.length && data[0].number < answers[0].number) answers = []; // the engine was restarted
-      answers = [...news, ...answers].slice(0, 500);
+      // After a new connection, the server sends all answers that it has. They replace older ones: the numbers of a
+      // restarted engine begin again.
+      const older = answers.filter((answer) => answer.number < data[0].number);
+      answers = [...data.reverse(), ...older].slice(0, 500);
     }
     soon(...PARTS[name]);
   },
