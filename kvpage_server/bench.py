@@ -246,7 +246,7 @@ def _move(buffers: list[memoryview], step: Callable[[list[memoryview]], int], mo
         some[0] = some[0][begun:]
         count = step(some)
         if not count:
-            raise EOFError("the other end is gone")
+            raise EOFError("the server has closed the connection")
         moved += count
         at = bisect_right(ends, moved)
 

@@ -1,4 +1,4 @@
-"""`kvpage`: the command line for a running store. It sends only commands that every client may send."""
+"""`kvpage`: the command line for a running store. It uses the store as an ordinary client."""
 
 from __future__ import annotations
 
@@ -47,14 +47,16 @@ _OF_A_GATEWAY = "; look into the cluster by its own URL, as valkey-cluster://HOS
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Exits with 1 if something is missing or damaged, with 2 if the store cannot be reached."""
+    """Run a command, and exit: with 1 if something is missing or damaged, with 2 if the store cannot be reached or
+    refuses a command.
+    """
     with ends_quietly("kvpage"):
         args = _parser().parse_args(arguments)
         sys.exit(_run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command. Returns the exit code."""
+    """Run the command, and return the exit code."""
     try:
         args.url = _url(args)
         urls = urls_of(args.url)
@@ -96,7 +98,7 @@ def _ask_cluster(args: argparse.Namespace) -> int:
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
-    """Query several servers as one store, because an agent's blocks are on all of them."""
+    """Run the command for several servers as one store, because an agent's blocks are on all of them."""
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
         several = MultiStore(stores, by_segment([*stores]))
@@ -107,7 +109,9 @@ def _ask_as_one(args: argparse.Namespace) -> int:
 def _shown(
     store: redis.Redis | MultiStore | PagesOnStrings, args: argparse.Namespace, several: MultiStore | None = None
 ) -> int:
-    """Run the command. `several` are the servers behind the store. Returns the exit code: 2 if one did not answer."""
+    """Run the command, and return the exit code: 2 if one of the servers of `several`, which form `store`, did not
+    answer.
+    """
     if args.show in (ls, stat, verify, why, top):
         leave_no_trace(store)
     if args.show is top and several:
@@ -124,7 +128,7 @@ def _connected(url: str) -> redis.Redis:
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
-    """Query servers, one after another. Each is dumped into its own directory. Returns the highest exit code."""
+    """Run the command for each server, one after another. Return the highest exit code."""
     if instead := _OF_ONE.get(args.show.__name__):
         raise LookError(f"kvpage {args.show.__name__} takes one server, and --url names several: {instead}")
     every = getattr(args, "watch", None)
@@ -138,7 +142,7 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
 
 
 def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
-    """Run the command for each server, and yield its exit code."""
+    """Run the command for each server, and yield its exit code. A dump of each has a directory of its own."""
     for url in urls:
         of_one = argparse.Namespace(**{**vars(args), "url": url, "watch": None})
         if args.show is dump:
@@ -156,7 +160,7 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
 
 
 def _url(args: argparse.Namespace) -> str:
-    """Return the store's URL, with user and password. Raises ValueError."""
+    """Return the store's URL, with user and password. Raises ValueError, LookError."""
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
     if args.askpass:
@@ -295,7 +299,7 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Replay a trace, without any store."""
+    """Replay a trace; the store is not used."""
     from kvpage_server.replay import CAPACITIES, ON_NODES, USUAL, Destination, run, run_nodes
 
     to = Destination(out, args.json, args.plot)
@@ -324,7 +328,7 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 def dump(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Write the store's content to files."""
-    from kvpage_server.snapshot.command import run_dump  # takes a while to load
+    from kvpage_server.snapshot.command import run_dump  # imported here, since it is slow to load
 
     return run_dump(store, args)
 
@@ -347,8 +351,8 @@ def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Measure how fast pages and blocks are written and read."""
-    from kvpage_server.bench import run  # numpy and the page client take a while to load
+    """Measure the speed of writes and reads of pages and blocks."""
+    from kvpage_server.bench import run  # imported here, since numpy and the page client are slow to load
 
     urls = [args.url, *([args.against] if args.against else [])]
     try:

@@ -151,11 +151,11 @@ class ConnectionTable:
     def __init__(self, limit: int) -> None:
         """Set the limit. At the limit, a new connection replaces the one that has been silent longest.
 
-        There is always a silent one, because requests are refused if more than 15/16 of the limit have one. A
+        There is always a silent one, because requests are refused when more than 15/16 of the limit are not silent. A
         connection is silent until its request is complete, so incomplete requests do not exclude other clients.
         """
         self._limit = limit
-        self._asked_limit = limit - max(1, limit // 16)
+        self._asked_limit = max(limit - max(1, limit // 16), 1)
         self._silent: dict[HttpConnection, None] = {}  # without a complete request, the longest silent one first
         self._asked: set[HttpConnection] = set()  # with a request that is being answered
 

@@ -198,7 +198,7 @@ def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome
 
 
 def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
-    """Count the requested blocks, and the hits among them."""
+    """Count the requested blocks, and the hits before the first missing one."""
     outcome.asked += len(request.blocks)
     for block in request.blocks:
         if block not in there:
@@ -356,7 +356,7 @@ def write_plot(title: str, replays: list[Replay], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-# -- several nodes -----------------------------------------------------------------------------------------------------
+# -- Results of several nodes ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def greet(server: Server, addresses: list[str], http: list[str], token: str) -> 
             logger.info("  page    http://%s/?token=%s", http[0], token)
     logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
     if users.default.no_password and not config.protected_mode and not _only_local(addresses):
-        logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")
+        logger.warning("every client that reaches these addresses can read and change everything: see docs/security.md")
 
 
 def _access(server: Server) -> str:

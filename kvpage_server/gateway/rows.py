@@ -9,8 +9,11 @@ from functools import partial
 from typing import TypeVar
 
 from kvpage_server.client import BlockName
-from kvpage_server.client.cluster.commands import Write, block_key, block_writes, get_opening, shape_of, simple
-from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
+from kvpage_server.client.cluster import commands as cluster
+from kvpage_server.client.cluster.plan import Failed
+from kvpage_server.client.wire.exchange import Piece, word
+from kvpage_server.client.wire.reply import Answer
+from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.families.keys.value import checked_page
@@ -22,10 +25,72 @@ from kvpage_server.commands.table import TABLE, Spec, nothing
 from kvpage_server.core import Argument, Command, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
 from kvpage_server.gateway.upstream import MOST, NO_PAGE, Plans, Standing, Upstream, Value, waited_for
-from kvpage_server.gateway.words import bulk_reply, passed, reply_of, set_page
-from kvpage_server.page import MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
-from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait
+from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
+from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait, simple
 from kvpage_server.store.eviction.leases import LONGEST_LEASE
+
+# -- Conversion of clients' commands and of the cluster's replies, without copies of values ----------------------------
+
+_TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # of a header
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Memory from which a reply is sent."""
+
+    view: memoryview
+
+    @property
+    def size(self) -> int:
+        return len(self.view)
+
+
+def bulk_reply(value: Value | None) -> Reply:
+    """Return a value as a bulk string."""
+    if value is None:
+        return None
+    if value is NO_PAGE:
+        return ReplyError(WRONG_TYPE)
+    return b"$%d\r\n" % sum(map(len, value)), *map(Borrowed, value), b"\r\n"
+
+
+def reply_of(answer: Answer | Failed) -> Reply:
+    """Return the reply of a node as a reply to the client; null for a read that no node answered."""
+    if isinstance(answer, memoryview):
+        return bulk_reply((answer,))
+    if isinstance(answer, bytes):
+        return simple(answer.decode("utf-8", "replace"))
+    return None if isinstance(answer, Failed) else answer
+
+
+def passed(words: Sequence[Argument], *, writes: bool) -> cluster.Command:
+    """Return the client's command, unchanged. Its second word is its key."""
+
+    def pieces() -> Iterator[Piece]:
+        yield b"*%d\r\n" % len(words)
+        for one in words:
+            if isinstance(one, Slot):
+                yield b"$%d\r\n" % one.size
+                yield one.body
+                yield b"\r\n"
+            else:
+                yield word(one)
+
+    return cluster.Command(plain(words[1]), pieces, writes=writes)
+
+
+def set_page(key: bytes, slot: Slot) -> cluster.Command:
+    """Return SET of a page with its header, which are in a slot."""
+    ttl = int.from_bytes(slot.header[_TTL], "little")
+    opening, ending = cluster.around_value(key, HEADER_SIZE + slot.size, ttl)
+
+    def pieces() -> Iterator[Piece]:
+        yield opening + bytes(slot.header)
+        yield slot.body
+        yield ending
+
+    return cluster.Command(key, pieces, writes=True)
+
 
 # -- Overlapping writes of blocks --------------------------------------------------------------------------------------
 #
@@ -40,7 +105,7 @@ _BLOCKS, _BYTES = 16, 64 * 1024**2  # that are written at once: blocks of one cl
 _CONCURRENT_BATCHES = 2  # batches of a client
 
 
-_Block = tuple[list[Write], asyncio.Future[None]]  # the writes of a block, and its completion
+_Block = tuple[list[cluster.Write], asyncio.Future[None]]  # the writes of a block, and its completion
 
 
 @dataclass(slots=True)
@@ -75,8 +140,8 @@ class Overlap:
     def _has_space(self, theirs: _OfClient) -> bool:
         return len(theirs.names) < _BLOCKS and self._bytes < _BYTES
 
-    def write(self, client: Client, name: BlockName, nbytes: int, block: list[Write]) -> Steps[None]:
-        """Write a block, in steps that end when it is written. Raises ReplyError."""
+    def write(self, client: Client, name: BlockName, nbytes: int, block: list[cluster.Write]) -> Steps[None]:
+        """cluster.Write a block, in steps that end when it is written. Raises ReplyError."""
         theirs = self._of.setdefault(client, _OfClient())
         done = asyncio.get_running_loop().create_future()
         theirs.names.add(name)
@@ -150,7 +215,7 @@ class PagesBehind:
         yield OK
 
     def kvpagemset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Write pages. All of them are checked before the first is written."""
+        """cluster.Write pages. All of them are checked before the first is written."""
         count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
         now, batches, read = unix_ms(), list[NewPages](), 0
         while read < count:
@@ -226,7 +291,7 @@ class PagesBehind:
         memory = body.body if isinstance(body, Slot) else memoryview(plain(body))
         if len(memory) != shape.nbytes:
             raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {len(memory)}")
-        block = block_writes(name, shape, [memory], ttl, unix_ms())
+        block = cluster.block_writes(name, shape, [memory], ttl, unix_ms())
         yield from self.overlap.write(client, name, len(memory), block)
         yield OK
 
@@ -240,8 +305,8 @@ class PagesBehind:
         yield from self.upstream.fetch(client, names, self.upstream.plans.blocks, bulk_reply)
 
     def kvblockexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        [opening] = yield from self.upstream.do(self.upstream.plans.ask([get_opening(block_names(args)[0])]))
-        yield int(isinstance(opening, memoryview) and shape_of(opening) is not None)
+        [opening] = yield from self.upstream.do(self.upstream.plans.ask([cluster.get_opening(block_names(args)[0])]))
+        yield int(isinstance(opening, memoryview) and cluster.shape_of(opening) is not None)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -332,10 +397,10 @@ class StringsBehind:
         elif pages:
             count += sum((yield from self.upstream.each(pages, self._plans.calls.taken)))
         if word == b"TOUCH":
-            blocks = dict.fromkeys(block_key((page.req_id, page.page)) for page in pages)
-            touched = [simple(word, key, writes=spec.writes) for key in (*map(bytes, pages), *blocks)]
+            blocks = dict.fromkeys(cluster.block_key((page.req_id, page.page)) for page in pages)
+            touched = [cluster.simple(word, key, writes=spec.writes) for key in (*map(bytes, pages), *blocks)]
             yield from self.upstream.each(touched, self._plans.ask)
-        asked = [simple(word, key, writes=spec.writes) for key in others]
+        asked = [cluster.simple(word, key, writes=spec.writes) for key in others]
         answers = yield from self.upstream.each(asked, self._plans.ask)
         yield count + sum(answer for answer in answers if isinstance(answer, int))
 
@@ -352,7 +417,7 @@ class StringsBehind:
             yield from self.upstream.do(self._plans.calls.put_pages(written, [(page.req_id, page.page)]))
             yield OK
         elif page and spec.name in _OF_BLOCK:
-            block = [words[0], block_key((page.req_id, page.page))]
+            block = [words[0], cluster.block_key((page.req_id, page.page))]
             asked = [passed(some, writes=False) for some in (words, block)]
             alone, in_block = yield from self.upstream.do(self._plans.ask(asked))
             yield reply_of(in_block if alone in (-2, b"none") else alone)

@@ -44,15 +44,15 @@ from kvpage_server.observe.overview import BOUNDS, CallFigures, DiskFigures, Ove
 #
 # The store's figures for Prometheus. docs/monitoring/ explains them, and has alerts and a dashboard.
 #
-# Labels come from the server and have few values each. Labels with values that an operator chooses are limited in
-# number.
+# The server chooses most labels, and they have few values each. Labels with values that an operator chooses are limited
+# in number.
 
-MOST_LABELS = 100  # of quotas, and of codes of errors; the others are counted together
+MOST_LABELS = 100  # quotas, or error codes, with a label of their own; the others are counted together
 OTHERS = "(others)"
 
 
 def exposition(overview: Overview, closed: Mapping[str, int], engines: EnginesSeen) -> bytes:
-    """Return all of it; `closed` are connections of HTTP that were, by reason."""
+    """Return the metrics in Prometheus's text format. `closed` are numbers of closed HTTP connections, by reason."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(overview, closed, engines))
     return generate_latest(registry)
@@ -69,7 +69,7 @@ class _Figures(Collector):
         yield _info(overview)
         yield _gauge("uptime_seconds", "Since the server was started", overview.server.uptime)
         yield _counter("http_connections_closed", "HTTP connections closed on their clients", "reason", self._closed)
-        yield _gauge("engines", "Engines that tell what they do", len(self._engines.connected))
+        yield _gauge("engines", "Engines that report their state", len(self._engines.connected))
         help = "Tokens of the engines' prompts, by the tier that had them; none: they were computed"
         yield _counter("prompt_tokens", help, "tier", self._engines.tokens)
         if not overview.everything:
@@ -92,7 +92,7 @@ def _info(overview: Overview) -> Metric:
 
 def _memory(overview: Overview) -> Iterator[Metric]:
     memory = overview.memory
-    yield _gauge("memory_used_bytes", "What counts against the limit", memory.used)
+    yield _gauge("memory_used_bytes", "Memory that counts against maxmemory", memory.used)
     yield _gauge("memory_limit_bytes", "maxmemory; 0 is none", memory.limit)
     yield _gauge("resident_memory_bytes", "What the process has of the machine's memory", memory.resident)
     yield _gauges(
@@ -127,7 +127,7 @@ def _traffic(overview: Overview) -> Iterator[Metric]:
     yield _counter(
         "misses", "Reads of pages, blocks and strings that found nothing, by reason", "reason", overview.misses
     )
-    yield _counter("expired_keys", "Keys whose time had come", "", {"": traffic.expired})
+    yield _counter("expired_keys", "Expired keys", "", {"": traffic.expired})
     evicted = CounterMetricFamily(
         "kvpage_evicted_keys",
         "Evicted keys, by policy and exceeded limit",
@@ -185,7 +185,7 @@ def _disk(disk: DiskFigures) -> Iterator[Metric]:
         ("evicted_values", "Values evicted from disk", disk.evicted),
         ("corrupt_values", "Values found damaged", disk.corrupt),
         ("repaired_values", "Damaged values that memory still had", disk.repaired),
-        ("quarantined_records", "Records that made no sense", disk.quarantined),
+        ("quarantined_records", "Records that could not be read, and were put aside", disk.quarantined),
         ("scrubbed_bytes", "Bytes looked through for damage", disk.scrubbed_bytes),
         ("scrub_rounds", "Times that all of it was looked through", disk.scrub_rounds),
     ):
@@ -204,7 +204,7 @@ def _gauges(name: str, help: str, label: str, values: Mapping[str, float]) -> Me
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Without a label, `label` and the only key of `values` are ""."""
+    """Return a counter with a value for each label. Without a label, `label` and the only key of `values` are ""."""
     family = CounterMetricFamily(f"kvpage_{name}", help, labels=_labels(label))
     for each, value in values.items():
         family.add_metric(_labels(each), value)
@@ -229,7 +229,7 @@ def _labels(label: str) -> list[str]:
 
 
 def _few(counts: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the largest values, and the sum of the others."""
+    """Return the largest counts, and the sum of the others under OTHERS."""
     if len(counts) <= MOST_LABELS:
         return counts
     ordered = sorted(counts.items(), key=lambda item: -item[1])
@@ -249,16 +249,16 @@ ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
 
 
 class NotLoggedIn(Exception):
-    """The user has to log in first."""
+    """Error: the user has to log in first."""
 
 
 def make_app(
     logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute], origins: Sequence[str] = ()
 ) -> Starlette:
     """Return the application. `closed` counts closed connections by reason. `pages` are further routes.
-    `origins` are the sites under which proxies offer the page.
 
-    A page calls `login_of(request)` for its user. The page at /login has a form, which is sent back to /login.
+    `origins` are the sites under which proxies serve the page. A route calls `login_of(request)` for its user. The page
+    at /login has a form, which is sent to /login with POST.
     """
     app = Starlette(
         routes=[
@@ -284,9 +284,10 @@ def make_app(
 
 
 async def login_of(request: Request) -> Login:
-    """Return the login of a request, by its cookie or by the token in its Authorization header. Raises NotLoggedIn, or
-    RedisError if the store refuses or does not answer. A user and a password in that header may be meant for a proxy,
-    so they are not tried.
+    """Return the login of a request, by its cookie or by the token in its Authorization header.
+
+    A user and a password in that header may be intended for a proxy, so they are not tried. Raises NotLoggedIn, or
+    RedisError if the store refuses or does not answer.
     """
     logins: Logins = request.app.state.logins
     login = logins.of_cookie(request.cookies.get(cookie_name(request), ""))
@@ -299,9 +300,7 @@ async def login_of(request: Request) -> Login:
 
 
 async def _metrics(request: Request) -> Response:
-    """Return all figures for the token. A user and a password, or the cookie of a login, give the figures of that
-    user.
-    """
+    """Return the metrics: all for the token; for a user and password, or the cookie of a login, those of that user."""
     logins: Logins = request.app.state.logins
     who = credentials(request)
     observer: Observer | None
@@ -328,7 +327,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _log_in(request: Request) -> Response:
-    """Takes a form of `user` and `password`. Redirects to the first page, or back to the form with ?wrong."""
+    """Log in with a form of `user` and `password`. Redirect to the first page, or back to the form with ?wrong."""
     try:
         received = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
     except ValueError as error:
@@ -338,7 +337,7 @@ async def _log_in(request: Request) -> Response:
 
 
 async def log_in(request: Request, user: str, password: str) -> Response:
-    """Log a browser in, and send it to the first page, or to the form if the store refuses."""
+    """Log a browser in. Redirect it to the first page, or to the form if the store refuses the password."""
     logins: Logins = request.app.state.logins
     try:
         cookie = await logins.log_in(user, password, address_of(request))

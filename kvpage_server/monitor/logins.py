@@ -1,10 +1,10 @@
 """Logins of viewers. They are users of the store's ACL. Each has its own connection, and so sees only permitted data.
 
-All viewers with the same name and password share one connection, which asks once a second.
+All viewers with the same name and password share one connection, which queries the store once a second.
 
 A user without a password needs the token that the server prints when it starts, or `web-token`. A connection from this
-machine is no substitute: behind a reverse proxy, requests of strangers come from this machine, too, and nothing in them
-has to say so (nginx adds no header by itself).
+machine does not replace the token. Behind a reverse proxy, requests of remote clients arrive from this machine, too,
+and they need not have a header that shows it (nginx adds none by default).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ DEFAULT = "default"
 
 
 class Malformed(ValueError):
-    """The Authorization header is neither `Basic` with a user and a password nor `Bearer` with a token."""
+    """Error: the Authorization header is neither `Basic` with a user and a password nor `Bearer` with a token."""
 
 
 @dataclass(slots=True)
 class Login:
-    """A user of the store, and the data that the store shows it."""
+    """A user of the store, and the observer that reads the store as this user."""
 
     user: str
     observer: Observer
-    checked: float  # when the store took the password, in monotonic seconds
+    checked: float  # when the store last accepted the password, in monotonic seconds
 
 
 @dataclass(slots=True)
 class _Session:
-    login: bytes  # the key of it
-    used: float  # monotonic seconds
+    login: bytes  # its key in `Logins`
+    used: float  # time of the last request, in monotonic seconds
 
 
 class Logins:
@@ -62,8 +62,9 @@ class Logins:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     async def log_in(self, user: str, password: str, address: str) -> str:
-        """Return a new cookie. `password` may be the token, for a user without a password. Raises AuthenticationError
-        for a wrong password, RedisError if the store does not answer.
+        """Return a new cookie. `password` may be the token, for a user without a password.
+
+        Raises AuthenticationError for a wrong password, RedisError if the store does not answer.
         """
         key = await self._enter(user, password, address)
         cookie = secrets.token_urlsafe(32)
@@ -80,7 +81,7 @@ class Logins:
         return self._logins[await self._enter(user, password, address)]
 
     def is_token(self, word: str) -> bool:
-        """Return whether this is the token, found out in a time that says nothing about it."""
+        """Return whether `word` is the token. The time of the comparison reveals nothing about the token."""
         return hmac.compare_digest(self._token, word.encode("utf-8", "surrogateescape"))
 
     def of_cookie(self, cookie: str) -> Login | None:
@@ -104,7 +105,7 @@ class Logins:
         await login.observer.close()
 
     async def _enter(self, user: str, password: str, address: str) -> bytes:
-        """Return the key of a login whose password the store accepts, or accepted a moment ago."""
+        """Return the key of a login, after the store has accepted its password within the last CHECKED_SECONDS."""
         key = hashlib.blake2b(f"{user}\0{password}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
         known = self._logins.get(key)
         if known is not None and time.monotonic() - known.checked < CHECKED_SECONDS:
@@ -137,13 +138,15 @@ def address_of(request: Request) -> str:
 
 
 def cookie_name(request: Request) -> str:
-    """Return the name of the cookie. It has the port, since a browser sends cookies to all ports of a machine."""
+    """Return the name of the cookie. It has the port, because a browser sends cookies to all ports of a machine."""
     return f"kvpage-{(request.scope.get('server') or ('', 0))[1]}"
 
 
 def credentials(request: Request) -> tuple[str, str] | None:
-    """User and password of HTTP's basic authentication, or "" and a bearer token; None without the header. Raises
-    Malformed."""
+    """Return user and password of HTTP's basic authentication, or "" and a bearer token; None without the header.
+
+    Raises Malformed.
+    """
     received = request.headers.getlist("authorization")
     if not received:
         return None
@@ -153,7 +156,7 @@ def credentials(request: Request) -> tuple[str, str] | None:
     try:
         raw = base64.b64decode(encoded.strip().encode("latin-1"), validate=True)
         user, colon, password = raw.decode().partition(":")
-    except ValueError as error:  # of base64's, or of UTF-8's
+    except ValueError as error:  # malformed base64 or UTF-8
         raise Malformed from error
     if len(received) > 1 or scheme.lower() != "basic" or not colon:
         raise Malformed

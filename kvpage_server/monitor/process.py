@@ -24,15 +24,15 @@ from kvpage_server.system.text import log_to_standard_error
 
 # -- Subscription to the engines' statistics, for the life of the process ----------------------------------------------
 
-AGAIN_SECONDS = 5.0  # after a lost connection: a server at its limit counts refused clients
+AGAIN_SECONDS = 5.0  # before a new connection; a server at its limit of clients counts each refused one
 TURN_SECONDS = 5.0
 
 
 async def listen(entrance: Entrance, engines: Engines) -> None:
-    """Until this is cancelled."""
+    """Pass the messages of engines to `engines` until cancelled. Connect again after a lost connection."""
     while True:
         store = entrance.store(MONITOR)
-        with suppress(redis.RedisError, OSError):  # the server ends, or has ended the connection
+        with suppress(redis.RedisError, OSError):  # the server is ending, or has closed the connection
             async with store.pubsub(ignore_subscribe_messages=True) as channel:
                 await channel.psubscribe(ALL_CHANNELS)
                 while True:
@@ -43,16 +43,17 @@ async def listen(entrance: Entrance, engines: Engines) -> None:
         await asyncio.sleep(AGAIN_SECONDS)
 
 
-CONNECTIONS, FOR_EACH = 256, 64  # in all, and from one address
+CONNECTIONS, FOR_EACH = 256, 64  # in total, and from one address
 GRACE_SECONDS = 1.0
 LONGEST_MESSAGE = 1 << 16  # bytes
 
 
 def main(pages: Sequence[BaseRoute]) -> None:
-    """`sys.argv` has the descriptors of the channel to the server, and of the sockets to listen on. The first message
-    on the channel is the token and the sites under which proxies offer the page, with spaces between them.
+    """Run the HTTP process until the server has ended.
 
-    Signals are ignored: they are for the server, and this process ends with it.
+    `sys.argv` has the descriptors of the channel to the server, and of the listening sockets. The first message on the
+    channel is the token and the sites under which proxies serve the page, with spaces between them. Signals are
+    ignored, because they are for the server, and this process ends with it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -79,7 +80,7 @@ async def _serve(
     server = HttpServer(make_app(logins, closed, pages, origins), door, grace=GRACE_SECONDS)
     listening_to_engines = asyncio.create_task(listen(entrance, logins.engines))
     gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(channel, gone.set)  # the server sends nothing: this is the end of it
+    asyncio.get_running_loop().add_reader(channel, gone.set)  # the server sends nothing more: readable at its end
     serving = asyncio.create_task(server.serve(listening))
     ended = asyncio.create_task(gone.wait())
     await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""Connections to the store, which the server accepts only from this process, and without a listener.
+"""Connections to the store without a listener, which only this process can open.
 
-A connection is a pair of sockets, of which the server gets the other end. A connection for figures has its own user.
-Other connections have to authenticate, and the server gets the viewer's address.
+A connection is a pair of sockets. The server gets the other end over the channel. A connection for metrics has its own
+user. Other connections have to authenticate, and the server gets the viewer's address.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from redis.exceptions import NoPermissionError
 from kvpage_server.system.fd_passing import hand_over
 
 CLIENT_NAME = "kvpage-monitor"
-MONITOR = "monitor"  # the words for a connection for figures
+MONITOR = "monitor"  # the text that is sent with a socket for metrics
 WITH_TOKEN = "token "  # the prefix of the address of a viewer with the token
 ANSWER_SECONDS = 10.0  # for an answer of the store
 
 
 class Entrance:
-    """The channel over which the server is handed connections."""
+    """The channel over which this process passes sockets to the server."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -45,8 +45,9 @@ class Entrance:
         return ours
 
     def store(self, words: str, user: str = "", password: str = "") -> redis.asyncio.Redis:
-        """Return a client of the store, with one connection. `words` is MONITOR, the address of the viewer, or
-        WITH_TOKEN and the address.
+        """Return a client of the store, with one connection.
+
+        `words` is MONITOR, the address of the viewer, or WITH_TOKEN and the address.
         """
         options: dict[str, Any] = {"username": user, "password": password} if user or password else {}
         pool = redis.asyncio.BlockingConnectionPool(
@@ -64,7 +65,7 @@ class Entrance:
 
 
 class HandedConnection(AbstractConnection):
-    """A connection of redis-py's to the server at the other end of the channel."""
+    """A connection of redis-py over a socket pair, of which the server has the other end."""
 
     def __init__(self, *, entrance: Entrance, words: str, **options: Any) -> None:
         super().__init__(**options)
@@ -75,7 +76,7 @@ class HandedConnection(AbstractConnection):
         return [("words", self._words)]
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
-        """Names the connection, if the user has the right to. redis-py's own `client_name` would fail otherwise."""
+        """Set the connection's name, if the user may do so. With redis-py's `client_name`, others could not connect."""
         await super().on_connect_check_health(check_health)
         with contextlib.suppress(NoPermissionError):
             await self.send_command("CLIENT", "SETNAME", CLIENT_NAME)

@@ -1,7 +1,7 @@
 """Memory limits of connections: request size, unread output, and the order in which clients are closed.
 
-The server stops answering a client once about a megabyte waits for it (see `transport`), so only subscriptions and
-single large replies can exceed this. A client that sends holds memory until its command is complete.
+The server runs no more commands of a client while too much output waits for it (`Session._crowded`), so only
+subscriptions and single large replies can exceed this. A client that sends holds memory until its command is complete.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvpage_server.system import malloc
 
 log = logging.getLogger("kvpage")
 
-_LARGE = 512 * 1024  # bytes: more than LMDB takes for a piece of a value, which it frees at every commit
-_SMALL = 16 * 1024  # bytes: a client that holds less is not ended
-_GRACE = 1_000_000_000  # nanoseconds
+_LARGE = 512 * 1024  # bytes: more than LMDB allocates for a part of a value, which it frees at every commit
+_SMALL = 16 * 1024  # bytes: a client that does not hold more is not closed
+_GRACE = 1_000_000_000  # nanoseconds that `make_room` adds to the time since a client last finished something
 
 
 def keep_large_blocks_apart() -> None:
-    """Have glibc map large blocks one by one, always, so that they go back to the system when they are freed.
+    """Make glibc map each large block separately, so that its memory returns to the system when it is freed.
 
-    Left alone it raises its threshold with the first large block it frees, and lets later ones lie between small ones.
+    By default glibc raises this threshold when it frees a large block, and allocates later ones between small blocks.
     """
     malloc.tune({malloc.MMAP_THRESHOLD: _LARGE})
 
@@ -51,7 +51,7 @@ def hashed(server: Server) -> frozenset[bytes]:
 
 
 def keep(client: Client) -> None:
-    """Check a client's memory after a change. End it if that is too much, or others if all together hold too much."""
+    """Check a client's memory after a change. Close the client above its limits, or others if all hold too much."""
     connection, config = client.connection, client.server.config
     limit = output_limit(client)
     if limit.hard and connection.outgoing > limit.hard:
@@ -65,17 +65,17 @@ def keep(client: Client) -> None:
 
 
 def output_limit(client: Client) -> OutputLimit:
-    """Return how much may wait to be read by a client."""
+    """Return the limit of a client's unread output."""
     return client.server.config.client_output_buffer_limit["pubsub" if client.listens else "normal"]
 
 
 def make_room(server: Server) -> None:
-    """End connections until all of them hold no more than maxmemory-clients.
+    """Close connections until all together hold no more than maxmemory-clients.
 
-    The next to end is always a connection of the user whose connections hold most together; connections that have not
-    authenticated count as one user. So many small connections of one user do not end a large one of another. Among a
-    user's connections, the first is the one with the largest product of bytes and seconds since it last finished
-    something, a second added: a large upload outlives a connection that sits idle on less. O(n log n) in connections.
+    The next one is always a connection of the user whose connections hold most together; connections that have not
+    authenticated count as one user. So many small connections of one user do not close a large one of another. Among
+    a user's connections, it is the one with the largest product of bytes and seconds since it last finished something,
+    plus one second. So a large upload outlives an idle connection that holds less. O(n log n) in connections.
     """
     now = time.monotonic_ns()
     of_user = defaultdict[bytes | None, list[Client]](list)
@@ -104,13 +104,13 @@ def make_room(server: Server) -> None:
 
 
 def overflown(client: Client) -> None:
-    """End a client that leaves too much unread."""
+    """Close a client with too much unread output."""
     log.warning("client %s left %d bytes unread: closed", client.address, client.connection.outgoing)
     client.server.stats.overflown_outputs += 1
     client.connection.abort()
 
 
-# -- Memory of a connection: incoming and queued commands, unread replies, and names that the server keep --------------
+# -- Memory of a connection: incoming and queued commands, unread replies, and names that the server keeps -------------
 
 
 class ConnectionMemory:
@@ -122,15 +122,18 @@ class ConnectionMemory:
         self._client = client
         self._parser = parser
         self._keyspace = client.server.keyspace
-        self.postponed = 0  # bytes in the arena of a command that has to wait before it runs
+        self.postponed = 0  # bytes in the arena of a command that waits before it runs
         self._receiving = 0  # bytes of postponed and received commands that the keyspace counts
         self._queued = 0  # bytes of commands in MULTI that the keyspace counts
-        self._held = 0  # bytes that pass through it, as last reported to the server
-        self.kept = 0  # bytes that are kept for it, as they were when the limits were last looked at
-        self.is_nothing = True  # it holds nothing, as far as the server knows
+        self._held = 0  # `Client.passing`, as last reported to the server
+        self.kept = 0  # `Client.kept` at the last check of the limits
+        self.is_nothing = True  # no bytes of the connection are counted
 
     def settle(self) -> None:
-        """Tell the keyspace how much is being received. The command that runs now does not count: it is the store's."""
+        """Report the bytes of incoming commands to the keyspace.
+
+        The command that runs now does not count, because its bytes belong to the store.
+        """
         receiving = self._parser.receiving + self.postponed
         if receiving != self._receiving:
             self._keyspace.memory.receiving += receiving - self._receiving
@@ -144,13 +147,13 @@ class ConnectionMemory:
         self._look()
 
     def unqueue(self) -> int:
-        """Return the queued commands do not wait any more: how many bytes they were."""
+        """Stop counting the queued commands, and return their number of bytes."""
         queued = self._queued
         self.queue(-queued)
         return queued
 
     def account(self) -> None:
-        """Tell the server how much this connection holds, and enforce the limits."""
+        """Report the bytes of this connection to the server, and enforce the limits."""
         client = self._client
         if client.gone:
             return
@@ -177,23 +180,24 @@ class ConnectionMemory:
 
 # -- Periodic checks of all clients: idle, slow and broken connections are closed, traffic is counted ------------------
 
-_MUCH = 16 * 1024 * 1024  # bytes
-_LAST_WORDS = 10.0  # seconds that a closed connection has to read its last replies
+_MUCH = 16 * 1024 * 1024  # bytes of clients' memory, above which freed memory returns to the system
+_LAST_WORDS = 10.0  # seconds for the client of a closing connection to read its last replies
 
 
 class Watch:
-    """Looks after all clients once a second."""
+    """Periodic checks of all clients."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._over: dict[Client, float] = {}  # above their soft limit, and since when
-        self._most_held = 0  # bytes, since memory was last given back
-        self._before = (time.monotonic(), 0, 0, 0)  # commands, bytes in and out so far, as of the last look
+        self._over: dict[Client, float] = {}  # clients above their soft limit, with the time of the first such check
+        self._most_held = 0  # most bytes in flight since memory was last returned to the system
+        self._before = (time.monotonic(), 0, 0, 0)  # time, commands, bytes in and bytes out at the last check
 
     def look(self, now: float) -> Iterator[None]:
-        """End, in steps, clients that are idle or leave much unread for too long, and closed ones that do not go.
+        """Check all clients, in steps. `now` is in monotonic seconds.
 
-        `now` is in monotonic seconds.
+        Close broken connections, clients that are idle or above the soft limit of unread output for too long, and
+        closing clients that do not read their last replies. End a pause that is over, and measure the traffic.
         """
         server = self._server
         if server.pause is not None and server.pause.ends <= now:
@@ -229,13 +233,15 @@ class Watch:
         seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
         self._before = totals
         if seconds > 0:
-            commands, bytes_in, bytes_out = (
-                max(0, more) for more in (commands, bytes_in, bytes_out)
-            )  # after RESETSTAT
+            # they are negative after CONFIG RESETSTAT
+            commands, bytes_in, bytes_out = (max(0, more) for more in (commands, bytes_in, bytes_out))
             self._server.rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
 
     def _end_slow_readers(self, clients: Iterable[Client], now: float, over: Mapping[Client, float]) -> None:
-        """`over` maps the clients that exceeded their soft limit at the last check to the time since when they do."""
+        """Close clients that have exceeded their soft limit for its number of seconds.
+
+        `over` maps the clients that exceeded it at the last check to the time of the first such check.
+        """
         for client in clients:
             limit = output_limit(client)
             if limit.soft and client.connection.outgoing > limit.soft:
@@ -255,7 +261,7 @@ class Watch:
 
 
 def _end_broken(clients: Iterable[Client]) -> None:
-    """End connections that their peers have reset.
+    """Close connections that their peers have reset.
 
     libuv reports a socket error once and stops polling (`uv__poll_io`), so a session that waits for more bytes after a
     reset would wait for ever.

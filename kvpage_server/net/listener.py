@@ -1,4 +1,4 @@
-"""Listening sockets for TCP, TLS and unix. The listener refuses some connections, and begins sessions for the others."""
+"""Listening sockets for TCP, TLS and unix: they accept connections, refuse some, and begin sessions for the others."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _OUT_OF_DESCRIPTORS = 0.1  # seconds to wait for free descriptors
 
 _FULL = b"-ERR max number of clients reached\r\n"
 _PROTECTED = (
-    b"-DENIED kvpage-server is running in protected mode: anybody may come in without a password, so only connections "
-    b"from this machine are taken. Set a password (requirepass, or ACL users) to take others, or protected-mode no "
-    b"where the network is your own.\r\n"
+    b"-DENIED kvpage-server is running in protected mode: the default user has no password, so only connections "
+    b"from this machine are accepted. To accept others, set a password (requirepass, or ACL users), or in a private "
+    b"network protected-mode no.\r\n"
 )
 
 _TCP_KEEPIDLE: int = getattr(socket, "TCP_KEEPIDLE", 0) or getattr(socket, "TCP_KEEPALIVE", 0)  # the latter on macOS
@@ -195,9 +195,9 @@ class Listener:
 
 @contextmanager
 def _closed_on_disconnect(sock: socket.socket) -> Iterator[None]:
-    """Make a socket non-blocking, and close it after an OSError of the body, which means that its peer is gone.
+    """Make a socket non-blocking, and close it if the body raises OSError because the peer has disconnected.
 
-    The address of a disconnected peer cannot be read, and nothing can be sent to it.
+    Such a socket has no peer address, and nothing can be sent to it.
     """
     sock.setblocking(False)
     try:

@@ -1,4 +1,4 @@
-"""The replies of a client in their order: plain ones, ones made in steps, and pushes between them."""
+"""The replies of a client in their order: complete ones, streamed ones, and pushes between them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvpage_server.net.connection_memory import ConnectionMemory
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp import QUEUED, Raw, Reply, Stream, Wait, encode
 
-_SHORT = 64  # bytes of a message that is not spelt yet
-_FEW = 4  # pieces: a reply of no more waits for the next, to be sent together
-_STEPS = 16  # of a reply, after which it is sent as far as it is made
+_SHORT = 64  # estimated bytes of a value in a message that is not encoded yet
+_FEW = 4  # pieces: a reply with no more waits for the next one, and both are sent together
+_STEPS = 16  # steps of a reply before its output so far is sent
 _END = object()
 
 log = logging.getLogger("kvpage")
 
 
 class Replies:
-    """Replies of one client. `pieces` are to be sent next."""
+    """Replies of one client. `pieces` are sent next."""
 
     __slots__ = (
         "_aside",
@@ -45,24 +45,22 @@ class Replies:
     )
 
     def __init__(self, client: Client, came: Callable[[], None]) -> None:
-        """`came` is called after a background reply has added to `pieces`."""
+        """Begin without replies. `came` is called after a background reply has added to `pieces`."""
         self._client = client
         self._came = came
-        self._aside = deque[
-            _BackgroundReply
-        ]()  # replies that are made while the next commands run, and those behind them
+        self._aside = deque[_BackgroundReply]()  # background replies, and the replies behind them
         self.pieces: list[Piece] = []
-        self.under_way = False  # a reply is made in steps, and not at its end
-        self.broken = False  # `pieces` begin within a reply, of which the rest was sent
-        self._borrowed = 0  # bytes of them that lie in the store's memory
-        self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
-        self._is_one = False  # it is a single reply, not the items of an array
+        self.under_way = False  # a streamed reply is not complete
+        self.broken = False  # `pieces` begin within a reply, and the part before them was sent
+        self._borrowed = 0  # bytes of `pieces` in borrowed memory
+        self._steps: Iterator[Reply] | None = None  # the remaining steps of the streamed reply
+        self._is_one = False  # the steps make a single reply, not the items of an array
         self._is_whole = False  # complete the steps even if the client disconnects
-        self.pushed: list[Reply] = []  # messages that wait for its end
-        self._waiting = 0  # bytes of messages since nothing waited
+        self.pushed: list[Reply] = []  # messages that wait for the end of the streamed reply
+        self._waiting = 0  # bytes of messages since `pieces` and `pushed` were last empty
 
     def add(self, reply: Reply) -> bool:
-        """Add a command's reply. True when so much waits that it should be sent now: the peer may not read."""
+        """Add a command's reply. Return whether so much waits that it should be sent now."""
         silent, much = self._client.silence, False
         if not self.pieces:
             self._borrowed = 0
@@ -116,11 +114,11 @@ class Replies:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether earlier replies must be sent first."""
+        """Whether background replies must be sent first."""
         return bool(self._aside)
 
     def end_with(self, last_words: bytes) -> None:
-        """Add an error that is no command's reply."""
+        """Add the last error of a connection, which is not the reply to a command."""
         if self._aside:
             self._start_background_reply(Raw(last_words), False)
         else:
@@ -129,7 +127,7 @@ class Replies:
     def step(self, deadline: int) -> Wait | bool:
         """Run steps of the current reply. Return a Wait, or whether time is left.
 
-        Raise the exception of a step, which ends the reply.
+        Raises the exception of a step, which ends the reply.
         """
         steps = self._steps
         assert steps is not None
@@ -178,14 +176,14 @@ class Replies:
         return self.break_off()
 
     def break_off(self) -> Iterator[Reply] | None:
-        """Make no more of the reply under way. Return the steps that must be completed."""
+        """Stop the streamed reply. Return the steps that must be completed, if there are any."""
         steps = self._steps if self._is_whole else None
         self._steps, self.under_way = None, False
         return steps
 
 
 class _BackgroundReply:
-    """A background reply, whose steps run while other replies of the client are sent."""
+    """A reply whose steps run while the next commands of the client run."""
 
     __slots__ = ("_client", "_steps", "_then", "is_over", "pieces")
 
@@ -197,7 +195,7 @@ class _BackgroundReply:
         self.is_over = False
 
     def go_on(self) -> None:
-        """Run steps until one must wait, or the time slice is over."""
+        """Run steps until one waits or yields its turn, or the reply is complete."""
         try:
             for step in self._steps:
                 if type(step) is Wait:
@@ -216,7 +214,7 @@ class _BackgroundReply:
 
 
 def _size_of(message: Reply) -> int:
-    """Return bytes of a message, which is spelt already if it is long."""
+    """Return the bytes of a message. Long values in it are encoded already, others count as `_SHORT`."""
     if isinstance(message, bytes):
         return len(message)
     return sum(map(_size_of, message)) if isinstance(message, tuple) else _SHORT
@@ -231,7 +229,7 @@ def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
 
 
 class CommandRunner:
-    """The command runner of one client. `send` sends the replies so far; it is called when they are much."""
+    """The command runner of one client. It calls `send` when many bytes of replies wait."""
 
     def __init__(
         self, client: Client, parser: Parser, replies: Replies, load: ConnectionMemory, send: Callable[[], None]
@@ -243,7 +241,7 @@ class CommandRunner:
         self._load = load
         self._send = send
         self._caller = caller_of(client, parser)
-        self._postponed: Command | None = None  # until a pause ends or its values are loaded
+        self._postponed: Command | None = None  # it waits for the end of a pause, or for its values
         self._hold: object = None  # keeps the command's values in memory until it has run
         self.is_busy = False  # a command is being run
 
@@ -253,9 +251,10 @@ class CommandRunner:
         return self._postponed is not None
 
     def run_pending(self, left: int, deadline: int) -> int | None:
-        """Answer up to `left` commands, until a moment: how many more there is time for, None if no command is left.
+        """Run up to `left` commands, until `deadline` in nanoseconds of the monotonic clock.
 
-        Raises Paused, Postponed, ProtocolError, MemoryError.
+        Return how many commands may still run before the deadline, or None if no complete command is left. Raises
+        Paused, Postponed, ProtocolError, MemoryError.
         """
         client, server, load = self._client, self._server, self._load
         if client.fast_path_ok and self._postponed is None and not server.monitors:
@@ -328,7 +327,7 @@ class CommandRunner:
             self._send()
 
     def _put_off(self, command: Command, size: int, why: Postponed | Paused) -> None:
-        """Keep a command, which has so many bytes of the arena, until it can run."""
+        """Keep a command, which has `size` bytes in the arena, until it can run."""
         self._postponed, self._load.postponed = command, size
         self._hold = (why.hold or self._hold) if isinstance(why, Postponed) else None
         self._load.settle()

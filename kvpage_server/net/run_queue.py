@@ -73,7 +73,7 @@ class RunQueue:
             try:
                 line[0].take_turn()  # it stays in the queue meanwhile, so `join` does not schedule `_serve` again
             except Exception:
-                log.exception("somebody's turn broke off; the others in the line go on")
+                log.exception("the turn of a client failed; the other clients are served")
             line.popleft()
             if time.monotonic_ns() > end:
                 break

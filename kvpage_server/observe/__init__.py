@@ -1,1 +1,1 @@
-"""A running store, read over the Redis protocol into typed records. Nothing here knows HTTP or HTML."""
+"""A running store as typed records, read over the Redis protocol. This package has no HTTP and no HTML."""

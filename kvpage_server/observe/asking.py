@@ -1,8 +1,8 @@
 """Queries of a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
 
-A `Reading` is a generator. It yields lists of commands and is sent their answers: bytes, integers, lists and maps as
-RESP3 has them, or the `ResponseError` of a refused command. It returns its result. Under an event loop, it runs in
-a thread, so a reading may take long, as long as no single call that holds the interpreter's lock does.
+A `Reading` is a generator. It yields lists of commands and is sent their replies: bytes, integers, lists and maps as
+RESP3 has them, or the `ResponseError` of a refused command. It returns its result. Under an event loop, it runs in a
+thread, so a reading may take long, unless a single call of it holds the interpreter's lock for long.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ T = TypeVar("T")
 Command: TypeAlias = Sequence[bytes | int]  # redis-py does not parse the answers to commands whose name is bytes
 Reading: TypeAlias = Generator[list[Command], list[Any], T]
 
-COMMANDS_PER_PIPELINE = 256  # commands a pipeline: the server runs that many before other clients have their turn
+COMMANDS_PER_PIPELINE = 256  # which the server runs before other clients have their turn
 COMMANDS_PER_ASYNC_PIPELINE = 32  # in an event loop, which other tasks share
 
 
 class QueriedStore(Protocol):
-    """A client of one server, or of several as one."""
+    """Client of one server, or of several servers together."""
 
     def execute_command(self, *words: Any) -> Any:
-        """Return the answer to a command. Raises RedisError."""
+        """Return the reply to a command. Raises RedisError."""
 
     def pipeline(self, transaction: bool) -> Any:
-        """Collects commands and sends them together."""
+        """Return a pipeline, which collects commands and sends them together."""
 
 
 def ask(store: QueriedStore, reading: Reading[T]) -> T:
@@ -46,7 +46,7 @@ def ask(store: QueriedStore, reading: Reading[T]) -> T:
 
 
 async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
-    """Return the same, in an event loop."""
+    """Return the result of a reading, in an event loop. Raises as `ask`."""
     answers: list[Any] | None = None
     while True:
         commands, ended, result = await asyncio.to_thread(_step, reading, answers)
@@ -58,11 +58,12 @@ async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
 
 
 def _step(reading: Reading[Any], answers: list[Any] | None) -> tuple[list[Command], bool, Any]:
-    """Return the next commands of a reading, whether it has ended, and its result. A thread cannot raise
-    StopIteration.
+    """Return the next commands of a reading, whether it has ended, and its result.
+
+    The end is a value, because a future cannot raise StopIteration.
     """
     try:
-        return reading.send(answers), False, None  # type: ignore[arg-type]  # None begins it
+        return reading.send(answers), False, None  # type: ignore[arg-type]  # None starts it
     except StopIteration as end:
         return [], True, end.value
 
@@ -76,7 +77,7 @@ def _pipelines(store: Any, commands: list[Command], at_once: int) -> Iterator[An
 
 
 def refused(answer: Any) -> bool:
-    """Return whether the answer is an error: the user may not run the command, or the server does not know it."""
+    """Return whether a reply is an error: the user may not run the command, or the server does not know it."""
     return isinstance(answer, redis.ResponseError)
 
 
@@ -86,10 +87,10 @@ def named(answer: dict[Any, Any]) -> dict[str, Any]:
 
 
 def parts_of(answer: Any) -> list[dict[str, Any]]:
-    """KVPAGEINDEX's maps, one a block of the request, or one with TOTAL; none if the command was refused."""
+    """Return the maps of a reply to KVPAGEINDEX: one for each block, or a single one with TOTAL; none if refused."""
     return [] if refused(answer) else [named(part) for part in answer]
 
 
 def text(raw: Any) -> str:
-    """Return a string of the answer as text. Bytes that are not UTF-8 are shown as escapes."""
+    """Return a string of a reply as text. Bytes that are not UTF-8 are shown as escapes."""
     return raw.decode("utf-8", "backslashreplace") if isinstance(raw, bytes) else str(raw)

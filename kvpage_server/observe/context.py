@@ -14,10 +14,10 @@ from kvpage_server.observe.memory_by_agent import Agent, ContextBlock, Holdings
 from kvpage_server.page import DType
 
 MOST_BLOCKS = 2000
-MOST_BYTES = 64 << 20  # a larger block's norms are not computed
-MOST_PAGES = 20_000  # of a block whose norms are computed
+MOST_BYTES = 64 << 20  # of a request; the norms of a larger one are not computed
+MOST_PAGES = 20_000  # of a block; the norms of more pages are not computed
 PIECE_BYTES = 1 << 20  # of pages that are read at a time
-_MOST_PARTS = 64  # blocks of the same request
+_MOST_PARTS = 64  # blocks of a request; the norms of more blocks are not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class BlockPlace:
     lease: int | None  # milliseconds left
     why: str  # why it is missing; empty if it is there
     why_at: int  # when it was removed, in unix milliseconds; 0 if unknown
-    by: str  # the policy or quota that removed it, and the limit that the policy kept
+    by: str  # the policy or quota that removed it, and the exceeded limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Pages:
     sizes: tuple[int, ...]  # bytes of a page of each plane
     layers: int
     heads: int
-    norms: np.ndarray[Any, np.dtype[np.float32]]  # root of the mean square; NaN for planes that are no numbers, and for
-    # pages of more than PIECE_BYTES
+    norms: np.ndarray[Any, np.dtype[np.float32]]  # root of the mean square; NaN for planes of other types than
+    # `_NUMPY` has, and for pages of more than PIECE_BYTES
 
 
 def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
@@ -62,7 +62,7 @@ def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
 
 
 def _stat(name: bytes, index: Any) -> Command:
-    """Asks about the block's first page."""
+    """Return the command that reads the metadata of the block's first page."""
     first: dict[str, Any] = next(iter(parts_of(index)), {"page": 0, "planes": [0]})
     return [b"KVPAGESTAT", name, 0, 0, first["page"], int(first["planes"][0])]
 
@@ -85,8 +85,9 @@ def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any)
 
 
 def pages_of(name: bytes) -> Reading[Pages | None]:
-    """Return a block's pages with their norms; None if the block is not complete, or too large. The pages are read in
-    pieces of PIECE_BYTES, so a large block holds up nothing else.
+    """Return a block's pages with their norms; None if the block is not complete, or too large.
+
+    The pages are read in pieces of PIECE_BYTES, so a large block does not delay other clients.
     """
     (index,) = yield [[b"KVPAGEINDEX", name, b"TOTAL"]]
     if not all(total["blocks"] <= _MOST_PARTS and total["bytes"] <= MOST_BYTES for total in parts_of(index)):

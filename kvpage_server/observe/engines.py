@@ -1,7 +1,7 @@
 """Statistics that engines publish: their identity, and the prompt tokens that each of their tiers supplied.
 
-Every few seconds each of them publishes a JSON object, on the channel of the user as which it has logged in. Any client
-that may publish there can send anything: invalid messages are ignored, names are cut, and the number of engines is
+Every few seconds, each engine publishes a JSON object on the channel of the user as which it has logged in. Any client
+that may publish there can send anything, so invalid messages are ignored, names are cut, and the number of engines is
 limited.
 """
 
@@ -13,10 +13,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-CHANNEL = b"kvpage:engines"  # of engines that may use no other; a user's own is followed by ":" and the user's name
+CHANNEL = b"kvpage:engines"  # of engines that may use no other; with ":" and a user's name, the channel of that user
 ALL_CHANNELS = CHANNEL + b"*"
 TIERS = ("hot", "prefix", "page", "cold")  # where contexts are found
-COMPUTED = "none"  # where the tokens come from that were found nowhere
+COMPUTED = "none"  # the source of tokens that no tier had
 MOST_BYTES = 4096  # of a message
 MOST_ENGINES = 100
 MOST_USERS = 100
@@ -36,19 +36,19 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """An engine."""
+    """Statistics of an engine since its start."""
 
     name: str  # machine:process
     model: str
     answers: int
     computed: int  # tokens of prompts
     used: int  # bytes of contexts in its memory
-    room: int  # and how many there may be; 0: no limit
+    room: int  # the limit of these bytes; 0: none
     tiers: Mapping[str, TierFigures]
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Return the prompt tokens by source; computed tokens are under COMPUTED."""
+        """Prompt tokens by source; computed tokens are under COMPUTED."""
         return {COMPUTED: self.computed} | {name: tier.tokens for name, tier in self.tiers.items()}
 
 
@@ -57,15 +57,15 @@ class EnginesSeen:
     """All engines, or those of one user."""
 
     connected: list[EngineFigures]  # with recent messages, by name
-    tokens: Mapping[str, int]  # of prompts, by where they were found, since somebody listens
+    tokens: Mapping[str, int]  # of prompts by source, since the first message of each engine
 
 
 class Engines:
-    """Engines with recent messages, and the sums of all messages so far."""
+    """The last messages of engines, and the sums of prompt tokens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._tokens: dict[str, Counter[str]] = {"": Counter()}  # by user; "" are those of no user
+        self._tokens: dict[str, Counter[str]] = {"": Counter()}  # by user; "" for CHANNEL and for further users
         self._last: OrderedDict[tuple[str, str], tuple[float, EngineFigures]] = OrderedDict()  # by user and name
 
     def heard(self, channel: bytes, raw: bytes) -> None:
@@ -85,7 +85,7 @@ class Engines:
             self._last.popitem(last=False)
 
     def seen(self, by: str | None = None) -> EnginesSeen:
-        """Return the engines of a user; without one, all of them."""
+        """Return the connected engines and prompt tokens of the user `by`; of all users for None."""
         since = self._clock() - SILENT_SECONDS
         found = [received for (user, _), (at, received) in self._last.items() if at >= since and by in (None, user)]
         counts = [each for user, each in self._tokens.items() if by in (None, user)]

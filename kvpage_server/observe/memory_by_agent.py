@@ -21,14 +21,14 @@ from kvpage_server.page import tag_of
 PREFIX = b"manifest:"
 HEAD_BYTES = 1 << 16  # enough for everything but the tokens, in a context of 450,000 tokens
 MOST_BYTES = 1 << 19  # that are read of a manifest; enough in a context of 3.6 million tokens
-MOST_KEY = 512  # bytes of a manifest's key; a longer one is no engine's, whose agents have names of 128 letters
+MOST_KEY = 512  # bytes of a manifest's key; those of engines are shorter, because names of agents have 128 letters
 MOST_LETTERS = 128  # of a model's name, and of the process that saved the agent
 _MOST_NAME = 256  # bytes of a block's name
 DIGEST_BYTES = 16
 _TOKENS = b', "tokens": ['  # the last field
 _USUAL_BLOCK = 256  # tokens
-_MOST = 1 << 53  # of anything: what JSON's readers count exactly
-_LAST_MOMENT = 253_370_764_800_000  # the year 9999 begins, which is the last that Python's clock can show
+_MOST = 1 << 53  # limit of counts: JSON readers that use doubles are exact below it
+_LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the start of the year 9999, the last one of Python's datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Manifest:
     model: str  # its name; empty if unknown
     tokens: int
     block_tokens: int  # of every block but the last
-    blocks: tuple[bytes, ...]  # their requests, in order
+    blocks: tuple[bytes, ...]  # their request ids, in order
     created_ms: int  # when the agent was first saved, in unix milliseconds; 0 if unknown
     saved_ms: int  # when it was last saved
     by: str  # the machine and process that saved it last; empty if unknown
@@ -51,8 +51,10 @@ class Manifest:
 
 
 def parse(key: bytes, raw: bytes) -> Manifest | None:
-    """Return the manifest at a key, from its whole value or from the first HEAD_BYTES or MOST_BYTES. None if it is
-    damaged, or if more of it is needed. Long names of the model and of the process that saved it are cut.
+    """Return the manifest at a key, from its whole value or from the first HEAD_BYTES or MOST_BYTES.
+
+    None if it is damaged, or if more bytes of it are needed. Long names of the model and of the process that saved it
+    are cut.
     """
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
@@ -113,39 +115,38 @@ def _told(raw: bytes) -> Any:
 
 
 def _block_tokens(tokens: int, blocks: int) -> int:
-    """Return the tokens a block of a manifest that does not say: the usual number if it fits."""
+    """Return the tokens per block for a manifest without this number: the usual number if it fits."""
     usual = _USUAL_BLOCK
     return usual if (blocks - 1) * usual < tokens <= blocks * usual else -(-tokens // max(blocks, 1))
 
 
-# -- whose -------------------------------------------------------------------------------------------------------------
+# -- Memory by agent: agents and their contexts, shared prefixes, and other requests -----------------------------------
 #
-# Memory by agent: agents and their contexts, shared prefixes, and other requests.
-#
-# >>> holdings = ask(store, holdings_of_store()) >>> for agent in holdings.agents: ...     print(agent.agent_id,
-# agent.model, agent.tokens, agent.bytes)
+# >>> holdings = ask(store, holdings_of_store())
+# >>> for agent in holdings.agents:
+# ...     print(agent.agent_id, agent.model, agent.tokens, agent.bytes)
 #
 # A chain hash names a block by its tokens and all tokens before them. So agents whose contexts begin with the same
 # tokens have the same first blocks. The work is bounded: LookLimits bounds the number of keys, and `cut` names the
 # kinds that exceed it.
 
-SCAN_COUNT = 250  # the COUNT of a SCAN, during which nobody else has a turn
+SCAN_COUNT = 250  # the COUNT of a SCAN, during which no other client has a turn
 MOST_SCANS = 8000
-TURNS = 8  # SCANs for the newest keys, and for the next ones, in a look after the first
-REFRESHED = 100  # known requests that are asked for again in a look
-MOST_READ = 16 << 20  # bytes of manifests of which HEAD_BYTES are too few, in a look
-MOST_NAMED = 500_000  # blocks that manifests name, in all
+TURNS = 8  # SCANs for the newest keys, and as many for the next ones, in each read of the store after the first
+REFRESHED = 100  # known requests that each read of the store queries again
+MOST_READ = 16 << 20  # bytes, in each read of the store, of manifests for which HEAD_BYTES are too few
+MOST_NAMED = 500_000  # blocks that manifests name, in total
 _SOME = 64  # manifests that are read at a time, HEAD_BYTES of each
 MOST_PREFIXES = 100
 LABEL = b"label:"
 MOST_LABEL = 240  # bytes of a label
 _CHAIN_HASH = re.compile(rb"(^|\})[0-9a-f]{32}\Z")  # after a tag, on several servers
-MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
+MOST_UNREADABLE = 10_000  # unreadable manifests that are read, in addition to the agents
 
 
 @dataclass(frozen=True, slots=True)
 class LookLimits:
-    """How many of each are looked at."""
+    """Numbers of agents, blocks and other requests that are read at most."""
 
     agents: int = 2000
     blocks: int = 10_000
@@ -156,7 +157,7 @@ class LookLimits:
 class ContextBlock:
     """A block of contexts: all pages of the same tokens."""
 
-    name: bytes  # its request
+    name: bytes  # its request id
     tokens: int
     bytes: int = 0  # of its pages; 0 if it is missing
     memory: int = 0  # bytes it occupies in memory; 0 if it is on disk only
@@ -187,7 +188,7 @@ class Agent:
 
     @property
     def model(self) -> str:
-        """The name of its model, or else the fingerprint."""
+        """The name of its model, or the fingerprint if the name is unknown."""
         return self.manifest.model or self.manifest.fingerprint
 
     @property
@@ -224,15 +225,17 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class OtherRequest:
-    """A request that no manifest names: another client's pages, or blocks that were left behind. Blocks of contexts
-    without a name are one request for each label, under the name of one of them."""
+    """A request that no manifest names: pages of another client, or blocks that are left from a context.
+
+    Blocks of contexts without a name are one request for each label, with the request id of one of them.
+    """
 
     req_id: bytes
     blocks: int
     pages: int
     bytes: int
     memory: int
-    label: str = ""  # the first words of a context without a name, or a hash, as its engine has stored them
+    label: str = ""  # of a context without a name: its first words, or a hash, as its engine has stored them
 
 
 class KnownManifest(NamedTuple):
@@ -243,30 +246,30 @@ class KnownManifest(NamedTuple):
     at: float  # before it was read, in monotonic seconds
 
     def is_as_it_was(self, idle: Any) -> bool:
-        """Return whether nobody can have written it since. `idle` are its idle seconds, by a clock of seconds."""
+        """Return whether it cannot have been written since. `idle` is its idle time, in whole seconds."""
         return isinstance(idle, int) and idle > time.monotonic() - self.at + 2
 
 
 @dataclass(slots=True)
 class Known:
-    """Results of earlier looks, so that the next one needs few requests."""
+    """Results of earlier reads of the store, so that the next one needs few commands."""
 
     manifests: dict[bytes, KnownManifest] = field(default_factory=dict)
-    requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # the last requested ones are last
-    cursor: bytes = b""  # of a scan for manifests that goes on from look to look; empty before all keys were scanned
+    requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # the most recently queried ones are last
+    cursor: bytes = b""  # of a scan for manifests, which the next read continues; empty before all keys were scanned
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Everything that was found, the largest first."""
+    """Result of a read of the store. The largest agents and requests are first."""
 
     agents: tuple[Agent, ...] = ()
     prefixes: tuple[SharedPrefix, ...] = ()
     requests: tuple[OtherRequest, ...] = ()
     unreadable: tuple[bytes, ...] = ()  # manifests' keys
-    cut: tuple[str, ...] = ()  # of which there are more than were looked at: "agents", "blocks", "requests"
+    cut: tuple[str, ...] = ()  # the kinds of which not all were read: "agents", "blocks", "requests"
     owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)  # the agents that have a block, by its name
-    refused: str = ""  # why the store lists no keys, if it does not
+    refused: str = ""  # the error if the user may not list keys
 
     @property
     def bytes(self) -> int:
@@ -282,9 +285,11 @@ class _Looked:
 
 
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
-    """Looks through the store. With `known`, which is updated, only the newest keys and some of the others are looked
-    through for manifests, manifests that nobody has used since are not read again, and other requests are asked for in
-    turn."""
+    """Return the agents, shared prefixes and other requests of a store.
+
+    `known` has the results of earlier reads, and is updated. With it, only the newest keys and some of the others are
+    scanned for manifests, unused manifests are not read again, and some of the known requests are queried in turn.
+    """
     looked, known = _Looked(), Known() if known is None else known
     keys = yield from _manifest_keys(limits.agents + MOST_UNREADABLE, known, looked)
     return (yield from _holdings(keys, limits, known, looked))
@@ -307,7 +312,7 @@ def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[byt
 
 
 def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
-    """Return the contexts of one agent, for every model. Other agents that share its blocks are not looked for."""
+    """Return the contexts of one agent, for every model. Other agents that share its blocks are not read."""
     looked, key, limits = _Looked(), PREFIX + agent_id, LookLimits(requests=0)
     pattern = literally(key) + b":*"
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
@@ -341,7 +346,7 @@ def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _
 
 
 def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) -> Reading[list[bytes]]:
-    """At most `most` keys that match, sorted."""
+    """Return at most `most` keys that match, sorted. Add `what` to `looked.cut` if there are more."""
     cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most, looked)
     if cursor != b"0" or len(found) > most:
         looked.cut.add(what)
@@ -351,8 +356,9 @@ def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) ->
 def _scan(
     pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int, looked: _Looked
 ) -> Reading[tuple[bytes, set[bytes]]]:
-    """Goes on from a cursor, until there are `most` keys. Return the next cursor, which is 0 at the end and empty for a
-    user without permission to scan, and the keys.
+    """Scan from a cursor, until there are more than `most` keys, with at most `turns` calls.
+
+    Return the next cursor and the keys. The cursor is 0 at the end, and empty if the user may not scan.
     """
     found = set[bytes]()
     for _ in range(turns):
@@ -371,8 +377,10 @@ def _scan(
 def _manifests(
     keys: Sequence[bytes], most: int, known: dict[bytes, KnownManifest], looked: _Looked
 ) -> Reading[tuple[list[Manifest], dict[bytes, int]]]:
-    """At most `most` readable manifests at these keys, and their idle seconds. Afterwards `known` has exactly these
-    keys."""
+    """Return at most `most` readable manifests at these keys, and idle seconds by key. Update `known`.
+
+    Other keys are removed from `known`.
+    """
     for key in known.keys() - set(keys):
         del known[key]
     found: list[Manifest] = []
@@ -401,8 +409,10 @@ def _manifests(
 def _update(
     known: dict[bytes, KnownManifest], keys: Sequence[bytes], left: int, looked: _Looked
 ) -> Reading[tuple[dict[bytes, int], int]]:
-    """Updates `known` for these keys. At most `left` bytes are read of manifests whose heads are too short. Returns the
-    keys' idle seconds, and how many of these bytes are left."""
+    """Update `known` for these keys. Return the keys' idle seconds, and the rest of `left`.
+
+    `left` limits the bytes that are read of manifests for which HEAD_BYTES are too few.
+    """
     answers = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
     idle = dict(zip(keys, answers, strict=True))
     used = [key for key in keys if key not in known or not known[key].is_as_it_was(idle[key])]
@@ -431,7 +441,7 @@ def _update(
 
 
 def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:
-    """At most `most` of the blocks that manifests name."""
+    """Return at most `most` of the blocks that manifests name, by name."""
     sizes = {name: manifest.tokens_in(i) for manifest in found for i, name in enumerate(manifest.blocks)}
     if len(sizes) > most:
         looked.cut.add("blocks")
@@ -441,7 +451,7 @@ def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[di
 
 
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
-    """Return the block from KVPAGEINDEX's answer: page 0 has the tokens, page 1 the state after them."""
+    """Return a block from the reply to KVPAGEINDEX with TOTAL: page 0 has the tokens, page 1 the state after them."""
     for total in parts_of(answer):
         return ContextBlock(name, tokens, total["bytes"], total["memory"], total["pages"], bool(total["complete"]))
     return ContextBlock(name, tokens)
@@ -450,7 +460,7 @@ def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
 def _requests(
     blocks: Mapping[bytes, ContextBlock], most: int, known: dict[bytes, OtherRequest], looked: _Looked
 ) -> Reading[list[OtherRequest]]:
-    """Requests that are not among these blocks. Updates `known`."""
+    """Return the requests that are not among these blocks, and update `known`."""
     keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", looked)
     names = [name for key in keys if (name := key.removeprefix(b"kv:").removesuffix(b":index")) not in blocks]
     if len(names) > most:
@@ -469,9 +479,7 @@ def _requests(
 
 
 def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[bytes, str]]:
-    """Return the labels of those blocks of contexts that have one. Keys that do not exist are not read: that would
-    count as a miss.
-    """
+    """Return the labels of blocks that have one, by name. Missing keys are not read, because that counts as a miss."""
     blocks = [name for name in names if _CHAIN_HASH.search(name)]
     if not blocks:
         return {}
@@ -483,7 +491,7 @@ def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[
 
 
 def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:
-    """Return the requests, those with the same label as one."""
+    """Return the requests. Requests with the same label are merged into one."""
     found: dict[str | bytes, OtherRequest] = {}
     for one in requests:
         key = one.label or one.req_id

@@ -1,4 +1,4 @@
-"""The observer: reads a store for all viewers together, at most once a second."""
+"""The observer: it reads a store for all viewers of one user, at most once a second."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MINUTES = 10
 class Moment:
     """Rates per second between two overviews, and the state at the end."""
 
-    at: float  # unix seconds of the first overview, and the seconds since then, whatever is done to the wall clock
+    at: float  # unix seconds of the first overview, plus the monotonic seconds since then
     seconds: float  # between the two
     commands: float
     bytes_in: float
@@ -44,7 +44,7 @@ class Moment:
 
     @property
     def hit_ratio(self) -> float | None:
-        """The share of reads that found something; None if there were no reads."""
+        """Share of reads that were hits; None if there were no reads."""
         return hit_ratio(self.hits, self.misses)
 
 
@@ -57,7 +57,7 @@ class History:
         self._at = 0.0  # of the last overview, as `Moment.at` counts
 
     def add(self, now: Overview) -> Moment | None:
-        """Adds an overview, and returns the moment that it ends. None for the first one, and after a restart."""
+        """Add an overview. Return the moment that it ends; None for the first one, and after a restart."""
         before, self._last = self._last, now
         if before is None:
             self._at = now.at
@@ -111,16 +111,16 @@ def _slowest(before: Overview, now: Overview) -> dict[str, float]:
     return found
 
 
-OVERVIEW_SECONDS = 1.0  # for which an overview is shown again
+OVERVIEW_SECONDS = 1.0  # for which an overview is used again
 HOLDINGS_SECONDS = 5.0
-HOLDINGS_SHARE = 0.005  # the share of time that may be spent looking through the store
+HOLDINGS_SHARE = 0.005  # share of the time in which the holdings may be read
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Last(Generic[T]):
-    """The last value that was read. It is good until `until`, in monotonic seconds. The lock is held during a read."""
+    """The last value that was read, valid until `until`, in monotonic seconds. The lock is held during a read."""
 
     value: T | None = None
     until: float = 0.0
@@ -128,12 +128,16 @@ class _Last(Generic[T]):
 
 
 class Observer:
-    """Reads the data that the user of its connection may see. Its methods raise RedisError when the store gives no
-    answer.
+    """Reader of the data that the user of its connection may see.
+
+    Its methods raise RedisError if the store does not answer.
     """
 
     def __init__(self, store: redis.asyncio.Redis, user: str, engines: Engines) -> None:
-        """Users with access to every key see all `engines`, other users only engines of the same account."""
+        """Read `store`, a client that has logged in as `user`.
+
+        A user with access to every key sees all `engines`, others only engines that have logged in as the same user.
+        """
         self.store = store
         self._user = user
         self._engines = engines
@@ -141,10 +145,10 @@ class Observer:
         self._overview: _Last[Overview] = _Last()
         self._holdings: _Last[Holdings] = _Last()
         self._known = Known()
-        self._keys = 0  # in the store when it was last looked through
+        self._keys = 0  # number of keys at the last read of the holdings
 
     async def overview(self) -> Overview:
-        """Return the store in numbers, at most a second old. Each new overview is added to the history."""
+        """Return the store's state in numbers, at most a second old. Each new overview is added to the history."""
         last = self._overview
         async with last.lock:
             if last.value is None or time.monotonic() >= last.until:
@@ -160,7 +164,9 @@ class Observer:
         return self._engines.seen(None if (await self.overview()).everything else self._user)
 
     async def holdings(self) -> Holdings:
-        """Memory by agent, at most five seconds old, or two hundred times the duration of the last look. It is read
+        """Return the memory by agent.
+
+        It is at most five seconds old, or two hundred times the duration of the last read if that is longer. It is read
         again when more than half of the keys have been removed.
         """
         last = self._holdings
@@ -174,15 +180,16 @@ class Observer:
             return last.value
 
     async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
-        """Return the contexts of an agent, one for each model, with the places of their blocks; empty if it is
-        unknown.
+        """Return the contexts of an agent, one for each model, with the places of their blocks.
+
+        The list is empty if the agent is unknown.
         """
         holdings = await self.holdings()
         found = [agent for agent in holdings.agents if agent.agent_id == agent_id]
         return [(agent, await self.read(context_of(agent, holdings))) for agent in found]
 
     async def read(self, reading: Reading[T]) -> T:
-        """Return the result of any reading."""
+        """Return the result of a reading, over the user's connection."""
         return await ask_async(self.store, reading)
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@
 >>> overview.memory.used, overview.traffic.hit_ratio, overview.misses["evicted"]
 
 Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO returns little to a user without access to every
-key. `everything` is false then, and what INFO leaves out is 0 or empty.
+key. `everything` is false then, and omitted fields are 0 or empty.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from kvpage_server.observe.asking import Reading, refused, text
 
 F = TypeVar("F")
 
-KEEPS_NOTHING = "a gateway, which keeps nothing; kvpage with its cluster's URL tells what the cluster has"
+KEEPS_NOTHING = "a gateway, which keeps nothing; kvpage with its cluster's URL shows the contents of the cluster"
 
 FIRST_BOUND, LAST_BOUND = 12, 34  # powers of two of nanoseconds: 4 microseconds to 17 seconds
 BOUNDS = tuple(float(f"{2**power / 1e9:.6g}") for power in range(FIRST_BOUND, LAST_BOUND + 1))  # seconds
 
 
 class NotAStore(Exception):
-    """The server is another Redis; the message says which."""
+    """Error: the server is another Redis; the message has its mode and version."""
 
 
-_FULL = 0.95  # of the room for values on disk
+_FULL = 0.95  # share of the space for values on disk
 
 
 def _of(name: str, default: Any = 0) -> Any:
-    """Return a field that INFO has under another name."""
+    """Return a field of a dataclass that `_read` reads from the field `name` of INFO."""
     return field(default=default, metadata={"read": lambda received: type(default)(received.get(name) or default)})
 
 
 def _read(kind: Callable[..., F], received: Mapping[str, str], **others: Any) -> F:
-    """Return the fields that INFO has, and others."""
+    """Return a record of a dataclass, from its fields in INFO and from `others`."""
     return kind(
         **{each.name: each.metadata["read"](received) for each in fields(cast(Any, kind)) if each.metadata}, **others
     )
 
 
 def hit_ratio(hits: float, misses: float) -> float | None:
-    """Return the share of reads that found something; None if there were no reads."""
+    """Return the share of reads that were hits; None if there were no reads."""
     return hits / (hits + misses) if hits + misses else None
 
 
@@ -52,7 +52,7 @@ def hit_ratio(hits: float, misses: float) -> float | None:
 class CallFigures:
     """Calls of a command or of a family of commands, or commits and fetches of the disk.
 
-    `within[i]` of them took at most BOUNDS[i] seconds. It is empty if INFO does not say.
+    `within[i]` of them took at most BOUNDS[i] seconds. It is empty if INFO has no histogram.
     """
 
     count: int = 0
@@ -72,9 +72,7 @@ class CallFigures:
         )
 
     def percentile(self, share: float) -> float:
-        """Return the seconds within which a share (0 to 1) of the calls ended, rounded up to a bound. 0 without
-        calls.
-        """
+        """Return the seconds in which a share (0 to 1) of the calls ended, rounded up to a bound; 0 without calls."""
         wanted = share * self.count
         found = next((bound for bound, calls in zip(BOUNDS, self.within, strict=False) if calls >= wanted), BOUNDS[-1])
         return found if self.count else 0.0
@@ -92,8 +90,11 @@ class ServerFigures:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Bytes. `used` counts against `limit` (0: none). `live`, `spare` and `fragmentation` together are the arena: slots
-    in use, chunks kept for the next values, and free slots between those in use."""
+    """Memory in bytes. `used` counts against `limit` (0: none).
+
+    `live`, `spare` and `fragmentation` together are the arena: slots in use, chunks kept for the next values, and free
+    slots between slots in use.
+    """
 
     used: int = _of("used_memory")
     peak: int = _of("used_memory_peak")
@@ -132,7 +133,7 @@ class TrafficFigures:
 
     @property
     def hit_ratio(self) -> float | None:
-        """The share of reads that found something; None if there were no reads."""
+        """Share of reads that were hits; None if there were no reads."""
         return hit_ratio(self.hits, self.misses)
 
 
@@ -149,7 +150,7 @@ class ConnectionFigures:
 
 @dataclass(frozen=True, slots=True)
 class DiskFigures:
-    """The tier below memory."""
+    """The disk tier."""
 
     values: int = _of("disk_values")
     bytes: int = _of("disk_bytes")
@@ -173,13 +174,13 @@ class DiskFigures:
 
     @property
     def is_full(self) -> bool:
-        """Whether values take so much that new ones replace them."""
+        """Whether values use nearly all of their space on disk."""
         return self.bytes >= _FULL * self.for_values > 0
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaFigures:
-    """A quota and how much of it is used."""
+    """A quota and its use."""
 
     pattern: str
     limit: int  # 0: none
@@ -216,7 +217,7 @@ class Overview:
 
 
 def overview_of_store() -> Reading[Overview]:
-    """Asks for INFO. Raises NotAStore."""
+    """Return the overview from INFO. Raises NotAStore, and ResponseError if the user may not call INFO."""
     (answer,) = yield [[b"INFO", b"EVERYTHING"]]
     if refused(answer):
         raise answer
@@ -224,7 +225,7 @@ def overview_of_store() -> Reading[Overview]:
 
 
 def parse(info: str) -> Overview:
-    """Return the reply to INFO EVERYTHING. Raises NotAStore."""
+    """Parse the reply to INFO EVERYTHING. Raises NotAStore."""
     received = dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
     if "kvpage_version" not in received:
         raise NotAStore(f"{received.get('redis_mode', 'some')} Redis {received.get('redis_version', '')}".strip())
@@ -295,7 +296,7 @@ _CLOSED = {
 
 
 def _fields(value: str) -> dict[str, str]:
-    """Parses `a=1,b=2`. A pattern is the last field, because it may contain commas."""
+    """Parse `a=1,b=2`. A pattern is the last field, because it may contain commas."""
     before, pattern, rest = value.partition("pattern=")
     found = dict(item.split("=", 1) for item in before.split(",") if "=" in item)
     return found | ({"pattern": rest} if pattern else {})

@@ -54,7 +54,7 @@ class Holding:
     count: int = 0  # pages or strings
     nbytes: int = 0
     kinds: set[str] = field(default_factory=set)  # names of element types
-    soonest_ms: int = FOREVER  # the least TTL that one of them had left
+    soonest_ms: int = FOREVER  # the shortest TTL left of a page or string
 
     def add(self, entry: Entry, nbytes: int) -> None:
         self.count += len(entry.checksums)

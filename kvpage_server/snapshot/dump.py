@@ -107,7 +107,7 @@ class Dumped:
 
     amount: Amount = field(default_factory=Amount)
     files: int = 0
-    kept: int = 0  # files that stayed as they were
+    kept: int = 0  # files that stayed unchanged
     corrupt: Failures = field(default_factory=Failures)  # damaged pages, and too long keys
 
     def count(self, contents: FileContents) -> None:

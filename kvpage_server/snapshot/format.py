@@ -543,7 +543,7 @@ def _contents(path: Path, size: int, text: bytes) -> FileContents:
             pages += len(entry.checksums)
             contents.spans.append(EntrySpan(entry, start, end))
     if size != contents.data + end:
-        raise BadFile(f"it is torn: it has {size} bytes, its header tells of {contents.data + end}")
+        raise BadFile(f"it is torn: it has {size} bytes, its header describes {contents.data + end}")
     return contents
 
 

@@ -1,7 +1,7 @@
 """The restore of a dump into a running server.
 
-A part of a file is read, hashed and planned while the last part is sent. Values that do not match their checksum are
-not sent. Bad files, bad entries and refused values are omitted and reported, and everything else is restored. Complete
+A part of a file is read, hashed and planned while the previous part is sent. Values that do not match their checksum
+are not sent. Bad files, bad entries and refused values are omitted and reported; all others are restored. Complete
 blocks are sent with KVBLOCKSET, other values with SET. Strings are last, so that the pages exist when a string refers
 to them (a seal, a manifest).
 """
@@ -88,7 +88,7 @@ def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
 
 
 def _together(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """Yield the slices that belong into the same part: those of a block, or a single one; strings last."""
+    """Yield lists of slices that belong in the same part: the slices of a block, or a single one; strings last."""
     blocks: dict[tuple[bytes, int], list[Slice]] = defaultdict(list)
     strings: list[Slice] = []
     for span in spans:

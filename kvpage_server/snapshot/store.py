@@ -56,7 +56,7 @@ class Amount:
 
 _WITHIN = 60.0  # seconds for a batch
 _KEYS_PER_QUERY = 1000  # keys that are queried in one round trip
-_KEYS_PER_MGET = 50  # keys of one MGET, which a server runs in one go
+_KEYS_PER_MGET = 50  # keys of one MGET, which a server runs without a pause
 _REQUESTS = 100  # requests that are queried in one round trip
 
 KEY_COSTS = 8 << 10  # bytes whose transfer takes as long as a key

@@ -1,4 +1,4 @@
-"""Entry point of the HTTP process, which `kvpage-server` starts. It is of no use by itself."""
+"""Entry point of the HTTP process, which only `kvpage-server` can start."""
 
 from kvpage_server.monitor.process import main
 from kvpage_server.web.routes import ROUTES

@@ -43,7 +43,7 @@ def slow_calls() -> Reading[list[Shown] | None]:
 
 
 def _slow(call: Any) -> Shown:
-    if isinstance(call, dict):  # redis-py has read it
+    if isinstance(call, dict):  # redis-py has parsed it
         words, number, at, took = call["command"], call["id"], call["start_time"], call["duration"]
         said = text(words)
     else:
@@ -67,8 +67,10 @@ def connected_clients() -> Reading[Shown | None]:
 
 
 def losses_of(holdings: Holdings) -> Reading[list[Shown]]:
-    """For agents with missing blocks: the first missing one, why, and which agent was saved next. Blocks that were
-    stored again meanwhile are left out."""
+    """Return the first missing block of each agent with missing blocks, the reason, and the agent that was saved next.
+
+    Blocks that were stored again meanwhile are left out. At most MOST_LOSSES blocks are queried.
+    """
     holes = [(agent, *hole) for agent in holdings.agents if (hole := _first_hole(agent))]
     received = list(islice(holes, MOST_LOSSES))
     reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in received]
@@ -103,7 +105,7 @@ def _loss(holdings: Holdings, agent: Agent, index: int, reason: Any) -> Shown:
     }
 
 
-# -- Events for the open pages of one user. The store is asked once for all of them ------------------------------------
+# -- Events for the open pages of one user. The store is read once for all of them -------------------------------------
 
 EVERY_SECONDS = 1.0
 SLOWLY_SECONDS = 5.0  # between two reads of values that change slowly and take longer to read
@@ -115,11 +117,11 @@ class Feed:
     def __init__(self, observer: Observer) -> None:
         self.watchers = 0
         self._observer = observer
-        self._slowly = b""  # the last events of that kind
+        self._slowly = b""  # the last events with values that change slowly
         self._looking: asyncio.Task[None] | None = None
 
     async def events(self, user: str) -> AsyncIterator[bytes]:
-        """Events, until the store does not answer any more."""
+        """Yield events, one batch a second, until the store does not answer any more."""
         self.watchers += 1
         last, slowly = 0.0, b""
         try:
@@ -160,7 +162,10 @@ class Feed:
 
 
 def _slow_events(holdings: Holdings, store: str, more: views.Shown) -> bytes:
-    """Return the events, in a thread: there may be thousands of agents and blocks."""
+    """Return the events with values that change slowly.
+
+    It is called in a thread, because there may be thousands of agents and blocks.
+    """
     return views.event("holdings", views.holdings(holdings, store)) + views.event("more", more)
 
 
@@ -176,8 +181,9 @@ MOST_WATCHERS = 64  # of one user
 
 
 async def index(request: Request) -> Response:
-    """Return the page itself has no data. A browser that is not logged in is sent to /login, unless it has the
-    token.
+    """Return the page, which has no data of the store.
+
+    With the token in the URL, log the browser in. Raises NotLoggedIn without a login, as `login_of` does.
     """
     if token := request.query_params.get("token"):
         return await log_in(request, DEFAULT, token)
@@ -186,7 +192,7 @@ async def index(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
-    """Return the form is sent to the monitor's /login."""
+    """Return the login form, which is sent to /login of the monitor."""
     return FileResponse(PAGE / "login.html")
 
 
@@ -209,7 +215,7 @@ async def agent(request: Request) -> Response:
 
 
 async def block(request: Request) -> Response:
-    """Return one block, page by page; null if it is not complete."""
+    """Return one block, page by page; null if it is incomplete or too large."""
     login = await login_of(request)
     try:
         name = bytes.fromhex(request.query_params.get("name", ""))

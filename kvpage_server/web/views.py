@@ -31,7 +31,7 @@ def event(name: str, data: object) -> bytes:
 
 
 def overview(now: Overview, user: str, engines: EnginesSeen) -> Shown:
-    """Return the store in numbers, as `user` may see it."""
+    """Return the store's state in numbers, as `user` may see it."""
     shown = asdict(now)
     for unshown in ("commands", "errors"):
         del shown[unshown]
@@ -65,8 +65,9 @@ def moment(then: Moment) -> Shown:
 
 
 def holdings(found: Holdings, store: str) -> Shown:
-    """Memory by agent, the largest first. `shared` has each block that several agents have once; `unseen` is why
-    nothing can be seen.
+    """Return the memory by agent, the largest first.
+
+    In `shared`, each block of several agents is counted once. `unseen` is the reason if nothing can be read.
     """
     received = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
     requests = [_request(request) for request in found.requests[:MOST_REQUESTS]]
@@ -132,7 +133,7 @@ def _request(request: OtherRequest) -> Shown:
 
 
 def _shared(found: Holdings) -> list[Shown]:
-    """Groups of blocks that the same agents share."""
+    """Return the groups of blocks that the same agents share."""
     blocks = {
         block.name: block for agent in found.agents for block in agent.blocks if len(found.owners[block.name]) > 1
     }

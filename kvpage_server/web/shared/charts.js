@@ -1,9 +1,10 @@
-// Drawings of our own: a few lines of SVG each. All of them have a name that is read out.
+// Charts in SVG. Each has a name for screen readers.
 
 import { printable, svg } from "./dom.js";
 import { bytes } from "./format.js";
 
-/** Where rectangles lie whose areas are as the values: squarified, so that none is a sliver. Values are sorted. */
+/** Return [x, y, width, height] of rectangles with areas proportional to the values, as a squarified treemap, which
+ * avoids narrow rectangles. `values` are sorted. */
 export function squarify(values, x, y, width, height) {
   const total = values.reduce((sum, value) => sum + value, 0);
   const scale = total > 0 ? (width * height) / total : 0;
@@ -45,8 +46,8 @@ const fits = (text, width, size) => {
   return letters > 4 ? `${text.slice(0, letters - 1)}…` : "";
 };
 
-/** A treemap of items with `value`, `name`, `note`, `kind` (its class) and `title`. Arrow keys go from tile to tile; those
- * that `opens` are buttons. */
+/** Return a treemap of items with `value`, `name`, `note`, `kind` (a CSS class), `title`, and `opens` for buttons.
+ * Arrow keys move from tile to tile. */
 export function treemap(items, { width, height, name, choose, chosen }) {
   const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
   const places = squarify(items.map((item) => item.value), 0, 0, width, height);
@@ -78,7 +79,8 @@ export function treemap(items, { width, height, name, choose, chosen }) {
   return box;
 }
 
-/** Arrow keys among the children of a group, of which one at a time is a stop of the tab key. */
+/** Move the focus among the children of a group with arrow keys. One child at a time is a stop of the tab key. Enter
+ * and space call `press`. */
 export function walk(event, press) {
   const here = event.currentTarget;
   const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
@@ -92,19 +94,19 @@ export function walk(event, press) {
   next.focus();
 }
 
-const LEFT = 58; // of the axis: room for its numbers
+const LEFT = 58; // width of the axis with its numbers
 
-/** A drawing with a name that is read out. */
+/** Return an empty chart with a name for screen readers. */
 const chart = ({ width, height, name }) =>
   svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
 
-/** A line across a chart, and the number that it stands for. */
+/** Return a line across a chart, and its number at the axis. */
 const rule = (width, y, number) => [
   svg("line", { class: "rule", x1: LEFT, x2: width, y1: y, y2: y }),
   svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, number),
 ];
 
-/** Where an axis of time begins and ends. */
+/** Return the labels at both ends of a time axis. */
 const times = ({ width, height, span }) =>
   [svg("text", { x: LEFT, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now")];
 
@@ -118,7 +120,8 @@ const niceBytes = (value) => {
   return [1, 2, 4, 10, 20, 40, 100, 200, 400, 1024].map((times) => times * unit).find((step) => step >= value);
 };
 
-/** Lines over time. `series` are {kind, values}, oldest first, null where nothing is known; `top` is the axis's end. */
+/** Return lines over time. `series` are {kind, values}, oldest first, null for unknown values. `top` is the end of the
+ * axis. */
 export function lines(series, { format, top, ...shape }) {
   const { width, height } = shape;
   const floor = height - 22;
@@ -142,7 +145,7 @@ export function lines(series, { format, top, ...shape }) {
   return box;
 }
 
-/** Bars over time, stacked. `columns` are lists of [class, value], oldest first. */
+/** Return stacked bars over time. `series` has a list of [class, value] for each bar, oldest first. */
 export function columns(series, { format, ...shape }) {
   const { width, height } = shape;
   const floor = height - 22;
@@ -172,14 +175,14 @@ const SHAPES = {
   cold: (x, y) => svg("path", { d: `M${x} ${y + 6.5}L${x + 6} ${y - 4.5}L${x - 6} ${y - 4.5}Z` }),
 };
 
-/** The mark of a kind, for a legend. */
+/** Return the mark of a kind, for a legend. */
 export function mark(kind) {
   const shape = SHAPES[kind](7, 7);
   shape.setAttribute("class", kind);
   return svg("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, shape);
 }
 
-/** Points {x, y, kind, title}, `y` on a logarithmic scale. */
+/** Return a plot of points {x, y, kind, title}, with `y` on a logarithmic scale. */
 export function scatter(points, { formatX, formatY, labelX, ...shape }) {
   const { width, height } = shape;
   const floor = height - 40;

@@ -1,22 +1,23 @@
-// Elements, made without any HTML: what users have written is text, whatever it says, and all of it can be seen.
+// Elements, created without HTML: names from clients are inserted as text, with escapes for unprintable characters.
 
 import { count } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element. Attributes that are functions are listeners, null ones are left out; children are nodes or text. */
+/** Create an element. Attributes that are functions are listeners, null ones are omitted. `children` are nodes or
+ * text. */
 export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same, of a drawing. */
+/** Create an SVG element, with the same arguments as `el`. */
 export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
 const UNPRINTABLE = /[\p{C}\p{Z}]/gu;
 
-/** With escapes for what cannot be seen, ends lines or turns the direction of writing, as `kvpage ls` writes it. */
+/** Return text with escapes for invisible characters, line ends and changes of direction, as `kvpage ls` prints it. */
 export const printable = (text) => text.replace(UNPRINTABLE, (letter) => {
   if (letter === " ") return letter;
   const code = letter.codePointAt(0);
@@ -34,19 +35,19 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** The element of that id. */
+/** Return the element with this id. */
 export const at = (id) => document.getElementById(id);
 
-/** Set a text if it is another: an unchanged one costs nothing, and is not read out again. */
+/** Set a text if it differs. An unchanged text costs nothing, and screen readers do not repeat it. */
 export function say(node, text) {
   text = printable(String(text));
   if (node.textContent !== text) node.textContent = text;
 }
 
-const MADE = 150; // elements that are made in a frame
+const MADE = 150; // elements that are created in a frame
 
-/** Have `parent` show these items, in their order: a node each, made anew only when its key or its content is new. Where
- * there are many new ones, the next frames make the rest. */
+/** Show items in `parent`, in their order, with one node each. A node is created only when its key or its content is
+ * new. If there are many new ones, the next frames create the rest. */
 export function list(parent, items, key, make) {
   const old = parent.shown ?? new Map();
   const now = new Map();
@@ -57,7 +58,7 @@ export function list(parent, items, key, make) {
   let made = 0;
   for (const item of items) {
     let name = key(item);
-    while (now.has(name)) name = `${name}+`; // of another item, which calls itself the same
+    while (now.has(name)) name = `${name}+`; // another item has the same key
     const content = JSON.stringify(item);
     let entry = old.get(name);
     if (!entry || entry.content !== content) {
@@ -81,12 +82,12 @@ export function list(parent, items, key, make) {
   return null;
 }
 
-const FRAME_MS = 4; // of a frame: what is left waits for the next one
+const FRAME_MS = 4; // of work in a frame; the rest waits for the next one
 
 const due = new Set();
 let framed = false;
 
-/** Do these in the next frames, each once however often it is asked for. */
+/** Call these functions in the next frames, each once, however often it was passed. */
 export function soon(...works) {
   for (const work of works) due.add(work);
   if (due.size && !framed) requestAnimationFrame(frame);
@@ -109,7 +110,7 @@ function frame() {
 
 const widths = new WeakMap();
 
-/** How wide a box is; to ask costs no layout. `redraw` is done when it has changed. */
+/** Return the width of a box; only the first call needs a layout. `redraw` is called when the width has changed. */
 export function widthOf(box, redraw) {
   if (!widths.has(box)) {
     widths.set(box, box.clientWidth);
@@ -122,7 +123,7 @@ export function widthOf(box, redraw) {
   return widths.get(box);
 }
 
-/** The first `limit` of the items, and a note of how many there are more. */
+/** Return the first `limit` items, and show the number of the others in `note`. */
 export function first(items, limit, note) {
   const more = items.length - limit;
   note.hidden = more <= 0;
@@ -130,7 +131,7 @@ export function first(items, limit, note) {
   return items.slice(0, limit);
 }
 
-/** A bar whose parts are [class, value, title]. */
+/** Return a bar with parts [class, value, title]. */
 export function bar(parts, total, tall = false) {
   const box = el("div", { class: tall ? "bar tall" : "bar" });
   for (const [name, value, title] of parts) {
@@ -142,11 +143,11 @@ export function bar(parts, total, tall = false) {
   return box;
 }
 
-/** A cell of a table: a bar, and what it says. */
+/** Return a table cell with a bar and a text. */
 export const meter = (drawn, text) =>
   el("td", { class: "wide" }, el("div", { class: "meter" }, drawn, el("span", { class: "soft" }, text)));
 
-/** A button in the page's head that goes from theme to theme, and remembers. */
+/** Make a button switch to the next theme. The browser stores the choice. */
 export function themes(button) {
   const known = ["auto", "light", "dark"];
   const show = (theme) => {

@@ -1,6 +1,6 @@
-// Server-sent events by fetch: unlike EventSource it can say who asks, and see why it is refused.
+// Server-sent events by fetch, which unlike EventSource can send headers and read the reason of a refusal.
 
-/** The events of a reply, as [name, data]; "[DONE]" ends them. */
+/** Yield the events of a reply as [name, data]. "[DONE]" ends them. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -27,15 +27,14 @@ export async function* events(response) {
   }
 }
 
-const PAUSE_MS = 1000; // before it is tried again
+const PAUSE_MS = 1000; // before the next try
 
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/** Hear a stream for as long as the page is seen, and come again when it breaks.
+/** Read a stream while the page is visible, and connect again when it breaks.
  *
- * `heard(name, data)` is called for each event, `state` with "live" or "lost", and what a
- * refusal says; `denied` is awaited when a token or a
- * login is wanted, and `headers` asked before each try. */
+ * `heard(name, data)` is called for each event. `state` is called with "live", or with "lost" and the text of a
+ * refusal. `denied` is awaited when the reply is 401. `headers` is called before each try. */
 export async function listen(url, { heard, state, denied, headers = () => ({}) }) {
   for (;;) {
     if (document.hidden) await shown();
@@ -66,7 +65,7 @@ function tell(heard, event) {
   try {
     heard(...event);
   } catch (error) {
-    reportError(error); // a fault of the page's is no broken connection
+    reportError(error); // an error of the page does not end the stream
   }
 }
 

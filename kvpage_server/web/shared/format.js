@@ -1,10 +1,10 @@
-// Numbers as people write them.
+// Numbers, sizes and times as text.
 
-const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 }); // making one takes longer than using it
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 }); // creating a format takes longer than using it
 const CLOCK = new Intl.DateTimeFormat("en", { timeStyle: "medium", hourCycle: "h23" });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
-/** 1536 is 1.5 KiB. */
+/** Return a number of bytes as text: 1536 is 1.5 KiB. */
 export function bytes(value) {
   let unit = 0;
   while (value >= 1024 && unit < UNITS.length - 1) {
@@ -14,10 +14,10 @@ export function bytes(value) {
   return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${UNITS[unit]}`;
 }
 
-/** 1234567 is 1,234,567. */
+/** Return a count as text: 1234567 is 1,234,567. */
 export const count = (value) => WHOLE.format(value);
 
-/** 0.0123 is 12 ms. */
+/** Return seconds as text: 0.0123 is 12 ms. */
 export function seconds(value) {
   if (value === 0) return "0 s";
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
@@ -29,10 +29,10 @@ export function seconds(value) {
   return `${Math.round(value / 86400)} days`;
 }
 
-/** How long ago. */
+/** Return an age in seconds as text. */
 export const ago = (value) => (value < 2 ? "now" : `${seconds(Math.round(value))} ago`);
 
-/** 0.9876 is 98.8 %. Neither 0 nor all is said of what is only nearly so. */
+/** Return a share as text: 0.9876 is 98.8 %. Only exact values are shown as 0 % and 100 %. */
 export function percent(part) {
   const value = 100 * part;
   if (value > 0 && value < 0.1) return "< 0.1 %";
@@ -40,13 +40,13 @@ export function percent(part) {
   return `${value % 1 ? value.toFixed(1) : value} %`;
 }
 
-/** "1 agent", "2 agents". */
+/** Return a count with its noun: "1 agent", "2 agents". */
 export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 
-/** The time of day. */
+/** Return the time of day of unix seconds. */
 export const clock = (unix) => CLOCK.format(1000 * unix);
 
-/** The one in the middle; null of none. */
+/** Return the value in the middle; null without values. */
 export function median(values) {
   const sorted = [...values].sort((a, b) => a - b);
   return sorted.length ? sorted[sorted.length >> 1] : null;

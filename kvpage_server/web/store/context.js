@@ -8,12 +8,12 @@ const MOST_BLOCKS = 600; // that are drawn
 const AGAIN_MS = 5000;
 const PLANES = ["K", "V", "K scales", "K biases", "V scales", "V biases"];
 
-let agent = null; // whose context is open
+let agent = null; // the id of the agent with the open context
 let opened = 0;
-let block = null; // its name
+let block = null; // the name of the open block
 let asking = false;
 
-/** Whose context is open; null for nobody's. */
+/** Return the agent with the open context, or null. */
 export const chosen = () => agent;
 
 /** Show an agent's context. */
@@ -28,7 +28,7 @@ export function openAgent(id) {
   });
 }
 
-/** Keep what is open as it is now. */
+/** Read the open context again, AGAIN_MS after the last read. */
 export function showContext() {
   if (agent !== null && performance.now() - opened > AGAIN_MS) load();
 }
@@ -43,7 +43,7 @@ async function load() {
     const found = reply.ok ? await reply.json() : null;
     if (found && wanted === agent) soon(() => strips(found));
   } catch (error) {
-    if (!(error instanceof TypeError)) throw error; // else the connection is lost, which the head of the page says
+    if (!(error instanceof TypeError)) throw error; // otherwise the connection is lost, as the page's head shows
   } finally {
     asking = false;
     if (wanted !== agent && agent !== null) load();
@@ -122,7 +122,7 @@ function drawn(pages) {
   return [note, el("div", { class: "planes" }, ...planes.map((plane, i) => matrix(pages, plane, i, readout))), readout, byLayer(pages, planes)];
 }
 
-/** Layers across, heads down. A path for each shade, however many pages there are. */
+/** Return a plane with layers across and heads down. It has one path for each shade, however many pages there are. */
 function matrix(pages, plane, i, readout) {
   const norms = pages.norms.map((layer) => layer[i]);
   const known = norms.flat().filter((norm) => norm !== null);

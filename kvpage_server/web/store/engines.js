@@ -8,11 +8,11 @@ const TIERS = [["hot", "memory"], ["prefix", "shared prefixes"], ["page", "this 
 const sum = (values) => values.reduce((all, value) => all + value, 0);
 const found = (engine) => sum(TIERS.map(([tier]) => engine.tiers[tier].tokens));
 const prompts = (engine) => found(engine) + engine.computed;
-/** The share of reused prompt tokens; null without prompts. */
+/** Return the share of reused prompt tokens; null without prompts. */
 export const spared = (engines) => (engines.some(prompts) ? sum(engines.map(found)) / sum(engines.map(prompts)) : null);
 const ratio = (part, all) => (all ? percent(part / all) : "–");
 
-/** Who may not read every key is told of engines that have logged in as they have, if there are any. */
+/** Show the engines. The card is hidden if the user may not read every key, and no engine has the same user. */
 export function showEngines({ engines, everything }) {
   at("engines-card").hidden = at("spared-box").hidden = !everything && !engines.length;
   const [reused, all] = [sum(engines.map(found)), sum(engines.map(prompts))];

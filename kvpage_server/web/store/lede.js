@@ -1,4 +1,4 @@
-// The sentence that one reads first. It says nothing that the figures do not.
+// The summary at the top of the page. It repeats the figures in words.
 
 import { spared } from "./engines.js";
 import { bytes, count, percent, plural } from "./format.js";
@@ -8,7 +8,7 @@ const REASONS = {
   evicted: "had been evicted",
   expired: "had expired",
   deleted: "had been deleted",
-  "over quota": "went for a quota",
+  "over quota": "were evicted for a quota",
 };
 
 export function lede(now, holdings, more) {
@@ -17,9 +17,9 @@ export function lede(now, holdings, more) {
   const [prefix] = holdings.prefixes;
   if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
   const { hit_ratio: ratio } = now.traffic;
-  const told = spared(now.engines);
+  const reused = spared(now.engines);
   if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${ratio < 1 ? missed(now.misses) : ""}.`);
-  if (told) said.push(`${percent(told)} of the engines' prompt tokens were reused.`);
+  if (reused) said.push(`${percent(reused)} of the engines' prompt tokens were reused.`);
   const holes = holdings.agents.filter((agent) => agent.missing).length;
   if (holes) said.push(`${plural(holes, "context has", "contexts have")} lost blocks${evicted(more)}.`);
   return said.join(" ");
@@ -44,7 +44,7 @@ function most({ agents, agent_bytes: all }) {
   return `${largest.id} holds most: ${part} stored, ${bytes(largest.memory)} in memory.`;
 }
 
-/** The number of reads of pages, blocks and strings that missed, and the most frequent reason. */
+/** Return the number of reads of pages, blocks and strings that missed, and the most frequent reason, as text. */
 function missed(misses) {
   const all = Object.values(misses).reduce((sum, times) => sum + times, 0);
   if (!all) return "";

@@ -1,3 +1,3 @@
-// Says what was wrong with the last try.
+// Show the message about a wrong password after a failed login.
 
 document.getElementById("wrong").hidden = !new URLSearchParams(location.search).has("wrong");

@@ -1,4 +1,4 @@
-// The page server's page: what it hears, it shows. The numbers are the server's.
+// The page of the store, which shows the events of the server.
 
 import { at, bar, el, first, list, meter, say, soon, themes, widthOf } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, seconds } from "./format.js";
@@ -12,8 +12,8 @@ import { least, savedBySharing, showShared, showWhose } from "./whose.js";
 const SHOWN = 50; // rows of a table
 const SECONDS = 300; // of the past that charts show
 const BUCKET = 10; // seconds that are drawn as one
-const MONITOR = "monitor"; // what a connection from inside the server has for a user
-const UNTOLD = "told to who may use every key";
+const MONITOR = "monitor"; // the user of connections for metrics
+const UNTOLD = "for users with access to every key";
 
 let now = null;
 let moments = [];
@@ -39,7 +39,7 @@ listen("/page/events", {
   },
 });
 
-// -- what one sees first ---------------------------------------------------------------------------------------------
+// -- figures ---------------------------------------------------------------------------------------------------------
 
 function showFigures() {
   const { memory, disk, traffic, server, connections } = now;
@@ -64,7 +64,7 @@ function showFigures() {
   if (disk?.full) say(at("full"), `maxdisk is reached: ${bytes(disk.bytes)} of ${bytes(disk.for_values)} for values, ${plural(disk.evicted, "value")} evicted so far`);
 }
 
-/** What one sees of the store, of agents and of none. */
+/** Return the bytes that the user may see, of agents and of other requests. */
 const storedBytes = () => (holdings ? holdings.agent_bytes + holdings.request_bytes : 0);
 
 function limits() {
@@ -161,7 +161,7 @@ function showRequests() {
 }
 
 function showLost() {
-  const evicted = now.evictions.filter(({ keys }) => keys).map(({ policy, reason, keys }) => `${count(keys)} by ${policy}, for want of ${reason}`);
+  const evicted = now.evictions.filter(({ keys }) => keys).map(({ policy, reason, keys }) => `${count(keys)} by ${policy}, for lack of ${reason}`);
   const none = now.everything ? "nothing was evicted so far" : "";
   say(at("lost-note"), evicted.length ? `keys evicted so far: ${evicted.join("; ")}` : none);
   at("lost-empty").hidden = more.losses.length > 0;
@@ -215,7 +215,7 @@ function showTiers() {
   ].filter(([, , value]) => value > 0);
   const total = parts.reduce((sum, [, , value]) => sum + value, 0);
   at("tiers").replaceChildren(bar(parts.map(([kind, name, value]) => [kind, value, `${name}: ${bytes(value)}`]), total, true));
-  const besides = [ // not memory, or counted in it
+  const besides = [ // not in memory, or counted in it already
     ["", "on disk", disk?.bytes ?? 0],
     ["", "waiting for the disk", disk?.waiting_bytes ?? 0],
   ].filter(([, , value]) => value > 0);
@@ -228,7 +228,7 @@ function showTiers() {
       el("span", { class: "soft" }, `${bytes(quota.bytes)}${quota.limit ? ` of ${bytes(quota.limit)}` : ""}, ${plural(quota.evicted, "key")} evicted`)));
 }
 
-// -- whose it is -----------------------------------------------------------------------------------------------------
+// -- memory by agent -------------------------------------------------------------------------------------------------
 
 function showHolders() {
   if (holdings) showWhose(holdings, now, open, showHolders);
@@ -239,7 +239,7 @@ function open(agent) {
   soon(showHolders);
 }
 
-// -- what is drawn when something is told, in this order ---------------------------------------------------------------
+// -- the parts that are drawn after each event, in this order --------------------------------------------------------
 
 const sentence = () => say(at("lede"), lede(now, holdings, more));
 

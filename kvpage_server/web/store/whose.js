@@ -5,14 +5,14 @@ import { ago, bytes, count, plural } from "./format.js";
 import { treemap } from "./charts.js";
 import { chosen } from "./context.js";
 
-const TILES = 60; // at most; the rest is one more
-const HEAT = [[60, 4], [600, 3], [3600, 2], [86400, 1]]; // used within so many seconds
+const TILES = 60; // most tiles; the rest shares one more
+const HEAT = [[60, 4], [600, 3], [3600, 2], [86400, 1]]; // [seconds since the last use, shade]
 const heat = (idle) => `heat-${HEAT.find(([within]) => idle !== null && idle < within)?.[1] ?? 0}`;
 
-/** Bytes that would be stored besides, if agents shared nothing. */
+/** Return the additional bytes that would be stored if agents shared nothing. */
 export const savedBySharing = (holdings) => holdings.shared.reduce((sum, group) => sum + group.bytes * (group.count - 1), 0);
 
-/** A number of what may not all have been looked at. */
+/** Return `said`, a number as text, with "at least" if not all of this kind were read. */
 export const least = (holdings, what, said) => (holdings.cut.includes(what) ? `at least ${said}` : said);
 
 const remarks = ({ cut, unreadable, unseen }, { disk }) => unseen ? "" : [
@@ -22,7 +22,7 @@ const remarks = ({ cut, unreadable, unseen }, { disk }) => unseen ? "" : [
   ...(cut.length ? [`more ${cut.join(" and ")} were not looked at`] : []),
 ].join("; ");
 
-/** `open` is done with the agent that is chosen, `again` when there is more or less room. */
+/** Show the treemap. `open` is called with the chosen agent, `again` when the width has changed. */
 export function showWhose(holdings, now, open, again) {
   say(at("whose-note"), remarks(holdings, now));
   const by = at("by").value;
@@ -133,6 +133,6 @@ export function showShared(holdings) {
   });
 }
 
-/** As much of a name as fits beside others. */
+/** Return a name, cut so that several fit into a line. */
 const shortened = (name) => (name.length > 32 ? `${name.slice(0, 31)}…` : name);
 const names = (prefix) => prefix.agents.slice(0, 5).map(shortened).join(", ") + (prefix.count > 5 ? ` and ${count(prefix.count - 5)} more` : "");

@@ -136,7 +136,7 @@ LEDES: list[tuple[dict[str, Any], str]] = [
     (
         {"agents": [], "ratio": 0.5, "misses": {"over quota": 3}},
         "4 keys, none of them a page. 50 % of reads found what they asked for; 3 reads missed, because the keys "
-        "went for a quota.",
+        "were evicted for a quota.",
     ),
     ({"agents": [], "everything": False, "requests": 29}, "29 requests without an agent, 4.0 KiB."),
     ({"agents": [], "unseen": "This is a gateway."}, "This is a gateway."),
@@ -270,7 +270,7 @@ def test_a_user_logs_in_and_sees_its_permitted_data(browser: Any) -> None:
             says(page, "#engines", "own:1")
             says(page, "#used-note", "of what you may see")
             assert page.locator("#engines tr").count() == 1
-            says(page, "#hits-note", "told to who may use every key")  # and not 0 of 0 reads
+            says(page, "#hits-note", "for users with access to every key")  # and not 0 of 0 reads
             assert page.locator("#agents tr").count() == 1
             assert "other" not in page.locator("main").inner_text().replace("no other", "")
             page.locator("#leave").click()
