@@ -75,6 +75,8 @@ _NEW, _MAIN = 1, 2  # the small and the main queue
 class S3FIFO(Queues):
     """The policy allkeys-s3fifo. Every operation is amortised O(1)."""
 
+    in_order_of_use = False
+
     def reset(self) -> None:
         super().reset()
         # Names of units that were evicted from the small queue, the oldest first; as many as the main queue may have.

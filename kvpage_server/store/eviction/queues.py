@@ -56,6 +56,8 @@ Moved = list[tuple[int, int, int]]  # (queue, slot of time, number of units in a
 class Queues(ABC):
     """The places and columns of all units. A subclass selects a unit's queue, and the order of the victims."""
 
+    in_order_of_use = True  # whether the units of each queue are in the order of their last use
+
     def __init__(self) -> None:
         self.now = 0  # monotonic seconds; the owner sets it, because reading the clock costs more than noting a use
         self.reset()
@@ -68,6 +70,7 @@ class Queues(ABC):
         self._heads = 0
         self._old_heads = -1
         self._waiting = 0  # number of units that were not taken over yet
+        self._defers_unused = False  # whether `hand_over` defers units that were not used again
         self._next_unlinked = FIRST  # every unit that waits and is in no old queue has this place or a higher one
 
         # Places: each unit has one, and `_units[_places[unit]]` is the unit. Other places are in `_free`, or have None
@@ -215,6 +218,7 @@ class Queues(ABC):
         self._at, self._counted, self._last = old._at, old._counted, old._last
         self._parent, self._children = old._parent, old._children
         self._columns = old._columns
+        self._defers_unused = not old.in_order_of_use
 
     @property
     def hands_over(self) -> bool:
@@ -222,12 +226,27 @@ class Queues(ABC):
         return self._old_heads >= 0
 
     def hand_over(self, most: int) -> list[Unit]:
-        """Take over up to `most` units, from the last used on, and return them."""
+        """Take over units, from the last used on, in up to `most` steps, and return them.
+
+        After a policy whose queues are in the order of insertion, units that were not used again are deferred: they
+        move to the last old queue, which such a policy does not use, and are taken over after all others.
+        """
         found: list[Unit] = []
-        while self.hands_over and len(found) < most:
+        for _ in range(most):
+            if not self.hands_over:
+                break
             # The last used unit is the last of one of the old queues. Units in no queue follow after all these.
-            ends = self._before[self._old_heads + 1 : self._old_heads + QUEUES + 1]
+            deferred = self._old_heads + QUEUES
+            ends = self._before[self._old_heads + 1 : deferred + (not self._defers_unused)]
             place = max((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
+            if self._defers_unused and not (place and self._uses[place]):
+                if place:
+                    self._unlink(place)
+                    self._queue[place] = deferred
+                    self._link(place, deferred)
+                else:
+                    self._defers_unused = False
+                continue
             unit = self._units[place or self._left_over()]
             if unit is None:
                 break
