@@ -32,7 +32,7 @@ from kvpage_server.page import BlockShape, PageKey
 
 # -- Batches, cut into a part for each connection ----------------------------------------------------------------------
 
-_LEAST_BYTES = 1024 * 1024  # a part is not smaller: a second connection for less does not pay
+_LEAST_BYTES = 1024 * 1024  # least mean size of a part; fewer bytes are not worth a connection of their own
 
 
 def cut(sizes: Sequence[int], connections: int) -> list[slice]:

@@ -191,7 +191,7 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[str | None]:
-        """Receive each block into its buffer. Return the reason of each miss, as in `misses`, and None for found blocks.
+        """Receive each block into its buffer. Return the reason of each miss, as in `misses`, or None for each.
 
         Raises BadBuffer as `mget_blocks_into`.
         """

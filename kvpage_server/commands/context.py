@@ -25,7 +25,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
 
-# -- Transactions
+# -- Transactions ------------------------------------------------------------------------------------------------------
 
 MOST_QUEUED = 65_536  # words that a transaction may have, because EXEC runs it without a pause
 _COMMAND = 192  # overhead of a queued command in bytes

@@ -1,4 +1,4 @@
-"""Loads the configured certificates for TLS connections."""
+"""Loading of the configured TLS certificates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvpage_server.bounded import read_regular
 from kvpage_server.configuration.config import Config
 
 PARAMETERS = ("tls-cert-file", "tls-key-file", "tls-key-file-pass", "tls-ca-cert-file", "tls-auth-clients")
-_MOST_BYTES = 16 << 20  # of a file in PEM
+_MOST_BYTES = 16 << 20  # size limit of a PEM file
 
 
 class CertificateError(ValueError):
-    """The configured certificates can't be used; the message says which, and why."""
+    """Configured certificates that can't be used. The message names the parameter, the file and the reason."""
 
 
 def load(config: Config) -> ssl.SSLContext | None:
@@ -58,8 +58,8 @@ def _load_own(made: ssl.SSLContext, config: Config) -> None:
 
 
 def _read(path: str, label: str) -> bytes:
-    """Return a PEM file. Raises OSError or ValueError for files that OpenSSL would wait for, or refuse without a
-    reason.
+    """Return the content of a PEM file. Raises OSError or ValueError, also for files that OpenSSL would wait for, or
+    refuse without a reason.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

@@ -1,7 +1,7 @@
-"""Configuration: `name value` lines as redis.conf has them, `--name value` on the command line, CONFIG GET and SET.
+"""Configuration: `name value` lines as in redis.conf, `--name value` on the command line, CONFIG GET and SET.
 
-Each parameter is declared once, as a field of `Config` with its kind, default, one line of documentation and whether it
-may change while the server runs. An invalid line is an error with its number and the allowed values.
+Each parameter is declared once, as a field of `Config` with its kind, its default, one line of documentation, and
+whether it may change while the server runs. An invalid line is an error with its number and the allowed values.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from kvpage_server.system.durable import private_directory
 
 # -- places ------------------------------------------------------------------------------------------------------------
 #
-# Checks that the files and directories which the configuration names can be written, without touching them.
+# Checks that the files and directories in the configuration can be written, without changing them.
 #
-# So `--check-config` finds them, and a start finds them before the server is ready.
+# So `--check-config` reports wrong paths, and a start reports them before the server is ready.
 
-_LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix socket's path
+_LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix socket's path at most
 
 
 def check_paths(config: Config) -> None:
-    """Raises ConfigError, which names the parameter, the path and the reason."""
+    """Raise ConfigError, which names the parameter, the path and the reason, if a path cannot be written."""
     for name, value in (("pidfile", config.pidfile), ("logfile", config.logfile)):
         if value:
             _check_file(name, Path(value).absolute())
@@ -73,7 +73,7 @@ def _check_file(name: str, path: Path) -> None:
         _check_directory(name, path.parent)
     elif path.is_dir():
         raise ConfigError(f"{name}: {path} is a directory")
-    elif not path.is_file() and not path.is_char_device():  # such as /dev/null; a pipe would wait for its reader
+    elif not path.is_file() and not path.is_char_device():  # /dev/null is allowed; a pipe would wait for its reader
         raise ConfigError(f"{name}: {path} is not a regular file")
     elif not os.access(path, os.W_OK):
         raise ConfigError(f"{name}: {path} cannot be written")
@@ -96,26 +96,24 @@ def _check_directory(name: str, path: Path) -> None:
         raise ConfigError(f"{name}: no file can be created in {path}: {reason}")
 
 
-_NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
-_MOST_BYTES = 64 * 1024**2  # of a file
-_GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and the overhead
+_NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes that a share of maxmemory refers to if maxmemory is 0
+_MOST_BYTES = 64 * 1024**2  # size limit of a configuration file
+_GREAT_PAGE = 65 * 1024**2  # bytes of a large page: 64 MiB and the overhead
 
 _NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
 _REMOVED = {"cluster-config": _NO_MAPS, "cluster-node": _NO_MAPS}  # former parameters, and their replacement
 
 
 class ConfigError(ValueError):
-    """Error: an unknown parameter or an invalid value; the message names the parameter, its place, and the allowed
-    values.
-    """
+    """An unknown parameter or an invalid value. The message names the parameter, its place, and the allowed values."""
 
 
 def option(
     kind: Kind, default: Any, doc: str, *, mutable: bool = False, hidden: bool = False, secret: bool = False
 ) -> Any:
-    """Declare a parameter. Its name is the field's, with dashes.
+    """Declare a parameter. Its name is the name of the field, with dashes.
 
-    CONFIG GET does not show a hidden one, and shows a secret one to administrators only.
+    CONFIG GET does not show a hidden parameter, and shows a secret parameter to administrators only.
     """
     metadata = {"kind": kind, "doc": doc, "mutable": mutable, "hidden": hidden, "secret": secret}
     if isinstance(default, list | dict):
@@ -248,23 +246,23 @@ class Config:
     save: str = option(Kind(" ".join), "", "ignored: there are no snapshots by time, see `store`")
     appendonly: bool = option(choice("no"), "no", "there is no append-only file, see `store`")
 
-    file: Path | None = field(default=None, metadata={"line": False})  # where it came from
-    given: set[str] = field(default_factory=set)  # parameters that were on the command line
-    in_effect: dict[str, int] = field(default_factory=dict)  # the values of parameters that are `auto`
-    chosen: set[str] = field(default_factory=set)  # parameters that were not given, and the server chose
+    file: Path | None = field(default=None, metadata={"line": False})  # the configuration file
+    given: set[str] = field(default_factory=set)  # parameters on the command line
+    in_effect: dict[str, int] = field(default_factory=dict)  # the values in effect of parameters that are `auto`
+    chosen: set[str] = field(default_factory=set)  # parameters that were not given, so that the server chose them
 
     @classmethod
     def parameters(cls) -> dict[str, Field[Any]]:
-        """Return every parameter's declaration by its name in the file."""
+        """Return the declarations of all parameters by their names in the file."""
         return {f.name.replace("_", "-"): f for f in fields(cls) if "kind" in f.metadata}
 
     @classmethod
     def paths(cls) -> list[str]:
-        """Return the fields that hold the path of a file or directory."""
+        """Return the names of the fields with paths of files and directories."""
         return [declared.name for declared in cls.parameters().values() if declared.metadata["kind"] is path]
 
     def set(self, name: str, values: Sequence[str]) -> None:
-        """Raises ConfigError."""
+        """Set a parameter to a value in words, as in a line of the file. Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
             hint = f"; {instead}" if (instead := _REMOVED.get(name.lower())) else ""
@@ -284,7 +282,7 @@ class Config:
         return value.split() if kind in (words, output_limits) else [value]
 
     def change(self, name: str, value: str) -> None:
-        """Give a parameter a value as CONFIG SET does, in one string. Raises ConfigError."""
+        """Change a parameter to a value in one string, as in CONFIG SET. Raises ConfigError."""
         declared = self.parameters()[name]
         if declared.metadata["kind"].whole:
             setattr(self, declared.name, getattr(Config(), declared.name))
@@ -300,11 +298,11 @@ class Config:
 
     @classmethod
     def spelled(cls, name: str, value: Any) -> list[str]:
-        """Another value of a parameter as the words of a line."""
+        """Return any value of a parameter as the words of a line."""
         return list(cls.parameters()[name].metadata["kind"].write(value))
 
     def get(self, name: str) -> str:
-        """Return a parameter's value as CONFIG GET shows it: the value in effect where the parameter is `auto`."""
+        """Return a parameter's value for CONFIG GET: the value in effect if the parameter is `auto`."""
         return str(self.in_effect[name]) if name in self.in_effect else " ".join(self.words(name))
 
     @classmethod
@@ -319,7 +317,7 @@ class Config:
 
     @property
     def client_memory(self) -> int:
-        """The bytes that all connections together may hold; 0 is no limit. A share is at least one large page."""
+        """Bytes that all connections together may hold; 0 for no limit. A share is at least one large page."""
         if isinstance(self.maxmemory_clients, str):
             share = int(self.maxmemory_clients.rstrip("%"))
             return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _GREAT_PAGE)
@@ -327,12 +325,12 @@ class Config:
 
     @property
     def largest_command(self) -> int:
-        """The most bytes of a command for which a client is not closed."""
+        """Bytes of the largest command that is accepted; a client with a larger one is closed."""
         of_all = [self.client_memory] if self.client_memory else []
         return min(self.proto_max_bulk_len, self.client_query_buffer_limit, *of_all)
 
     def load(self, path: Path) -> None:
-        """Take every line of a file. Raises ConfigError, which names file and line, and OSError."""
+        """Set the parameters in all lines of a file. Raises ConfigError, which names file and line, and OSError."""
         self.file = path.absolute()
         for number, name, values in read_lines(path):
             try:
@@ -342,22 +340,25 @@ class Config:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the lines of a configuration file, without comments: number, name, values."""
+    """Yield number, name and values of each line of a configuration file, without comments. Raises ConfigError,
+    OSError.
+    """
     for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
         found = split_words(line)
         if found is None:
             raise ConfigError(f"{path}, line {number}: unbalanced quotes")
-        if not found:  # NUL bytes separate words, and a crash of the machine can leave a file that ends with them
+        if not found:  # NUL bytes separate words; after a crash of the machine, a file can end with them
             raise ConfigError(f"{path}, line {number}: NUL bytes instead of a parameter's name")
         name, *values = (word.decode("utf-8", "surrogateescape") for word in found)
         yield number, name, values
 
 
 def from_arguments(arguments: Sequence[str]) -> Config:
-    """Return the configuration of a command line as redis-server takes it: an optional file, then `--name value
-    ...`.
+    """Return the configuration of a command line as that of redis-server: an optional file, then `--name value ...`.
+
+    Raises ConfigError, OSError.
     """
     config = Config()
     rest = list(arguments)
@@ -379,18 +380,18 @@ def from_arguments(arguments: Sequence[str]) -> Config:
 #
 # Defaults of a server that was started without a configuration file.
 #
-# Memory: a quarter of the machine's, or of the control group's limit. Disk: the platform's directory for a user's
-# data. The command line overrides both, and with a configuration file they are not used.
+# `maxmemory` is a quarter of the machine's memory, or of the control group's limit. `dir` is the platform's directory
+# for a user's data. The command line overrides both, and with a configuration file they are not used.
 #
-# `maxdisk auto` is the default with a file, too: other programs need the disk as well.
+# `maxdisk auto` is the default with a file, too, since other programs need the disk as well.
 
 log = logging.getLogger("kvpage")
 
-SHARE = 4  # of the memory: one part in so many
-SMALLEST_DISK = 16 << 20  # bytes of a store
+SHARE = 4  # maxmemory is by default 1/4 of the memory
+SMALLEST_DISK = 16 << 20  # bytes of a store at least with `maxdisk auto`
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of version 2, and of version 1
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # files of cgroups: two of version 2, one of version 1
 _MIB = 1 << 20
 
 
@@ -413,9 +414,10 @@ def choose_defaults(config: Config) -> None:
 
 
 def enter_data_directory(config: Config) -> None:
-    """Create the chosen directory, if there is one, and change to it. Raises ConfigError.
+    """Create the directory that the server chose, if it chose one, and change to it. Raises ConfigError.
 
-    A store in the directory where the server was started may be an older version's, and must not seem lost.
+    Log a warning about a store in the directory in which the server was started: an older version may have created it,
+    and its user should not think that it is lost.
     """
     if "dir" not in config.chosen:
         return
@@ -434,13 +436,15 @@ def enter_data_directory(config: Config) -> None:
 
 
 def data_directory() -> Path:
-    """Return the user's directory for data of programs: XDG_DATA_HOME on Linux, Application Support on macOS."""
+    """Return the server's directory in the user's directory for data: XDG_DATA_HOME on Linux, Application Support on
+    macOS.
+    """
     return user_data_path("kvpage", appauthor=False).absolute()
 
 
 def default_maxdisk(directory: Path) -> int:
-    """Return the bytes that a store in this directory may take with `maxdisk auto`: half of its file and of the free
-    space together, and no less than its file.
+    """Return the bytes that a store in this directory may take with `maxdisk auto`: half of the sum of its file and the
+    free space, but at least the size of its file, and SMALLEST_DISK.
     """
     file = directory / FILE
     holds = file.stat().st_size if file.exists() else 0
@@ -448,16 +452,16 @@ def default_maxdisk(directory: Path) -> int:
 
 
 def default_memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:
-    """Return the memory that this process may use: the machine's, or the limit of a control group if that is less."""
+    """Return the bytes of memory that this process may use: the machine's, or a smaller limit of a control group."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_limits(own, groups)])
 
 
 def _limits(own: Path, groups: Path) -> Iterator[int]:
-    """Yield the limits of the process's control groups and their parents."""
+    """Yield the limits of the process's control groups and of their parents, in bytes."""
     try:
         lines = own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:  # there are none on macOS
+    except OSError:  # macOS has no control groups
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -474,7 +478,7 @@ def _limits_of(group: Path) -> Iterator[int]:
     for name in _LIMITS:
         try:
             said = (group / name).read_text(encoding="utf-8").strip()
-        except OSError:  # another version's, or in a container, which sees its own groups alone
+        except OSError:  # a file of another version, or a group outside of the container
             continue
-        if said.isdecimal():  # and not "max"
+        if said.isdecimal():  # "max" means no limit
             yield int(said)

@@ -1,4 +1,6 @@
-"""Kinds of parameters: how a value is read from words, and written back. A ValueError names the allowed values."""
+"""Kinds of parameters: functions that read a value from words, and write it back. A ValueError names the allowed
+values.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from kvpage_server.glob import glob
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a parameter's value is read from words, and written back as words.
+    """Functions that read a parameter's value from words, and write it back as words.
 
-    If a parameter may be on several lines, `add` joins a line's value to the values before. CONFIG SET replaces all of
-    them if the kind is `whole`.
+    If a parameter may have several lines, `add` joins a line's value to the values before. If the kind is `whole`,
+    CONFIG SET replaces all of them.
     """
 
     read: Callable[[list[str]], Any]
@@ -31,12 +33,12 @@ def _one(words: list[str]) -> str:
 
 
 def _parts(words: list[str]) -> list[str]:
-    """Return the parts of a value that may have several: one word with spaces is several, as in CONFIG SET."""
+    """Return the words of a value that may have several. A single word is split at spaces, as in CONFIG SET."""
     return words[0].split() if len(words) == 1 else words
 
 
 def integer(low: int, high: int) -> Kind:
-    """Return a whole number in a range."""
+    """Return the kind of whole numbers from `low` to `high`."""
 
     def read(words: list[str]) -> int:
         word = _one(words)
@@ -51,8 +53,8 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g"
 
 
 def _bytes(word: str, instead: str = "") -> int:
-    """Return a number of bytes, with or without a unit. The error also names the other value that is allowed
-    `instead`.
+    """Parse a number of bytes, with or without a unit. Raises ValueError, which also names the other value that is
+    allowed `instead`.
     """
     found = re.fullmatch(r"([0-9]{1,18})([A-Za-z]*)", word)
     if not found or found[2].lower() not in _UNITS:
@@ -62,7 +64,7 @@ def _bytes(word: str, instead: str = "") -> int:
 
 
 def memory(low: int = 0) -> Kind:
-    """Return a number of bytes, with or without a unit."""
+    """Return the kind of numbers of bytes, at least `low`, with or without a unit."""
 
     def read(words: list[str]) -> int:
         size = _bytes(_one(words))
@@ -91,7 +93,7 @@ def _read_yes_no(words: list[str]) -> bool:
 
 
 def choice(*allowed: str) -> Kind:
-    """Return one of a few words."""
+    """Return the kind of parameters with a few allowed words."""
 
     def read(words: list[str]) -> str:
         word = _one(words).lower()
@@ -121,7 +123,7 @@ def _read_origins(words: list[str]) -> list[str]:
 
 
 def letters(allowed: str) -> Kind:
-    """Any of some letters, together."""
+    """Return the kind of words that consist of allowed letters."""
 
     def read(words: list[str]) -> str:
         word = _one(words)
@@ -147,14 +149,14 @@ def _read_memory_or_share(words: list[str]) -> int | str:
 
 
 class OutputLimit(NamedTuple):
-    """The bytes of unread replies: never above `hard`, and above `soft` only for `seconds`. 0 is no limit."""
+    """A limit of unread replies in bytes: never above `hard`, and above `soft` only for `seconds`. 0 is no limit."""
 
     hard: int
     soft: int
     seconds: int
 
 
-_CLIENT_CLASSES = ("normal", "replica", "pubsub")  # of connections; there are no replicas here
+_CLIENT_CLASSES = ("normal", "replica", "pubsub")  # Redis's classes; replicas do not exist here
 
 
 def _read_output_limits(words: list[str]) -> dict[str, OutputLimit]:

@@ -1,4 +1,4 @@
-"""The log: lines for people, or an object a line for machines."""
+"""The log: lines of text, or a JSON object in each line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.text import LogLines
 
 LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
-_NOBODY_READS = (errno.EIO, errno.EPIPE)  # of a closed terminal, and of a pipe
+_NOBODY_READS = (errno.EIO, errno.EPIPE)  # errors of a closed terminal, and of a closed pipe
 
 
 def start(config: Config) -> None:
-    """Log as the configuration says. Raises OSError when the file cannot be written."""
+    """Start the log that is configured. Raises OSError if its file cannot be written."""
     logging.basicConfig(level=LEVELS[config.loglevel], handlers=[_handler(config)])
 
 
 def reopen(config: Config) -> None:
-    """Switch to a new file if the old one was moved. If that fails, keeps the old one and raises OSError."""
+    """Open the log's file again, as it may have been moved. If this fails, keep the open one, and raise OSError."""
     handler, root = _handler(config), logging.getLogger()
     old = list(root.handlers)
     root.handlers[:] = [handler]
@@ -44,7 +44,7 @@ def _handler(config: Config) -> logging.Handler:
 
 
 class _File(logging.FileHandler):
-    """A file that only its owner, and a group that it was given to, may read."""
+    """A log file that only its owner and its group may access."""
 
     def _open(self) -> TextIOWrapper:
         file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=private)  # noqa: SIM115
@@ -56,7 +56,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
     """Standard error. A closed terminal or pipe does not stop the server."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop this record and all further ones."""
+        """Drop this record and all later ones if the terminal or pipe is closed."""
         error = sys.exception()
         if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
             super().handleError(record)
@@ -71,7 +71,7 @@ def _for_people() -> LogLines:
 
 
 class JSONLines(logging.Formatter):
-    """One object a line: time, level, message, and the fields in `extra={"facts": {...}}`."""
+    """A formatter that writes JSON objects: time, level, message, and the fields of `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         received: dict[str, object] = {

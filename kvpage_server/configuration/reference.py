@@ -1,4 +1,4 @@
-"""docs/configuration.md, made from `Config`: ``python -m kvpage_server.configuration.reference`` prints it."""
+"""Generator of docs/configuration.md from `Config`: ``python -m kvpage_server.configuration.reference`` prints it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _rows() -> Iterator[str]:
 
 
 def _spelled(word: str) -> str:
-    """Whole mebibytes and gibibytes with their unit."""
+    """Return a word, with its unit if it is a number of whole mebibytes or gibibytes."""
     size = int(word) if word.isdigit() else 0
     for unit, shift in (("gb", 30), ("mb", 20)):
         if size and size % (1 << shift) == 0:
@@ -79,9 +79,7 @@ def _spelled(word: str) -> str:
 
 
 def _allowed(kind: Kind) -> str:
-    """Return the allowed values, from the error for a value that is wrong for nearly every parameter; empty for any
-    text.
-    """
+    """Return the allowed values, from the error for "?", which nearly all kinds refuse; empty for any text."""
     try:
         kind.read(["?"])
     except ValueError as error:

@@ -1,8 +1,8 @@
 """CONFIG REWRITE: writes the current configuration to the file.
 
-Comments, order and unchanged lines are kept. A line with a changed value is replaced in its place. Where a parameter
-may have several lines, each line keeps its user, quotas or classes of clients. Lines of removed users and quotas go.
-Parameters that differ from their default and have no line are appended.
+Comments, order and unchanged lines are kept. A line with a changed value is replaced in its place. If a parameter may
+have several lines, each line keeps its user, quotas or classes of clients. Lines of removed users and quotas are
+removed. Parameters that differ from their default and have no line are appended.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PLAIN = re.compile(rb"[!#-&(-\[\]-~]+\Z")  # printable, without quotes, backsla
 
 
 def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
-    """Return the file `old` with the values of `config`, and these `user` lines, as ACL LIST has them, in place of its
-    own.
+    """Return the file `old` with the values of `config`, and with `users`, in the form of ACL LIST, in place of its
+    `user` lines.
     """
     default, lines = Config(), old.splitlines()
-    new: dict[int, list[bytes]] = {}  # the replacements of lines, by number
+    new: dict[int, list[bytes]] = {}  # replacements of lines, by their index in `lines`
     added: list[bytes] = []
     for name in config.parameters():
         at = [number for number, line in enumerate(lines) if _name(line) == name]
@@ -41,11 +41,11 @@ def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
     return b"".join(line + b"\n" for line in (*kept, *added))
 
 
-Found = list[list[bytes] | None]  # the lines that take the place of each old one, None if it stays as it is
+Found = list[list[bytes] | None]  # the lines that replace each old one; None if it stays unchanged
 
 
 def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
-    """Return the lines of a parameter that has one value: in place of the first one, or new."""
+    """Return the lines of a parameter with one value: in place of its first line, or new."""
     if not old:
         return [], [] if config.words(name) == Config().words(name) else [_line(name, config)]
     first, *others = old
@@ -54,7 +54,7 @@ def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Fou
 
 
 def _parts(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
-    """Return the lines of a parameter whose value has parts by name: each line has the same parts as before."""
+    """Return the lines of a parameter with named parts. Each line has the same parts as before."""
     value: Mapping[str, object] = config.value(name)
     default: Mapping[str, object] = Config().value(name)
     left = dict(value)
@@ -63,7 +63,7 @@ def _parts(name: str, old: Sequence[Config | None], config: Config) -> tuple[Fou
         named = parsed.given if parsed is not None else ()
         kept.append({part: left.pop(part) for part in [*left] if part in named})
     new = [_line(name, config, {part: one}) for part, one in left.items() if default.get(part) != one]
-    if [*chain.from_iterable(kept), *left] != [*value] and not default:  # the first quota that matches counts
+    if [*chain.from_iterable(kept), *left] != [*value] and not default:  # the order of quotas matters
         every = [_line(name, config, {part: one}) for part, one in value.items()]
         return [every, *([] for _ in old[1:])], []
     found: Found = [
@@ -78,7 +78,7 @@ def _lines(name: str, config: Config, parts: Mapping[str, object]) -> list[bytes
 
 
 def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) -> tuple[Found, list[bytes]]:
-    """Return the lines of users, each in the place of the one with that user's name."""
+    """Return the lines of users, each in the place of the user's old line, or new."""
     left = {line.split(b" ")[1]: b" ".join(map(_quote, line.split(b" "))) for line in users}
     found: Found = []
     for number in at:
@@ -89,7 +89,7 @@ def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) ->
 
 
 def _parsed(line: bytes) -> Config | None:
-    """Return the defaults with the value of a line; None if the line is not valid. The names of parts are `given`."""
+    """Return the defaults with the value of a line; None if it is not valid. `given` has the names of its parts."""
     name, *values = (word.decode("utf-8", "surrogateescape") for word in _words(line))
     config = Config()
     try:
@@ -123,5 +123,5 @@ def _quote(raw: bytes) -> bytes:
 
 
 def _may_stand(byte: int) -> bool:
-    """Return whether it can stand between quotes unchanged."""
+    """Return whether a byte can be between quotes without an escape."""
     return 0x20 <= byte < 0x7F and byte not in b'"\\'

@@ -1,1 +1,1 @@
-"""Output of `kvpage` for a running store: lines and tables for people, JSON for programs."""
+"""Output of `kvpage` for a running store: lines and tables for the terminal, JSON for programs."""

@@ -37,7 +37,7 @@ def is_cluster(url: str) -> bool:
 
 @contextmanager
 def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
-    """Yield the masters of a cluster as one store, and set `args.home`, `args.unreachable` and `args.changed`.
+    """Yield the primaries of a cluster as one store, and set `args.home`, `args.unreachable` and `args.changed`.
 
     Raises RedisError, ValueError, LookError.
     """
@@ -60,7 +60,7 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
         as_one = MultiStore(stores, server_of)
 
         def changed() -> bool:
-            """Return whether other masters serve slots now, according to the first master that answers."""
+            """Return whether slots have other primaries now, according to the first primary that answers."""
             received = as_one.of_each(b"CLUSTER", b"SLOTS").items()
             answers = [(server, answer) for server, answer in received if not isinstance(answer, redis.ResponseError)]
             if not answers:
@@ -83,7 +83,7 @@ def _client(address: Address, node: Node) -> redis.Redis:
 
 
 def _slots(address: Address) -> SlotMap:
-    """Return the slot map of the first node of the URL that answers. Raises RedisError, LookError."""
+    """Return the slot map of the first node in the URL that answers. Raises RedisError, LookError."""
     failure: redis.RedisError | None = None
     for seed in address.seeds:
         try:
@@ -98,7 +98,7 @@ def _slots(address: Address) -> SlotMap:
 
 # -- Statistics of several servers, and their sums ---------------------------------------------------------------------
 #
-# The servers are kvpage-servers, or masters of a Valkey or Redis Cluster. INFO of such a master reports memory, keys
+# The servers are kvpage-servers, or primaries of a Valkey or Redis Cluster. INFO of such a primary reports memory, keys
 # and reads, but no pages.
 
 Share = dict[str, Any]  # the statistics of a server; only `url` and `error` if it does not answer
@@ -166,7 +166,7 @@ def _total(shares: list[Share]) -> dict[str, int]:
 
 
 def status_of_several(several: MultiStore, args: argparse.Namespace) -> bool:
-    """Show the statistics of each server once, or every `args.watch` seconds. Returns whether all servers answered."""
+    """Show the statistics of each server once, or every `args.watch` seconds. Return whether all servers answered."""
     shares: list[Share] = []
 
     def frame() -> RenderableType:
@@ -218,7 +218,7 @@ def top_of_several(several: MultiStore, store: QueriedStore, args: argparse.Name
 
 
 class _ViewOfSeveral:
-    """Screen of `kvpage top` for several servers."""
+    """The screen of `kvpage top` for several servers."""
 
     def __init__(self, several: MultiStore, store: QueriedStore, args: argparse.Namespace) -> None:
         self._several, self._args = several, args
@@ -243,7 +243,7 @@ class _ViewOfSeveral:
         return {"url": shown(self._args.url), "at": time.time(), "nodes": shares, "total": total, "engines": engines}
 
     def _shares(self) -> list[Share]:
-        """Return each server's statistics with `per_second`, which is None at first and after a restart."""
+        """Return each server's statistics with `per_second`, which is None for the first frame and after a restart."""
         shares, now = _shares_now(self._several, self._args), time.monotonic()
         (at, before), self._before = self._before, (now, shares)
         was = {share["url"]: share for share in _reporting(before)}

@@ -29,9 +29,9 @@ from kvpage_server.system.terminal import for_people, out, print_json, readable,
 from kvpage_server.system.text import as_size, how_many
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
-ROWS = 50  # of a table, unless --limit is given
+ROWS = 50  # default of --limit: rows of each table
 _MOST_NAMED = 3  # agents in the row of a shared prefix
-_MOST_LETTERS = 128  # characters of a name: the limit of an agent id
+_MOST_LETTERS = 128  # characters of a name that are shown: the limit of an agent id
 
 
 def ls(store: QueriedStore, args: argparse.Namespace) -> bool:
@@ -82,7 +82,7 @@ def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[Renderabl
 
 
 def remarks(holdings: Holdings) -> Iterator[str]:
-    """Yield lines about agents and blocks that the tables omit."""
+    """Yield lines about unreadable manifests, and about entries beyond the limits."""
     if holdings.unreadable:
         yield f"{how_many(len(holdings.unreadable), 'manifest')} cannot be read"
     if holdings.cut:

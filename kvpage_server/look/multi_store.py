@@ -1,4 +1,4 @@
-"""Several servers, or the masters of a cluster, as one store. Each key belongs to one server."""
+"""Several servers, or the primaries of a cluster, as one store. Each key belongs to one server."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # replies for an unreachable serve
 
 
 class Unavailable(redis.ResponseError):
-    """Error in place of the reply of an unreachable server; the message says why."""
+    """An error in place of the reply of an unreachable server. The message has the reason."""
 
 
 class SlotsMoved(Exception):
-    """Error: the cluster's slots have moved to other nodes than the connected ones."""
+    """The signal that slots of the cluster have moved to nodes without a connection."""
 
 
 def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
-    """Return the function from a key or request to its server, as PageClient computes it."""
+    """Return a function that returns the server of a key or request id, as PageClient computes it."""
     rendezvous = Rendezvous(servers)
     return lambda key: rendezvous.server(segment_of(key))
 
@@ -40,18 +40,18 @@ def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
 class MultiStore:
     """Several servers with the interface of `redis.Redis`.
 
-    Keys of an unreachable server look missing. A message on stderr says when a server becomes unreachable.
+    Keys of an unreachable server seem to be absent. A message on stderr reports each server that becomes unreachable.
     """
 
     def __init__(self, stores: dict[ServerUrl, redis.Redis], server_of: Callable[[bytes], ServerUrl]) -> None:
-        """Take a client for each server. `server_of` returns the server of a key or a request."""
+        """Create a store from a client for each server. `server_of` returns the server of a key or a request id."""
         self.stores = stores
         self._servers = list(stores)
         self._server_of = server_of
         self._gone: dict[ServerUrl, str] = {}  # the last error of each unreachable server
-        self._missed: set[ServerUrl] = set()  # servers that were ever unreachable
-        self._with_strays: set[ServerUrl] = set()  # servers whose misplaced requests were reported
-        self._silent_until: dict[ServerUrl, float] = {}  # monotonic seconds; no commands before
+        self._missed: set[ServerUrl] = set()  # servers that were unreachable at least once
+        self._with_strays: set[ServerUrl] = set()  # servers with misplaced requests that were reported
+        self._silent_until: dict[ServerUrl, float] = {}  # end of the time without commands, in monotonic seconds
 
     def execute_command(self, *words: Any) -> Any:
         """Return the reply of the key's server; send CLIENT to all servers. Raises RedisError, LookError."""
@@ -62,7 +62,7 @@ class MultiStore:
         return answers[0]
 
     def home(self, key: bytes) -> str:
-        """Return the URL of the server of a key or a request."""
+        """Return the URL of the server of a key or a request id, without its password."""
         return shown(self._server_of(key).url)
 
     @property
@@ -128,7 +128,9 @@ class MultiStore:
         return [_GONE.get(encoded(command[0]), gone) for command in commands]
 
     def _scanned(self, server: ServerUrl, answer: Any) -> Any:
-        """Return SCAN's reply with the cursor of this store, which continues on the next server after the last key."""
+        """Return SCAN's reply with the cursor of this store. After a server's last key, it continues on the next
+        server.
+        """
         if isinstance(answer, redis.ResponseError) and not isinstance(answer, Unavailable):
             return answer
         cursor, keys = (0, []) if isinstance(answer, Unavailable) else answer
@@ -138,7 +140,7 @@ class MultiStore:
         return [b"%d" % upcoming, keys]
 
     def _find_misplaced(self, server: ServerUrl, keys: Sequence[bytes]) -> None:
-        """Report a server, once, that has requests of other servers, as after a change of the list of servers."""
+        """Report a server once if it has requests of other servers, for example after a change of the list."""
         requests = [key[len(b"kv:") : -len(b":index")] for key in keys if key.endswith(b":index")]
         stray = next((name for name in requests if self._server_of(name) != server), None)
         if stray is not None and server not in self._with_strays:
@@ -148,7 +150,7 @@ class MultiStore:
 
 
 class Pipeline:
-    """Queue of commands that are sent together."""
+    """A queue of commands that are sent together, with the interface of redis-py's pipeline."""
 
     def __init__(self, answers: Callable[[Sequence[Command]], list[Any]]) -> None:
         self._answers = answers

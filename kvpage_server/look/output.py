@@ -1,4 +1,4 @@
-"""Shared helpers of the commands that inspect a store."""
+"""Functions that the commands for inspecting a store share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpage_server.system.terminal import Terminal, out, print_json
 
 
 class LookError(Exception):
-    """Error: there is nothing to show; the message says why."""
+    """The failure of a command that has nothing to show. The message has the reason."""
 
 
 def watch(
@@ -28,7 +28,10 @@ def watch(
     *,
     screen: bool = False,
 ) -> bool:
-    """Show a frame every `args.watch` seconds, or once if that is None. In a terminal, it replaces the last frame."""
+    """Show a frame every `args.watch` seconds, or once if that is None. In a terminal, it replaces the last frame.
+
+    Return True. With `screen`, the frames have the whole terminal. With `args.json`, print JSON instead.
+    """
     replaces = out.is_terminal and not args.json and args.watch is not None
     live = Live(console=Terminal(highlight=False), auto_refresh=False, screen=screen) if replaces else nullcontext()
     with live as shown:

@@ -1,8 +1,8 @@
 """Page commands for a Valkey or Redis Cluster, which stores blocks and pages as strings.
 
-A block is one string (client/cluster/commands.py), and so is a page that was written alone. The cluster has no leases
-and no reasons of misses, so replies omit them. A scan finds the blocks of a request. The blocks of an agent need no
-scan, because their page id is 0, or 1 for a state.
+A block is one string (client/cluster/commands.py), and so is a page that was written by itself. The cluster has no
+leases and no reasons of misses, so replies omit them. A scan finds the blocks of a request. The blocks of an agent need
+no scan, because their page id is 0, or 1 for a state.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]
 _OF_AGENTS = (0, 1)  # page ids of an agent's blocks: of tokens, and of the state after them
 _THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # fields of KVPAGESTAT; leases are unknown
 ABSENT = "absent"  # the reason of every miss
-_SCANS = 1_000_000  # most SCAN calls for the keys of a request
+_SCANS = 1_000_000  # SCAN calls for the keys of a request at most
 
 
 class PagesOnStrings:
-    """Store that answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings.
+    """A store that answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT, KVPAGEVERIFY and scans of requests from strings.
 
-    The cluster answers other commands.
+    It sends other commands to the cluster.
     """
 
     def __init__(self, store: MultiStore) -> None:
         self._store = store
         self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids of blocks, by request
-        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that were written alone, by request
+        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that are strings, by request
 
     def execute_command(self, *words: Any) -> Any:
         """Return the reply to a command.
@@ -65,7 +65,7 @@ class PagesOnStrings:
         return Pipeline(self.answers)
 
     def answers(self, commands: Sequence[Command]) -> Answers:
-        """Return the replies to commands in their order, with one pipeline for strings."""
+        """Return the replies to commands in their order. All commands for strings are in one pipeline."""
         asked = [self._asked(command) for command in commands]
         pipeline = self._store.pipeline(transaction=False)
         for some, _ in asked:
@@ -95,7 +95,7 @@ class PagesOnStrings:
         name, req_id, *more = command
         assert isinstance(req_id, bytes)
         if name == b"SCAN" and more[-1] == b"set":
-            if req_id == b"0":  # a new scan: results of the last one may be outdated
+            if req_id == b"0":  # a new scan; the results of the last one may be outdated
                 self._blocks.clear()
                 self._pages.clear()
             return [[*command[:-1], b"string"]], self._requests
@@ -151,7 +151,7 @@ class PagesOnStrings:
         return {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
 
     def _deleted(self, key: bytes, pages: list[bytes]) -> list[bytes]:
-        """Delete a string. Returns `pages`, the keys of its pages."""
+        """Delete a string. Return `pages`, the keys of its pages."""
         self._store.execute_command(b"UNLINK", key)
         return pages
 
@@ -176,7 +176,9 @@ class PagesOnStrings:
         return [cursor, sorted(found)]
 
     def _parts(self, req_id: bytes) -> Asked:
-        """Return commands for the openings and lengths of blocks and pages, and the decoder to KVPAGEINDEX's reply."""
+        """Return commands for the openings of a request's blocks, and the lengths of its strings; and their decoder,
+        which returns KVPAGEINDEX's reply.
+        """
         numbers = sorted({*_OF_AGENTS, *self._blocks.get(req_id, ())})
         pages = sorted(self._pages.get(req_id, ()), key=bytes)
         asked: list[Command] = []
@@ -263,7 +265,7 @@ def _total(parts: Any) -> Any:
 
 
 def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the blocks of pages that were written alone, in the form of KVPAGEINDEX."""
+    """Return the blocks of pages that are strings, in the form of KVPAGEINDEX."""
     blocks: dict[int, list[tuple[PageKey, int]]] = defaultdict(list)
     for key, length in zip(keys, lengths, strict=True):
         if length > HEADER_SIZE:
@@ -279,7 +281,7 @@ def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str,
     return found
 
 
-# -- Hints for the next command, in messages. Every hint can be pasted into a shell ------------------------------------
+# -- Hints for the next command, which can be pasted into a shell ------------------------------------------------------
 
 
 def typed(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`kvpage status`: the state of a store, once or repeatedly."""
+"""`kvpage status`: the state of a store, shown once or repeatedly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvpage_server.system.text import as_size, how_many
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Show the state of a store once, or every `args.watch` seconds."""
+    """Show the state of a store once, or every `args.watch` seconds. Return True."""
 
     def frame() -> RenderableType:
         now = overview(store, args.url)

@@ -24,14 +24,14 @@ from kvpage_server.observe.overview import KEEPS_NOTHING, Overview
 from kvpage_server.system.terminal import out, readable, table_of
 from kvpage_server.system.text import as_size, how_many
 
-# -- Engine statistics, received from the store, for `kvpage top` ------------------------------------------------------
+# -- Engine statistics, received from the store ------------------------------------------------------------------------
 
 _DROP = "pool", "files", "shared", "memory", "store", "model"  # columns that a narrow terminal drops
-_MOST_MESSAGES = 1000  # read for one frame
+_MOST_MESSAGES = 1000  # messages that are read for one frame at most
 
 
 class EngineSubscription:
-    """Subscription to the statistics of all engines, or of the user's own if the user may not receive all."""
+    """A subscription to the statistics of all engines, or of the user's own engines if the user may not receive all."""
 
     def __init__(self, store: redis.Redis, url: str) -> None:
         """Subscribe. Raises RedisError if the store does not answer."""
@@ -40,7 +40,7 @@ class EngineSubscription:
         self._listens = self._subscribed(ALL_CHANNELS) or self._subscribed(b"%b:%b" % (CHANNEL, user_of(url).encode()))
 
     def _subscribed(self, channel: bytes) -> bool:
-        """Subscribe to a channel, or to the pattern of all channels. Returns whether the user may."""
+        """Subscribe to a channel, or to the pattern of all channels. Return whether the user has the right to."""
         try:
             (self._channel.psubscribe if channel == ALL_CHANNELS else self._channel.subscribe)(channel)
             self._channel.get_message(timeout=1.0)  # the confirmation, or the refusal
@@ -80,8 +80,8 @@ def engines_table(engines: Sequence[EngineFigures]) -> Table:
 
 
 _OTHER_LINES = 22  # lines of the terminal outside the tables of agents, shared prefixes and requests
-_ROWS = 10  # of a table without a terminal
-_SHORTEST_LINE = 8  # characters of a row of blocks
+_ROWS = 10  # rows of a table without a terminal
+_SHORTEST_LINE = 8  # characters of a chart at least
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
@@ -92,7 +92,7 @@ def top(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 class _View:
-    """Screen of `kvpage top` for one store, with the history of its rates."""
+    """The screen of `kvpage top` for one store, with the history of its rates."""
 
     def __init__(self, store: redis.Redis, url: str) -> None:
         self._store = store
@@ -130,15 +130,15 @@ class _View:
 
 
 class MemoryByAgent:
-    """Memory by agent. It is read again after HOLDINGS_SECONDS, and less often if a reading takes long."""
+    """The memory by agent. It is read again after HOLDINGS_SECONDS, and less often if reading takes long."""
 
     def __init__(self, store: QueriedStore, look: Callable[[], Reading[Holdings]]) -> None:
         self._store, self._look = store, look
         self._holdings = Holdings()
-        self._until = 0.0  # monotonic seconds of the next reading
+        self._until = 0.0  # time of the next reading, in monotonic seconds
 
     def now(self) -> Holdings:
-        """Return the last holdings, or read them again if they are too old."""
+        """Return the memory by agent, and read it again first if it is too old."""
         began = time.monotonic()
         if began >= self._until:
             self._holdings = ask(self._store, self._look())

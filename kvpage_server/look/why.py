@@ -30,7 +30,7 @@ from kvpage_server.page import DType, KVType, PageError, PageKey, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 from kvpage_server.system.text import as_size, how_many
 
-# -- `kvpage stat` and `kvpage verify`: metadata of a page or an agent, and checksum checks ----------------------------
+# -- `kvpage stat` and `kvpage verify` ---------------------------------------------------------------------------------
 
 
 def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
@@ -146,7 +146,7 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
 
 
 def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Check the pages of a request, or of an agent's contexts. Returns whether all are stored and intact."""
+    """Check the pages of a request, or of an agent's contexts. Return whether all are stored and intact."""
     name = os.fsencode(args.req)
     with out.status("hashing"):
         found = _verified(store, name, args.pages)
@@ -190,9 +190,9 @@ Answer = dict[str, Any]  # KVPAGEWHY's reply
 
 
 def why(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Print why a read of a request, a page or a string, or the load of an agent, would miss.
+    """Print the reason why a read of a request, a page or a string, or the load of an agent, would miss.
 
-    `args.name` has layer, head, page id and type of a page. Returns whether it would hit.
+    `args.name` has layer, head, page id and type of a page. Return whether the read would hit.
     """
     if args.name and len(args.name) != 4:
         raise LookError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
@@ -223,7 +223,7 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
 
 
 def _show(args: argparse.Namespace, found: Answer, answer: Answer) -> bool:
-    """Print an answer. Returns whether a read would hit."""
+    """Print an answer. Return whether a read would hit."""
     if args.json:
         print_json({key: value for key, value in found.items() if key != "page_ids"})
     else:
@@ -268,7 +268,7 @@ def _of_string(store: QueriedStore, key: bytes) -> Answer | None:
 
 
 def _idle(key: bytes) -> Reading[list[Any]]:
-    """Query the idle time of a key, which does not count as a use."""
+    """Query the idle time of a key. The query does not count as a use."""
     return (yield [[b"OBJECT", b"IDLETIME", key]])
 
 
@@ -332,7 +332,7 @@ def _explained(reason: str, answer: Answer) -> str:
 
 
 def _show_agent(store: QueriedStore, args: argparse.Namespace, holdings: Holdings, losses: list[Answer]) -> bool:
-    """Print an agent's contexts, including removed ones. Returns whether a load would find a complete context."""
+    """Print an agent's contexts, including removed ones. Return whether a load would find a complete context."""
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     whole = any(not agent.missing for agent in holdings.agents)
     if args.json:

@@ -1,4 +1,4 @@
-"""Commands for one key on a cluster, and blocks as strings."""
+"""Commands for single keys on a cluster, their routing to nodes, and blocks as strings."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ from kvpage_server.page import (
 #
 # A block as one string: an opening, the headers of its pages, then its body.
 #
-# 64 bytes                the shape of the block: `opening` 64 bytes a page         the pages' headers, as everywhere,
-#   in the order of the body the body                layer, plane, head, token, dim
+#     64 bytes          the opening: the shape of the block
+#     64 bytes a page   the pages' headers, in the order of the body
+#     the rest          the body: layer, plane, head, token, dim
 #
-# A page of it is two ranges of the string, and has its digest in its header. The whole string has one, too, so that a
-# block is checked in one go.
+# A page is two ranges of the string, its header and its body; the header has the page's digest. The opening has a
+# digest of the whole string, so that one comparison checks a block.
 #
 # The opening, little-endian:
 #
@@ -71,7 +72,7 @@ _MAGIC, _VERSION = b"KVPB", 1
 _FIELDS, _PLANE, _DIGEST = struct.Struct("<4sBBHIII"), struct.Struct("<BBI"), struct.Struct("<Q")
 _DIGEST_AT = OPENING_SIZE - _DIGEST.size
 assert _FIELDS.size + (MAX_KV_TYPE + 1) * _PLANE.size == _DIGEST_AT
-_OF_A_WRITE = ("page", "created", "ttl", "checksum")  # fields of a header that the shape does not say
+_OF_A_WRITE = ("page", "created", "ttl", "checksum")  # fields of a header that do not follow from the shape
 _HEADERS = np.dtype(
     {"names": _OF_A_WRITE, "formats": ["<u8"] * 4, "offsets": [FIELD_AT[f] for f in _OF_A_WRITE], "itemsize": 64}
 )
@@ -88,7 +89,7 @@ def head_size(shape: BlockShape) -> int:
 
 
 def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> bytes:
-    """Return the bytes before a body. If the body is in several pieces, each must hold whole pages."""
+    """Return the bytes before a body. If the body is in several pieces, each must consist of whole pages."""
     headers = _blank_headers(shape).copy()
     fields = headers.view(_HEADERS)
     fields["page"], fields["created"], fields["ttl"] = page, created_ms, ttl
@@ -98,7 +99,9 @@ def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, cre
 
 
 def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, verify: bool) -> str | None:
-    """Return the reason why a block is invalid, header or checksum, or None. `found` are the bytes before its body."""
+    """Return the reason of a miss, ``header`` or ``checksum``; None if the block is valid. `found` has the bytes before
+    the body.
+    """
     before, table = found[:_DIGEST_AT], found[OPENING_SIZE:]
     headers, given = _blank_headers(shape).copy(), np.frombuffer(table, _HEADERS)
     fields = headers.view(_HEADERS)
@@ -113,7 +116,7 @@ def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, 
 
 
 def shape_of(opening: bytes | memoryview) -> BlockShape | None:
-    """Return the shape of the block whose value begins with `opening`; None if it is not a block."""
+    """Return the shape in a block's opening; None if it is not an opening."""
     if len(opening) != OPENING_SIZE:
         return None
     magic, version, planes, reserved, layers, heads, page_size = _FIELDS.unpack_from(opening)
@@ -128,7 +131,9 @@ def shape_of(opening: bytes | memoryview) -> BlockShape | None:
 
 
 def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the first and last byte of a page's header, and of its body; None if the block has no such page."""
+    """Return the positions of the first and last byte of a page's header, and of its body; None if the block has no
+    such page.
+    """
     try:
         span = shape.page_span(key.layer, key.head, key.kv_type)
     except PageError:
@@ -140,7 +145,7 @@ def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tu
 
 
 def whole_pages(shape: BlockShape, body: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Return the body in pieces of whole pages: unchanged, or joined if a page is cut."""
+    """Return the body unchanged if its pieces consist of whole pages, otherwise joined."""
     if len(body) == 1:
         return body
     bounds = {0, *(span.stop for span in _spans(shape))}
@@ -161,7 +166,7 @@ def _opening(shape: BlockShape) -> bytes:
 
 @lru_cache(16)
 def _blank_headers(shape: BlockShape) -> Headers:
-    """Return the pages' headers without the fields that differ from write to write."""
+    """Return the pages' headers with 0 in the fields that differ from write to write."""
 
     def header(layer: int, plane: Plane, head: int) -> bytes:
         about = plane.dtype, plane.kv_type, shape.page_size, plane.head_dim, layer, head
@@ -172,26 +177,28 @@ def _blank_headers(shape: BlockShape) -> Headers:
 
 
 _ASKING = command(b"ASKING")
-_KEYS = 4096  # of one command
-_REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # bytes that no name contains
+_KEYS = 4096  # keys of one command at most
+_REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # placeholders; no request id contains these bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, and the place for its answer if that is a long string. Can be sent again."""
+    """A command, and the place for its reply if that is a long string. It can be sent again."""
 
     key: bytes
     pieces: Callable[[], Iterator[Piece | Chunk]]
     place: Place | None = None
-    writes: bool = False  # so it is sent to the primary, and is retried until the deadline
-    at_primary: bool = False  # though it is no write
-    once: bool = False  # not again when it may have been done
-    apart: Callable[[], Iterator[Command]] | None = None  # the same, one key at a time, for a slot that is being moved
+    writes: bool = False  # sent to the primary, and retried until the deadline
+    at_primary: bool = False  # sent to the primary, though it is a read
+    once: bool = False  # not retried when the server may have executed it
+    apart: Callable[[], Iterator[Command]] | None = None  # a command for each key, for a slot that is being moved
     read: Callable[[Any], Any] | None = None  # decodes the reply; raises WrongReply
 
 
 def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
-    """Several commands at once. With `asking`, the node also answers for slots that are being moved to it."""
+    """Return one request of several commands. With `asking`, each follows an ASKING, so that the node also answers for
+    slots that are being moved to it.
+    """
 
     def pieces() -> Iterator[Piece | Chunk]:
         for one in commands:
@@ -216,18 +223,21 @@ def _pairs(answers: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def ask_lines(texts: Sequence[bytes]) -> Request[list[bytes]]:
-    """Commands that are each answered by a line."""
+    """Return one request of several commands with single lines as replies."""
     return Request(lambda: iter((b"".join(texts),)), lambda: Lines(len(texts)), lambda lines: lines)
 
 
 def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) -> Command:
-    """Return a command in a few words, of which the second is its key."""
+    """Return a command in a few words. The second word is its key."""
     text, key = command(*words), bytes(words[1]) if isinstance(words[1], bytes) else b""
     return Command(key, lambda: iter((text,)), writes=writes, at_primary=at_primary)
 
 
 def of_question(question: Question, *, once: bool) -> Command:
-    """Any command whose second word is its key, and whose answer is no array. Only the primary knows it for sure."""
+    """Return the command of a question, which is sent to the primary because a replica may be behind.
+
+    The second word is the key, and the reply must not be an array.
+    """
     text = command(*map(encoded, question.words))
     return Command(key_of(question), lambda: iter((text,)), writes=once, at_primary=True, once=once, read=question.read)
 
@@ -238,7 +248,7 @@ def get_block(name: BlockName, place: Place) -> Command:
 
 
 def get_opening(name: BlockName) -> Command:
-    """Asks for the opening of a block, which has its shape."""
+    """Return the command that reads the opening of a block, which has its shape."""
     return get_range(block_key(name), 0, OPENING_SIZE - 1)
 
 
@@ -247,7 +257,7 @@ def get_range(key: bytes, first: int, last: int) -> Command:
 
 
 def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:
-    """Write a block. Its digests are computed when it is sent."""
+    """Return the command that writes a block. Its digests are computed when it is sent."""
     key = block_key(name)
     opening, ending = around_value(key, head_size(shape) + shape.nbytes, ttl)
 
@@ -266,19 +276,20 @@ def set_page(page: Page, ttl: int, created_ms: int) -> Command:
 
 
 def around_value(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the value of a SET."""
+    """Return the bytes before and after the value, of `nbytes` bytes, of a SET."""
     before, after = around_set(ttl)
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after
 
 
-# -- the writer of a block deletes its pages that were written alone, because they would be found again without it -----
+# -- deletion of single pages by the writer of their block; otherwise reads would find them after the block's end ------
 
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """Deletes a block's pages where each is in a slot of its own.
+    """The commands that delete the single pages of a block when the pages are in different slots.
 
-    They are spelled, sent and answered without an object for each: 256 pages take 0.2 ms instead of 4.
+    The usual path encodes and sends them, and reads their replies, without an object for each. 256 pages take 0.2 ms
+    instead of 4.
     """
 
     name: BlockName
@@ -289,7 +300,7 @@ class Scattered:
         return (simple(b"UNLINK", bytes(key), writes=True) for key, *_ in pages_of_block(self.name, self.shape))
 
     def spelled(self) -> tuple[list[int], list[bytes]]:
-        """Return the same commands as they are sent, and their slots."""
+        """Return the slot of each page's key, and the encoded command for each page."""
         req_id, page = self.name[0], b"%d" % self.name[1]
         texts, endings = _apart(self.shape, len(req_id) + len(page))
         begun = crc_hqx(b"kv:%b:" % req_id, 0)
@@ -303,7 +314,7 @@ Write = Command | Scattered
 def block_writes(
     name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
 ) -> list[Write]:
-    """Return the commands that write a block, and delete its pages that were written alone."""
+    """Return the commands that write a block, and delete its pages that were written one by one."""
     return [*_deletions(name, shape), set_block(name, shape, body, ttl, created_ms)]
 
 
@@ -324,7 +335,9 @@ def _endings(shape: BlockShape) -> Iterator[bytes]:
 
 
 def _words(shape: BlockShape, nbytes: int) -> list[bytes]:
-    """Return the keys, of which request and page id have so many bytes together."""
+    """Return the keys of a block's pages as words with placeholders for request id and page id, which have `nbytes`
+    bytes together.
+    """
     return [b"$%d\r\nkv:%b:%b\r\n" % (len(ending) + 3 + nbytes, _REQUEST, ending) for ending in _endings(shape)]
 
 
@@ -337,21 +350,21 @@ def _together(shape: BlockShape, nbytes: int) -> list[bytes]:
 
 @lru_cache(16)
 def _apart(shape: BlockShape, nbytes: int) -> tuple[bytes, bytes]:
-    """Return the commands, and the ends of their keys."""
+    """Return the commands with placeholders, and the parts after the request id of their keys; both joined by _NEXT."""
     opening = b"*2\r\n" + word(b"UNLINK")
     return _NEXT.join(opening + key for key in _words(shape, nbytes)), _NEXT.join(_endings(shape))
 
 
-# -- asking ------------------------------------------------------------------------------------------------------------
+# -- routing -----------------------------------------------------------------------------------------------------------
 #
-# Takes a batch of commands to the nodes that have their keys, wherever the keys are by now.
+# `Router` sends a batch of commands to the nodes that have their keys.
 #
 # It follows redirections, refreshes an outdated map, and retries failed commands. A read has few retries, because its
 # pages can be computed. A write is tried until its deadline.
 
-READ_TRIES = 3  # of a read that no node answers
-FOLLOWED = 8  # redirections of one command
-_PAUSES = (0.0, 0.02, 0.05, 0.1, 0.2)  # seconds before each further try; the last one stays
+READ_TRIES = 3  # failed attempts after which a read is given up
+FOLLOWED = 8  # redirections that an attempt follows at most
+_PAUSES = (0.0, 0.02, 0.05, 0.1, 0.2)  # seconds before the retries; the last one also before all later retries
 _AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})  # the cluster is changing
 
 
@@ -359,7 +372,7 @@ _AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONL
 class _Attempt:
     """The state of one command of a batch."""
 
-    to: Node | None = None  # where it was redirected to by ASK
+    to: Node | None = None  # the node of an ASK redirection
     tries: int = 0  # failed attempts
     followed: int = 0
     from_replica: bool = False
@@ -369,7 +382,7 @@ class _Attempt:
 
 @dataclass
 class Router:
-    """Takes commands to the nodes of one cluster. Shared by all its plans."""
+    """Sender of commands to the nodes of one cluster. All plans of a client share it."""
 
     address: Address
     read_from_replicas: bool
@@ -378,16 +391,17 @@ class Router:
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """Return the same, but raises the first error if all commands fail."""
+        """Return the same as `answers`, but raise the first error if all commands fail."""
         answers = yield from self.answers(commands, end)
         if answers and all(isinstance(answer, Failed) for answer in answers):
             raise answers[0].error.again()
         return answers
 
     def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """Return the answers, Failed for each read that no node answered; TRYAGAIN for what can be done apart.
+        """Return the reply to each command: Failed for a read that no node answered, the refusal TRYAGAIN for a command
+        with `apart`.
 
-        Raises refusals, and the error of a write that couldn't be done until `end`.
+        Raises other refusals, and the error of a write that has not succeeded by `end`.
         """
         late = Failed(end.exceeded())
         ways = [
@@ -428,8 +442,8 @@ class Router:
     def _by_node(
         self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Attempt]
     ) -> tuple[dict[tuple[Node, bool, bool], list[int]], list[int]]:
-        """Return the commands by node, use of ASKING, and use as a replica; and the commands whose slot nobody
-        serves.
+        """Return the positions of the commands, grouped by node, use of ASKING, and use of the node as a replica; and
+        the positions of commands with a slot that no node serves.
         """
         groups: dict[tuple[Node, bool, bool], list[int]] = defaultdict(list)
         lost, turn = [], next(self._turn)
@@ -446,9 +460,9 @@ class Router:
         return groups, lost
 
     def _answered(self, command: Command, slot: int, way: _Attempt, answer: Answer, node: Node) -> bool:
-        """Take a node's answer, or follow a redirection. Returns whether it is a failure. Raises Refused."""
+        """Store a node's reply, or note its redirection. Return whether the attempt has failed. Raises Refused."""
         if not isinstance(answer, Refused):
-            absent = not answer or answer is OTHER_SIZE  # null, 0, or nothing of a string
+            absent = not answer or answer is OTHER_SIZE  # null, 0, an empty string, or one of another size
             if absent and way.from_replica and self._has_replicas(slot):
                 way.from_replica = False  # the replica may be behind
             else:
@@ -470,11 +484,13 @@ class Router:
             way.to = to[1]
         else:
             self.slots.moved(*to)
-            self.outdated = True  # the next call will ask; this one knows where to go
+            self.outdated = True  # the next call refreshes the map; this one has the new node
         return False
 
     def _failed(self, command: Command, way: _Attempt, error: PageClientError) -> None:
-        """Note that a try has failed. That there was no time for it says less than why the one before it failed."""
+        """Note a failed attempt. A DeadlineExceeded does not replace the error of an earlier attempt, which explains
+        more.
+        """
         way.tries += 1
         way.to, way.from_replica, way.followed = None, False, 0
         if way.tries == 1 or not isinstance(error, DeadlineExceeded):
@@ -493,7 +509,9 @@ class Router:
         return bool(shard and shard.replicas)
 
     def scatter(self, slots: Sequence[int], texts: Sequence[bytes]) -> Plan[list[int]]:
-        """Send short commands to the nodes of their slots. Return the positions of those without a numeric reply."""
+        """Send short commands to the nodes of their slots, once. Return the positions of commands without an integer
+        reply.
+        """
         if self.outdated:
             yield from self._refresh()
         groups: dict[Shard | None, list[int]] = defaultdict(list)
@@ -510,10 +528,10 @@ class Router:
                 left += [i for i, line in zip(group, lines, strict=True) if line[:1] != b":"]
         return left
 
-    # -- one node after the other ------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------------------------
 
     def home(self, key: bytes) -> Plan[Node]:
-        """Return the node that has a key. Raises Refused if nobody serves its slot."""
+        """Return the node that has a key. Raises Refused if no node serves its slot."""
         if self.outdated:
             yield from self._refresh()
         shard = self.slots.shard(slot_of(key))
@@ -523,7 +541,9 @@ class Router:
         return shard.primary
 
     def strayed(self, error: PageClientError) -> bool:
-        """Return whether to try again after this error, because the cluster is changing or its map was out of date."""
+        """Mark the map as outdated. Return whether to try again after this error: the cluster is changing, the map was
+        outdated, or the node did not answer.
+        """
         if not isinstance(error, Refused):
             self.outdated = True
             return not isinstance(error, WrongReply)
@@ -538,9 +558,11 @@ class Router:
     # -- the map -----------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> Generator[Round, list[Any], None]:
-        """Ask the nodes in turn until one returns the map. If none does, the old map stays.
+        """Ask the nodes in turn until one returns a map with nodes. If none does, keep the old map.
 
-        Raises the last error if there is no old map; rather a refusal, such as that of a server that is no cluster."""
+        Without an old map, raises the last refusal, for example that of a server without cluster mode, or otherwise the
+        last error.
+        """
         error: PageClientError = Disconnected("the cluster's URL names no node")
         for node in dict.fromkeys([*self.slots.nodes(), *self.address.seeds]):
             [outcome] = yield Round([Errand(node, ask_slots(node))])

@@ -16,31 +16,33 @@ from kvpage_server.client.wire.exchange import Conversation
 
 # -- peers -------------------------------------------------------------------------------------------------------------
 #
-# The servers of a plan: the connections to each, and which servers are left alone for a while.
+# The connections to each server of a plan, and the servers that get no requests for a while.
 #
-# An errand fails when none of its bytes has moved for some time; the others go on. Its node is then not asked again
-# for a while, so that not every call waits for it.
+# An errand fails when none of its bytes has moved for some time; the others go on. Its node then gets no requests for
+# a while, so that not every call waits for it.
 
-SILENCE = 2.0  # seconds
-_LEFT_ALONE = (0.5, 8.0)  # seconds for which a node is not asked, at first and at most
+SILENCE = 2.0  # default of `node_deadline`, in seconds
+_LEFT_ALONE = (0.5, 8.0)  # seconds for which a silent node gets no requests, at first and at most
 
 
 class Peers:
-    """Can be shared between threads."""
+    """Connections to several servers, and the state of each server. Threads can share them."""
 
     def __init__(
         self, url_of: Callable[[Any], str], options: dict[str, Any], silence: float, known: Iterable[Hashable]
     ) -> None:
-        """`options` are for each node's connections, as redis-py's ConnectionPool takes them; some nodes are `known`.
+        """Create a pool for each of the `known` nodes. Other nodes get theirs at their first use.
 
-        Raises ValueError for a URL or an option that isn't one."""
+        `options` are options of redis-py's ConnectionPool for each node. `silence` is the time in seconds for which a
+        node may send and receive no byte. Raises ValueError for an invalid URL or option.
+        """
         Deadline(silence)
         self._url_of, self._options, self._silence = url_of, options, silence
         self._pools: dict[tuple[Hashable, bool], PagePool] = {}
         self._closed = False
         self._lock = threading.Lock()
         self._left_alone: dict[Hashable, tuple[float, float, str]] = {}  # until when, for how long, and why
-        self.round_trips = 0  # that were begun
+        self.round_trips = 0  # number of errands that were started
         for node in known:
             self.pool(node, replica=False)
 
@@ -58,11 +60,15 @@ class Peers:
         return outcomes
 
     def silence(self, end: Deadline) -> float:
-        """Return the seconds for which a node may be silent in a call. They leave time to ask another."""
+        """Return the seconds for which a node may be silent in a call: at most half of the time left, so that time is
+        left for another node.
+        """
         return min(self._silence, end.left() / 2)
 
     def pool(self, node: Hashable, replica: bool) -> PagePool:
-        """Connections to a node. Those to a `replica` ask it to answer reads. Raises Closed."""
+        """Return the pool of connections to a node. With `replica`, its connections send READONLY first. Raises Closed,
+        and ValueError for an invalid URL or option.
+        """
         with self._lock:
             if self._closed:
                 raise Closed
@@ -73,25 +79,25 @@ class Peers:
             return pool
 
     def check(self, node: Hashable) -> None:
-        """Raises Disconnected if the node is left alone."""
+        """Raise Disconnected if the node gets no requests for a while."""
         until, _, why = self._left_alone.get(node, (0.0, 0.0, ""))
         if until > time.monotonic():
             raise Disconnected(f"{node} is left alone for a while: {why}")
 
     def remember(self, node: Hashable, failure: PageClientError | None) -> None:
-        """Note whether an errand to a node failed."""
+        """Note the outcome of an errand to a node. After a DeadlineExceeded, the node gets no requests for a while."""
         if not isinstance(failure, DeadlineExceeded | Disconnected):
             self._left_alone.pop(node, None)
             return
         until, pause, _ = self._left_alone.get(node, (0.0, 0.0, ""))
         if until < time.monotonic() and isinstance(failure, DeadlineExceeded):
             pause = min(max(2 * pause, _LEFT_ALONE[0]), _LEFT_ALONE[1])
-            why, _, _ = str(failure).partition(";")  # how much time that call had left is of no interest to others
+            why, _, _ = str(failure).partition(";")  # without the time that was left to that call
             self._left_alone[node] = time.monotonic() + pause, pause, why
 
 
 def _as_replica(connection: PageConnection) -> None:
-    """Prepare a new connection for reads from a replica."""
+    """Prepare a new connection for reads from a replica: redis-py's handshake, then READONLY."""
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_packed_command(connection._command_packer.pack("READONLY"))
     connection.read_response()
@@ -101,7 +107,7 @@ T = TypeVar("T")
 
 
 class Nodes:
-    """Carries out plans on some peers. Can be shared between threads."""
+    """Executor of plans on several servers. Threads can share it."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -135,7 +141,7 @@ class Nodes:
         return [talk.outcome for talk in talks]
 
     def _begin(self, talk: _Talk, end: Deadline, silence: float) -> None:
-        """Connect if necessary, and send what can be sent without waiting."""
+        """Connect if necessary, and send as much of the request as possible without waiting."""
         try:
             self._peers.check(talk.errand.node)
             pool = self._peers.pool(talk.errand.node, talk.errand.replica)
@@ -144,7 +150,7 @@ class Nodes:
             talk.fail(error)
 
     def _wait_for(self, talks: list[_Talk], end: Deadline, silence: float) -> None:
-        """Carry on with all talks until each is over."""
+        """Continue all talks until each is over. At the deadline, the others fail."""
         poller, began = select.poll(), time.monotonic()
         by_fd = {}
         for talk in talks:
@@ -181,11 +187,11 @@ class _Talk:
         self.outcome: Any = None
         self.over = False
         self.events = 0  # to wait for
-        self.moved = 0.0  # when the last byte did
+        self.moved = 0.0  # time of the last progress, by the monotonic clock
         self._pool: PagePool | None = None
 
     def take(self, pool: PagePool, deadline: Deadline) -> None:
-        """Begin on a connection of the pool. Raises connection errors."""
+        """Take a connection of the pool, connect it, and begin the exchange. Raises PageClientError."""
         self._connection = pool.lend()
         self._pool = pool
         self._connection.open(deadline)
@@ -195,7 +201,7 @@ class _Talk:
         self.go_on(None)
 
     def go_on(self, ready: int | None) -> None:
-        """Carry on as far as possible without waiting."""
+        """Continue as far as possible without waiting. `ready` has the poll events that occurred."""
         self.moved = time.monotonic()
         try:
             self.events = self._steps.send(ready)
@@ -212,7 +218,7 @@ class _Talk:
         self.over, self.outcome = True, Failed(error)
 
     def close(self) -> None:
-        """Give the connection back. It is closed if the errand is not over."""
+        """Release the connection. Close it if the exchange is not over."""
         if self._pool is None:
             return
         if hasattr(self, "_conversation"):

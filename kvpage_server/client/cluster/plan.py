@@ -1,4 +1,7 @@
-"""A plan: the requests of a method to each node. It is a generator, which yields rounds and is sent their outcomes."""
+"""Plans: the requests of a method to each node. A plan is a generator, which yields rounds and is sent their outcomes.
+
+Its return value is the result of the method.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,21 @@ Self = TypeVar("Self")
 P = ParamSpec("P")
 
 
-GONE = "gone"  # the reason of a miss: nobody answered
+GONE = "gone"  # the reason of a miss: no server answered
 
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """One question, which may be of many commands, to one node."""
+    """One request to one node. The request may consist of many commands."""
 
-    node: Hashable  # its text is its name for people
+    node: Hashable  # str() of it is its name in error messages
     request: Request[Any]
-    replica: bool = False  # whether it is asked as a replica, which then answers reads
+    replica: bool = False  # whether the request is sent on a connection for reads from a replica
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Errands that are done at the same time, after a pause in seconds."""
+    """Errands that run at the same time, after a pause in seconds."""
 
     errands: list[Errand]
     pause: float = 0.0
@@ -38,7 +41,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An errand that failed."""
+    """The outcome of an errand that failed. It keeps the error without a traceback."""
 
     error: PageClientError
 
@@ -46,7 +49,7 @@ class Failed:
         object.__setattr__(self, "error", self.error.again())
 
 
-RAISES: Any = object()  # in place of a value for missing answers: raise their error instead
+RAISES: Any = object()  # as a replacement of missing replies: raise their error instead
 
 
 def present(answers: Sequence[Any], gone: Any) -> list[Any]:
@@ -63,7 +66,7 @@ Plan = Generator[Round, list[Outcome], T]
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[T_co]):
-    """A plan that waits for its deadline."""
+    """A plan that gets its deadline when it begins."""
 
     what: str  # the method of the client
     begin: Callable[[Deadline], Plan[T_co]]
@@ -73,7 +76,7 @@ class Timed(Generic[T_co]):
 
 
 def timed(method: Callable[Concatenate[Self, Deadline, P], Plan[T]]) -> Callable[Concatenate[Self, P], Timed[T]]:
-    """Turns a method that takes a deadline into one that returns a function of the deadline."""
+    """Decorate a method with a deadline as its first argument. It then returns a `Timed` and takes no deadline."""
 
     def without(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> Timed[T]:
         return Timed(method.__name__, lambda end: method(self, end, *args, **kwargs))

@@ -1,9 +1,9 @@
 """Several kvpage-servers that do not know each other. Each segment of a prompt belongs to one of them.
 
-Rendezvous hashing decides which one: every server gets a number for the segment, and the highest number wins. So all
+Rendezvous hashing chooses the server: every server gets a number for the segment, and the highest number wins. So all
 clients with the same list of servers, in any order, find the same server. A new server takes its share from all others.
-The segments of a lost server are missed until it is taken off the list. They are not sent to the next server meanwhile,
-because the lost one may return with old values.
+While a server of the list is unavailable, reads of its segments are misses. They are not sent to the next server,
+because the unavailable one may return with old values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
-_TRIES = 2  # a connection may have been closed since it was used last
+_TRIES = 2  # because the server may have closed an idle connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,22 @@ class ServerUrl:
     url: str
 
     def __str__(self) -> str:
-        """Its name for people and for hashing, without user and password, which may change."""
+        """Return the server's name for error messages and for hashing. User and password are left out, since they may
+        change.
+        """
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def lists_several(url: str) -> bool:
-    """Return whether it is a list of URLs separated by commas, or an attempt at one."""
+    """Return whether a URL is a list of URLs separated by commas, or has a comma in its host."""
     return len(urls_of(url)) > 1 or "," in urlsplit(url).netloc.rpartition("@")[2]
 
 
 def servers_of(urls: str) -> list[ServerUrl]:
-    """Return the servers in ``redis://a:9221,redis://b:9221``. Raises ValueError for a server that is listed twice."""
+    """Return the servers of a list such as ``redis://a:9221,redis://b:9221``. Raises ValueError for a server that is
+    listed twice, and for a comma within a URL.
+    """
     found = [ServerUrl(url) for url in urls_of(urls)]
     names = Counter(map(str, found))
     for name, times in names.items():
@@ -63,9 +67,7 @@ def servers_of(urls: str) -> list[ServerUrl]:
 
 
 def segment_of(req_id: bytes) -> bytes:
-    """Return the part of a request's name that decides its server: the part in the first braces, as in a cluster, or
-    all.
-    """
+    """Return the segment of a request id: the part in its first braces, as in a cluster, or all of it."""
     _, opened, rest = req_id.partition(b"{")
     tag, closed, _ = rest.partition(b"}")
     return tag if opened and closed and tag else req_id
@@ -79,13 +81,13 @@ class Rendezvous:
         self._seeds = [(server, xxhash.xxh3_64_intdigest(str(server).encode())) for server in servers]
 
     def server(self, segment: bytes) -> ServerUrl:
-        """Return the server of a segment, whatever the order of the servers."""
+        """Return the server of a segment. It does not depend on the order of the servers."""
         return max(self._seeds, key=lambda each: (xxhash.xxh3_64_intdigest(segment, each[1]), str(each[0])))[0]
 
 
 @dataclass
 class SideBySideCalls:
-    """The methods of a client. Each calls the same method for each server that has a part of the batch."""
+    """The methods of a client, as plans. Each sends the same call to every server, with its part of the batch."""
 
     rendezvous: Rendezvous
     calls: Calls  # for one connection
@@ -158,7 +160,9 @@ class SideBySideCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """Return the number of complete blocks, from the first one. Each server leases up to its own first hole."""
+        """Count the complete blocks, from the first one. Each server leases its own blocks up to its first incomplete
+        one.
+        """
         check_names(names)
         parts = self._parts(
             [req_id for req_id, _ in names],
@@ -180,7 +184,9 @@ class SideBySideCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Ask each of the server of its key. Returns the answers, Failed for those without one. Raises refusals."""
+        """Send each question to the server of its key. Return the answers, with Failed for servers that do not answer.
+        Raises Refused.
+        """
         left: dict[ServerUrl, list[int]] = defaultdict(list)
         for i, question in enumerate(questions):
             left[self.rendezvous.server(segment_of(key_of(question)))].append(i)
@@ -210,13 +216,13 @@ class SideBySideCalls:
         return self.rendezvous.servers
 
     def strayed(self, error: PageClientError) -> bool:
-        """Return whether to retry: no other server has the keys of a server."""
+        """Return False: a retry is useless, since no other server has the keys of a server."""
         return False
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _parts(self, req_ids: Sequence[bytes], call: Callable[[list[int]], Call[Any]]) -> list[_Part]:
-        """Return the part of each server, with its items of the batch. Raises the errors of the arguments."""
+        """Return each server's part of the batch. Raises the errors of `call` for invalid arguments."""
         items: dict[ServerUrl, list[int]] = defaultdict(list)
         servers: dict[bytes, ServerUrl] = {}
         for i, req_id in enumerate(req_ids):
@@ -227,7 +233,7 @@ class SideBySideCalls:
         return [_Part(server, some, call(some)) for server, some in items.items()]
 
     def _ask(self, parts: Sequence[_Part]) -> Plan[list[tuple[_Part, Any]]]:
-        """Return each server's answer, or Failed. Raises refusals, and the first error if all servers fail."""
+        """Return each server's answer, or Failed. Raises Refused, and the first error if all servers fail."""
         answers: dict[ServerUrl, Any] = {}
         for _ in range(_TRIES):
             left = [p for p in parts if p.server not in answers or _is_retryable(answers[p.server])]
@@ -250,7 +256,9 @@ class SideBySideCalls:
         return [(part, part.read(answers[part.server])) for part in parts]
 
     def _gathered(self, count: int, nothing: Any, answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
-        """Return the answers for all items, in order, with `nothing` for items whose server did not answer."""
+        """Return the answers for all items, in order, with `nothing` for the items of servers that did not answer.
+        Count these items as misses.
+        """
         found = [nothing] * count
         for part, answer in answers:
             if isinstance(answer, Failed):
@@ -266,11 +274,11 @@ class _Part:
     """One server's part of a call."""
 
     server: ServerUrl
-    items: list[int]  # of the batch
+    items: list[int]  # positions in the batch
     call: Call[Any]
 
     def request(self, to: BlobCommands) -> Request[Any]:
-        """Return the request, in the server's commands."""
+        """Return the request, in the commands that the server supports."""
         (part,) = self.call.parts
         request: Request[Any] = self.call.ask(to, part)
         return request

@@ -1,4 +1,4 @@
-"""The store behind a URL that names more than one server."""
+"""The store of a URL that names more than one server."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, uni
 #
 # The client's methods on a cluster, as plans.
 #
-# A block is one string. A page that is written by itself is a string, too. Writing a page deletes the block that it
-# would belong to, writing a block deletes its pages that were written alone, and reads look for the block first. So a
-# read finds the last written value, or nothing.
+# A block is one string. A page that is written by itself is a string, too. A write of a page deletes the block that the
+# page would belong to, a write of a block deletes its pages that were written one by one, and reads prefer the block.
+# So a read finds the last written value, or nothing.
 
-_APART = 256  # commands that are sent at once, so that other tasks have their turn
-_SPELLED = 4096  # likewise, for keys that are encoded without an object for each
+_APART = 256  # commands that are sent at once at most, so that other tasks have their turn
+_SPELLED = 4096  # the same limit for commands that are encoded without an object for each
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -57,7 +57,7 @@ def _memory(nbytes: int) -> memoryview:
 
 
 class StringWords(BlockWords):
-    """How a cluster is asked about blocks."""
+    """Questions about blocks for a cluster."""
 
     @staticmethod
     def exists(name: BlockName) -> Question:
@@ -70,7 +70,7 @@ class StringWords(BlockWords):
 
 @dataclass
 class ClusterCalls:
-    """The methods of a client. Misses are counted by reason."""
+    """The methods of a client, as plans. `misses` counts misses by reason."""
 
     router: Router
     verify: bool
@@ -88,7 +88,7 @@ class ClusterCalls:
 
     @timed
     def put_pages(self, end: Deadline, written: Sequence[Command], names: Sequence[BlockName]) -> Plan[None]:
-        """Run commands that write pages of these blocks, and delete the blocks as such."""
+        """Run commands that write pages of these blocks, then delete the strings of the blocks."""
         yield from self.write(written)(end)
         blocks = map(block_key, dict.fromkeys(names))
         yield from self._integers([simple(b"UNLINK", key, writes=True) for key in blocks], end)
@@ -121,7 +121,7 @@ class ClusterCalls:
 
     @timed
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Return which pages exist."""
+        """Return for each page whether it exists."""
         alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
         found = yield from self._with_blocks(keys, alone, end)
         return [
@@ -130,13 +130,13 @@ class ClusterCalls:
 
     @timed
     def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Return which keys of pages have a value, whether it is a page or not."""
+        """Return for each page's key whether it has a value, even one that is not a page."""
         found = yield from self._with_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         return [in_block or answer == 1 for answer, in_block in found]
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
-        """Delete pages. Returns how many existed. A block with one of them is deleted as a whole."""
+        """Delete pages. Return the number of pages that existed. A block with one of them is deleted as a whole."""
         keys = list(dict.fromkeys(keys))
         found = yield from self._with_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         blocks = {block_key((key.req_id, key.page)) for key, (_, in_block) in zip(keys, found, strict=True) if in_block}
@@ -146,7 +146,7 @@ class ClusterCalls:
 
     @timed
     def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
-        """Delete blocks of a request. Returns how many pages they had."""
+        """Delete blocks of a request. Return the number of their pages. Raises Unsupported without page ids."""
         names = _named(req_id, pages)
         shapes = _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
         gone = yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
@@ -171,7 +171,9 @@ class ClusterCalls:
     def fetch_blocks_into(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Plan[list[str | None]]:
-        """Receive blocks into buffers. Absent blocks may exist as single pages."""
+        """Receive blocks into buffers. If a block is absent, try to read its single pages. Return the reason of each
+        miss, and None for found blocks.
+        """
         check_names(names)
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
@@ -192,7 +194,10 @@ class ClusterCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """Return the number of blocks that exist as blocks, from the first one. They are kept from expiring."""
+        """Return the number of blocks that are stored as blocks with `pages_per_block` pages, from the first one.
+
+        `lease_ms` extends the TTL of all named blocks to at least that time, also of those behind the first absent one.
+        """
         check_names(names)
         asked = [commands.get_opening(name) for name in names]
         leased = [_lease(name, lease_ms, at_primary=True) for name in names] if lease_ms else []
@@ -205,7 +210,9 @@ class ClusterCalls:
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
-        """Keep blocks from expiring for a while. Returns how many exist."""
+        """Touch blocks, and extend their TTL to at least `lease_ms`. Return the number of blocks that exist. Raises
+        Unsupported without page ids.
+        """
         names = _named(req_id, pages)
         touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
         found = yield from self._integers([*touched, *(_lease(name, lease_ms, writes=True) for name in names)], end)
@@ -215,7 +222,9 @@ class ClusterCalls:
 
     @timed
     def write(self, end: Deadline, written: Sequence[Write]) -> Plan[None]:
-        """Run commands that write, and are answered OK or a count. Commands for single keys follow last, in groups."""
+        """Run writes with the replies OK or a count. Deletions of single pages are first. Commands that were refused
+        because their slot is being moved are last, key by key.
+        """
         yield from self._delete_scattered([one for one in written if isinstance(one, Scattered)], end)
         together, apart = [one for one in written if isinstance(one, Command)], []
         for one, answer in zip(together, (yield from self.router.ask(together, end)), strict=True):
@@ -227,7 +236,9 @@ class ClusterCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Ask each of the node that has its key. Returns the answers, Failed for those without one. Raises refusals."""
+        """Send each question to the node that has its key. Return the answers, with Failed for reads that no node
+        answered. Raises Refused.
+        """
         return (yield from self.router.answers([commands.of_question(one, once=not again) for one in questions], end))
 
     @timed
@@ -246,7 +257,7 @@ class ClusterCalls:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _delete_scattered(self, scattered: Sequence[Scattered], end: Deadline) -> Plan[None]:
-        """Delete pages of some blocks at a time. Redirected and failed commands are sent again one by one."""
+        """Delete single pages, of some blocks at a time. Redirected and failed commands are sent again as `Command`."""
         blocks, most = iter(scattered), max((one.shape.pages for one in scattered), default=1)
         while some := [*islice(blocks, max(_SPELLED // most, 1))]:
             spelled = [one.spelled() for one in some]
@@ -267,7 +278,10 @@ class ClusterCalls:
         end: Deadline,
         shapes: dict[BlockName, BlockShape] | None = None,
     ) -> Plan[list[str | None]]:
-        """Receive pages that are strings, and pages in blocks. Returns why each was missed, or None."""
+        """Receive pages that are strings, and pages in blocks. Return the reason of each miss, None for found pages.
+
+        `shapes` are the shapes of the pages' blocks if the caller has them already.
+        """
         single = [
             Command(bytes(key), commands.simple(b"GET", bytes(key)).pieces, room)
             for key, room in zip(keys, rooms, strict=True)
@@ -300,7 +314,9 @@ class ClusterCalls:
         rooms: Sequence[Place],
         end: Deadline,
     ) -> Plan[None]:
-        """Receive the pages of absent blocks that were written page by page. They have a first one."""
+        """Receive absent blocks that were written page by page, and update `missed`. A block without its first page
+        stays absent.
+        """
         firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
         there = yield from self.router.answers([simple(b"EXISTS", bytes(key)) for key in firsts], end)
         for i, answer in zip(absent, there, strict=True):
@@ -318,14 +334,14 @@ class ClusterCalls:
     def _with_blocks(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[list[tuple[Answer | Failed, bool]]]:
-        """Return the answer to a command for each page, and whether the page is in a block."""
+        """Run a command for each page. Return its reply, and whether the page is in a block."""
         answers, shapes = yield from self._with_shapes(keys, asked, end)
         return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=True)]
 
     def _with_shapes(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[tuple[list[Answer | Failed], dict[BlockName, BlockShape]]]:
-        """Return the answer to a command for each page, and the shapes of the blocks that the pages would belong to."""
+        """Run a command for each page. Return the replies, and the shapes of the existing blocks of these pages."""
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
         return answers[: len(keys)], _shapes(names, answers[len(keys) :])
@@ -342,7 +358,7 @@ class ClusterCalls:
 
 
 def _named(req_id: bytes, pages: Sequence[int]) -> list[BlockName]:
-    """Blocks of a request. Raises Unsupported for all of them."""
+    """Return the names of a request's blocks. Raises Unsupported without page ids."""
     names = [(req_id, page) for page in pages]
     check_names(names or [(req_id, 0)])
     if not names:
@@ -351,12 +367,14 @@ def _named(req_id: bytes, pages: Sequence[int]) -> list[BlockName]:
 
 
 def _lease(name: BlockName, lease_ms: int, **how: bool) -> Command:
-    """Keep a block at least that long, if it expires."""
+    """Return the command that extends a block's TTL to `lease_ms`. A longer TTL, or none, stays."""
     return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", **how)
 
 
 def _reason(answer: Answer | Failed) -> str | None:
-    """Why a string did not arrive in its place, or None. Raises WrongReply for an answer that does not fit a read."""
+    """Return the reason of a miss, or None for a string that was received into its place. Raises WrongReply for another
+    reply.
+    """
     if answer is ARRIVED:
         return None
     if answer is None:
@@ -382,25 +400,27 @@ def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[in
     return commands.ranges_of_page(key, shape) if shape else None
 
 
-PAUSE = 0.05  # seconds until something is attempted again
+PAUSE = 0.05  # seconds before a transaction is tried again
 
 
 @dataclass(frozen=True)
 class Several:
-    """Servers that form one store: what to ask them, and the connections."""
+    """Servers that form one store: the methods as plans, and the connections."""
 
     calls: ClusterCalls | SideBySideCalls
     peers: Peers
 
     def connections(self, node: Hashable) -> PagePool:
-        """Connections to a node that has keys. Raises Disconnected if it is left alone."""
+        """Return the pool of connections to a node that has keys. Raises Closed; Disconnected if the node gets no
+        requests for a while.
+        """
         self.peers.check(node)
         return self.peers.pool(node, replica=False)
 
     @contextmanager
     def attempt(self, node: Hashable, end: Deadline) -> Iterator[None]:
-        """Run the caller's code on a node, which is retried after an error. Raise the error if a retry is useless, or
-        no time is left.
+        """Run the caller's block, which uses a node. Suppress its error if the caller can try again; raise the error if
+        a retry is useless, or no time is left.
         """
         failure: PageClientError | None = None
         try:
@@ -411,7 +431,7 @@ class Several:
                 raise
         finally:
             self.peers.remember(node, failure)
-            del failure  # it has this frame
+            del failure  # a reference cycle otherwise: it refers to this frame
 
 
 def names_several(url: str) -> bool:
@@ -420,14 +440,14 @@ def names_several(url: str) -> bool:
 
 
 def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
-    """Return the store that a URL names; None when it is one server's. `options` are those of `PageClient`.
+    """Return the store of a URL; None if the URL names a single server. `options` are those of `PageClient`.
 
-    Raises ValueError.
+    Raises ValueError for an invalid URL or option.
     """
     if not names_several(url):
         return None
     address = Address(url) if urlsplit(url).scheme in SCHEMES else None
-    options = {**options, **(address.options if address else {})}  # the URL's win, as with redis-py
+    options = {**options, **(address.options if address else {})}  # the URL's options win, as in redis-py
     silence = options.pop("node_deadline", SILENCE)
     if address:
         replicas = options.pop("read_from_replicas", False)

@@ -1,4 +1,4 @@
-"""The map of a cluster: the nodes of each slot."""
+"""The URL of a cluster, and its map: the nodes of each slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpage_server.client.errors import WrongReply
 from kvpage_server.client.wire.exchange import Request, command
 from kvpage_server.client.wire.reply import Values, only
 
-# -- The options that may stand in a cluster's URL, as in ``valkey-cluster://a:7000,b:7000?node_deadline= --------------
+# -- Options in a cluster's URL, such as ``valkey-cluster://a:7000,b:7000?node_deadline=1`` ----------------------------
 
 _CERT_REQS = {name: name for name in ("none", "optional", "required")}
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
@@ -87,17 +87,17 @@ def options_of(query: str, *, tls: bool) -> dict[str, Any]:
 
 SLOTS = 16384
 SCHEMES = {"valkey-cluster": "redis", "redis-cluster": "redis", "rediss-cluster": "rediss"}
-slot_of = key_slot  # of a key as bytes: the CRC of the part in its first braces, or of all of it
+slot_of = key_slot  # takes a key as bytes: the CRC of the part in its first braces, or of all of it
 _TAG = re.compile(rb"[^{]*\{[^}]+\}")
 
 
 def has_tag(name: bytes) -> bool:
-    """Return whether braces in a name decide alone which slot a key with this name in it is in."""
+    """Return whether a name has a part in braces, so that all keys with this name are in the same slot."""
     return _TAG.match(name) is not None
 
 
 class Node(NamedTuple):
-    """Where a server of the cluster listens."""
+    """The address of a server of the cluster."""
 
     host: str
     port: int
@@ -118,17 +118,17 @@ class SlotMap:
     """The shard of each slot, as far as known. Only `moved` changes it; a new map replaces it."""
 
     def __init__(self, ranges: Iterable[tuple[int, int, Shard]] = ()) -> None:
-        """Create a map; each range has a first and a last slot."""
+        """Create a map of ranges: the first slot, the last slot, and their shard."""
         self._shards: list[Shard | None] = [None] * SLOTS
         for first, last, shard in ranges:
             self._shards[first : last + 1] = [shard] * (last + 1 - first)
 
     def shard(self, slot: int) -> Shard | None:
-        """Return the shard that serves a slot, or None if unknown."""
+        """Return the shard that serves a slot, or None if it is unknown."""
         return self._shards[slot]
 
     def moved(self, slot: int, to: Node) -> None:
-        """Note that another node serves a slot."""
+        """Note that a node serves a slot. A new primary has no replicas until the map is refreshed."""
         shard = self._shards[slot]
         if shard is None or shard.primary != to:
             self._shards[slot] = Shard(to)
@@ -143,13 +143,13 @@ class SlotMap:
 
 
 def ask_slots(of: Node) -> Request[SlotMap]:
-    """Asks a node for its map of slots."""
+    """Return the request for a node's map of slots."""
     text = command(b"CLUSTER", b"SLOTS")
     return Request(lambda: iter((text,)), Values, lambda values: SlotMap(ranges_of(only(values), of)))
 
 
 def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
-    """Raises WrongReply."""
+    """Yield the ranges in a reply to CLUSTER SLOTS of the node `asked`. Raises WrongReply."""
     if not isinstance(value, list):
         raise WrongReply(f"instead of the cluster's slots came {value!r:.80}")
     for entry in value:
@@ -166,7 +166,7 @@ def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
 
 
 def redirection(line: str, asked: Node) -> tuple[int, Node] | None:
-    """Return the slot and node in the MOVED or ASK error of a node; None if it is malformed."""
+    """Return the slot and the node in a MOVED or ASK error of the node `asked`; None if the error is malformed."""
     _, _, rest = line.partition(" ")
     slot, _, address = rest.partition(" ")
     host, _, port = address.rpartition(":")
@@ -178,10 +178,10 @@ def redirection(line: str, asked: Node) -> tuple[int, Node] | None:
 
 
 class Address:
-    """A cluster's URL: some of its nodes, and how to talk to each of them."""
+    """A cluster's URL: some of its nodes, and the options of the connections to each."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError."""
+        """Parse a URL. Raises ValueError."""
         parts = urlsplit(url)
         wanted = "a cluster's URL is valkey-cluster://host:port,host:port (or redis-cluster://, rediss-cluster://)"
         if parts.scheme not in SCHEMES or not parts.netloc:

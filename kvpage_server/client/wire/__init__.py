@@ -1,4 +1,4 @@
-"""How the client speaks to one server: connections, questions as bytes, answers as values, each within a deadline.
+"""The client's protocol with one server: connections, requests as bytes, replies as values, and deadlines.
 
-This package knows neither pages nor the number of servers.
+This package depends neither on pages nor on the number of servers.
 """

@@ -1,11 +1,12 @@
-"""redis-py's connections, used without blocking. They still make the socket, TLS, HELLO, AUTH and SELECT.
+"""redis-py's connections, used without blocking. redis-py still makes the socket, TLS, HELLO, AUTH and SELECT.
 
 The pool lends a connection whether it is connected or not, and `open` connects it within the caller's deadline. From
-then on its socket never blocks. Our own exchange also sends and reads redis-py's handshake, so that no parser of
+then on its socket never blocks. `Conversation` also sends and reads redis-py's handshake, so that no parser of
 redis-py holds back bytes that belong to a page.
 
-Only the user of a socket closes it: its descriptor may belong to another file a moment later, whose bytes would be
-taken for a reply. A pool that is closed shuts the sockets in use down, so that their users find the end of the stream.
+Only the user of a socket closes it. After a close the system may give its descriptor to another file, and the user
+would take that file's bytes for a reply. So a pool that is closed only shuts down the sockets in use, and their users
+find the end of the stream.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, 
 from kvpage_server.client.wire.exchange import Conversation, Request
 from kvpage_server.client.wire.reply import Values, only
 
-# -- The moment by which a call has to be over -------------------------------------------------------------------------
+# -- Deadlines ---------------------------------------------------------------------------------------------------------
 
 
 class Deadline:
-    """`seconds` from now, for everything a call does: connecting, every send and every receive."""
+    """The end of a call, `seconds` from now. It holds for the whole call: connects, sends, receives and retries."""
 
     def __init__(self, seconds: float, error: Callable[[], DeadlineExceeded] | None = None) -> None:
         if not seconds > 0:
@@ -45,19 +46,19 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def part(self, node: Hashable, seconds: float) -> Deadline:
-        """Return the time that one of several servers may take of it."""
+        """Return the deadline of one of several servers: `seconds` from now, or this deadline if that is earlier."""
         seconds = min(seconds, self.left())
         return Deadline(seconds, lambda: self.late(node, f"did not answer within {seconds:.3g} s"))
 
     def left(self) -> float:
-        """Return the seconds left, more than 0. Raises DeadlineExceeded."""
+        """Return the seconds left, more than 0. Raises DeadlineExceeded when none are."""
         left = self.seconds_left()
         if left <= 0:
             raise self.exceeded()
         return left
 
     def seconds_left(self) -> float:
-        """Return the same without an error: 0 or less after the deadline."""
+        """Return the seconds left, 0 or less after the deadline."""
         return self._end - time.monotonic()
 
     def exceeded(self) -> DeadlineExceeded:
@@ -70,17 +71,17 @@ class Deadline:
         return DeadlineExceeded(f"{node} {why}; {left:.3g} of the call's {self._seconds:g} s left")
 
     def spent(self) -> str:
-        """Return how much of it is over, for people."""
+        """Return the elapsed time as text, for error messages."""
         return f"{self._seconds - max(self.seconds_left(), 0):.3g} of {self._seconds:g} s"
 
 
 T = TypeVar("T")
-# errors of redis-py's handshake after an unreadable reply
+# errors that redis-py's handshake raises for a reply that it cannot read
 NONSENSE = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class PageConnection(AbstractConnection):
-    """The changes to all three connection classes of redis-py."""
+    """A mixin that makes a connection class of redis-py non-blocking."""
 
     _sock: socket.socket | None  # type: ignore[assignment]  # as redis-py uses it
     _deadline: Deadline
@@ -94,17 +95,17 @@ class PageConnection(AbstractConnection):
     # -- interface for redis-py's pool ---------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Do nothing: the pool would connect when it lends the connection. `open` does that here."""
+        """Do nothing. The pool calls this when it lends the connection; `open` connects instead."""
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Return the pool asks whether bytes of an earlier answer are left. `is_ready` does that here."""
+        """Return False. The pool calls this to find bytes of an earlier reply; `is_ready` checks for them instead."""
         return False
 
     # -- connecting ------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it is connected, and nothing has arrived since its last reply. Otherwise it can't be used."""
+        """Whether the connection is open, and no byte has arrived since its last reply. Otherwise it can't be used."""
         if self._sock is None:
             return False
         try:
@@ -116,7 +117,9 @@ class PageConnection(AbstractConnection):
         return False
 
     def open(self, deadline: Deadline) -> None:
-        """Connect and authenticate, unless it is ready. Raises DeadlineExceeded, Disconnected, WrongReply, Refused."""
+        """Connect and authenticate, unless the connection is ready. Raises DeadlineExceeded, Disconnected, WrongReply,
+        Refused.
+        """
         if self.is_ready:
             return
         if self.interrupted:
@@ -149,24 +152,24 @@ class PageConnection(AbstractConnection):
         return sock
 
     def send_packed_command(self, command: bytes | Iterable[bytes], check_health: bool = True) -> None:
-        """Keep a part of the handshake; redis-py asks for its answer next."""
+        """Keep a part of redis-py's handshake. `read_response`, which redis-py calls next, sends it."""
         self._unsent = [command] if isinstance(command, bytes) else list(command)
 
     def read_response(self, *args: Any, **options: Any) -> Any:
-        """Return the reply to the last request."""
+        """Send the kept part of the handshake, and return its reply."""
         return self.converse(Request(lambda: iter(self._unsent), Values, only), self._deadline)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request[T], deadline: Deadline) -> T:
-        """Return the server's answer. Raises any PageClientError, and then closes the connection, except for
-        Refused.
+        """Connect if necessary, send a request, and return its decoded reply. Raises any PageClientError. Each of them
+        closes the connection, except for Refused.
         """
         self.open(deadline)
         return self.converse(request, deadline)
 
     def converse(self, request: Request[T], deadline: Deadline) -> T:
-        """Return the same, on the connection as it is."""
+        """Do the same as `ask` on a connection that is open already."""
         conversation = self.conversation(request)
         try:
             wait_through(conversation, deadline)
@@ -175,7 +178,7 @@ class PageConnection(AbstractConnection):
             self.close_unless(conversation.over)
 
     def conversation(self, request: Request[T]) -> Conversation[T]:
-        """Return a request on the open connection."""
+        """Return the conversation of a request on the open connection."""
         assert self._sock is not None
         return Conversation(self._sock, request)
 
@@ -185,16 +188,17 @@ class PageConnection(AbstractConnection):
             self.interrupted = True
             if self._sock is not None:
                 with suppress(OSError):
-                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of ssl would take the cipher away
+                    # SSLSocket.shutdown would also drop the TLS state, which the user's thread may be using
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def disconnect(self, *args: Any, **options: Any) -> None:
-        """Close the socket."""
+        """Close the socket, without racing `interrupt`."""
         with self._ending:
             super().disconnect(*args, **options)  # type: ignore[no-untyped-call]
 
     def close_unless(self, over: bool) -> None:
-        """Close the connection if a conversation was not over. Bytes that arrive later would be taken for the reply to
-        the next request.
+        """Close the connection if a conversation was not over: the next request would take its remaining bytes for a
+        reply.
         """
         if not over:
             self.disconnect()
@@ -219,29 +223,29 @@ def wait_through(conversation: Conversation[Any], deadline: Deadline) -> None:
 
 
 class PageTCPConnection(PageConnection, Connection):
-    """redis://"""
+    """A connection of a redis:// URL."""
 
 
 class PageTLSConnection(PageConnection, SSLConnection):
-    """rediss://"""
+    """A connection of a rediss:// URL."""
 
 
 class PageUnixConnection(PageConnection, UnixDomainSocketConnection):
-    """unix://"""
+    """A connection of a unix:// URL."""
 
 
-# No push may arrive unexpectedly; and a server without CLIENT MAINT_NOTIFICATIONS counts it as an error.
+# redis-py would send CLIENT MAINT_NOTIFICATIONS, which other servers count as an error, and then get push messages.
 _QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
 _CLASSES = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
 
 class PagePool(ConnectionPool):
-    """redis-py's pool, of such connections. It may be closed while they are in use."""
+    """redis-py's connection pool for `PageConnection`. It can be closed while its connections are in use."""
 
     closed = False
 
     def lend(self) -> PageConnection:
-        """Return a connection, to be released. Raises Closed, and Disconnected when there are no more."""
+        """Return a connection, which the caller releases. Raises Closed; Disconnected if all connections are in use."""
         try:
             connection = cast(PageConnection, self.get_connection())
         except redis.ConnectionError as error:
@@ -253,7 +257,7 @@ class PagePool(ConnectionPool):
 
     @contextmanager
     def lent(self) -> Iterator[PageConnection]:
-        """Yield the same for a while."""
+        """Yield a connection, and release it afterwards. Raises as `lend` and `in_use`."""
         connection = self.lend()
         try:
             with self.in_use():
@@ -263,7 +267,7 @@ class PagePool(ConnectionPool):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Raises Closed for a connection that ends in here because the pool was closed."""
+        """Raise Closed instead of a Disconnected in the caller's block if the pool was closed."""
         try:
             yield
         except Disconnected as error:
@@ -272,13 +276,13 @@ class PagePool(ConnectionPool):
             raise
 
     def release(self, connection: Any) -> None:
-        """Take a connection back."""
+        """Take a connection back. A closed pool closes it."""
         super().release(connection)
         if self.closed:
             connection.disconnect()
 
     def close(self) -> None:
-        """End the connections. Connections in use end with an error for their users, which return them."""
+        """Close the connections. Those in use are only shut down: their users get an error, and release them."""
         self.closed = True
         with self._lock:
             for connection in self._in_use_connections:
@@ -294,13 +298,13 @@ def _check_scheme(url: str) -> None:
 
 
 def page_pool(url: str, options: dict[str, Any]) -> PagePool:
-    """Return a pool for a redis://, rediss:// or unix:// URL; `options` as redis-py's ConnectionPool takes them.
+    """Return a pool for a redis://, rediss:// or unix:// URL. `options` are those of redis-py's ConnectionPool.
 
     Raises ValueError for another URL.
     """
     _check_scheme(url)
     options = {
-        "retry": Retry(NoBackoff(), 1),  # a server that was restarted
+        "retry": Retry(NoBackoff(), 1),  # one, since a restarted server has closed the pool's connections
         **_QUIETLY,
         **options,
     }
@@ -308,7 +312,7 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a client of redis-py's own, which asks the server nothing by itself but how to speak with it.
+    """Return a client of redis-py, which sends no commands of its own except its handshake.
 
     Raises ValueError for a URL that is not redis://, rediss:// or unix://.
     """
@@ -317,8 +321,10 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
 
 
 def pause_before_retry(connection: PageConnection, failures: int, deadline: Deadline, error: Disconnected) -> float:
-    """Return seconds to wait, as the connection's redis-py Retry says. Raises `error` when it was tried often enough,
-    when the deadline would pass meanwhile, and when the connection is of no use any more.
+    """Return the seconds to wait before a retry, by the redis-py Retry of the connection.
+
+    Raises `error` after the last retry, when the deadline would pass during the wait, and when the connection was
+    interrupted.
     """
     retry = connection.retry
     pause: float = retry._backoff.compute(failures)  # Retry.call_with_retry would sleep past the deadline

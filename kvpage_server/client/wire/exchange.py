@@ -1,7 +1,7 @@
-"""A question and its answer over a non-blocking socket. It never waits, but yields the events that its driver has to
-wait for.
+"""A request and its reply over a non-blocking socket. The exchange never waits: it yields the events that its driver
+has to wait for.
 
-Plain sockets gather and scatter by themselves. TLS sockets can't, so there pieces are joined to records. The cipher
+Plain sockets gather and scatter by themselves. TLS sockets can't, so their pieces are joined to records. The cipher
 copies every byte anyway.
 """
 
@@ -19,7 +19,7 @@ from kvpage_server.client.wire.reply import Receiver, refusal
 from kvpage_server.core import Chunk, Outgoing
 from kvpage_server.core.pieces import ErrorAnswer, WrongAnswer
 
-# -- Commands as they go over the wire ---------------------------------------------------------------------------------
+# -- Commands as RESP --------------------------------------------------------------------------------------------------
 
 
 def word(text: bytes | int) -> bytes:
@@ -42,13 +42,13 @@ T = TypeVar("T")
 
 Piece = bytes | memoryview
 READ, WRITE = select.POLLIN, select.POLLOUT
-_CALLS_A_TURN = 8  # system calls, each of about a millisecond at most, before the driver has a turn
-_RECORD_BYTES = 64 * 1024  # bytes that are taken of a TLS socket in one go
+_CALLS_A_TURN = 8  # system calls, each of about a millisecond at most, before other tasks have a turn
+_RECORD_BYTES = 64 * 1024  # bytes that one recv of a TLS socket takes at most
 
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[T]):
-    """A request to a server. It can be sent again: pieces and receiver are made anew each time."""
+    """A request to a server. It can be sent again, because each conversation makes new pieces and a new receiver."""
 
     pieces: Callable[[], Iterator[Piece | Chunk]]
     receiver: Callable[[], Receiver]
@@ -56,7 +56,7 @@ class Request(Generic[T]):
 
 
 class Conversation(Generic[T]):
-    """One request on a socket."""
+    """One request and its reply on a socket."""
 
     def __init__(self, sock: socket.socket, request: Request[T]) -> None:
         self.sock = sock
@@ -69,8 +69,8 @@ class Conversation(Generic[T]):
         """Send and receive, as far as possible without waiting. Raises Disconnected and WrongReply.
 
         Yields the poll events to wait for, and receives the events that occurred. Yields 0 to give other tasks a turn.
-        Answers are received even while there is something to send: a server may refuse early, and it may stop reading
-        when nobody takes its answers.
+        Replies are received even while bytes are left to send: a server may refuse early, and it may stop reading when
+        its replies are not read.
         """
         ready, calls = WRITE, 0
         while not self._receiver.done:
@@ -99,7 +99,7 @@ class Conversation(Generic[T]):
             calls += 1
 
     def _send(self) -> int:
-        """Send the bytes that the socket takes. Returns the number of bytes, -1 if it takes nothing now."""
+        """Send as many bytes as the socket takes. Return their number, -1 if it takes none now."""
         try:
             if not isinstance(self.sock, ssl.SSLSocket):
                 return self._outgoing.send(self.sock.fileno())
@@ -107,11 +107,13 @@ class Conversation(Generic[T]):
             self._outgoing.sent(sent)
             return sent
         except (BrokenPipeError, ConnectionResetError):
-            self._broken = True  # the server's last reply before it closed may still be readable
+            self._broken = True  # the reply that the server sent before it closed may still be readable
             return 0
 
     def _receive(self) -> int:
-        """Receive available bytes. Return their number, -1 if none are available."""
+        """Receive available bytes. Return their number, -1 if none are available. Raises Disconnected at the end of the
+        stream.
+        """
         if isinstance(self.sock, ssl.SSLSocket):
             data = self.sock.recv(_RECORD_BYTES)
             self._receiver.feed(data)
@@ -124,11 +126,13 @@ class Conversation(Generic[T]):
 
     @property
     def over(self) -> bool:
-        """Whether everything was sent and the whole answer received, so that the connection can be used again."""
+        """Whether the whole request was sent and the whole reply received, so that the connection can be used again."""
         return self._outgoing.done and self._receiver.done and not self._broken
 
     def result(self) -> T:
-        """Return the answer. Raises Refused, or WrongReply for an answer that does not fit; then it is not `over`."""
+        """Return the decoded reply. Raises Refused; WrongReply for a reply that does not fit, after which `over` is
+        False.
+        """
         try:
             answer = self._receiver.result()
         except ErrorAnswer as error:

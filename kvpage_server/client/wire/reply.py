@@ -1,7 +1,7 @@
-"""Replies as values, or in places that are given for them: RESP2, and the part of RESP3 that our questions need.
+"""Replies as values, or in memory of the caller: RESP2, and the part of RESP3 that the client's requests need.
 
-A *receiver* takes bytes until the reply is complete (`done`). Then `result` is the answer. More bytes are an error,
-since a connection has one question at a time.
+A *receiver* takes bytes until the replies are complete (`done`). Then `result` returns them. More bytes are an error,
+since a connection has one request at a time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvpage_server.client.errors import Refused, WrongReply
 from kvpage_server.core.pieces import MAX_BULK, MAX_FRAME, MAX_LINE
 
 MAX_DEPTH = 8
-_DIRECT_BYTES = 4096  # a bulk of at least this size is received into its own memory
+_DIRECT_BYTES = 4096  # a bulk string of at least this size is received into its own memory
 _SCRATCH_BYTES = 16 * 1024
-_AHEAD_BYTES = 256 * 1024  # bytes that are received behind a long string, where there may be more of them
-_DROPPED_BYTES = 1 << 20  # bytes that are dropped at once
-_SHORT_LINE = 1024  # bytes of one of `Lines`
+_AHEAD_BYTES = 256 * 1024  # size of the scratch memory after the first long string, as more of them may follow
+_DROPPED_BYTES = 1 << 20  # a string without a fitting place is received and dropped in pieces of this size
+_SHORT_LINE = 1024  # mean length of the lines of `Lines` at most
 
 
 class Receiver(Protocol):
-    """One or more replies that are being received."""
+    """A receiver of one or more replies."""
 
     @property
     def done(self) -> bool:
@@ -37,10 +37,10 @@ class Receiver(Protocol):
         """
 
     def feed(self, data: bytes) -> None:
-        """Take bytes that were received by other means. Raises WrongReply."""
+        """Parse bytes that the caller has received. Raises WrongReply."""
 
     def result(self) -> Any:
-        """Return the answer. Raises Refused if it is an error."""
+        """Return the reply, or the list of replies. Raises Refused for an error reply."""
 
 
 def refusal(line: bytes) -> Refused:
@@ -61,29 +61,29 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the string that fits."""
+        """Length of the string that fits."""
         return len(self.head) + len(self.body)
 
 
 class Arrived:
-    """A string that was received into its place."""
+    """The value of a string that was received into its place."""
 
 
 class OtherSize:
-    """A string of another size than its place, which was dropped."""
+    """The value of a string of another size than its place; its bytes were dropped."""
 
 
-Answer = Any  # bytes, memoryview, int, None, Refused; of a string with a place ARRIVED or OTHER_SIZE
+Answer = Any  # bytes, memoryview, int, None, Refused; for a string with a place ARRIVED or OTHER_SIZE
 ARRIVED, OTHER_SIZE = Arrived(), OtherSize()
 
 
 class Values:
-    """`count` replies of any kind. Strings are bytes, or memoryviews of their own memory.
+    """Receiver of `count` replies of any kind. Strings are bytes, or memoryviews of their own memory.
 
-    An error among them is raised when all have arrived, or, with `with_errors`, returned among them.
+    `result` raises the first error reply, or, with `with_errors`, returns it like other replies.
 
-    With `places`, there is one for each reply, or None, and no reply is an array. A string is received into its place.
-    Behind it, at most the line and the head of the next one are received, so that only the kernel copies bodies.
+    `places` has a place or None for each reply, and then no reply may be an array. A string is received into its place.
+    Behind it, at most the line and the head of the next string are received, so that only the kernel copies bodies.
     Strings without a place are memoryviews, which distinguishes them from simple strings.
     """
 
@@ -94,15 +94,15 @@ class Values:
         self._with_errors = with_errors
         self._places = places
         self._values: list[Any] = []
-        self._data = b""  # received, not yet parsed, from _pos on
+        self._data = b""  # received bytes; those from _pos on are not parsed yet
         self._pos = 0
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._into: list[memoryview] = []  # the unfilled rest of a long string
+        self._into: list[memoryview] = []  # the memory of a long string that is not filled yet
         self._steps = self._parse(count)
         next(self._steps)
 
     def receive(self, fd: int) -> int:
-        """Receive, as in `Receiver`."""
+        """Receive available bytes, as in `Receiver`."""
         try:
             count = os.readv(fd, self._buffers())
         except BlockingIOError:
@@ -126,25 +126,27 @@ class Values:
             self._received(count)
 
     def result(self) -> list[Any]:
-        """Return the replies. Raises Refused."""
+        """Return the replies. Raises Refused, unless `with_errors`."""
         for value in self._values:
             if isinstance(value, Refused) and not self._with_errors:
                 raise value.again()
         return self._values
 
-    # -- where the next bytes belong -----------------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------------------------------
 
     def _buffers(self) -> list[memoryview]:
         return [*self._into, self._scratch[: self._wanted_behind()]] if self._into else [self._scratch]
 
     def _wanted_behind(self) -> int:
-        """Return the number of bytes up to the body of the next string, if it has a place."""
+        """Return the number of bytes to receive behind a long string. If the next string has a place, they end at its
+        body.
+        """
         after = len(self._values) + 1
         place = self._places[after] if self._places and after < len(self._places) else None
         return 2 + MAX_FRAME + len(place.head) if place else len(self._scratch)
 
     def _received(self, count: int) -> None:
-        """Parse as far as possible."""
+        """Parse `count` bytes, which are in the memory of `_buffers`, as far as possible."""
         count = self._fill(count)
         if count:
             self._data = b"".join((memoryview(self._data)[self._pos :], self._scratch[:count]))
@@ -157,7 +159,7 @@ class Values:
             self.done = True
 
     def _fill(self, count: int) -> int:
-        """Note `count` received bytes of a long string. Return the number of bytes behind it."""
+        """Remove memory from `_into` that `count` received bytes have filled. Return the number of bytes behind it."""
         while self._into and count >= len(self._into[0]):
             count -= len(self._into.pop(0))
         if self._into:
@@ -238,7 +240,9 @@ class Values:
         return OTHER_SIZE
 
     def _long(self, memory: list[memoryview], *, crlf: bool = True) -> Generator[None, None, None]:
-        """Copy the buffered part of a bulk string, then receive the rest in place."""
+        """Copy the buffered part of a long string into `memory`, and let the rest be received there. With `crlf`, take
+        its end of line, too.
+        """
         self._into = [part for part in memory if len(part)]
         while self._into and self._pos < len(self._data):
             there = memoryview(self._data)[self._pos :][: len(self._into[0])]
@@ -254,7 +258,7 @@ class Values:
 
 
 class Lines:
-    """So many replies, each of which is a line."""
+    """Receiver of `count` replies that are single lines."""
 
     def __init__(self, count: int) -> None:
         self.done = False
@@ -262,7 +266,7 @@ class Lines:
         self._received = bytearray()
 
     def receive(self, fd: int) -> int:
-        """Receive, as in `Receiver`."""
+        """Receive available bytes, as in `Receiver`."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -280,7 +284,7 @@ class Lines:
             raise WrongReply(f"instead of lines came {bytes(self._received[-40:])!r}")
 
     def result(self) -> list[bytes]:
-        """Return the lines."""
+        """Return the lines without their ends."""
         return bytes(self._received).split(b"\r\n")[:-1]
 
 
@@ -306,7 +310,7 @@ def number(digits: bytes) -> int:
 
 
 def bulk_size(digits: bytes) -> int:
-    """Return the length of a bulk string. Raises WrongReply for one that no value of ours has."""
+    """Return the length of a bulk string. Raises WrongReply for a length above MAX_BULK."""
     size = number(digits)
     if not 0 <= size <= MAX_BULK:
         raise WrongReply(f"a bulk string is said to have {size} bytes")

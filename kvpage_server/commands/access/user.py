@@ -273,8 +273,7 @@ class User:
         return self.keys.cover(key, access)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
-        """Return whether the user may use a channel. With `as_pattern`, `channel` must be equal to one of its patterns.
-        """
+        """Return whether the user may use a channel. With `as_pattern`, `channel` must equal one of its patterns."""
         if as_pattern:
             return self.every_channel or channel in self.channels
         return any(True for _ in self.channels.matching(channel))

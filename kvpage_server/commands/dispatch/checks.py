@@ -40,7 +40,7 @@ _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("head
 
 
 class Postponed(Exception):
-    """Raised when a command must be tried again after `wait`. `hold` keeps the loaded values in memory until then."""
+    """The signal to try a command again after `wait`. `hold` keeps the loaded values in memory until then."""
 
     def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
         super().__init__("the command has to wait")
@@ -76,7 +76,7 @@ def runs_without_disk_wait(client: Client, tiered: DiskTier, spec: Spec) -> bool
 
 
 def _require_durable_state(client: Client, tiered: DiskTier) -> None:
-    """With `appendfsync always`, let the reply of a write wait until all earlier changes are on disk, too.
+    """Let the reply of a write wait until all earlier changes are on disk, too, with `appendfsync always`.
 
     The write may have nothing to do, for example a DEL of a key that another client has just deleted. After its reply,
     a crash must not bring the key back.
@@ -288,7 +288,7 @@ _HTTP = (
 
 
 class Paused(Exception):
-    """Raised when a command has to wait for the end of a CLIENT PAUSE."""
+    """The signal that a command has to wait for the end of a CLIENT PAUSE."""
 
 
 def is_unqueued(words: Command) -> bool:

@@ -172,7 +172,7 @@ class Channels:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
-        """Send a message to all subscribers of a channel. If it is about a key, leave out those that may not read it.
+        """Send a message to all subscribers of a channel. If it is about a key, only those with a right to it get it.
 
         Return the number of all subscribers. The message is encoded once for each protocol, not for each subscriber.
         """
@@ -197,7 +197,7 @@ class Channels:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many messages wait to be sent that commands that cause others have to wait."""
+        """Whether many messages wait to be sent. Commands that cause more messages then wait, too."""
         return self._size > MOST_WAITING
 
     @property

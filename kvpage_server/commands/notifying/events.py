@@ -32,7 +32,7 @@ _NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the comman
 
 
 class KeyEvents:
-    """Receiver of a keyspace's events. It listens only while a client watches or tracks keys, or events are published."""
+    """Receiver of a keyspace's events. It listens only while clients watch or track keys, or events are published."""
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
         self.acting: Recipient | None = None  # the client that runs a command at the moment

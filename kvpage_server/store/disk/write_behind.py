@@ -134,7 +134,7 @@ class DiskWriter(Generic[T]):
         except (DiskFull, DiskError) as error:
             return type(error)(str(error))
         except Exception as error:
-            log.exception("what is to be stored cannot be written")
+            log.exception("queued values cannot be written")
             return DiskError(repr(error))
         return None
 

@@ -258,7 +258,7 @@ class TestWhatIsTold:
         assert cache.invalidated() == sorted(key.encode() for key in keys)
 
     @pytest.mark.parametrize(
-        ("mode", "word", "told"),
+        ("mode", "word", "received"),
         [("OPTIN", "YES", True), ("OPTIN", None, False), ("OPTOUT", "NO", False), ("OPTOUT", None, True)],
     )
     def test_caching_applies_to_all_parts_and_no_later_command(

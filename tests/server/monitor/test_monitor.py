@@ -201,7 +201,7 @@ def test_a_form_of_another_site_does_not_log_in(seen: SeenServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "received",
     [
         b"",
         b"Basic",

@@ -106,7 +106,7 @@ class TestLastWords:
     """
 
     @pytest.mark.parametrize(
-        ("last", "told"),
+        ("last", "received"),
         [
             (b"QUIT\r\n", b"+OK\r\n"),
             (b"*x\r\n", b"-ERR Protocol error: invalid multibulk length\r\n"),

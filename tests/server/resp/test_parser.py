@@ -520,7 +520,7 @@ class TestLimits:
             assert self.refused(core, data, step=1000) == error
 
     @pytest.mark.parametrize(
-        ("number", "told"),
+        ("number", "received"),
         [
             (b"-1", ""),
             (b"-9223372036854775808", ""),

@@ -37,12 +37,12 @@ class Options:
     get: bool = False
 
     def expires(self, name: str) -> int:
-        """Return the expiry in unix milliseconds, 0 if no time was given. Raises ReplyError, which names the command."""
+        """Return the expiry in unix milliseconds, 0 if no time was given. Raises ReplyError with the command's name."""
         return expiry(name, self.timing, self.time) if self.timing in _UNIT else 0
 
 
 def expiry(name: str, unit: bytes, raw: Argument) -> int:
-    """Return the unix milliseconds for a time after EX, PX, EXAT or PXAT. Raises ReplyError, which names the command."""
+    """Return the unix milliseconds for a time after EX, PX, EXAT or PXAT. Raises ReplyError with the command's name."""
     count = integer(raw)
     expires = count * _UNIT[unit] + (0 if unit.endswith(b"AT") else unix_ms())
     if count <= 0 or expires > I64[1]:
@@ -330,7 +330,7 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
 
 
 def _add(client: Client, key: bytes, amount: int) -> Reply:
-    """Add `amount` to a number, and return the sum. The TTL stays. Raises ReplyError for a value that is not a number."""
+    """Add `amount` to a number, and return the sum. The TTL stays. Raises ReplyError for another value."""
     keyspace = client.server.keyspace
     entry = keyspace.find(key)
     old = 0 if entry is None else as_integer(entry.data) if isinstance(entry, Text) else None

@@ -33,9 +33,7 @@ from kvpage_server.system.text import monotonic_ms
 
 BlockName = tuple[bytes, int]  # request and page id
 
-PAGES_PER_STEP = (
-    512 if NAME == "native" else 128
-)  # pages that a step parses, stores or finds
+PAGES_PER_STEP = 512 if NAME == "native" else 128  # pages that a step parses, stores or finds
 _DECIDED_PAGES_PER_STEP = 128  # the same when pages are stored one by one, because of listeners or quotas
 FROM_DISK = 16  # pages that a step sends from disk
 

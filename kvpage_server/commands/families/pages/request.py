@@ -109,8 +109,8 @@ def are_few(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bo
 
 
 def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> Steps[list[Block]]:
-    """Return the existing blocks that `req [page ...]` names, in steps: each page id once, in their order, or all blocks
-    of the request by page id.
+    """Return the existing blocks that `req [page ...]` names, in steps: each page id once, in their order, or all
+    blocks of the request by page id.
     """
     keyspace, req_id = client.keyspace, request_name(req)
     if not pages:
@@ -148,7 +148,7 @@ def keys_in(block: Block) -> Iterator[list[bytes]]:
 
 
 def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
-    """Yield the current blocks of these names; skip those that do not exist any more at their turn."""
+    """Yield the current blocks of these names. Skip a block that does not exist any more at its turn."""
     return (block for named in blocks if (block := keyspace.block(named.req_id, named.page)))
 
 
@@ -180,7 +180,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
                 continue
             for keys in keys_in(block):
                 if block.extent is not None or not keyspace.index.still_has(block):
-                    break  # meanwhile, it was stored whole after the deletion of its pages, or removed
+                    break  # meanwhile, it was stored as a whole after the deletion of its pages, or removed
                 removed += sum(map(keyspace.delete, keys))
                 yield ()
         yield removed

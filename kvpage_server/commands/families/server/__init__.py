@@ -1,4 +1,4 @@
-"""The families of the server: information, parameters, users, commands, the disk."""
+"""The families of the server: INFO, CONFIG, ACL, COMMAND, SLOWLOG, LATENCY, MONITOR, SAVE, CLUSTER."""
 
 from kvpage_server.commands.families.server import acl, command, config, diagnose, server
 

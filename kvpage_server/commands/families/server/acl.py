@@ -27,8 +27,8 @@ _NO_FILE = (
     "configuration."
 )
 
-_SHORT = 1024  # bytes of rules that are made ready at once
-_FEW = 8  # connections that are looked at more closely in a step
+_SHORT = 1024  # bytes of rules that are compiled at once
+_FEW = 8  # subscribers that a step checks
 
 _own = partial(command, flags="noscript loading stale", group="server", since="6.0.0")
 _admin = partial(command, flags=_ADMIN, group="server", since="6.0.0")
@@ -63,7 +63,7 @@ def acl_list(client: Client, args: list[Argument]) -> Reply:
 
 
 def _lines(client: Client) -> Steps[list[bytes]]:
-    """A line of the configuration for each user."""
+    """Return the line of the configuration for each user, in steps."""
     by_name = client.server.users.by_name
     return (yield from each(sorted(by_name), lambda names: [bytes(by_name[name]) for name in names if name in by_name]))
 
@@ -116,8 +116,8 @@ def _is_quiet(client: Client) -> bool:
 
 
 def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[None]:
-    """Apply changed rights to each connection of these users; then close subscribers of forbidden channels and
-    connections of deleted users.
+    """Apply the changed rights of users to their connections. Then close, in steps, the connections of deleted users,
+    and connections with subscriptions to forbidden channels.
     """
     users, left = client.server.users.by_name, list[Client]()
     for other in client.server.clients.values():
@@ -137,7 +137,7 @@ def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[N
 
 
 def _listens_too_much(client: Client) -> bool:
-    """Whether it listens to a channel that its user may not use."""
+    """Return whether a client has no user, or has MONITOR or a channel that its user may not use."""
     if client in client.server.monitors and not client.sees_all:
         return True
     return not (client.user and all(map(client.may_subscribe, [*client.channels, *client.patterns])))

@@ -1,4 +1,4 @@
-"""COMMAND: the table for clients; redis-cli shows hints from it, cluster clients read the positions of keys."""
+"""COMMAND: the command table for clients. redis-cli shows hints from it; cluster clients read the positions of keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvpage_server.resp import Raw, Reply, ReplyError, encode, simple
 
 
 def describe(spec: Spec) -> list[Any]:
-    """A command as COMMAND replies it."""
+    """Return a command's entry in the reply of COMMAND."""
     first, last, step = spec.keys
     return [
         spec.name,
@@ -47,7 +47,7 @@ _KEY_FLAGS = {READ: ["RO", "access"], WRITE: ["OW", "update"], READ | WRITE: ["R
 
 
 def _key_specs(spec: Spec) -> list[Any]:
-    """The positions of the keys, in Redis 7's format."""
+    """Return the positions of the keys, in Redis 7's format."""
     flags = [simple(flag) for flag in _KEY_FLAGS[spec.access]]
     first, last, step = spec.keys
     if not first:
@@ -63,7 +63,7 @@ def _key_specs(spec: Spec) -> list[Any]:
 
 
 def document(spec: Spec) -> dict[str, Any]:
-    """A command as COMMAND DOCS replies it."""
+    """Return a command's entry in the reply of COMMAND DOCS."""
     docs: dict[str, Any] = {
         "summary": spec.summary,
         "since": spec.since,
@@ -105,7 +105,7 @@ def command_(client: Client, args: list[Argument]) -> Reply:
 
 @cache
 def _all_described(protocol: int) -> Raw:
-    """The reply to COMMAND, encoded once, since every redis-cli asks for it."""
+    """Return the reply to COMMAND. It is encoded once, since every redis-cli requests it."""
     return _encoded([describe(spec) for spec in top_level()], protocol)
 
 

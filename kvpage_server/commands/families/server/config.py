@@ -1,4 +1,4 @@
-"""CONFIG: parameters read, changed while the server runs, and written back into the file."""
+"""CONFIG: it reads parameters, changes them while the server runs, and writes them back into the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpage_server.store.eviction.quotas import Rule
 from kvpage_server.system.durable import replacing
 
 _FLAGS = "admin noscript loading stale"
-_SHORT = 1024  # bytes of patterns that are made ready at once
+_SHORT = 1024  # bytes of patterns that are compiled at once
 
 
 def apply(server: Server, names: Iterable[str]) -> None:
@@ -123,7 +123,7 @@ def _check_changeable(config: Config, names: list[str]) -> None:
 
 
 def _change_all(config: Config, changes: Mapping[str, str]) -> None:
-    """Change all, or raise ReplyError and change nothing."""
+    """Change all parameters, or raise ReplyError and change none."""
     before = vars(config).copy()
     try:
         for name, value in changes.items():
@@ -134,7 +134,7 @@ def _change_all(config: Config, changes: Mapping[str, str]) -> None:
 
 
 def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Steps[ssl.SSLContext | None]:
-    """The certificates after some changes, among them `name`. Raises ReplyError."""
+    """Load the certificates for changed parameters on a thread. Raises ReplyError, which names the parameter `name`."""
     while True:
         before = {one: config.words(one) for one in certificates.PARAMETERS}
         asked = copy(config)
@@ -143,7 +143,8 @@ def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Step
             made = yield from in_thread(lambda asked=asked: certificates.load(asked))  # type: ignore[misc]
         except certificates.CertificateError as error:
             raise _refused(name, str(error)) from None
-        if before == {one: config.words(one) for one in certificates.PARAMETERS}:  # nobody else changed them meanwhile
+        # otherwise another client has changed the parameters meanwhile
+        if before == {one: config.words(one) for one in certificates.PARAMETERS}:
             return made
 
 
@@ -159,7 +160,7 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Steps[Reply]:
         yield from counted(server)
         server.stats = Stats()
-        server.stats.bytes_out = -server.totals.sent  # the connections go on counting
+        server.stats.bytes_out = -server.totals.sent  # the counts of open connections are not reset
         server.refusals.forget_totals()
         server.keyspace.counters.reset()
         return OK
@@ -198,7 +199,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
 
 
 def _other_users(server: Server) -> list[bytes]:
-    """The lines of the users, without the default user if `requirepass` describes it completely."""
+    """Return the lines of all users, without the default user if it follows from `requirepass`."""
     usual = Users()
     usual.require_password(server.config.requirepass)
     return [line for line in server.users.lines() if line != bytes(usual.default)]

@@ -1,4 +1,4 @@
-"""SLOWLOG, LATENCY and MONITOR: running commands and slow commands."""
+"""SLOWLOG, LATENCY and MONITOR: slow commands, and all commands while they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""INFO: sections of `name:value` lines, with the fields that Redis's clients and exporters read and some of our own."""
+"""INFO: sections of `name:value` lines. They have the fields that Redis's clients and exporters read, and others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.system.text import monotonic_ms, printable, within
 
-REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
+REDIS_VERSION = "7.4.0"  # the Redis version whose behaviour clients may expect
 
 Fields = dict[str, object]
 
 
 def resident_memory() -> int:
-    """The resident memory of the process, in bytes."""
+    """Return the resident memory of the process in bytes."""
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -34,7 +34,7 @@ def resident_memory() -> int:
 
 
 def human(size: float) -> str:
-    """Bytes in Redis's human format: 1.50M."""
+    """Return a number of bytes in Redis's human format, for example 1.50M."""
     for unit in "BKMGT":
         if size < 1024 or unit == "T":
             return f"{size:.0f}B" if unit == "B" else f"{size:.2f}{unit}"
@@ -118,7 +118,7 @@ def _memory(server: Server) -> Fields:
 
 
 def _maxmemory(server: Server) -> Fields:
-    """Return the memory limit for users without access to every key."""
+    """Return the limits of memory and of commands, which users without access to every key see, too."""
     keyspace = server.keyspace
     return {
         "maxmemory": keyspace.memory.maxmemory,
@@ -242,7 +242,7 @@ def _commandstats(server: Server) -> Fields:
 
 
 def _familystats(server: Server) -> Fields:
-    """The same by group of commands; for `within` see `Durations`."""
+    """Return the same as `_commandstats` by group of commands. `within` has the times; see `system.text.within`."""
     families: defaultdict[str, list[CallCounts]] = defaultdict(list)
     for name, calls in server.stats.calls.items():
         families[TABLE[name].group].append(calls)
@@ -330,14 +330,14 @@ SECTIONS: dict[str, Callable[[Server], Fields]] = {
 }
 _DEFAULT = SECTIONS.keys() - {"commandstats", "familystats", "latencystats"}
 
-# Sections for users without access to every key: no value depends on keys of others.
+# Sections for users without access to every key. No value depends on keys of other users.
 _TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication, "cluster": _cluster}
 
 
 def info_text(client: Client, wanted: set[str]) -> str:
-    """Return the named sections, by default the usual ones; unknown sections are ignored, as in Redis.
+    """Return the text of the named sections, or of the default ones. Unknown sections are ignored, as in Redis.
 
-    Sums over all connections are those of the last count: see `totals`.
+    Sums over all connections are those of the last count, see `Server.totals`.
     """
     chosen = set(wanted)
     if not wanted or "default" in wanted:

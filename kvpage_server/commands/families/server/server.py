@@ -1,4 +1,4 @@
-"""The server family: INFO, SHUTDOWN, SAVE, and answers about clusters."""
+"""The server family: INFO, SHUTDOWN, SAVE, and the refusals of CLUSTER."""
 
 from __future__ import annotations
 
@@ -138,11 +138,11 @@ container("cluster", group="cluster", since="3.0.0", summary="A container for Re
 @_cluster("cluster|shards", since="7.0.0", reply="array of map")
 @_cluster("cluster|slots", reply="array of array")
 def cluster_disabled(client: Client, args: list[Argument]) -> Reply:
-    """Raises ReplyError, from which a client of a cluster knows that this server stands alone."""
+    """Raise ReplyError, by which clients recognise a server without cluster support."""
     raise ReplyError("ERR This instance has cluster support disabled")
 
 
-# -- SAVE, BGSAVE, LASTSAVE: they flush the write-behind queue immediately ---------------------------------------------
+# -- SAVE, BGSAVE, LASTSAVE --------------------------------------------------------------------------------------------
 
 
 def _tiered(client: Client) -> DiskTier:
@@ -153,7 +153,9 @@ def _tiered(client: Client) -> DiskTier:
 
 
 def saved(tiered: DiskTier) -> Generator[Reply, None, None]:
-    """Steps of a reply until everything was written. Raises ReplyError with the unwritten values and the reason."""
+    """Yield a step of a reply, which waits until the write-behind queue is flushed. Raises ReplyError with the
+    unwritten values and the reason.
+    """
     saving = tiered.begin_save()
     yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
     if reason := saving.result():

@@ -392,7 +392,7 @@ def test_volatile_ttl_evicts_the_soonest_expiry_only() -> None:
 
 
 @pytest.mark.parametrize("to", [LRU, Prefix])
-def test_units_used_again_under_s3fifo_are_evicted_last_by_others(to: type[Queues]) -> None:
+def test_units_used_again_under_s3fifo_are_evicted_last(to: type[Queues]) -> None:
     old = S3FIFO()
     names = [text(number) for number in range(100)]
     for name in names:
