@@ -96,6 +96,9 @@ class Channels:
         self.by_pattern: Patterns[tuple[bytes, Listeners]] = Patterns()  # values: the pattern and its subscribers
         self._under_way: deque[tuple[Steps, int]] = deque()  # with the bytes of memory of each; the oldest first
         self._size = 0  # sum of these bytes
+        # Whether so many messages wait that commands that cause others have to wait; an attribute, because each command
+        # reads it.
+        self.is_full = False
 
     def __bool__(self) -> bool:
         return bool(self.by_name or self.by_pattern)
@@ -196,11 +199,6 @@ class Channels:
         self._do(steps(), size, at_once=False)
 
     @property
-    def is_full(self) -> bool:
-        """Whether many messages wait to be sent. Commands that cause more messages then wait, too."""
-        return self._size > MOST_WAITING
-
-    @property
     def busy(self) -> bool:
         """Whether messages wait to be sent."""
         return bool(self._under_way)
@@ -240,7 +238,7 @@ class Channels:
                 pass
             return
         self._under_way.append((steps, size))
-        self._size += size
+        self._grow(size)
         if len(self._under_way) == 1:
             asyncio.get_running_loop().call_soon(self._take_turn)
 
@@ -251,14 +249,18 @@ class Channels:
                 if monotonic_ns() > end:
                     asyncio.get_running_loop().call_soon(self._take_turn)
                     return
-            self._size -= self._under_way.popleft()[1]
+            self._grow(-self._under_way.popleft()[1])
 
     def _send_to_all(self) -> None:
         while self._under_way:
             steps, size = self._under_way.popleft()
-            self._size -= size
+            self._grow(-size)
             for _ in steps:
                 pass
+
+    def _grow(self, size: int) -> None:
+        self._size += size
+        self.is_full = self._size > MOST_WAITING
 
 
 def _size_of(pattern: bytes) -> int:
