@@ -335,7 +335,10 @@ class AgentEngine:
                 ahead += 1
 
     def _take_up(self) -> None:
-        """Take the results of completed loads, and claim the missing blocks."""
+        """Take the results of completed loads, and claim the first missing block of each prompt.
+
+        A failed load fails its prompt. A load for which the pool had no room is started again after another prompt.
+        """
         for job in self._at(Stage.LOADING):
             if not (job.loading and job.loading.done()):
                 continue

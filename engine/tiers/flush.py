@@ -39,7 +39,10 @@ class Publication:
         return sum(block.nbytes for block in self.context.blocks)
 
     def end(self) -> None:
-        """Call `over`, if it was not called before. The lock must not be held."""
+        """Call `over`, if it was not called before: the context is written or skipped, or the server failed.
+
+        Called without the flusher's lock.
+        """
         over, self.over = self.over, None
         if over:
             over()

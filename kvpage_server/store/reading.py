@@ -200,7 +200,7 @@ class Listing:
         return [name for place in self.places() for name in self._catalogue.names_at(place)]
 
     def places(self) -> list[Place]:
-        """Return the places of all keys in the catalogue: see `living`."""
+        """Return the places of all keys in the catalogue: see `existing_keys`."""
         return self._catalogue.places()
 
     def existing_keys(self, places: Iterable[Place]) -> list[bytes]:

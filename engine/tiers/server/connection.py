@@ -149,10 +149,13 @@ class Outage:
 
 
 class Reachability:
-    """Log of outages, with one line for the begin and one for the end of each. An outage begins with the failure at
-    which the breaker opens.
+    """Log of outages of the page server, with one line for the begin and one for the end of each.
 
-    `failed` and `answered` are called on the connection's thread. `outage` may be read on any thread.
+    An outage begins with the last of FAILURES failures in a row, and ends with the next answer. This is counted apart
+    from the breaker, which stays closed for login errors and with several servers.
+
+    `failed` and `answered` are called on the connection's thread. `outage`, None while there is none, may be read on
+    any thread.
     """
 
     def __init__(self, address: str) -> None:

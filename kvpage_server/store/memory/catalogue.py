@@ -104,7 +104,11 @@ class Catalogue:
         return self._strays.get(place if isinstance(place, tuple) else (place.req_id, place.page), ())
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
-        """Return the next cursor, 0 at the end, and the next `count` places, including those of deleted keys."""
+        """Return the next cursor, 0 at the end, and up to `count` places after `cursor`, 0 for the beginning.
+
+        A place is a key, or a whole block with many keys; `existing_at` returns the keys that still exist. Places of
+        deleted keys are included.
+        """
         return self._scans.visit(cursor, count, monotonic_ms())
 
     def draw(self) -> bytes | None:
