@@ -430,7 +430,7 @@ MISTAKES = [
     Mistake(
         "removed-user-stays",
         _COMMANDS + "families.server.acl",
-        "_settle",
+        "_apply_changed_rights",
         "if other is not client and (other.user is None or other.listens):",
         "if other is not client and other.listens:",
         "ACL DELUSER leaves connections to a user that is no more",
