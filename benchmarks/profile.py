@@ -121,8 +121,8 @@ def _perf(pid: int, steps: Sequence[Step], seconds: int) -> Generator[str, None,
             yield f"perf is not allowed here: {said}"
             return {}
         report = ["perf", "report", "--stdio", "--quiet", "--input", data, "--fields", "overhead,dso,symbol"]
-        received = subprocess.run(report, capture_output=True, encoding="utf-8", check=True, timeout=60).stdout
-    found = shares.samples(received)
+        output = subprocess.run(report, capture_output=True, encoding="utf-8", check=True, timeout=60).stdout
+    found = shares.samples(output)
     parts = shares.shares(found)
     yield from ("", "by part, by perf", *(f"{share:6.1f}%  {part}" for part, share in parts.items()))
     yield from ("", "by symbol, by perf")

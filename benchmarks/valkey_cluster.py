@@ -202,8 +202,8 @@ def _knows(node: Node, count: int) -> bool:
 
 
 def _is_whole(node: Node, masters: int, replicas: int) -> bool:
-    received, link = node.info_of("CLUSTER", "INFO"), node.info_of("INFO", "replication")
-    if received["cluster_state"] != "ok" or int(received["cluster_size"]) != masters:
+    cluster_info, link = node.info_of("CLUSTER", "INFO"), node.info_of("INFO", "replication")
+    if cluster_info["cluster_state"] != "ok" or int(cluster_info["cluster_size"]) != masters:
         return False
     shown = sum(len(ranges) - 3 for ranges in node.ask("CLUSTER", "SLOTS"))  # behind each range's master
     return shown == replicas and (link["role"] == "master" or link["master_link_status"] == "up")
@@ -259,8 +259,8 @@ def stop(directory: Path) -> None:
 
 def _program(pid: int) -> str:
     """Return a process' program; empty if there is none."""
-    received = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, encoding="utf-8", check=False)
-    return received.stdout.strip()
+    output = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, encoding="utf-8", check=False)
+    return output.stdout.strip()
 
 
 def _listens(port: int) -> bool:

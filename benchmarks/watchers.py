@@ -27,19 +27,19 @@ def watching(port: int, dashboards: int = DASHBOARDS) -> Iterator[None]:
         if process.stdout.readline() != "watching\n":
             raise RuntimeError("the server tells nothing to who watches it")
         yield
-        received, _ = process.communicate()
-    scrapes, events = map(int, received.split())
+        output, _ = process.communicate()
+    scrapes, events = map(int, output.split())
     if process.returncode or scrapes < 1 or events < dashboards:
         raise RuntimeError(f"they saw {scrapes} scrapes and {events} events, and ended with {process.returncode}")
 
 
 async def _watch(port: int, dashboards: int) -> Counter[str]:
     seen: Counter[str] = Counter()
-    received = [asyncio.Event() for _ in range(1 + dashboards)]
-    watchers = [_scrape(port, seen, received[0]), *(_keep_open(port, seen, event) for event in received[1:])]
+    connected = [asyncio.Event() for _ in range(1 + dashboards)]
+    watchers = [_scrape(port, seen, connected[0]), *(_keep_open(port, seen, event) for event in connected[1:])]
 
     async def until_told_to_end() -> None:
-        for event in received:
+        for event in connected:
             await event.wait()
         print("watching", flush=True)
         await asyncio.to_thread(sys.stdin.read)
@@ -69,20 +69,20 @@ async def _asked(port: int, path: str) -> AsyncIterator[asyncio.StreamReader]:
         writer.close()
 
 
-async def _scrape(port: int, seen: Counter[str], received: asyncio.Event) -> None:
+async def _scrape(port: int, seen: Counter[str], connected: asyncio.Event) -> None:
     while True:
         again = asyncio.create_task(asyncio.sleep(EVERY_SECONDS))
         async with _asked(port, "/metrics") as answer:
             seen["scrapes"] += b"kvpage_blocks" in await answer.read()
-        received.set()
+        connected.set()
         await again
 
 
-async def _keep_open(port: int, seen: Counter[str], received: asyncio.Event) -> None:
+async def _keep_open(port: int, seen: Counter[str], connected: asyncio.Event) -> None:
     async with _asked(port, "/page/events") as events:
         while part := await events.read(1 << 16):
             seen["events"] += part.count(b"event: overview")
-            received.set()
+            connected.set()
     raise EOFError("the server has closed a dashboard")
 
 

@@ -514,12 +514,12 @@ def _end_span(job: Job, done: CompletedGeneration, reuse: Reuse) -> None:
     job.span.end(done.error)
 
 
-_Told = TypeVar("_Told")
+_Event = TypeVar("_Event")
 
 
-def _notify(receiver: Callable[[_Told], None], received: _Told) -> None:
+def _notify(receiver: Callable[[_Event], None], event: _Event) -> None:
     """Call a final callback, and log its exception."""
     try:
-        receiver(received)
+        receiver(event)
     except Exception:
         log.exception("a receiver failed")

@@ -192,7 +192,7 @@ def fingerprint(
     directory does not), the vocabulary, the geometry and dtypes of the cache, the block size, the start of quantisation
     and the layout's version, but not the model's name.
     """
-    received = {
+    fields = {
         "layout": LAYOUT_VERSION,
         "model": identity,
         "vocabulary": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
@@ -200,7 +200,7 @@ def fingerprint(
         "block_tokens": block_tokens,
         "quantised_from": quantised_from,
     }
-    canonical = json.dumps(received, sort_keys=True).encode()
+    canonical = json.dumps(fields, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(canonical, digest_size=8).digest(), "little")
 
 

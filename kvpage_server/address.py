@@ -32,8 +32,8 @@ def with_credentials(urls: str, user: str = "", password: str = "") -> str:
 
 def _with_credentials(url: str, user: str, password: str) -> str:
     parts = urlsplit(url)
-    received, _, where = parts.netloc.rpartition("@")
-    told_user, _, told_password = received.partition(":")
+    login, _, where = parts.netloc.rpartition("@")
+    told_user, _, told_password = login.partition(":")
     of_environment = next(filter(None, map(os.environ.get, PASSWORDS)), "")
     user = quote(user, safe="") or told_user
     password = quote(password, safe="") or told_password or quote(of_environment, safe="")

@@ -249,10 +249,10 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     _calm_the_collector()
     token = config.web_token or secrets.token_urlsafe(24)
     greet(server, addresses, list(map(name_of, http)), token)
-    received = [*regular_work(server), renew_when(renewing, server)]
+    jobs = [*regular_work(server), renew_when(renewing, server)]
     if upstream is not None:
-        received.append(upstream.begin())
-    tasks = [asyncio.create_task(one) for one in received]
+        jobs.append(upstream.begin())
+    tasks = [asyncio.create_task(one) for one in jobs]
     companion = asyncio.create_task(Companion(listener, http, token, config.web_origin).run()) if http else None
     try:
         await stopping.wait()

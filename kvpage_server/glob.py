@@ -139,8 +139,8 @@ def _one_of(members: set[int]) -> bytes:
             ranges[-1][1] = byte
         else:
             ranges.append([byte, byte])
-    received = b"".join(b"\\x%02x-\\x%02x" % (first, last) for first, last in ranges)
-    return b"[^%b]" % received if negated and received else b"[%b]" % received if received else b"."
+    text = b"".join(b"\\x%02x-\\x%02x" % (first, last) for first, last in ranges)
+    return b"[^%b]" % text if negated and text else b"[%b]" % text if text else b"."
 
 
 # -- Sets of many glob patterns, for rights to keys and channels, and for subscriptions --------------------------------

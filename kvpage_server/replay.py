@@ -388,18 +388,22 @@ def spread_table(replays: list[SpreadReplay]) -> Table:
     columns = ("segment", "prefix hits", "nodes a prompt", "busiest, blocks", "busiest, prompts", "lost with a node")
     found = table_of(*columns, numbers_from=0)
     for replay in replays:
-        received = replay.figures()
-        busiest = (f"{received[name]:.2f} x mean" for name in ("busiest_by_blocks", "busiest_by_prompts"))
-        lost = f"{replay.lost:,} ({received['lost_ratio']:.2%})"
+        figures = replay.figures()
+        busiest = (f"{figures[name]:.2f} x mean" for name in ("busiest_by_blocks", "busiest_by_prompts"))
+        lost = f"{replay.lost:,} ({figures['lost_ratio']:.2%})"
         found.add_row(
-            f"{replay.whole.segment}", f"{received['ratio']:.2%}", f"{received['nodes_a_prompt']:.2f}", *busiest, lost
+            f"{replay.whole.segment}",
+            f"{figures['ratio']:.2%}",
+            f"{figures['nodes_a_prompt']:.2f}",
+            *busiest,
+            lost,
         )
     return found
 
 
 def write_spread_json(trace: Path, nodes: int, capacity: int, replays: list[SpreadReplay], path: Path) -> None:
-    received = {"trace": trace.name, "nodes": nodes, "capacity": capacity, "replays": [r.figures() for r in replays]}
-    path.write_text(json.dumps(received, indent=1) + "\n", encoding="utf-8")
+    all_figures = {"trace": trace.name, "nodes": nodes, "capacity": capacity, "replays": [r.figures() for r in replays]}
+    path.write_text(json.dumps(all_figures, indent=1) + "\n", encoding="utf-8")
 
 
 def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> None:
@@ -408,13 +412,13 @@ def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> No
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    received = [replay.figures() for replay in replays]
+    all_figures = [replay.figures() for replay in replays]
     segments = [replay.whole.segment for replay in replays]
     for name, label in (("busiest_by_blocks", "blocks moved"), ("busiest_by_prompts", "prompts that ask it")):
-        left.plot(segments, [figures[name] for figures in received], "o-", label=label)
+        left.plot(segments, [figures[name] for figures in all_figures], "o-", label=label)
     left.set_ylabel("busiest node / mean of all nodes")
     left.legend()
-    right.plot(segments, [figures["nodes_a_prompt"] for figures in received], "o-", color="C2")
+    right.plot(segments, [figures["nodes_a_prompt"] for figures in all_figures], "o-", color="C2")
     right.set_ylabel("nodes that a prompt asks")
     for axes in (left, right):
         axes.set_xscale("log", base=2)

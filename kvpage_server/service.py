@@ -95,11 +95,11 @@ def _only_local(addresses: list[str]) -> bool:
 # -- SIGHUP to a service: it reopens its log file and reloads its certificates -----------------------------------------
 
 
-async def renew_when(received: asyncio.Event, server: Server) -> None:
+async def renew_when(renewing: asyncio.Event, server: Server) -> None:
     """Reopen the log file and reload the certificates whenever the event is set, until cancelled."""
     while True:
-        await received.wait()
-        received.clear()
+        await renewing.wait()
+        renewing.clear()
         for what, renew in _STEPS.items():
             try:
                 await renew(server)

@@ -102,5 +102,5 @@ def _of_work(servers: Sequence[Server], work: int, blocks: int, rounds: int, nby
         for who in (TWO_CLIENTS, TWO):
             ours = passes[op, who]
             ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
-            received = f"{median(ours):.2f} / {median(theirs):.2f}"
-            yield Finding(f"{op} {name}", who, "GB/s", received, ratio, at_least=0.95 if who == TWO else None)
+            figures = f"{median(ours):.2f} / {median(theirs):.2f}"
+            yield Finding(f"{op} {name}", who, "GB/s", figures, ratio, at_least=0.95 if who == TWO else None)

@@ -111,10 +111,10 @@ def _alone_findings(op: str, count: int, size: int, passes: Passes) -> Iterator[
     target, command = ALONE_TARGETS[count][size], size * KIB / GB
     work = alone_name(op, size, count)
     cpu, seconds = ([middle(passes, server, of) for server in (OURS, VALKEY)] for of in (cpu_of, speed_of))
-    received = " / ".join(f"{value * command * 1e6:.1f}" for value in cpu)
-    yield Finding(work, VALKEY, CPU, received, ratio(passes, OURS, VALKEY, cpu_of), at_most=target.cpu)
-    received = " / ".join(f"{value / command / 1000:.2f}" for value in seconds)
-    yield Finding(work, VALKEY, RATE, received, ratio(passes, OURS, VALKEY, speed_of), at_least=target.speed)
+    figures = " / ".join(f"{value * command * 1e6:.1f}" for value in cpu)
+    yield Finding(work, VALKEY, CPU, figures, ratio(passes, OURS, VALKEY, cpu_of), at_most=target.cpu)
+    figures = " / ".join(f"{value / command / 1000:.2f}" for value in seconds)
+    yield Finding(work, VALKEY, RATE, figures, ratio(passes, OURS, VALKEY, speed_of), at_least=target.speed)
 
 
 def kvpage_way(sockets: Sequence[socket.socket], batch: Batch) -> Way:
@@ -246,8 +246,8 @@ def run_redis_benchmark(server: Server, *, pipeline: int, requests: int) -> Rate
     """One run of redis-benchmark. Raises CalledProcessError when it fails."""
     command = ["redis-benchmark", "-p", str(server.port), "--csv", "-t", "ping_mbulk,set,get", "-c", "50", "-d", "3"]
     command += ["-P", str(pipeline), "-n", str(requests)]
-    received = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
-    return {SMALL_COMMANDS[row["test"]]: float(row["rps"]) for row in csv.DictReader(received.splitlines())}
+    output = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
+    return {SMALL_COMMANDS[row["test"]]: float(row["rps"]) for row in csv.DictReader(output.splitlines())}
 
 
 def small_command_findings(plan: Plan) -> list[Finding]:
@@ -333,15 +333,24 @@ def _run_lmcache(command: str, server: Server, op: str, size: int) -> Pass:
     adapter = {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 4}
     rounds = LMCACHE_SIZES[size]
     with tempfile.TemporaryDirectory() as directory:
-        received = Path(directory, "told.json")
+        file = Path(directory, "result.json")
         words = ["bench", "l2", "--l2-adapter", json.dumps(adapter), "--only", op, "--num-keys", str(LMCACHE_KEYS)]
-        options = ["--data-size-kb", str(size), "--rounds", str(rounds), "--format", "json", "--output", str(received)]
+        options = [
+            "--data-size-kb",
+            str(size),
+            "--rounds",
+            str(rounds),
+            "--format",
+            "json",
+            "--output",
+            str(file),
+        ]
         before = server.cpu_seconds()
         subprocess.run(
             [command, *words, *options], check=True, capture_output=True, timeout=_LMCACHE_TIMEOUT, cwd=directory
         )
         cpu = server.cpu_seconds() - before
-        result: dict[str, Any] = json.loads(received.read_text(encoding="utf-8"))["metrics"]["op_0"]
+        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["metrics"]["op_0"]
     assert result["total_success"] == rounds * LMCACHE_KEYS, (
         f"{server.name} answered {result['total_success']} of them well"
     )

@@ -280,9 +280,9 @@ def watched_findings(plan: Plan) -> Iterator[Finding]:
                 yield replace(finding, against=f"{who}, beside {ALONE}")
     for who in WATCHED_TARGETS:
         ratio = median(each[who] / each[ALONE] for each in found.slow)
-        received = " / ".join(f"{1e6 * median(each[name] for each in found.slow):.0f}" for name in (who, ALONE))
+        figures = " / ".join(f"{1e6 * median(each[name] for each in found.slow):.0f}" for name in (who, ALONE))
         against = f"{who}, beside {ALONE}"
-        yield Finding("one page of 16 KiB at a time", against, "p99, µs", received, ratio, at_most=MOST_SLOWER)
+        yield Finding("one page of 16 KiB at a time", against, "p99, µs", figures, ratio, at_most=MOST_SLOWER)
     for who in WATCHED_TARGETS:
         store = median(each[who][0] - each[ALONE][0] for each in found.idle)
         both = store + median(each[who][1] for each in found.idle)

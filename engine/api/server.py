@@ -109,9 +109,9 @@ def _health(well: bool, more: dict[str, object]) -> Response:
     return JSONResponse({"status": "ok" if well else "unavailable", **more}, 200 if well else 503)
 
 
-def _handler(received: Callable[..., ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _handler(error_of: Callable[..., ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return received(error).response()
+        return error_of(error).response()
 
     return handle
 

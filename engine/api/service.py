@@ -43,8 +43,8 @@ async def events(request: Request) -> Response:
     watchers, share = service.watching.watchers, service.tokens.share(MOST_WATCHERS)
     if watchers.total() >= MOST_WATCHERS and watchers[tenant.name] >= share:
         raise ApiError(503, f"{MOST_WATCHERS} pages are shown already, as many as may", retry_after=10)
-    received = service.watching.events(service.engine, tenant, lambda: service.store_health)
-    return StreamingResponse(received, media_type="text/event-stream")
+    events = service.watching.events(service.engine, tenant, lambda: service.store_health)
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 PAGE_ROUTES = [

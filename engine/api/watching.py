@@ -111,15 +111,15 @@ class Watching:
     ) -> AsyncIterator[bytes]:
         """Yield a tenant's view as server-sent events, for as long as the engine runs."""
         self.watchers[tenant.name] += 1
-        received, agents = 0, None
+        last_sent, agents = 0, None
         try:
             while self._worker.running:
                 self._ask("running", self._look_at_batch())
                 if time.monotonic() >= self._again:
                     self._ask("agents", self._look_at_agents(engine))
                 seen = self._tenants.setdefault(tenant.name, _Tenancy())
-                new = [answer for answer in seen.answers if answer.number > received]
-                received = new[-1].number if new else received
+                new = [answer for answer in seen.answers if answer.number > last_sent]
+                last_sent = new[-1].number if new else last_sent
                 yield _event("state", self._state(engine, tenant, seen.totals, store_health()))
                 if new:
                     yield _event("answers", [asdict(answer) for answer in new])

@@ -250,8 +250,8 @@ class _Walk:
             self._alive.append(value)
             self._object(path, value)
 
-    def _put(self, kind: str, received: bytes = b"") -> None:
-        self._hash.update(f"{kind} {len(received)}\n".encode() + received)
+    def _put(self, kind: str, content: bytes = b"") -> None:
+        self._hash.update(f"{kind} {len(content)}\n".encode() + content)
 
     def _hold(self, now: Callable[[], Iterable[Any]]) -> None:
         self.holders.append((now, tuple(now())))

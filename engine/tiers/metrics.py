@@ -195,8 +195,8 @@ MOST_LETTERS = 100  # of the model's name
 def figures(model_id: str, pool: BlockPool, tally: Tally) -> str:
     """Return the current figures as JSON."""
     room = 0 if pool.total_bytes == UNLIMITED else pool.total_bytes
-    received = {"name": WRITER, "model": model_id[:MOST_LETTERS], "used": pool.used_bytes, "room": room}
-    return json.dumps(received | tally.figures())
+    statistics = {"name": WRITER, "model": model_id[:MOST_LETTERS], "used": pool.used_bytes, "room": room}
+    return json.dumps(statistics | tally.figures())
 
 
 async def publish_statistics(connection: ServerConnection, what: Callable[[], str]) -> None:

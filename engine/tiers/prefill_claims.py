@@ -61,8 +61,8 @@ class Claim:
     def settle(self, state: State) -> list[Callable[[], object]]:
         """End the wait, with the lock held. Return the callbacks, which are to be called without the lock."""
         self.state = state
-        received, self._callbacks = self._callbacks, []
-        return received
+        callbacks, self._callbacks = self._callbacks, []
+        return callbacks
 
 
 class Lease(Enum):
@@ -87,12 +87,12 @@ class _Queue:
 
     def dismiss(self, claims: Iterable[Claim]) -> list[Callable[[], object]]:
         """Remove claims, and return the callbacks of waiting ones."""
-        received = []
+        callbacks = []
         for claim in claims:
             self.claims.remove(claim)
             if claim.state == "wait":
-                received += claim.settle("proceed")
-        return received
+                callbacks += claim.settle("proceed")
+        return callbacks
 
     @property
     def waiting(self) -> list[Claim]:
@@ -139,47 +139,47 @@ class Claims:
     def published(self, claim: Claim) -> None:
         with self.lock:
             queue = self._queues.get(claim.name)
-            received = queue.dismiss(queue.waiting) if queue else []
-        _notify(received)
+            callbacks = queue.dismiss(queue.waiting) if queue else []
+        _notify(callbacks)
 
     def release(self, claim: Claim) -> None:
         """Remove a claim, and give it to the next in the queue."""
-        received: list[Callable[[], object]] = []
+        callbacks: list[Callable[[], object]] = []
         with self.lock:
             queue = self._queues.get(claim.name)
             if queue and claim in queue.claims:
-                received = queue.dismiss([claim])
+                callbacks = queue.dismiss([claim])
                 if claim.state == "mine":
-                    received += queue.give()
+                    callbacks += queue.give()
                 self.lock.notify_all()
-        _notify(received)
+        _notify(callbacks)
 
     def close(self) -> None:
         """Release all claims, and let the waiting prompts proceed."""
         with self.lock:
             self._closed = True
-            received = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]
+            callbacks = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]
             self.lock.notify_all()
-        _notify(received)
+        _notify(callbacks)
         self._clock.join()
         self._server.shutdown()
 
     def _watch(self) -> None:
         """Request, renew and release leases when that is due, on a thread of its own."""
         while True:
-            received: list[Callable[[], object]] = []
+            callbacks: list[Callable[[], object]] = []
             with self.lock:
                 for queue in list(self._queues.values()):
-                    received += self._look_after(queue, time.monotonic())
+                    callbacks += self._look_after(queue, time.monotonic())
                 if self._closed and not self._queues:
                     return
-                if not received:
+                if not callbacks:
                     self.lock.wait(POLL_SECONDS if self._queues else None)
-            _notify(received)
+            _notify(callbacks)
 
     def _look_after(self, queue: _Queue, now: float) -> list[Callable[[], object]]:
         """Start the request that is due for a queue, with the lock held. Return the callbacks of claims that end."""
-        received = queue.dismiss([claim for claim in queue.waiting if now - claim.since > PATIENCE_SECONDS])
+        callbacks = queue.dismiss([claim for claim in queue.waiting if now - claim.since > PATIENCE_SECONDS])
         if self._pages and not queue.asking:
             if queue.lease is Lease.OURS and not queue.claims:
                 self._ask(self._give_back, queue)
@@ -188,10 +188,10 @@ class Claims:
             elif queue.waiting and queue.due <= now:
                 self._ask(self._apply, queue)
         if queue.waiting and queue.lease is Lease.UNKNOWN and now - queue.claims[0].since > ANSWER_SECONDS:
-            received += queue.give()
+            callbacks += queue.give()
         if not (queue.claims or queue.asking or queue.lease is Lease.OURS):
             del self._queues[queue.name]
-        return received
+        return callbacks
 
     def _ask(self, question: Callable[[PageTier, _Queue], list[Callable[[], object]]], queue: _Queue) -> None:
         """Send a request about a queue's lease, on the executor's thread."""
@@ -199,16 +199,16 @@ class Claims:
         assert pages
 
         def ask() -> None:
-            received: list[Callable[[], object]] = []
+            callbacks: list[Callable[[], object]] = []
             try:
-                received = question(pages, queue)
+                callbacks = question(pages, queue)
             finally:
                 with self.lock:
                     queue.asking = False
                     if queue.lease is Lease.UNKNOWN:  # the server did not answer
                         queue.lease = Lease.ELSEWHERE
                     self.lock.notify_all()
-            _notify(received)
+            _notify(callbacks)
 
         queue.asking = True
         self._server.submit(ask)

@@ -246,8 +246,8 @@ class AgentCacheStore:
     def publish_statistics(self) -> None:
         """Start to publish statistics on the page server every few seconds."""
         if self._pages:
-            received = partial(figures, self.spec.model_id, self._pool, self._tally)
-            self._pages.do_in_background(lambda connection: publish_statistics(connection, received))
+            statistics = partial(figures, self.spec.model_id, self._pool, self._tally)
+            self._pages.do_in_background(lambda connection: publish_statistics(connection, statistics))
 
     def delete(self, agent_id: str) -> bool:
         """Delete an agent from every tier. Return whether any tier had it. Blocks that others share stay.

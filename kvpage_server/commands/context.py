@@ -295,7 +295,7 @@ class Client:
         now = time.monotonic()
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         queued = len(self.transaction.commands) if self.transaction is not None else -1
-        received = {
+        fields = {
             "id": self.id,
             "addr": self.address,
             "laddr": self.local_address,
@@ -328,7 +328,7 @@ class Client:
             "lib-name": self.lib_name.decode("ascii"),
             "lib-ver": self.lib_version.decode("ascii"),
         }
-        return " ".join(f"{name}={value}" for name, value in received.items())
+        return " ".join(f"{name}={value}" for name, value in fields.items())
 
     @property
     def redirection(self) -> int:

@@ -24,7 +24,7 @@ def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
     gives other clients their turn after each step.
     """
     if not small:
-        return Stream(None, _told(steps))
+        return Stream(None, _in_steps(steps))
     while True:
         try:
             next(steps)
@@ -32,7 +32,7 @@ def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
             return end.value
 
 
-def _told(steps: Steps[Reply]) -> Iterator[Reply]:
+def _in_steps(steps: Steps[Reply]) -> Iterator[Reply]:
     yield (yield from steps)
 
 

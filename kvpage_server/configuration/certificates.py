@@ -30,7 +30,7 @@ def load(config: Config) -> ssl.SSLContext | None:
         _load_own(made, config)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = f"tls-cert-file {config.tls_cert_file}, tls-key-file {config.tls_key_file}"
-        raise CertificateError(f"{files}: {_told(error)}") from error
+        raise CertificateError(f"{files}: {_error_text(error)}") from error
     if config.tls_auth_clients == "no":
         return made
     if not config.tls_ca_cert_file:
@@ -39,7 +39,7 @@ def load(config: Config) -> ssl.SSLContext | None:
         _read(config.tls_ca_cert_file, "CERTIFICATE")
         made.load_verify_locations(config.tls_ca_cert_file)
     except (OSError, ValueError) as error:
-        raise CertificateError(f"tls-ca-cert-file {config.tls_ca_cert_file}: {_told(error)}") from error
+        raise CertificateError(f"tls-ca-cert-file {config.tls_ca_cert_file}: {_error_text(error)}") from error
     made.verify_mode = ssl.CERT_REQUIRED if config.tls_auth_clients == "yes" else ssl.CERT_OPTIONAL
     return made
 
@@ -71,7 +71,7 @@ def _read(path: str, label: str) -> bytes:
     return content
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"a certificate is damaged ({error.reason})"
     if isinstance(error, OSError):

@@ -74,12 +74,12 @@ class JSONLines(logging.Formatter):
     """A formatter that writes JSON objects: time, level, message, and the fields of `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        received: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "facts", {}),
         }
         if record.exc_info:
-            received["exception"] = self.formatException(record.exc_info)
-        return json.dumps(received)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)

@@ -346,7 +346,7 @@ class Upstream:
 
         No frame through which it is raised may have it in a variable, because that is a reference cycle.
         """
-        refusal = _told(error)
+        refusal = _refusal_of(error)
         if _is_of_the_cluster(error):
             self._note(str(refusal))
         elif isinstance(error, Refused):
@@ -369,7 +369,7 @@ def _is_of_the_cluster(error: PageClientError) -> bool:
     return isinstance(error, Disconnected | DeadlineExceeded | WrongReply)
 
 
-def _told(error: PageClientError) -> ReplyError:
+def _refusal_of(error: PageClientError) -> ReplyError:
     """Return the error that a client of the gateway gets."""
     if isinstance(error, Refused) and error.code in _OUR_RIGHTS:
         return ReplyError(f"ERR the cluster refuses this gateway's user: {error}")

@@ -185,8 +185,8 @@ def _status_table(shares: list[Share]) -> RenderableType:
     columns = "node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients"
     table = table_of(*columns, numbers_from=2, drop=("clients", "server", "limit", "evicted", "reads"))
     for share in shares:
-        received = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_silent(share)]
-        table.add_row(share["url"], *received)
+        cells = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_silent(share)]
+        table.add_row(share["url"], *cells)
     table.add_row(how_many(len(shares), "node"), "", *_status_cells(_total(shares)), style="bold")
     return Group(table, Text("Valkey and Redis tell nothing of pages, blocks or why something was missed"))
 
@@ -290,8 +290,8 @@ def _top_table(shares: list[Share]) -> RenderableType:
     drop = "clients", "limit", "evicted/s", "received/s", "sent/s"
     table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1, drop=drop)
     for share in shares:
-        received = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_silent(share)]
-        table.add_row(share["url"], *received)
+        cells = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_silent(share)]
+        table.add_row(share["url"], *cells)
     if _reporting(shares):
         table.add_row("together", *_top_cells(_total(shares), _total_rates(shares)), style="bold")
     return table

@@ -196,8 +196,8 @@ def _ls_blocks(store: QueriedStore, args: argparse.Namespace) -> bool:
         raise LookError(is_an_agent(store, req) or f"request {args.req} has no page{may_say_why(store, args.req)}")
     if args.json:
         rows = [block | {"memory_bytes": block["memory"], "complete": bool(block["complete"])} for block in blocks]
-        received = [{k: row[k] for k in row if k != "memory"} for row in rows]
-        print_json({"url": args.home(req), "request": req, "blocks": received})
+        shown = [{k: row[k] for k in row if k != "memory"} for row in rows]
+        print_json({"url": args.home(req), "request": req, "blocks": shown})
         return True
     columns = "page", "complete", "planes", "layers", "heads", "pages", "size", "in memory"
     table = table_of(*columns, numbers_from=3, drop=("heads", "layers", "in memory", "planes"))

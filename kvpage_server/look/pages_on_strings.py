@@ -124,15 +124,15 @@ class PagesOnStrings:
         found = ask(b"GETRANGE", *place)
         if not found:
             return None
-        received = asdict(PageHeader.parse(found))
-        del received["flags"]
+        described = asdict(PageHeader.parse(found))
+        del described["flags"]
         named = {
-            "type": received.pop("kv_type"),
-            "bytes": received.pop("body_size"),
-            "checksum": b"%016x" % received["checksum"],
+            "type": described.pop("kv_type"),
+            "bytes": described.pop("body_size"),
+            "checksum": b"%016x" % described["checksum"],
         }
         left = {"ttl_left_ms": ask(b"PTTL", place[0]), "url": self._store.home(place[0])}
-        return received | named | _THERE | left
+        return described | named | _THERE | left
 
     def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
         """Return KVPAGEVERIFY's reply. Read one string at a time, and delete corrupt strings."""
@@ -249,9 +249,9 @@ def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None
     if shape is None:
         return None
     planes = [int(plane.kv_type) for plane in shape.planes]
-    received = {"page": number, "pages": shape.pages, "layers": shape.layers, "heads": shape.heads, "planes": planes}
+    described = {"page": number, "pages": shape.pages, "layers": shape.layers, "heads": shape.heads, "planes": planes}
     complete = length == head_size(shape) + shape.nbytes
-    return received | {"complete": int(complete), "bytes": shape.nbytes, "memory": length}
+    return described | {"complete": int(complete), "bytes": shape.nbytes, "memory": length}
 
 
 def _total(parts: Any) -> Any:
@@ -274,10 +274,10 @@ def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str,
     for number, pages in blocks.items():
         layers, heads = (1 + max(getattr(key, name) for key, _ in pages) for name in ("layer", "head"))
         planes = sorted({int(key.kv_type) for key, _ in pages})
-        received = {"page": number, "pages": len(pages), "layers": layers, "heads": heads, "planes": planes}
+        described = {"page": number, "pages": len(pages), "layers": layers, "heads": heads, "planes": planes}
         size = sum(length for _, length in pages)
         whole = len(pages) == layers * heads * len(planes)
-        found.append(received | {"complete": int(whole), "bytes": size - HEADER_SIZE * len(pages), "memory": size})
+        found.append(described | {"complete": int(whole), "bytes": size - HEADER_SIZE * len(pages), "memory": size})
     return found
 
 

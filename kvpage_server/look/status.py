@@ -32,8 +32,8 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
     def frame() -> RenderableType:
         now = overview(store, args.url)
-        received = _told(now) if now.everything else _tenant_lines(store, now)
-        return Group(headline(args.url, now), titled(received))
+        lines = _all_lines(now) if now.everything else _tenant_lines(store, now)
+        return Group(headline(args.url, now), titled(lines))
 
     return watch(args, frame, lambda: _as_json(store, args.url))
 
@@ -80,7 +80,7 @@ def _tenant_lines(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]
     yield "", "a user who may use every key is shown the rest"
 
 
-def _told(now: Overview) -> Iterator[tuple[str, Any]]:
+def _all_lines(now: Overview) -> Iterator[tuple[str, Any]]:
     traffic = now.traffic
     if is_gateway(now):
         yield "memory", f"the process has {as_size(now.memory.resident)}"

@@ -80,8 +80,8 @@ def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
         raise LookError(_no_agent(store, args.key))
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:
-        received = [context_as_json(agent, places, args) for agent, places in contexts]
-        print_json({"url": shown(args.url), "unreachable": args.unreachable(), "contexts": received})
+        described = [context_as_json(agent, places, args) for agent, places in contexts]
+        print_json({"url": shown(args.url), "unreachable": args.unreachable(), "contexts": described})
         return True
     for agent, places in contexts:
         _show_context(agent, places)

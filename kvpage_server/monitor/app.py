@@ -318,8 +318,8 @@ async def _metrics(request: Request) -> Response:
     if observer is None:
         return PlainTextResponse("the store does not take this password or token\n", 401, ASK)
     closed, overview, engines = dict(request.app.state.closed), await observer.overview(), await observer.engines()
-    received = await asyncio.to_thread(exposition, overview, closed, engines)
-    return Response(received, media_type=EXPOSITION)
+    text = await asyncio.to_thread(exposition, overview, closed, engines)
+    return Response(text, media_type=EXPOSITION)
 
 
 async def _health(request: Request) -> Response:
@@ -329,10 +329,10 @@ async def _health(request: Request) -> Response:
 async def _log_in(request: Request) -> Response:
     """Log in with a form of `user` and `password`. Redirect to the first page, or back to the form with ?wrong."""
     try:
-        received = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
+        form = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
     except ValueError as error:
         raise HTTPException(400, "a form of user and password has no more than 8 fields") from error
-    user, password = (received.get(name, [""])[0] for name in ("user", "password"))
+    user, password = (form.get(name, [""])[0] for name in ("user", "password"))
     return await log_in(request, user or DEFAULT, password)
 
 

@@ -295,11 +295,11 @@ class CommandRunner:
     def _take_over(self, command: Command, row: Callee, reply: Reply, error: Exception | None) -> None:
         """Turn the result of a call on the fast path into replies."""
         try:
-            received = finish_call(self._client, row.what, command, reply, error)
+            finished = finish_call(self._client, row.what, command, reply, error)
         except Postponed as postponed:
             self._put_off(command, self._parser.received, postponed)
             raise
-        if self._replies.add(received):
+        if self._replies.add(finished):
             self._send()
 
     def _answer(self, command: Command) -> None:

@@ -58,7 +58,7 @@ def parse(key: bytes, raw: bytes) -> Manifest | None:
     """
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
-        received = _told(raw)
+        received = _parsed(raw)
         names, together = [_text(name) for name in _list(received["chain"])], _count(received.get("together", 0))
         blocks = tuple((tag_of(names, i, together) + name).encode() for i, name in enumerate(names))
         if any(len(name) > _MOST_NAME for name in blocks):
@@ -108,7 +108,7 @@ def _list(received: object) -> list[object]:
     return received
 
 
-def _told(raw: bytes) -> Any:
+def _parsed(raw: bytes) -> Any:
     text = raw[raw.index(b"{") :]
     end = text.find(_TOKENS)
     return json.loads(text[:end] + b"}" if end >= 0 and b'"count"' in text[:end] else text)

@@ -151,7 +151,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     if args.json:
         counts = {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt.texts}
-        print_json({"url": shown(args.url)} | _told(dumped.amount) | counts)
+        print_json({"url": shown(args.url)} | _counts(dumped.amount) | counts)
         return not dumped.corrupt.count
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = how_many(dumped.files, "file"), time.monotonic() - started
@@ -179,7 +179,9 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     if args.json:
         names = {name: getattr(restored, name).texts for name in ("corrupt", "no_room", "refused")}
         counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted}
-        print_json({"url": shown(args.url)} | _told(restored.amount) | counts | names | {"finished": restored.finished})
+        print_json(
+            {"url": shown(args.url)} | _counts(restored.amount) | counts | names | {"finished": restored.finished}
+        )
         return restored.finished and not any((restored.corrupt.count, restored.no_room.count, restored.refused.count))
     out.print(f"{_counted(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
@@ -215,7 +217,7 @@ def run_inspect(args: argparse.Namespace) -> bool:
     return _none("are corrupt", found.corrupt)
 
 
-def _told(what: Amount) -> dict[str, Any]:
+def _counts(what: Amount) -> dict[str, Any]:
     return {"pages": what.pages, "strings": what.strings, "bytes": what.nbytes}
 
 

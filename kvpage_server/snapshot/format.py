@@ -267,45 +267,45 @@ def entry_of(name: str, note: str, nbytes: int, most_pages: int = MAX_BLOCK_PAGE
     than `most_pages` pages.
     """
     most = _MEMBERS * MAX_BLOCK_PAGES
-    received = bounded.parse(note.encode(), containers=_MEMBERS, strings=most, values=most)
-    if not isinstance(received, dict):
+    fields = bounded.parse(note.encode(), containers=_MEMBERS, strings=most, values=most)
+    if not isinstance(fields, dict):
         raise ValueError("its note is not a JSON object")
-    entry = _pages_of(received, nbytes, most_pages) if "request" in received else _string_of(name, received, nbytes)
+    entry = _pages_of(fields, nbytes, most_pages) if "request" in fields else _string_of(name, fields, nbytes)
     if entry.name != name:
         raise ValueError(f"its note is that of {entry.name:.300}")
     return entry
 
 
-def _string_of(name: str, received: dict[str, Any], nbytes: int) -> String:
-    (left_ms,) = _numbers(received["ttl_left_ms"], 1, FOREVER, MAX_I64)
-    return String(bytes_of(name.removeprefix("string:")), nbytes, left_ms, _checksum(received["checksum"]))
+def _string_of(name: str, fields: dict[str, Any], nbytes: int) -> String:
+    (left_ms,) = _numbers(fields["ttl_left_ms"], 1, FOREVER, MAX_I64)
+    return String(bytes_of(name.removeprefix("string:")), nbytes, left_ms, _checksum(fields["checksum"]))
 
 
-def _pages_of(received: dict[str, Any], nbytes: int, most_pages: int) -> PageTensor:
-    (layers,), (heads,) = (_numbers(received.get(name, 1), 1, 1, MAX_LAYER + 1) for name in ("layers", "heads"))
+def _pages_of(fields: dict[str, Any], nbytes: int, most_pages: int) -> PageTensor:
+    (layers,), (heads,) = (_numbers(fields.get(name, 1), 1, 1, MAX_LAYER + 1) for name in ("layers", "heads"))
     count = layers * heads
     if count > most_pages:
         raise ValueError(f"it has {count} pages, and at most {most_pages} are read")
-    if count > 1 and received.keys() & {"layer", "head"}:
+    if count > 1 and fields.keys() & {"layer", "head"}:
         raise ValueError("a plane has all layers and heads from 0")
     if count > max(nbytes, 1) or nbytes % count:
         raise ValueError(f"{nbytes} bytes are not {layers} layers of {heads} heads")
-    numbers = (received.get("layer", 0), received.get("head", 0), received["page"], received["kv_type"])
+    numbers = (fields.get("layer", 0), fields.get("head", 0), fields["page"], fields["kv_type"])
     layer, head, page, kv_type = _unfolded([*numbers], 4, int)
-    page_size, head_dim = _unfolded([received["page_size"], received["head_dim"]], 2, int)
-    req_id = bytes_of(received["request"])
+    page_size, head_dim = _unfolded([fields["page_size"], fields["head_dim"]], 2, int)
+    req_id = bytes_of(fields["request"])
     PageKey(req_id, layer + layers - 1, head + heads - 1, page, kv_type)  # raises if the last page has no valid key
     pages = PageTensor(
         PageKey(req_id, layer, head, page, kv_type),
         (layers, heads),
-        Geometry(_dtype(received["dtype"]), page_size, head_dim, nbytes // count),
+        Geometry(_dtype(fields["dtype"]), page_size, head_dim, nbytes // count),
         WrittenPages(
-            _numbers(received["created_ms"], count, 0, MAX_I64),
-            _numbers(received["ttl"], count, 0, MAX_TTL),
-            _unfolded(received["unchecked"], count, bool),
+            _numbers(fields["created_ms"], count, 0, MAX_I64),
+            _numbers(fields["ttl"], count, 0, MAX_TTL),
+            _unfolded(fields["unchecked"], count, bool),
         ),
-        _numbers(received["ttl_left_ms"], count, FOREVER, MAX_I64),
-        [_checksum(digest) for digest in _unfolded(received["checksum"], count, str)],
+        _numbers(fields["ttl_left_ms"], count, FOREVER, MAX_I64),
+        [_checksum(digest) for digest in _unfolded(fields["checksum"], count, str)],
     )
     pages.header(0)  # raises for values out of range that all pages have in common
     return pages
@@ -531,11 +531,11 @@ def _contents(path: Path, size: int, text: bytes) -> FileContents:
     of = DumpOf(int(dumped_ms), metadata["selection"])
     contents = FileContents(path, size, 8 + len(text), digest, of, [], [])
     end = pages = 0
-    for name, received in header.items():
-        start, end = end, _end_of(received, end)
+    for name, fields in header.items():
+        start, end = end, _end_of(fields, end)
         try:
             entry = entry_of(name, metadata[name], end - start, min(MAX_BLOCK_PAGES, MAX_PAGES - pages))
-            if (entry.element, entry.shape) != (received["dtype"], received["shape"]):
+            if (entry.element, entry.shape) != (fields["dtype"], fields["shape"]):
                 raise ValueError("its type or shape is not that of its note")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             contents.bad.append(f"{name:.300}: {_reason(error)}")
@@ -573,9 +573,9 @@ def _is_intact(header: bytes, digest: str) -> bool:
     return found.hexdigest() == digest
 
 
-def _end_of(received: dict[str, Any], begin: int) -> int:
+def _end_of(fields: dict[str, Any], begin: int) -> int:
     """Return the end of a tensor's data. Raises ValueError or KeyError if it has another start or length."""
-    numbers, shape, dtype = received["data_offsets"], received["shape"], received["dtype"]
+    numbers, shape, dtype = fields["data_offsets"], fields["shape"], fields["dtype"]
     if dtype not in _ITEMSIZE:
         raise ValueError(f"{dtype!r:.40} is no type of elements of a dump")
     sizes = [*numbers, *shape[:_MAX_DIMENSIONS]]
@@ -669,18 +669,18 @@ def read_summary(path: Path) -> Summary | None:
     """Return the content of dump.json; None if there is none. Raises BadFile, which names dump.json."""
     try:
         raw = read_regular(path / SUMMARY, _MAX_SUMMARY)
-        received = bounded.parse(raw, containers=_DIRECTORY_MEMBERS, strings=2 * _MAX_FILES, values=_MAX_FILES)
+        fields = bounded.parse(raw, containers=_DIRECTORY_MEMBERS, strings=2 * _MAX_FILES, values=_MAX_FILES)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise BadFile(f"{SUMMARY} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise BadFile(f"{SUMMARY} is corrupt: {error}") from None
-    if not isinstance(received, dict) or received.get("format") != FORMAT:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise BadFile(f"{SUMMARY} is not of kvpage dump")
-    if received.get("version") != VERSION:
-        raise BadFile(f"{SUMMARY} is of format version {received.get('version')!r:.20}, only {VERSION} is understood")
-    dumped_ms, selection, files = (received.get(name) for name in ("dumped_ms", "selection", "files"))
+    if fields.get("version") != VERSION:
+        raise BadFile(f"{SUMMARY} is of format version {fields.get('version')!r:.20}, only {VERSION} is understood")
+    dumped_ms, selection, files = (fields.get(name) for name in ("dumped_ms", "selection", "files"))
     if type(dumped_ms) is not int or not 0 <= dumped_ms <= LAST_MOMENT:
         raise BadFile(f"{SUMMARY} is corrupt: dumped_ms must be between 0 and {LAST_MOMENT}, got {dumped_ms!r:.40}")
     if not isinstance(selection, str) or not isinstance(files, dict):

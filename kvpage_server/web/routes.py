@@ -72,12 +72,12 @@ def losses_of(holdings: Holdings) -> Reading[list[Shown]]:
     Blocks that were stored again meanwhile are left out. At most MOST_LOSSES blocks are queried.
     """
     holes = [(agent, *hole) for agent in holdings.agents if (hole := _first_hole(agent))]
-    received = list(islice(holes, MOST_LOSSES))
-    reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in received]
+    shown = list(islice(holes, MOST_LOSSES))
+    reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in shown]
     return sorted(
         (
             _loss(holdings, agent, index, reason)
-            for (agent, index, _), reason in zip(received, reasons, strict=True)
+            for (agent, index, _), reason in zip(shown, reasons, strict=True)
             if refused(reason) or named(reason).get("reason") != b"stored"
         ),
         key=lambda loss: -loss["at"],
@@ -130,13 +130,13 @@ class Feed:
                 moments = [moment for moment in self._observer.history.moments if moment.at > last]
                 last = moments[-1].at if moments else last
                 engines = await self._observer.engines()
-                received = views.event("overview", views.overview(now, user, engines))
+                events = views.event("overview", views.overview(now, user, engines))
                 if moments:
-                    received += views.event("moments", [views.moment(moment) for moment in moments])
+                    events += views.event("moments", [views.moment(moment) for moment in moments])
                 if slowly is not self._slowly:
                     slowly = self._slowly
-                    received += slowly
-                yield received
+                    events += slowly
+                yield events
                 if self._looking is None:
                     self._looking = asyncio.create_task(self._look())
                 elif self._looking.done():
@@ -156,8 +156,8 @@ class Feed:
         clients = await self._observer.read(connected_clients())
         more = {"losses": losses, "slow": slow, "connected": clients}
         store = (await self._observer.overview()).server.store
-        received = await asyncio.to_thread(_slow_events, holdings, store, more)
-        self._slowly = received if received != self._slowly else self._slowly
+        events = await asyncio.to_thread(_slow_events, holdings, store, more)
+        self._slowly = events if events != self._slowly else self._slowly
         await asyncio.sleep(SLOWLY_SECONDS)
 
 

@@ -69,13 +69,13 @@ def holdings(found: Holdings, store: str) -> Shown:
 
     In `shared`, each block of several agents is counted once. `unseen` is the reason if nothing can be read.
     """
-    received = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
+    agents = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
     requests = [_request(request) for request in found.requests[:MOST_REQUESTS]]
     tenants: Counter[str] = Counter()
     for agent in found.agents:
         tenants[agent.tenant] += agent.own_bytes
     return {
-        "agents": received,
+        "agents": agents,
         "agent_count": len(found.agents),
         "agent_bytes": found.bytes,
         "more_agents": sum(agent.own_bytes for agent in found.agents[MOST_AGENTS:]),

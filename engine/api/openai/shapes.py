@@ -132,10 +132,10 @@ class ChatShape:
         yield self._delta({"role": "assistant", "content": ""})
 
     def chunks(self, token: Token) -> Iterable[Reply]:
-        yield from self._told(self._reader.read(token))
+        yield from self._replies(self._reader.read(token))
 
     def closing(self, answer: Answer) -> Iterable[Reply]:
-        yield from self._told(self._reader.finish(answer.finish_reason), last=True)
+        yield from self._replies(self._reader.finish(answer.finish_reason), last=True)
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": self._reason(answer)}
         yield self._chunk([choice], kvpage=self._envelope.kvpage(answer))
 
@@ -158,7 +158,7 @@ class ChatShape:
         choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return self._envelope.whole("chatcmpl", "chat.completion", choice, answer)
 
-    def _told(self, said: Said, *, last: bool = False) -> Iterable[Reply]:
+    def _replies(self, said: Said, *, last: bool = False) -> Iterable[Reply]:
         self._unsaid += said.tokens
         delta: Reply = {"content": said.text} if said.text else {}
         if said.reasoning:

@@ -336,10 +336,10 @@ class Fetch:
             else:
                 self._free()
             self.report.seconds = time.perf_counter() - self._started
-            counted, *received = self._ended
+            counted, *callbacks = self._ended
             counted(self)
             self._over.set()
-        for callback in received:
+        for callback in callbacks:
             callback(self)
 
     async def _run(self) -> None:

@@ -170,7 +170,7 @@ class Channels:
             for _ in steps():
                 pass
         else:
-            self._do(steps(), 0, at_once=False)
+            self._do(steps(), at_once=False)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -179,10 +179,10 @@ class Channels:
 
         Return the number of all subscribers. The message is encoded once for each protocol, not for each subscriber.
         """
-        received = self._told(channel, message)
-        count = sum(len(listeners) for listeners, _ in received)
-        size = len(channel) + len(message) + _MESSAGE + _LISTENERS * len(received)
-        self._do(_push(received, about), size, at_once=count <= _FEW)
+        recipients = self._recipients(channel, message)
+        count = sum(len(listeners) for listeners, _ in recipients)
+        size = len(channel) + len(message) + _MESSAGE + _LISTENERS * len(recipients)
+        self._do(_push(recipients, about), size, at_once=count <= _FEW)
         return count
 
     def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]], size: int) -> None:
@@ -193,7 +193,7 @@ class Channels:
 
         def steps() -> Steps:
             for channel, message, about in messages:
-                yield from _push(self._told(channel, message), about)
+                yield from _push(self._recipients(channel, message), about)
                 yield
 
         self._do(steps(), size, at_once=False)
@@ -215,21 +215,21 @@ class Channels:
             then()
             yield
 
-        self._do(steps(), 0, at_once=False)
+        self._do(steps(), at_once=False)
 
-    def _told(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
+    def _recipients(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
         """Return the subscribers of a channel, grouped by the message that they get."""
         listeners = self.by_name.get(channel)
-        received: list[tuple[Listeners, list[Reply]]] = []
+        recipients: list[tuple[Listeners, list[Reply]]] = []
         if listeners:
-            received.append((listeners, [b"message", channel, message]))
+            recipients.append((listeners, [b"message", channel, message]))
         for pattern, listeners in self.by_pattern.matching(channel):
-            received.append((listeners, [b"pmessage", pattern, channel, message]))
-        return received
+            recipients.append((listeners, [b"pmessage", pattern, channel, message]))
+        return recipients
 
     # -- in turns ----------------------------------------------------------------------------------------------------
 
-    def _do(self, steps: Steps, size: int, *, at_once: bool) -> None:
+    def _do(self, steps: Steps, size: int = 0, *, at_once: bool) -> None:
         """Run steps, which take `size` bytes of memory: now if `at_once` and no others wait, otherwise in turns of the
         loop after the others.
         """
@@ -268,15 +268,15 @@ def _size_of(pattern: bytes) -> int:
     return _CHANNEL + _COMPILED * len(pattern)
 
 
-def _push(received: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
+def _push(recipients: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
     """Send messages in steps of `_FEW` subscribers. Skip clients that have unsubscribed meanwhile."""
-    for listeners, items in received:
+    for listeners, items in recipients:
         encoded: dict[int, Raw] = {}
         everybody = iter(list(listeners))
         while some := list(islice(everybody, _FEW)):
             for client in some:
-                may_subscribe = client.channels if items[0] == b"message" else client.patterns
-                if items[1] in may_subscribe and (about is None or client.sees(about)):
+                subscribed = client.channels if items[0] == b"message" else client.patterns
+                if items[1] in subscribed and (about is None or client.sees(about)):
                     protocol = client.protocol
                     if protocol not in encoded:
                         encoded[protocol] = _spelt(items, protocol)

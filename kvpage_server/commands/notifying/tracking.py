@@ -493,7 +493,7 @@ class Tracking:
                 if others := [key for key, by in changed.items() if by is not client]:
                     self._send(client, [others])
                 continue
-            to = self._told(client) if mode is not None else None
+            to = self._recipient_of(client) if mode is not None else None
             if to is None:
                 continue
             if not (client.sees_all and to.sees_all):
@@ -508,7 +508,7 @@ class Tracking:
         """Send messages to a client, or to the client of its `redirect`, about the keys that both may read. A message
         is a list of keys; None means all keys.
         """
-        to = self._told(client)
+        to = self._recipient_of(client)
         if to is None:
             return
         if not (client.sees_all and to.sees_all):
@@ -517,7 +517,7 @@ class Tracking:
         if messages:
             to.push(_spelt(messages, to.protocol))
 
-    def _told(self, client: Recipient) -> Recipient | None:
+    def _recipient_of(self, client: Recipient) -> Recipient | None:
         """Return the client that gets a client's messages; None if there is none, or it can't get them."""
         mode, to = client.tracking, client
         assert mode is not None

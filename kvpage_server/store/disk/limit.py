@@ -301,19 +301,24 @@ class DiskLimit:
 
     def _freed(self, stay: Collection[bytes], *, alone: bool, last: bool) -> Iterator[int]:
         """Evict one unit after another. Yields the bytes freed so far."""
-        stored, usage, freed = self._stored, self._stored.usage, 0
+        usage, freed = self._stored.usage, 0
         for unit in self.evictable(alone=alone, last=last):
-            if name_of_unit(unit) in stay or not (names := [one for one in names_in(unit) if stored.has(one)]):
+            names = self.names_on_disk(unit)
+            if name_of_unit(unit) in stay or not names:
                 continue
             freed += sum(map(usage.size_of, names))
             self.evict(unit, names, room="disk")
             yield freed
 
     def evict(self, unit: Unit, names: Collection[bytes], *, room: str) -> None:
-        """Evict a unit from memory and disk. `names` are its names on disk; `room` is the limit's."""
+        """Evict a unit from memory and disk. `names` are its `names_on_disk`; `room` is the limit's."""
         self._stored.usage.remove_unit(name_of_unit(unit))
         self._stored.counts.evicted += len(names)
         self._contents.evict(unit, room=room)
+
+    def names_on_disk(self, unit: Unit) -> list[bytes]:
+        """Return the names of a unit's values that are on disk, or wait to be written."""
+        return [name for name in names_in(unit) if self._stored.has(name)]
 
     def evictable(self, *, alone: bool = False, last: bool = True) -> Iterator[Unit]:
         """Yield the units on disk in the order of eviction, without held, leased and pinned ones.

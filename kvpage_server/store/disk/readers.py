@@ -59,10 +59,10 @@ class DiskReader:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             ticket, work = job
-            received = partial(self._deliver, ticket, work())
+            deliver = partial(self._deliver, ticket, work())
             del job, work  # the loop frees the memory, so the thread drops its references
-            self._loop.call_soon_threadsafe(received)
-            del received
+            self._loop.call_soon_threadsafe(deliver)
+            del deliver
 
     def _outcomes(self, wanted: Wanted) -> list[Outcome]:
         try:

@@ -320,7 +320,7 @@ class DiskTier:
         return self.limit.evictable()
 
     def evict_everywhere(self, unit: Unit) -> bool:
-        self.limit.evict(unit, [name for name in names_in(unit) if self.stored.has(name)], room="memory")
+        self.limit.evict(unit, self.limit.names_on_disk(unit), room="memory")
         return True
 
     def _waits(self, unit: Unit) -> bool:

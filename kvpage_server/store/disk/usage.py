@@ -249,16 +249,16 @@ class Stored:
         if isinstance(value, Text):
             self.behind.note(name, (value.data, value.expires), value.size + TEXT_OVERHEAD + len(name))
         elif isinstance(value, Extent):
-            self.behind.note(name, value, value.slot.footprint + _CHANGE + len(name))
+            self.behind.note(name, value, value.slot.footprint + _change_size(name))
         else:
-            self.behind.note(name, value, value.footprint + _CHANGE + len(name))
+            self.behind.note(name, value, value.footprint + _change_size(name))
 
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
         names = [*map(name_of_key, keys)]
         if self.maxdisk:
             for name, page in zip(names, pages, strict=True):
                 self.usage.expect(name, takes(name, page))
-        sizes = [page.footprint + _CHANGE + len(name) for name, page in zip(names, pages, strict=True)]
+        sizes = [page.footprint + _change_size(name) for name, page in zip(names, pages, strict=True)]
         self.behind.note_all(names, pages, sizes)
 
     def retime(self, name: bytes, value: Entry) -> None:
@@ -270,7 +270,7 @@ class Stored:
         if is_whole and (type(value) is Text or self.behind.waits_again(name)):
             self.store(name, value)
         else:
-            self.behind.note(name, SetExpiry(name, value.expires), _CHANGE + len(name))
+            self.behind.note(name, SetExpiry(name, value.expires), _change_size(name))
 
     def remove(self, name: bytes, *, replaced: bool = False) -> None:
         """Queue the removal of a value from disk. One that is `replaced` stays until its replacement is committed.
@@ -286,12 +286,17 @@ class Stored:
             return
         if self.maxdisk:
             self.usage.expect(name, 0, replaced=replaced)
-        self.behind.note(name, None, _CHANGE + len(name))
+        self.behind.note(name, None, _change_size(name))
 
     def clear(self) -> None:
         """Queue the removal of all values."""
         self.behind.clear()
         self.usage.clear()
+
+
+def _change_size(name: bytes) -> int:
+    """Return the approximate bytes of memory of a queued change, without the value."""
+    return _CHANGE + len(name)
 
 
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:

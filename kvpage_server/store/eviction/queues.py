@@ -237,7 +237,8 @@ class Queues(ABC):
                 break
             # The last used unit is the last of one of the old queues. Units in no queue follow after all these.
             deferred = self._old_heads + QUEUES
-            ends = self._before[self._old_heads + 1 : deferred + (not self._defers_unused)]
+            stop = deferred if self._defers_unused else deferred + 1
+            ends = self._before[self._old_heads + 1 : stop]
             place = max((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
             if self._defers_unused and not (place and self._uses[place]):
                 if place:

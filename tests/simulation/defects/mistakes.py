@@ -478,7 +478,7 @@ MISTAKES = [
     Mistake(
         "redirected-to-who-is-gone",
         _COMMANDS + "notifying.tracking",
-        "Tracking._told",
+        "Tracking._recipient_of",
         "                mode.broken = True\n",
         "",
         "TRACKINGINFO does not know that a redirection is broken",

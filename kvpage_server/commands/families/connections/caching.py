@@ -174,8 +174,8 @@ def client_getredir(client: Client, args: list[Argument]) -> Reply:
 def client_trackinginfo(client: Client, args: list[Argument]) -> Reply:
     """A map: flags, redirect, prefixes."""
     mode = client.tracking
-    received: dict[str, Any] = {"flags": dict.fromkeys(_flags(mode)).keys(), "redirect": client.redirection}
-    return received | {"prefixes": sorted(mode.prefixes) if mode is not None else []}
+    described: dict[str, Any] = {"flags": dict.fromkeys(_flags(mode)).keys(), "redirect": client.redirection}
+    return described | {"prefixes": sorted(mode.prefixes) if mode is not None else []}
 
 
 def _flags(mode: Mode | None) -> list[str]:

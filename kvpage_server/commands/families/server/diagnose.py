@@ -128,11 +128,11 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
         return Verbatim(
             b"Slow moments are not being noted: set latency-monitor-threshold to the milliseconds that count as slow."
         )
-    received = [
+    lines = [
         f"{name}: {len(event.samples)} seconds with one of {threshold} ms or more, the longest of {event.longest} ms"
         for name, event in server.latency.events.items()
     ]
-    return Verbatim("\n".join(received or ["Nothing was slow."]).encode())
+    return Verbatim("\n".join(lines or ["Nothing was slow."]).encode())
 
 
 @_latency(
