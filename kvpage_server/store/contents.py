@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol, cast
 from kvpage_server.core import Arena
 from kvpage_server.core.pieces import bit_of, row_of
 from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
-from kvpage_server.store.eviction.evictor import Evictor
-from kvpage_server.store.eviction.expiry import Expirer
+from kvpage_server.store.eviction.eviction_order import Evictor
+from kvpage_server.store.eviction.expiry_order import Expirer
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.eviction.queues import Unit

@@ -39,13 +39,13 @@ from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.evict import MemoryLimit, OutOfMemory
 from kvpage_server.store.eviction.leases import Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, has_bytes
 from kvpage_server.store.memory.index import Block, Extent, rows_of
 from kvpage_server.store.memory.on_disk import OnDisk
-from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 from kvpage_server.store.quota_limit import PendingWrite, QuotaLimit, counted
 from kvpage_server.store.reading import Listing, Reader
 from kvpage_server.store.reservation import Reservation, ReservationParts

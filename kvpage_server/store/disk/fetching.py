@@ -30,10 +30,10 @@ from kvpage_server.store.disk.pins import HeldUnits, Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.readers import DiskReader
 from kvpage_server.store.disk.usage import Stored
+from kvpage_server.store.evict import MemoryLimit, OutOfMemory
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.memory.on_disk import OnDisk
-from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 from kvpage_server.system.text import Durations
 
 _COPIED = 64 * 1024  # bytes of the largest value that is borrowed as a copy, which costs less than more pieces

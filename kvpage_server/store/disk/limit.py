@@ -32,12 +32,12 @@ from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.naming import is_there, name_of_unit, names_in, parse_block, unit_named
 from kvpage_server.store.disk.pins import HeldUnits
 from kvpage_server.store.disk.usage import Stored
+from kvpage_server.store.evict import MemoryLimit
 from kvpage_server.store.eviction.policies import NO_EVICTION, PREFIX, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
 from kvpage_server.store.memory.index import Block, PageIndex
-from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.quota_limit import PendingWrite
 from kvpage_server.store.records import footprint, name_of_block, name_of_key
 from kvpage_server.store.reservation import Account, ReservationParts

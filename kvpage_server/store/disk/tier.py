@@ -40,12 +40,12 @@ from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, takes
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
+from kvpage_server.store.evict import MemoryLimit
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry, Page, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory.on_disk import NotLoaded, OnDisk
-from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import Damaged, name_of_block, name_of_key
 
 # -- The owner of the values in the write-behind queue -----------------------------------------------------------------

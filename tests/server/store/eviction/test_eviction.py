@@ -20,11 +20,11 @@ from waiting import until
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store import keyspace
+from kvpage_server.store.evict import MOST_LEAVE
 from kvpage_server.store.eviction.policies import LRU, POLICIES, S3FIFO
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST, Queues, Unit, successor
 from kvpage_server.store.keyspace import Keyspace, OutOfMemory
-from kvpage_server.store.memory_limit import MOST_LEAVE
 
 KINDS: list[type[Queues]] = [LRU, S3FIFO, Prefix]
 
@@ -332,7 +332,7 @@ def test_plain_strings_take_part_and_memory_keeps_its_limit(policy: str) -> None
 @pytest.mark.parametrize("stored", ["pages", "blocks", "strings"])
 def test_the_index_is_limited_too(stored: str) -> None:
     """Small values with long names take more memory in the index than in the arena."""
-    program = with_constants("kvpage_server.store.memory_limit", LEAST_INDEX=100_000)
+    program = with_constants("kvpage_server.store.evict", LEAST_INDEX=100_000)
     with start_server("--maxmemory", "80000", program=program) as server, server.client() as client:
         for number in range(1000):
             name = f"{number}".zfill(200)
@@ -355,7 +355,7 @@ def test_the_index_is_limited_too(stored: str) -> None:
 
 def test_with_a_disk_a_full_index_evicts_the_oldest_units(tmp_path: Path) -> None:
     options = ("--store", "tiered", "--maxmemory", "16mb", "--maxdisk", "256mb")
-    program = with_constants("kvpage_server.store.memory_limit", LEAST_INDEX=1 << 20)
+    program = with_constants("kvpage_server.store.evict", LEAST_INDEX=1 << 20)
     with start_server(*options, directory=tmp_path, program=program) as server, server.client() as client:
         for start in range(0, 40_000, 1000):
             pipeline = client.pipeline(transaction=False)

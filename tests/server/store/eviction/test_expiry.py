@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpage_server.store.eviction import expiry
-from kvpage_server.store.eviction.expiry import Expirer
+from kvpage_server.store.eviction import expiry_order
+from kvpage_server.store.eviction.expiry_order import Expirer
 
 Times = dict[bytes, int]  # when keys expire, in milliseconds
 NEVER = 10**9
@@ -32,7 +32,7 @@ def put(expirer: Expirer, times: Times, key: bytes, expires: int) -> None:
 
 def tidy(expirer: Expirer, times: Times) -> None:
     """Note a key again and again, until stale notes are dropped."""
-    for more in range(2 * expirer.keys + expiry._SLACK + 2):
+    for more in range(2 * expirer.keys + expiry_order._SLACK + 2):
         put(expirer, times, b"restless", NEVER + more)
 
 
@@ -115,7 +115,7 @@ def test_no_key_is_lost(
 ) -> None:
     """For any changes by the consumers of a key, in eviction or in a sweep."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expiry, "_SLACK", slack)
+        patch.setattr(expiry_order, "_SLACK", slack)
         times = {b"%d" % key: expires for key, expires in first.items()}
         expirer, left = expirer_of(times), iter(changes)
 

@@ -1,4 +1,4 @@
-"""The memory limit, which evicts or demotes units in the policy's order until memory is within `maxmemory`.
+"""Eviction when memory is full: units leave in the order of the policy until memory is within `maxmemory`.
 
 Without a tier below, a unit is evicted: its keys are removed. With a tier, a unit that is also on disk is demoted: its
 bytes leave memory, and its keys stay. Leased, pinned and held units are spared.
