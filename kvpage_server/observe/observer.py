@@ -114,6 +114,7 @@ def _slowest(before: Overview, now: Overview) -> dict[str, float]:
 OVERVIEW_SECONDS = 1.0  # for which an overview is used again
 HOLDINGS_SECONDS = 5.0
 HOLDINGS_SHARE = 0.005  # share of the time in which the holdings may be read
+LOGIN_SECONDS = 30.0  # after which the observer logs in again, because a user may have been disabled
 
 T = TypeVar("T")
 
@@ -146,12 +147,20 @@ class Observer:
         self._holdings: _Last[Holdings] = _Last()
         self._known = Known()
         self._keys = 0  # number of keys at the last read of the holdings
+        self._next_login = time.monotonic() + LOGIN_SECONDS
 
     async def overview(self) -> Overview:
-        """Return the store's state in numbers, at most a second old. Each new overview is added to the history."""
+        """Return the store's state in numbers, at most a second old. Each new overview is added to the history.
+
+        Raises AuthenticationError within LOGIN_SECONDS after the store has disabled the user or changed the password:
+        connections that have logged in before stay open, as in Redis.
+        """
         last = self._overview
         async with last.lock:
             if last.value is None or time.monotonic() >= last.until:
+                if time.monotonic() >= self._next_login:
+                    await self.store.connection_pool.disconnect(inuse_connections=False)
+                    self._next_login = time.monotonic() + LOGIN_SECONDS
                 last.value = await ask_async(self.store, overview_of_store())
                 last.until = time.monotonic() + OVERVIEW_SECONDS
                 self.history.add(last.value)

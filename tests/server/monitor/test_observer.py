@@ -42,3 +42,22 @@ def test_after_a_flush_the_store_is_looked_through_anew_at_once(monkeypatch: pyt
     monkeypatch.setattr(observer, "OVERVIEW_SECONDS", 0.0)
     with start_server() as server:
         assert asyncio.run(_seen(server)) == [NAMES, NAMES, [b"new"]]
+
+
+@pytest.mark.parametrize("change", [["off"], ["resetpass", ">second"]])
+def test_disabled_user_loses_access_at_the_next_login(change: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer, "LOGIN_SECONDS", 0.0)
+    monkeypatch.setattr(observer, "OVERVIEW_SECONDS", 0.0)
+
+    async def observe(server: RunningServer) -> None:
+        store = redis.asyncio.Redis(port=server.port, username="viewer", password="first")
+        seen = Observer(store, "viewer", Engines())
+        await seen.overview()
+        await redis.asyncio.Redis(port=server.port).execute_command("ACL", "SETUSER", "viewer", *change)
+        with pytest.raises(redis.AuthenticationError):
+            await seen.overview()
+        await seen.close()
+
+    with start_server() as server, server.client() as client:
+        client.execute_command("ACL", "SETUSER", "viewer", "on", ">first", "~*", "+@all")
+        asyncio.run(observe(server))
