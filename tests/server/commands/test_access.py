@@ -330,6 +330,9 @@ class TestTheCommands:
         assert _try(admin, "ACL", "DRYRUN", "u", "kvpageget", "q", *page) == (
             "User u has no permissions to access the 'kv:q:0:0:0:0' key"
         )
+        admin.acl_setuser("u", commands=["+kvpageverify"], keys=["%W~kv:w:*"])
+        assert _try(admin, "ACL", "DRYRUN", "u", "kvpageverify", "r") == "OK"
+        assert "no permissions" in _try(admin, "ACL", "DRYRUN", "u", "kvpageverify", "w")  # its reply lists keys
         assert _try(admin, "ACL", "DRYRUN", "u", "get", "a") == "User u has no permissions to run the 'get' command"
         assert _try(admin, "ACL", "DRYRUN", "u", "publish", "c", "x") == (
             "User u has no permissions to access the 'c' channel"

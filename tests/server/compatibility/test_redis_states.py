@@ -97,15 +97,17 @@ def test_reset_ends_silence_and_is_skipped_itself(pair: Pair, how: str) -> None:
     assert (b"+RESET\r\n" in received[1]) == (how == "OFF")
 
 
-def test_a_client_waiting_for_a_pause_is_listed_as_blocked(pair: Pair) -> None:
+@pytest.mark.parametrize(("call", "reply"), [(b"SET a b", b"+OK\r\n"), (b"PUBLISH a b", b":0\r\n")])
+def test_a_client_waiting_for_a_pause_is_listed_as_blocked(pair: Pair, call: bytes, reply: bytes) -> None:
     for server in pair:
         with server.client() as client, Wire(server.port) as wire:
             client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-            wire.send(spell([b"SET", b"a", b"b"]))
+            wire.send(spell(call.split()))
             until(lambda: client.info("clients")["blocked_clients"] == 1)
-            assert [(it["flags"], it["cmd"]) for it in client.client_list() if it["flags"] != "N"] == [("b", "set")]
+            name = call.split()[0].decode().lower()
+            assert [(it["flags"], it["cmd"]) for it in client.client_list() if it["flags"] != "N"] == [("b", name)]
             client.execute_command("CLIENT", "UNPAUSE")
-            assert wire.reply() == b"+OK\r\n"
+            assert wire.reply() == reply
             assert client.info("clients")["blocked_clients"] == 0
 
 

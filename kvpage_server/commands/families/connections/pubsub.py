@@ -104,7 +104,7 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
 
 @_pubsub(
     "publish channel message",
-    flags="pubsub loading stale fast",
+    flags="pubsub loading stale fast may_replicate",
     channels="first",
     since="2.0.0",
     complexity="O(N + M) with N listeners and M patterns",

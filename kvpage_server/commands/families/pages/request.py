@@ -18,7 +18,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import fetched
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps
-from kvpage_server.commands.table import WORDS_PER_STEP, Parts, blocks_of_request, nothing, requests
+from kvpage_server.commands.table import READ, WORDS_PER_STEP, WRITE, Parts, blocks_of_request, nothing, requests
 from kvpage_server.core import Argument, PageNames
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
@@ -268,6 +268,7 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
 @_request(
     "kvpageverify req [page ...]",
     flags="write",
+    access=READ | WRITE,
     needs=blocks_of_request,
     fetches=True,
     parts=Parts(1),
