@@ -160,7 +160,12 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
 
 
 def _url(args: argparse.Namespace) -> str:
-    """Return the store's URL, with user and password. Raises ValueError, LookError."""
+    """Return the store's URL, with user and password; the default URL if the command reads files only.
+
+    Raises ValueError, LookError.
+    """
+    if args.show in (inspect, replay):
+        return DEFAULT_URL
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
     if args.askpass:
@@ -191,7 +196,9 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
         command.set_defaults(show=show, url="", user="", askpass=False)
         if asks:
-            help = f"URL of the store, of several with commas, or of a cluster (default: {URL} or {DEFAULT_URL})"
+            more = "" if name in _OF_ONE else ", of several with commas"
+            more += "" if name in _OF_NO_CLUSTER else ", or of a cluster"
+            help = f"URL of the store{more} (default: {URL} or {DEFAULT_URL})"
             command.add_argument("--url", default="", help=help)
             help = "user to log in as, with the password in KVPAGE_PASSWORD or REDISCLI_AUTH in the environment"
             command.add_argument("--user", metavar="NAME", default="", help=help)

@@ -408,7 +408,8 @@ class StringsBehind:
         """Pass a command on to the node unchanged."""
         if spec.name == "set" and _ONCE & {option.upper() for option in plain_all(args[2:])}:
             raise ReplyError(
-                "ERR a gateway does not support SET with NX, XX or GET: when a node fails, it sends a command again"
+                "ERR a gateway does not support SET with NX, XX, IFEQ or GET: "
+                "when a node fails, it sends a command again"
             )
         page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
         if page and spec.name in _SETS:

@@ -397,6 +397,18 @@ def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tupl
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("url", ["valkey-cluster://127.0.0.1:1", "redis://a:1,redis://b:2", "http://a"])
+def test_inspect_ignores_the_url_in_the_environment(url: str, tmp_path: Path) -> None:
+    code, _, errors = run_kvpage("inspect", str(tmp_path), KVPAGE_URL=url)
+    assert (code, "holds no dump" in errors) == (2, True), errors
+
+
+@pytest.mark.parametrize("command", ["restore", "bench"])
+def test_help_offers_one_url_where_a_command_takes_one_server(command: str) -> None:
+    _, text, _ = run_kvpage(command, "--help")
+    assert "URL of the store (default" in " ".join(text.split())
+
+
 def test_a_closed_pipe_ends_it_silently(server: RunningServer, client: redis.Redis) -> None:
     for number in range(3000):
         client.execute_command("KVPAGESET", f"a-request-with-a-long-name-{number}", 0, 0, 0, 0, 3, 1, 1, 0, b"x")

@@ -219,7 +219,7 @@ def test_commands_a_cluster_cannot_run_are_refused(client: Any, line: str) -> No
 
 def test_commands_that_must_not_run_twice_are_refused(client: Any) -> None:
     for words in (("SET", "a", "b", "NX"), ("SET", "a", "b", "GET")):
-        with pytest.raises(redis.ResponseError, match="does not support SET with NX, XX or GET"):
+        with pytest.raises(redis.ResponseError, match="does not support SET with NX, XX, IFEQ or GET"):
             client.execute_command(*words)
     with pytest.raises(redis.ResponseError, match="a gateway has no transactions"), client.pipeline() as pipe:
         pipe.set("a", "b").execute()
