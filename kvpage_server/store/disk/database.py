@@ -117,6 +117,7 @@ _LOCK = "kvpage.lock"
 _QUARANTINED = 16  # records in the quarantine, before the oldest is deleted
 _LONGEST_ASIDE = 500  # bytes of a key in the quarantine; with 8 bytes of time it fits into 511
 _MANY = 8  # values of one read, from which on all pages of a sheet are decoded
+_MOST_FREE = 16 << 20  # bytes by which a file that is larger than `maxdisk` may grow
 _MOST_KNOWN = 1 << 14  # cached positions of pages
 
 log = logging.getLogger("kvpage")
@@ -155,6 +156,7 @@ class Disk:
         try:
             self._witness.opened()
             self._attach()
+            self._ensure_free_pages(maxdisk)
             self._keep_reserve()
         except BaseException:
             self._env.close()
@@ -189,8 +191,26 @@ class Disk:
             self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
     def resize(self, maxdisk: int) -> None:
-        """Let the file grow to `maxdisk` bytes. No thread may read or write meanwhile."""
-        self._env.set_mapsize(maxdisk)
+        """Let the file grow to `maxdisk` bytes, if it may not already. No thread may read or write meanwhile."""
+        self._env.set_mapsize(max(maxdisk, self._env.info()["map_size"]))
+
+    def _ensure_free_pages(self, maxdisk: int) -> None:
+        """Let the file grow if it has few free pages and is larger than `maxdisk`, which was lowered.
+
+        LMDB needs free pages for every change, also for removals, and reuses removed pages only after a later commit.
+        With too few of them nothing could be written or removed again.
+        """
+        least = min(maxdisk // 8, _MOST_FREE)
+        if self.size <= maxdisk - least:
+            return
+        try:
+            with self._env.begin(write=True, db=self._about) as txn:
+                page = txn.stat(self._about)["psize"]
+                for number in range(least // page):
+                    txn.put(b"free %d" % number, bytes(page // 2))  # at least half a page each
+                txn.abort()
+        except lmdb.MapFullError:
+            self.resize(self.size + least)
 
     def close(self) -> None:
         """Flush and close the file, and note that it is sound. Raises DiskFull, DiskError."""

@@ -95,3 +95,26 @@ def test_a_quota_used_up_before_a_restart_is_used_up_after_it(tmp_path: Path) ->
         assert stored == 5 * MB // (500 * 164)
     with tiered(tmp_path, *options) as (_, client):
         assert not any(store(client, first) for first in range(50_000, 55_000, 500))
+
+
+@pytest.mark.parametrize("mode", ["everysec", "always"])
+@pytest.mark.parametrize("lower", [20 * MB, 29 * MB, 31 * MB])
+def test_file_larger_than_a_lowered_maxdisk_accepts_writes(tmp_path: Path, lower: int, mode: str) -> None:
+    """One commit of 30 MB leaves no free page in LMDB's file, and a removal needs free pages, too."""
+    with tiered(tmp_path, "--maxmemory", "300mb", "--maxdisk", "1gb") as (_, client):
+        with client.pipeline(transaction=True) as pipe:
+            for seed in range(30):
+                pipe.set(f"old:{seed}", body(MB, seed))
+            pipe.execute()
+        settle(client)
+    lowered = ("--maxmemory", "5mb", "--maxdisk", str(lower), "--appendfsync", mode)
+    with tiered(tmp_path, *lowered) as (_, client):
+        for seed in range(20):
+            client.set(f"new:{seed}", body(MB, seed))
+        settle(client)
+        assert disk_info(client)["disk_failing"] == ""
+        assert disk_info(client)["disk_bytes"] <= lower
+        assert disk_info(client)["disk_file_bytes"] <= 31 * MB + lower // 8
+    with tiered(tmp_path, *lowered) as (_, client):
+        for seed in range(10, 20):
+            assert client.get(f"new:{seed}") == body(MB, seed)
