@@ -303,7 +303,7 @@ async def _metrics(request: Request) -> Response:
     """Return the metrics: all for the token; for a user and password, or the cookie of a login, those of that user."""
     logins: Logins = request.app.state.logins
     who = credentials(request)
-    observer: Observer | None
+    observer: Observer | None = None
     try:
         if who is None:
             observer = (await login_of(request)).observer
@@ -311,13 +311,14 @@ async def _metrics(request: Request) -> Response:
             observer = logins.figures if logins.is_token(who[1]) else None
         else:
             observer = (await logins.of_password(*who, address_of(request))).observer
+        overview = await observer.overview() if observer is not None else None
     except NotLoggedIn:
         return PlainTextResponse(NO_CREDENTIALS, 401, ASK)
     except redis.AuthenticationError:
-        observer = None
-    if observer is None:
+        overview = None
+    if observer is None or overview is None:
         return PlainTextResponse("the store does not take this password or token\n", 401, ASK)
-    closed, overview, engines = dict(request.app.state.closed), await observer.overview(), await observer.engines()
+    closed, engines = dict(request.app.state.closed), await observer.engines()
     text = await asyncio.to_thread(exposition, overview, closed, engines)
     return Response(text, media_type=EXPOSITION)
 

@@ -27,7 +27,7 @@ from kvpage_server.observe.observer import Observer
 MOST_USERS = 64  # connections to the store
 MOST_SESSIONS = 1024  # browsers that are logged in
 IDLE_SECONDS = 12 * 3600.0  # after which a browser has to log in again
-CHECKED_SECONDS = 10.0  # after which a password is checked again
+CHECKED_SECONDS = 1.0  # after which a password that is sent with each request is checked again
 DEFAULT = "default"
 
 
@@ -66,7 +66,7 @@ class Logins:
 
         Raises AuthenticationError for a wrong password, RedisError if the store does not answer.
         """
-        key = await self._enter(user, password, address)
+        key = await self._enter(user, password, address, checked_since=time.monotonic())
         cookie = secrets.token_urlsafe(32)
         self._sessions[_digest(cookie)] = _Session(key, time.monotonic())
         while len(self._sessions) > MOST_SESSIONS:
@@ -78,7 +78,7 @@ class Logins:
 
     async def of_password(self, user: str, password: str, address: str) -> Login:
         """Return the login for a password that is sent with each request. Raises as `log_in`."""
-        return self._logins[await self._enter(user, password, address)]
+        return self._logins[await self._enter(user, password, address, time.monotonic() - CHECKED_SECONDS)]
 
     def is_token(self, word: str) -> bool:
         """Return whether `word` is the token. The time of the comparison reveals nothing about the token."""
@@ -104,11 +104,14 @@ class Logins:
             del self._logins[key]
         await login.observer.close()
 
-    async def _enter(self, user: str, password: str, address: str) -> bytes:
-        """Return the key of a login, after the store has accepted its password within the last CHECKED_SECONDS."""
+    async def _enter(self, user: str, password: str, address: str, checked_since: float) -> bytes:
+        """Return the key of a login, after the store has accepted its password at `checked_since` or later.
+
+        `checked_since` is in monotonic seconds.
+        """
         key = hashlib.blake2b(f"{user}\0{password}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
         known = self._logins.get(key)
-        if known is not None and time.monotonic() - known.checked < CHECKED_SECONDS:
+        if known is not None and known.checked >= checked_since:
             self._logins.move_to_end(key)
             return key
         words = WITH_TOKEN + address if self.is_token(password) else address

@@ -114,7 +114,7 @@ def _slowest(before: Overview, now: Overview) -> dict[str, float]:
 OVERVIEW_SECONDS = 1.0  # for which an overview is used again
 HOLDINGS_SECONDS = 5.0
 HOLDINGS_SHARE = 0.005  # share of the time in which the holdings may be read
-LOGIN_SECONDS = 30.0  # after which the observer logs in again, because a user may have been disabled
+LOGIN_SECONDS = 5.0  # after which the observer logs in again, because a user may have been disabled
 
 T = TypeVar("T")
 

@@ -139,6 +139,19 @@ def test_a_password_that_was_changed_opens_no_more(seen: SeenServer) -> None:
         assert eventually(lambda: browser.get("/metrics", auth=("brief", "first")).status_code == 401)
 
 
+@pytest.mark.parametrize("change", ["DELUSER brief", "SETUSER brief off", "SETUSER brief resetpass >second"])
+def test_revoked_user_is_refused_at_the_next_login(seen: SeenServer, change: str) -> None:
+    with seen.server.client(password="secret") as client, seen.browser() as browser:
+        client.execute_command("ACL", "SETUSER", "brief", "on", ">first", "~*", "+@all")
+        login = {"user": "brief", "password": "first"}
+        assert browser.post("/login", data=login).headers["location"] == "/"
+        client.execute_command("ACL", *change.split())
+        assert browser.post("/login", data=login).headers["location"] == "/login?wrong"
+        with seen.stranger() as scraper:
+            assert eventually(lambda: scraper.get("/metrics", auth=("brief", "first")).status_code == 401)
+        client.execute_command("ACL", "DELUSER", "brief")
+
+
 def test_a_login_cookie_is_hidden_from_scripts_and_other_sites(seen: SeenServer) -> None:
     with seen.browser() as browser:
         wrong = browser.post("/login", data={"user": "admin", "password": "guess"})
