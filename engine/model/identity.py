@@ -345,8 +345,12 @@ class _Walk:
                     self.feed(f"{path}.{name}", (name, functions))
 
     def _function(self, path: str, function: types.FunctionType) -> None:
-        """Hash a function by its name and its module's source. If it is not found by its name, hash its code and
-        closure, too."""
+        """Hash a function: its module and qualified name, and the source of its module.
+
+        If the module has another or no function under this name (a lambda, or a function within a function), also hash
+        its code, default arguments and closure. Raises UnknownIdentityError if the source or one of these values cannot
+        be hashed.
+        """
         self._put("function", f"{function.__module__}.{function.__qualname__}".encode())
         self._source(path, function.__globals__)
         if found(function) is function:

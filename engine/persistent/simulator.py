@@ -54,10 +54,11 @@ class Model:
 
     @classmethod
     def load(cls, path: Path, sizes: Mapping[str, int] | None = None) -> Self:
-        """Return a model with the tensors of a safetensors file. Decimal numbers in its metadata are sizes; `sizes`
-        take precedence.
+        """Return a model with the tensors of a safetensors file.
 
-        Raises ModelError for any other file, and for tensors of dtypes that MLX cannot load, such as f64.
+        Entries of the file's metadata with 1 to 18 digits are sizes: dimensions by name, as `layers`. An entry of
+        `sizes` replaces one of the same name. Raises ModelError for a file that is not safetensors, a size above
+        MAX_SIZE, and a tensor of a dtype that MLX cannot load, such as f64.
         """
         try:
             loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)

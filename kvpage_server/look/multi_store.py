@@ -128,8 +128,11 @@ class MultiStore:
         return [_GONE.get(encoded(command[0]), gone) for command in commands]
 
     def _scanned(self, server: ServerUrl, answer: Any) -> Any:
-        """Return SCAN's reply with the cursor of this store. After a server's last key, it continues on the next
-        server.
+        """Return a server's reply to SCAN with a cursor that names the server and its own cursor.
+
+        After the last key of a server, the cursor is the start of the next server, and 0 after the last server. An
+        unreachable server counts as finished. An error is returned unchanged. A server that has requests of other
+        servers is reported on stderr, once.
         """
         if isinstance(answer, redis.ResponseError) and not isinstance(answer, Unavailable):
             return answer

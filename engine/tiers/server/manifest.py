@@ -288,8 +288,11 @@ def digest_of(manifest: bytes) -> bytes:
 
 
 def sealed(text: bytes, key: str) -> bytes:
-    """Return the text after a digest of its key and itself. So a wrong bit, in the text or in a requested key, never
-    yields another agent's context."""
+    """Return the value to store under `key`: a digest of the key and the text, a space, and the text.
+
+    `unsealed` checks the digest with the key that it has requested. A wrong bit in the text, or in a key on its way to
+    the server, is therefore a miss and never another agent's context.
+    """
     return b"%b %b" % (_digest(text, key), text)
 
 

@@ -108,10 +108,11 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
     summary="Protects a request, or some of its blocks, from eviction for a while.",
 )
 def kvpagelease(client: Client, args: list[Argument]) -> Reply:
-    """The number of leased blocks: from the first one, as many as the limit allows. A lease is never shortened.
+    """The number of leased blocks, from the first one. The limit on the bytes of all leases and pins may end it early.
+    A longer lease that a block has already stays.
 
-    A cluster has its own eviction policy: behind a gateway the blocks count as just used and do not expire sooner, but
-    may be evicted. There page ids have to be given.
+    A cluster has its own eviction policy: behind a gateway the blocks count as just used and do not expire before the
+    end of the lease, but may be evicted. There page ids have to be given.
     """
     keyspace = client.keyspace
     milliseconds = integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
