@@ -36,7 +36,7 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-SAID = {
+SAFE_HEADERS = {
     "Content-Security-Policy": CSP,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -71,15 +71,15 @@ class Guards:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
 
-        async def said(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 of_answer = MutableHeaders(scope=message)
-                for name, value in SAID.items():
+                for name, value in SAFE_HEADERS.items():
                     of_answer.setdefault(name, value)
             await send(message)
 
         refusal = self._refusal(scope["method"], headers)
-        return await (refusal or self._app)(scope, receive, said)
+        return await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, method: str, headers: Headers) -> PlainTextResponse | None:
         if not _is_own(headers.getlist("host"), self._names):

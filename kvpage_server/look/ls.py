@@ -59,10 +59,10 @@ def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
     """Print the number of rows of each kind that the tables omit."""
     more = {noun: count - args.limit for noun, count in counts.items() if 0 < args.limit < count}
     if more:
-        said = " and ".join(
+        omitted = " and ".join(
             how_many(count, f"more {noun}").replace("prefixs", "prefixes") for noun, count in more.items()
         )
-        out.print(f"and {said}; --limit 0 shows all")
+        out.print(f"and {omitted}; --limit 0 shows all")
 
 
 def raise_if_blind(store: QueriedStore, holdings: Holdings) -> None:

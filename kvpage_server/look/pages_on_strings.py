@@ -294,10 +294,10 @@ def is_an_agent(store: QueriedStore, name: bytes) -> str:
     holdings = ask(store, holdings_of_agent(name))
     if not holdings.agents and not holdings.unreadable:
         return ""
-    said = text(name)
+    label = text(name)
     word = typed(os.fsdecode(name))
     shows = f": kvpage stat {word} shows its blocks, kvpage verify {word} checks them" if word else ""
-    return f"{said} is an agent, and no request{shows}"
+    return f"{label} is an agent, and no request{shows}"
 
 
 def may_say_why(store: QueriedStore, name: str, *page: str) -> str:

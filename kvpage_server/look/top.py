@@ -165,11 +165,11 @@ def tables(engines: list[EngineFigures], holdings: Holdings, rows: int) -> Itera
 
 def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:
     rows = [*_rows(now, moments)]
-    room = out.width - max(len(name) + len(said) for name, said, _ in rows) - 4 if rows and out.is_terminal else 60
+    room = out.width - max(len(name) + len(label) for name, label, _ in rows) - 4 if rows and out.is_terminal else 60
     if room < _SHORTEST_LINE:
-        yield titled((name, said) for name, said, _ in rows)
+        yield titled((name, label) for name, label, _ in rows)
     else:
-        yield titled((name, said, Text(_line(values, room), "dim")) for name, said, values in rows)
+        yield titled((name, label, Text(_line(values, room), "dim")) for name, label, values in rows)
     if moments and moments[-1].p99:
         families = table_of("commands", "p99", "calls", numbers_from=1)
         for name, seconds in sorted(moments[-1].p99.items()):

@@ -128,8 +128,8 @@ class Companion:
 async def _notify(process: Process) -> None:
     """Copy the process's standard error to the log until it is closed."""
     assert process.stderr is not None
-    while said := await process.stderr.read(1 << 16):
-        for line in said.decode("utf-8", "backslashreplace").splitlines():
+    while output := await process.stderr.read(1 << 16):
+        for line in output.decode("utf-8", "backslashreplace").splitlines():
             log.warning("http: %s", line)
 
 

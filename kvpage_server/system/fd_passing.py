@@ -9,14 +9,14 @@ _WORDS = 128  # bytes of the text, which is cut or padded with zeros
 
 def hand_over(channel: socket.socket, sock: socket.socket, words: str) -> None:
     """Send a socket and a text to the other process. The caller closes its own descriptor. Raises OSError."""
-    said = words.encode("utf-8", "surrogateescape")[:_WORDS].ljust(_WORDS, b"\0")
-    if socket.send_fds(channel, [said], [sock.fileno()]) < _WORDS:
+    message = words.encode("utf-8", "surrogateescape")[:_WORDS].ljust(_WORDS, b"\0")
+    if socket.send_fds(channel, [message], [sock.fileno()]) < _WORDS:
         raise OSError("the channel is full")
 
 
 def take_over(channel: socket.socket) -> tuple[socket.socket, str] | None:
     """Return the next socket and its text; None if the other process has ended. Raises OSError."""
-    said, descriptors, _, _ = socket.recv_fds(channel, _WORDS, 1)
-    if not said or not descriptors:
+    message, descriptors, _, _ = socket.recv_fds(channel, _WORDS, 1)
+    if not message or not descriptors:
         return None
-    return socket.socket(fileno=descriptors[0]), said.rstrip(b"\0").decode("utf-8", "surrogateescape")
+    return socket.socket(fileno=descriptors[0]), message.rstrip(b"\0").decode("utf-8", "surrogateescape")

@@ -96,10 +96,10 @@ def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Tabl
 def print_json(found: Any) -> None:
     """Print an object as JSON on one line. Bytes that are not UTF-8 are shown as `\\xNN`."""
     escapes = not prints_every_character()
-    said = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=escapes)
-    if not said.isprintable():  # control characters could act on a terminal
-        said = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in said)
-    print(said, flush=True)
+    printed = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=escapes)
+    if not printed.isprintable():  # control characters could act on a terminal
+        printed = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in printed)
+    print(printed, flush=True)
 
 
 def readable(name: bytes | str, most: int | None = None) -> Text:
@@ -107,8 +107,8 @@ def readable(name: bytes | str, most: int | None = None) -> Text:
 
     It is cut to `most` characters.
     """
-    said = printable(name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name)
-    return Text(said if most is None or len(said) <= most else f"{said[: most - 1]}…")
+    printed = printable(name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name)
+    return Text(printed if most is None or len(printed) <= most else f"{printed[: most - 1]}…")
 
 
 def when(unix_ms: int) -> str:

@@ -45,11 +45,11 @@ def slow_calls() -> Reading[list[Shown] | None]:
 def _slow(call: Any) -> Shown:
     if isinstance(call, dict):  # redis-py has parsed it
         words, number, at, took = call["command"], call["id"], call["start_time"], call["duration"]
-        said = text(words)
+        command = text(words)
     else:
         number, at, took, words, *_ = call
-        said = " ".join(text(word)[:SHOWN_LETTERS] for word in words[:8])
-    return {"number": number, "at": at, "seconds": took / 1e6, "said": said[: 3 * SHOWN_LETTERS]}
+        command = " ".join(text(word)[:SHOWN_LETTERS] for word in words[:8])
+    return {"number": number, "at": at, "seconds": took / 1e6, "said": command[: 3 * SHOWN_LETTERS]}
 
 
 def connected_clients() -> Reading[Shown | None]:

@@ -57,8 +57,8 @@ class Witness:
 
     def vouches(self) -> bool:
         """Return whether the file is unchanged since it was closed, or since the last commit in this boot."""
-        said, seen = os.pread(self._note, 200, 0).decode("ascii", "replace").strip(), self._seen()
-        return said == seen or bool(self._boot and said == f"{seen} {self._boot}")
+        noted, seen = os.pread(self._note, 200, 0).decode("ascii", "replace").strip(), self._seen()
+        return noted == seen or bool(self._boot and noted == f"{seen} {self._boot}")
 
     def opened(self) -> None:
         """Note that the file is sound and open."""
