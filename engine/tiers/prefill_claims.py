@@ -29,9 +29,9 @@ ANSWER_SECONDS = 0.5  # longest wait for the server's first reply; then the firs
 
 
 class Claim:
-    """A place in a queue, with a state. ``wait``: another prompt computes the block. ``mine``: the caller computes and
-    publishes it. ``proceed``: the caller loads again, and computes the missing rest. A claim must be released in every
-    state.
+    """A place in a queue, with a state. ``wait``: another prompt computes the block, or the page server has not replied
+    yet. ``mine``: the caller computes and publishes it. ``proceed``: the caller loads again, and computes the missing
+    rest. A claim must be released in every state.
     """
 
     def __init__(self, claims: Claims, name: str, state: State) -> None:
@@ -118,10 +118,11 @@ class Claims:
         self._clock.start()
 
     def begin(self, agent_id: str, tokens: Sequence[int], known: int = 0, *, answers: bool = True) -> Claim:
-        """Claim the first full block of a prompt beyond its `known` first tokens.
+        """Claim the right to compute the first full block of a prompt beyond its `known` first tokens.
 
-        If all full blocks are known, nothing is claimed, and the state is ``proceed``. Without `answers` from the page
-        server, the first agent in this engine's queue gets the claim immediately.
+        The claim starts in ``wait``, until the page server has replied. If it does not `answers`, the first prompt in
+        this engine's queue has ``mine`` immediately. A block that does not end before the prompt's last token is not
+        claimed: the state is ``proceed``. The caller must release the claim in every state.
         """
         size = self._spec.block_tokens
         end = (known // size + 1) * size

@@ -23,7 +23,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def bare(error: E) -> E:
-    """Remove the tracebacks of an error of redis-py and of its causes, and return it.
+    """Remove the tracebacks of an error and of its causes, and return the error.
 
     Some of the tracebacks' frames refer to the error, which makes a reference cycle.
     """

@@ -153,7 +153,11 @@ class MultiStore:
 
 
 class Pipeline:
-    """A queue of commands that are sent together, with the interface of redis-py's pipeline."""
+    """A list of commands that are sent together: `execute_command` and `execute` of redis-py's pipeline.
+
+    `execute` returns the replies in order. Errors are among them, whatever `raise_on_error` is. A pipeline is executed
+    once.
+    """
 
     def __init__(self, answers: Callable[[Sequence[Command]], list[Any]]) -> None:
         self._answers = answers

@@ -296,5 +296,5 @@ class _Dump:
         return Tensor(String(key, len(data), self._left(expires_ms), checksum(data)), [data])
 
     def _left(self, expires_ms: int) -> int:
-        """Return the TTL that a key had when the dump began, in milliseconds."""
+        """Return the TTL that a key had when the dump began, in milliseconds; 0 if it had expired, FOREVER for none."""
         return expires_ms if expires_ms == FOREVER else max(expires_ms - self._began_ms, 0)

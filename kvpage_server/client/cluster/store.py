@@ -341,7 +341,11 @@ class ClusterCalls:
     def _with_shapes(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[tuple[list[Answer | Failed], dict[BlockName, BlockShape]]]:
-        """Run a command for each page. Return the replies, and the shapes of the existing blocks of these pages."""
+        """Run a command for each page. Return the replies, and the shapes of the pages' blocks that were found.
+
+        A command whose node failed has a Failed as its reply. Raises as `Router.ask`: if no command succeeded, or a
+        node refused one.
+        """
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
         return answers[: len(keys)], _shapes(names, answers[len(keys) :])

@@ -50,7 +50,10 @@ class Expirer:
             self._drop_stale()
 
     def due(self, now: int) -> Iterator[bytes]:
-        """Yield the keys that have expired and whose second is over at `now`, in unix milliseconds. Each is removed."""
+        """Yield the keys that have expired and whose second is over at `now`, in unix milliseconds.
+
+        A yielded key leaves its bucket. The caller removes it from the store.
+        """
         if self._spared and (min(self._spared) + 1) * 1000 <= now:
             self._put_back()
         while (second := self._first_second()) is not None and (second + 1) * 1000 <= now:

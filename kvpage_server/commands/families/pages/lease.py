@@ -139,7 +139,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
-    """The number of pinned blocks: all that exist, or an error if that would exceed the limit; then none is pinned."""
+    """The number of pinned blocks: all that exist. An error if that would exceed the limit: then no pin is added."""
     keyspace, leases, protection = client.keyspace, client.keyspace.leases, client.keyspace.protection
     few = are_few(client, args[0], args[1:])
 
