@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvpage_server.client.questions import Question, integer, ok, texts
 
+from ...chains import is_agent_id
 from .block_writer import Saved, Write
 from .connection import ServerConnection
 from .manifest import manifest_key, moved, names_in, older_key
@@ -72,10 +73,13 @@ async def delete(connection: ServerConnection, agent_id: str) -> bool:
 
 
 async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
-    """Return the sorted agents that have a manifest for this model."""
+    """Return the sorted agents that have a manifest for this model.
+
+    Other clients may have stored keys whose names are no agents; these are left out.
+    """
     before, after = manifest_key("*", fingerprint).split("*")
     found = await connection.scan(f"{before}*{after}")
-    return sorted(key.removeprefix(before).removesuffix(after) for key in found)
+    return sorted(filter(is_agent_id, (key.removeprefix(before).removesuffix(after) for key in found)))
 
 
 async def _change(connection: ServerConnection, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:

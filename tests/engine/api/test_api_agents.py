@@ -163,6 +163,21 @@ def test_agents_are_listed_shown_forked_and_forgotten(engines: list[RunningEngin
     assert answer.usage.prompt_tokens - answer.kvpage["tokens_reused"] < 40
 
 
+def test_keys_whose_names_are_no_agents_are_not_listed(engines: list[RunningEngine], server: RunningServer) -> None:
+    ask(engines[0], [{"role": "user", "content": HANDBOOK}], "kept")
+    assert agents(engines[0], "POST", "/kept/save").json()["saved"]
+    with server.client() as client:
+        (key,) = client.keys("manifest:kept:*")
+        odd = [key.replace(b"kept", name) for name in (b" ", b"a b", b"..", b"\xff", b"a:b", b"", b"x" * 129, b"<i>")]
+        client.mset(dict.fromkeys(odd, "x"))
+        reply = agents(engines[0], "GET")
+        client.delete(*odd)
+    assert reply.status_code == 200, reply.text
+    names = [agent["id"] for agent in reply.json()["data"]]
+    assert "kept" in names
+    assert all(re.fullmatch(r"[\w-]+", name) for name in names), names
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "param"),
     [
