@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browsing import start_seen_server
-from documents import NO_REDIS_CLI, REDIS_CLI, blocks, check, commands, run
+from documents import NO_REDIS_CLI, REDIS_CLI, ROOT, blocks, check, commands, run
 from servers import RunningServer, start_server
 
 DOCUMENT = "docs/security.md"
@@ -43,3 +43,11 @@ def test_its_metrics_user_sees_every_figure(tmp_path: Path) -> None:
         found = [{name for name, *_ in seen.metrics(headers=elsewhere, auth=user)} for user in users]
     assert found[0] == found[1]
     assert {"kvpage_blocks", "kvpage_disk_full", "kvpage_disk_limit_bytes"} <= found[0]
+
+
+def test_every_document_gives_the_metrics_user_the_same_rights() -> None:
+    files = ("docs/security.md", "docs/operations.md", "conf/kvpage.conf")
+    lines = [line for file in files for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
+    rights = [line.split(" %R~* ")[1] for line in lines if "user metrics on" in line]
+    assert len(rights) == len(files)
+    assert len(set(rights)) == 1, rights
