@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     except redis.AuthenticationError:
         return say("kvpage", _access_error(args.url), 2)
     except NO_ANSWER as error:
-        return say("kvpage", f"cannot reach {shown(args.url)}: {error}", 2)
+        return _unreachable(args, args.url, error)
     except BrokenPipeError:
         raise
     except (redis.RedisError, ValueError, OSError) as error:
@@ -152,11 +152,20 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
         try:
             yield _ask(of_one)
         except (LookError, *NO_ANSWER) as failure:
-            gone = isinstance(failure, NO_ANSWER)
-            why = f"cannot reach {shown(url)}: {failure}" if gone else str(failure)
-            yield say("kvpage", why, 2 if gone else 1)
-            if getattr(args, "json", False):
-                print_json({"url": shown(url), "error": why})
+            if isinstance(failure, LookError):
+                yield say("kvpage", str(failure), 1)
+                if getattr(args, "json", False):
+                    print_json({"url": shown(url), "error": str(failure)})
+            else:
+                yield _unreachable(args, url, failure)
+
+
+def _unreachable(args: argparse.Namespace, url: str, error: Exception) -> int:
+    """Report a server that does not answer, with --json also as an object. Return the exit code."""
+    why = f"cannot reach {shown(url)}: {error}"
+    if getattr(args, "json", False) is True:  # of `bench` and `replay` it is a file
+        print_json({"url": shown(url), "error": why})
+    return say("kvpage", why, 2)
 
 
 def _url(args: argparse.Namespace) -> str:

@@ -59,7 +59,7 @@ def greet(server: Server, addresses: list[str], http: list[str], token: str) -> 
         path, maxdisk = server.tiered.disk.path.absolute(), server.tiered.stored.maxdisk
         most = f"limit {human(maxdisk)}" if maxdisk else "no limit"
         if config.maxdisk == AUTO:
-            most += " (maxdisk auto: half of the free space and the store together)"
+            most += " (maxdisk auto: half of the free space and the store together, or what the store needs)"
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
     logger.info("  access  %s", _access(server))
     if http:

@@ -403,6 +403,13 @@ def test_inspect_ignores_the_url_in_the_environment(url: str, tmp_path: Path) ->
     assert (code, "holds no dump" in errors) == (2, True), errors
 
 
+def test_json_of_an_unreachable_server_is_an_object() -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    code, text, _ = kvpage("status", "--json", url=url)
+    assert (code, json.loads(text)["url"]) == (2, url)
+    assert "cannot reach" in json.loads(text)["error"]
+
+
 @pytest.mark.parametrize("command", ["restore", "bench"])
 def test_help_offers_one_url_where_a_command_takes_one_server(command: str) -> None:
     _, text, _ = run_kvpage(command, "--help")
