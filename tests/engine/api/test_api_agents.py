@@ -163,7 +163,7 @@ def test_agents_are_listed_shown_forked_and_forgotten(engines: list[RunningEngin
     assert answer.usage.prompt_tokens - answer.kvpage["tokens_reused"] < 40
 
 
-def test_keys_whose_names_are_no_agents_are_not_listed(engines: list[RunningEngine], server: RunningServer) -> None:
+def test_keys_with_invalid_agent_names_are_not_listed(engines: list[RunningEngine], server: RunningServer) -> None:
     ask(engines[0], [{"role": "user", "content": HANDBOOK}], "kept")
     assert agents(engines[0], "POST", "/kept/save").json()["saved"]
     with server.client() as client:
