@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     except redis.AuthenticationError:
         return say("kvpage", _access_error(args.url), 2)
     except NO_ANSWER as error:
-        return _unreachable(args, args.url, error)
+        return _failed(args, args.url, error)
     except BrokenPipeError:
         raise
     except (redis.RedisError, ValueError, OSError) as error:
@@ -152,29 +152,20 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
         try:
             yield _ask(of_one)
         except (LookError, *NO_ANSWER) as failure:
-            if isinstance(failure, LookError):
-                yield say("kvpage", str(failure), 1)
-                if getattr(args, "json", False):
-                    print_json({"url": shown(url), "error": str(failure)})
-            else:
-                yield _unreachable(args, url, failure)
+            yield _failed(args, url, failure)
 
 
-def _unreachable(args: argparse.Namespace, url: str, error: Exception) -> int:
-    """Report a server that does not answer, with --json also as an object. Return the exit code."""
-    why = f"cannot reach {shown(url)}: {error}"
+def _failed(args: argparse.Namespace, url: str, failure: Exception) -> int:
+    """Report the failure of one server, with --json also as an object. Return the exit code."""
+    gone = isinstance(failure, NO_ANSWER)
+    why = f"cannot reach {shown(url)}: {failure}" if gone else str(failure)
     if getattr(args, "json", False) is True:  # of `bench` and `replay` it is a file
         print_json({"url": shown(url), "error": why})
-    return say("kvpage", why, 2)
+    return say("kvpage", why, 2 if gone else 1)
 
 
 def _url(args: argparse.Namespace) -> str:
-    """Return the store's URL, with user and password; the default URL if the command reads files only.
-
-    Raises ValueError, LookError.
-    """
-    if args.show in (inspect, replay):
-        return DEFAULT_URL
+    """Return the store's URL, with user and password. Raises ValueError, LookError."""
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
     if args.askpass:
@@ -203,7 +194,8 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
-        command.set_defaults(show=show, url="", user="", askpass=False)
+        # A command that reads files only has a URL already, so that it does not read the environment's.
+        command.set_defaults(show=show, url="" if asks else DEFAULT_URL, user="", askpass=False)
         if asks:
             more = "" if name in _OF_ONE else ", of several with commas"
             more += "" if name in _OF_NO_CLUSTER else ", or of a cluster"

@@ -195,7 +195,7 @@ class Disk:
         self._env.set_mapsize(max(maxdisk, self._env.info()["map_size"]))
 
     def _ensure_free_pages(self, maxdisk: int) -> None:
-        """Let the file grow if it has few free pages and is larger than `maxdisk`, which was lowered.
+        """Let the file grow if it is about as large as `maxdisk`, or larger because that was lowered, and nearly full.
 
         LMDB needs free pages for every change, also for removals, and reuses removed pages only after a later commit.
         With too few of them nothing could be written or removed again.
