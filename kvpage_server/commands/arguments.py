@@ -70,6 +70,9 @@ def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> i
 
     Raises ReplyError. `name` is the command's, and `unit` the item's name in the error.
     """
+    given = (len(args) - 1) // width
+    if args[0] == b"%d" % given and len(args) - 1 == given * width and given:
+        return given  # the common case; the general code below has the same result
     count = integer_in("N", args[0], 1, MAX_U32)
     if len(args) - 1 != count * width:
         raise ReplyError(

@@ -68,14 +68,11 @@ class Reader:
         found, blocks, absent, others = look_up(self._catalogue.entries, keys, 0, len(keys), ANY, unix_ms())
         entries, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
         self._counters.hits += len(keys) - len(absent) - len(others)
-        self._used(units)
+        if self._touching:
+            self._contents.evictor.units.used_all(units)
         for i in absent + others:
             entries[i] = self.read(keys[i])
         return entries
-
-    def _used(self, units: list[Unit]) -> None:
-        if self._touching:
-            self._contents.evictor.units.used_all(units)
 
     def _missed(self, key: bytes) -> None:
         self._counters.misses += 1
@@ -116,7 +113,8 @@ class Reader:
         if self._contents.on_event is not None:
             for i in found.missing:
                 self._contents.notify("keymiss", names.keys[i])
-        self._used(found.units)
+        if self._touching:
+            self._contents.evictor.units.used_all(found.units)
         return found
 
     def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:

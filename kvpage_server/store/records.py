@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 from typing_extensions import Buffer
 
-from kvpage_server.page import FIELD_AT, HEADER_SIZE, checksum, header_fields
+from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_REQ_ID, checksum, header_fields
 
 # -- record ------------------------------------------------------------------------------------------------------------
 #
@@ -46,6 +47,11 @@ class Damaged(Exception):
 def name_of_key(key: bytes) -> bytes:
     """Return the name of a string or a page."""
     return b"k" + key
+
+
+def names_of_keys(keys: Iterable[bytes]) -> list[bytes]:
+    """Return the names of strings or pages."""
+    return [*map(b"k".__add__, keys)]
 
 
 def name_of_block(req_id: bytes, page: int) -> bytes:
@@ -297,12 +303,17 @@ def used(rows: bytes) -> int:
     return int.from_bytes(rows[_USED : _USED + 8], "little")
 
 
+@lru_cache(maxsize=1024)  # the pages of a model have few sizes
 def footprint_of(id_size: int, size: int) -> int:
     """Return the approximate bytes on disk of a page with a body of `size` bytes and a request id of `id_size` bytes.
 
     The page may be the only one of its sheet, so the parts of a sheet that its rows share are included.
     """
     return room_for(ROW + _BESIDE + id_size, size)
+
+
+# Some pages with `size` bytes of bodies have together at most this footprint: size + size / 4096 + PAGE_BOUND for each.
+PAGE_BOUND = 3 * (ROW + _BESIDE + MAX_REQ_ID) + 2 * INLINE + 8192
 
 
 def sheet_footprint(id_size: int, rows: bytes) -> int:

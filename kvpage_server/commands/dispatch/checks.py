@@ -59,23 +59,10 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         needed = spec.needs(tiered, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
     if spec.writes:
-        _require_durable_state(client, tiered)
+        require_durable_state(client, tiered)
 
 
-def runs_without_disk_wait(client: Client, tiered: DiskTier, spec: Spec) -> bool:
-    """Return whether a command other than EXEC can run without a wait for the disk. It is then prepared, as by
-    `prepare`.
-    """
-    if (spec.stores or spec.writes_keys) and (tiered.behind.failing or tiered.behind.full):
-        return False
-    if tiered.any_on_disk and spec.preloads:
-        return False
-    if spec.writes:
-        _require_durable_state(client, tiered)
-    return True
-
-
-def _require_durable_state(client: Client, tiered: DiskTier) -> None:
+def require_durable_state(client: Client, tiered: DiskTier) -> None:
     """Let the reply of a write wait until all earlier changes are on disk, too, with `appendfsync always`.
 
     The write may have nothing to do, for example a DEL of a key that another client has just deleted. After its reply,
@@ -96,7 +83,7 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
         needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
         _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
     if any(spec.writes for spec, _ in transaction.commands):
-        _require_durable_state(client, tiered)
+        require_durable_state(client, tiered)
 
 
 def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:

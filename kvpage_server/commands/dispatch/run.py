@@ -10,7 +10,7 @@ from functools import cache
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.checks import Postponed, check_rights, end_caching, runs_without_disk_wait
+from kvpage_server.commands.dispatch.checks import Postponed, check_rights, end_caching, require_durable_state
 from kvpage_server.commands.index_key import TAIL, names_index, refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.table import BY_WORD, SUBCOMMANDS, WORDS_PER_STEP, Spec, too_many
@@ -260,12 +260,18 @@ def _row(spec: Spec) -> Callee:
 
 
 def _may_run(client: Client, spec: Spec, words: Command) -> bool:
-    """Return whether the core may call a command: memory is not full, it has no wait, and it writes no index key. The
-    core asks for commands with `Callee.asks`.
+    """Return whether the core may call a command: memory is not full, it does not wait for the disk, and it writes no
+    index key. The core asks for commands with `Callee.asks`.
     """
     tiered = client.server.tiered
     if (spec.stores and client.keyspace.memory.is_full) or client.server.channels.is_full:
         return False
-    if tiered is not None and not runs_without_disk_wait(client, tiered, spec):
-        return False
+    if tiered is not None:
+        behind = tiered.stored.behind
+        if (spec.stores or spec.writes_keys) and (behind.failing or behind.full):
+            return False
+        if tiered.any_on_disk and spec.preloads:
+            return False
+        if spec.writes and behind.mode == "always":
+            require_durable_state(client, tiered)
     return not (spec.writes_several and names_index(spec, words))

@@ -11,6 +11,7 @@ from libc.string cimport memcmp, memcpy
 
 from kvpage_server.core.native.frames cimport Parser
 from kvpage_server.core.native.slots cimport Slot
+from kvpage_server.core.native.words cimport Words, object_at, view_of
 
 from kvpage_server.core.python.calls import PLAIN_REPLY_PIECES as _FEW
 from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
@@ -59,11 +60,11 @@ cdef class Callee:
         self.what, self.name, self.function = what, name, function
         self.fewest, self.most, self.asks, self.place, self.ending = fewest, most, asks, place, ending
 
-    cdef bint refuses(self, list words):
+    cdef bint refuses(self, words):
         """Return whether the word at `place` ends in `ending`."""
         if self.place == 0:
             return False
-        word = <object>PyList_GET_ITEM(words, self.place)
+        word = words[self.place]
         if not PyBytes_CheckExact(word):
             return False
         cdef Py_ssize_t size = PyBytes_GET_SIZE(self.ending), before = PyBytes_GET_SIZE(word) - size
@@ -110,13 +111,16 @@ cdef class Caller:
                     if words is None:
                         return None
                 # Find its row. A command that needs a decision is returned.
-                found = NULL
                 if type(words) is list:
+                    count = PyList_GET_SIZE(words)
                     found = PyDict_GetItemWithError(self.rows, <object>PyList_GET_ITEM(words, 0))
+                else:
+                    count = (<Words?>words).count
+                    name = object_at(<Words>words, 0)
+                    found = PyDict_GetItemWithError(self.rows, name)
                 if found == NULL:
                     return left, words, None, None, None
                 row = <Callee>found
-                count = PyList_GET_SIZE(words)
                 if not row.fewest <= count <= row.most or row.refuses(words):
                     return left, words, None, None, None
                 if (ask or row.asks) and not self.may_run(client, row.what, words):
@@ -128,7 +132,7 @@ cdef class Caller:
                     histogram = counts.histogram
                     before = row
                 left -= 1
-                args = PyList_GetSlice(words, 1, count)
+                args = PyList_GetSlice(words, 1, count) if type(words) is list else view_of((<Words>words).packed, 1, count - 1)
                 reply = error = None
                 started = monotonic_ns()
                 try:

@@ -45,6 +45,8 @@ cdef class Packed:  # all words of a long command
 
 
 cdef Words all_of(Packed packed)
+cdef Words view_of(Packed packed, Py_ssize_t first, Py_ssize_t count)
+cdef object object_at(Words words, Py_ssize_t i)
 
 
 cdef inline const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **slot) except? NULL:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvpage_server.core.pieces import Piece, lent
 from kvpage_server.core.python.bodies import SEND_BYTES
-from kvpage_server.core.python.frames import Argument, Command, Parser
+from kvpage_server.core.python.frames import Command, Parser
 
 PLAIN_REPLY_PIECES = 4  # pieces that a plain reply may have
 
@@ -30,7 +30,7 @@ class Callee(NamedTuple):
     place: int = 0  # index of a word that must not end in `ending`; 0 for none
     ending: bytes = b""
 
-    def is_refused(self, words: list[Argument]) -> bool:
+    def is_refused(self, words: Command) -> bool:
         """Return whether the word at `place` ends in `ending`."""
         word = words[self.place]
         return self.place > 0 and isinstance(word, bytes) and word.endswith(self.ending)
@@ -111,7 +111,7 @@ class Caller:
                 words = self._parser.next()
             if words is None:
                 return None
-            row = rows.get(words[0]) if type(words) is list else None
+            row = rows.get(words[0])
             if row is None or not row.fewest <= len(words) <= row.most or row.is_refused(words):
                 return Returned(left, words)
             if (ask or row.asks) and not self._may_run(client, row.what, words):

@@ -164,6 +164,16 @@ class DiskLimit:
         """Return the bytes of a unit on disk."""
         return self._stored.usage.size_of_unit(name_of_unit(unit))
 
+    def has_space(self, count: int, size: int) -> bool:
+        """Return whether `count` pages with `size` bytes of bodies fit in any case, also beside the replaced pages. If
+        not, `admit` looks up the sizes of replaced pages. Blocks that are split need more space. O(1).
+        """
+        if not self._stored.maxdisk:
+            return True
+        usage, bound = self._stored.usage, size + size // 4096 + count * records.PAGE_BOUND
+        used = usage.expected + usage.replaced + self._under_way_beside.reserved
+        return used + 2 * bound <= self._stored.maxdisk * _SHARE_OF_DISK
+
     def admit(self, coming: Collection[PendingWrite]) -> None:
         """Evict until these values fit. Raises DiskUsedUp, TooMuchAtOnce; nothing is stored then."""
         if not self._stored.maxdisk:

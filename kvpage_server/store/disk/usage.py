@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import cast
 
 from kvpage_server.core import Slot
-from kvpage_server.store import records
 from kvpage_server.store.disk.encoding import SetExpiry, ShortText, Value
 from kvpage_server.store.disk.write_behind import WriteBehind
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
-from kvpage_server.store.records import footprint, name_of_key
+from kvpage_server.store.records import footprint, footprint_of, names_of_keys
 
 
 class DiskUsage:
@@ -61,6 +61,17 @@ class DiskUsage:
         if (size or replaced) and (there := self._sizes.get(name, 0)):
             self._replaced[name] = there
             self.replaced += there
+
+    def expect_all(self, names: Iterable[bytes], sizes: Iterable[int]) -> None:
+        """Note queued writes with these footprints, above 0."""
+        stored, queued, replaced = self._sizes, self._expected, self._replaced
+        for name, size in zip(names, sizes, strict=True):
+            there = stored.get(name, 0)
+            self.expected += size - queued.get(name, there)
+            queued[name] = size
+            if there:
+                self.replaced += there - replaced.get(name, 0)
+                replaced[name] = there
 
     def expect_nothing(self, name: bytes) -> None:
         """Note that a queued write of a value was dropped."""
@@ -254,11 +265,14 @@ class Stored:
             self.behind.note(name, value, value.footprint + _change_size(name))
 
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
-        names = [*map(name_of_key, keys)]
+        """Queue writes of pages."""
+        names = names_of_keys(keys)
+        sizes, on_disk = list[int](), list[int]()
+        for name, page in zip(names, pages, strict=True):
+            sizes.append(page.footprint + _CHANGE + len(name))
+            on_disk.append(footprint_of(len(cast(Block, page.unit).req_id), page.size))
         if self.maxdisk:
-            for name, page in zip(names, pages, strict=True):
-                self.usage.expect(name, takes(name, page))
-        sizes = [page.footprint + _change_size(name) for name, page in zip(names, pages, strict=True)]
+            self.usage.expect_all(names, on_disk)
         self.behind.note_all(names, pages, sizes)
 
     def retime(self, name: bytes, value: Entry) -> None:
@@ -302,7 +316,7 @@ def _change_size(name: bytes) -> int:
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:
     """Return the approximate bytes of a value on disk."""
     if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
-        return records.footprint_of(len(value.unit.req_id), value.size)
+        return footprint_of(len(value.unit.req_id), value.size)
     if isinstance(value, tuple):
         return footprint(name, len(value[0]))
     return footprint(name, value.slot.size if isinstance(value, Extent) else value.size)

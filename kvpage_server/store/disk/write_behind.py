@@ -378,7 +378,8 @@ class WriteBehind(Generic[T]):
     @property
     def full(self) -> bool:
         """Whether writes should wait because the queue exceeds its limit. They do not wait while the disk fails."""
-        return self.size > self.limit and not self.failing
+        size = self._next.size + (self._now.size if self._now is not None else 0)  # without the cost of a call
+        return size > self.limit and not self.failing
 
     def when_durable(self, position: int, then: Callable[[], None]) -> None:
         """Call `then` when all changes up to `position` are on disk, or when a commit has failed."""

@@ -1,10 +1,12 @@
-"""How many functions of ours a GET passes between `recv` and `send`; docs/architecture.md lists them."""
+"""Number of Python functions that a command calls between `recv` and `send`; docs/architecture.md lists a GET's."""
 
 from __future__ import annotations
 
 import re
 import socket
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +19,23 @@ from kvpage_server import core
 ROOT = next(parent for parent in Path(__file__).parents if (parent / "pyproject.toml").exists())
 OURS = str(ROOT / "kvpage_server")
 PAGE = [b"req", b"0", b"0", b"7", b"0"]
+SHAPE = [b"8", b"1", b"4096", b"0", bytes(4096)]
+GIB = 1 << 30
+
+
+@contextmanager
+def server_with(store: str, directory: Path) -> Iterator[Turns]:
+    """A server with a store in memory, or with a disk tier and `maxdisk`, as by default."""
+    with measured("--store", store, directory=directory if store == "tiered" else None) as turns:
+        if turns.server.tiered is not None:
+            turns.on_loop(lambda: setattr(turns.server.tiered.stored, "maxdisk", GIB))
+        yield turns
+
+
+def batch(command: bytes, each: Sequence[bytes], count: int = 8) -> list[bytes]:
+    """A batch of pages of one block; `each` follows the name of every page."""
+    pages = (word for head in range(count) for word in (b"req", b"0", b"%d" % head, b"7", b"0", *each))
+    return [command, b"%d" % count, *pages]
 
 
 def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
@@ -36,7 +55,7 @@ def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
             calls.clear()
             turns.on_loop(lambda: sys.setprofile(note))
             sock.sendall(together * spell(words))
-            assert sock.recv(1 << 16)[:1] in b"$+"
+            assert sock.recv(1 << 16)[:1] in b"$+*"
             turns.on_loop(lambda: sys.setprofile(None))
             paths.append(calls[calls.index("Session.readable") :])
     return min(paths, key=len)
@@ -55,6 +74,26 @@ def test_a_page_passes_few_functions_between_recv_and_send() -> None:
     )
     assert path == listed
     assert [len(path), *others] == [8, 9, 8]
+
+
+@pytest.mark.skipif(core.NAME != "native", reason="what the compiled core does is functions of the core in Python")
+@pytest.mark.parametrize(
+    ("store", "most"),
+    [
+        ("memory", {"GET": 8, "SET": 18, "MSET": 21, "MGET": 24}),
+        ("tiered", {"GET": 9, "SET": 27, "MSET": 30, "MGET": 25}),
+    ],
+    ids=["memory", "tiered"],
+)
+def test_small_batches_of_pages_call_few_functions(store: str, most: dict[str, int], tmp_path: Path) -> None:
+    with server_with(store, tmp_path) as turns:
+        calls = {
+            "SET": len(path_of(turns, b"KVPAGESET", *PAGE, *SHAPE)),
+            "GET": len(path_of(turns, b"KVPAGEGET", *PAGE)),
+            "MSET": len(path_of(turns, *batch(b"KVPAGEMSET", SHAPE))),
+            "MGET": len(path_of(turns, *batch(b"KVPAGEMGET", []))),
+        }
+    assert {name: count for name, count in calls.items() if count > most[name]} == {}
 
 
 @pytest.mark.skipif(core.NAME != "native", reason="what the compiled core does is functions of the core in Python")

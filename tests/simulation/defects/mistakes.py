@@ -510,7 +510,7 @@ MISTAKES = [
     Mistake(
         "nothing-to-do-is-not-promised",
         _COMMANDS + "dispatch.checks",
-        "_require_durable_state",
+        "require_durable_state",
         'if behind.mode == "always" and behind.durable < behind.position:',
         'if behind.mode == "always" and behind.durable < behind.position < 0:',
         "under `always`, a deletion of what was just deleted is answered before that is on disk",

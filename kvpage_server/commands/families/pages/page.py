@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
@@ -34,7 +35,7 @@ from kvpage_server.system.text import monotonic_ms
 BlockName = tuple[bytes, int]  # request and page id
 
 PAGES_PER_STEP = 512 if NAME == "native" else 128  # pages that a step parses, stores or finds
-_DECIDED_PAGES_PER_STEP = 128  # the same when pages are stored one by one, because of listeners or quotas
+_DECIDED_PAGES_PER_STEP = 128  # the same when pages are stored one by one, because of listeners or quotas: the least
 FROM_DISK = 16  # pages that a step sends from disk
 
 
@@ -58,18 +59,25 @@ def page_key(args: Sequence[Argument]) -> bytes:
 
 
 def _at_once(client: Client) -> int:
+    """Return the number of pages that a step parses, stores or finds."""
     return PAGES_PER_STEP if client.keyspace.stores_together else _DECIDED_PAGES_PER_STEP
 
 
-def page_names(client: Client, args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
-    """Return the names of a batch's pages in steps. Five arguments each follow the first one. Raises ReplyError."""
+def page_names(args: Sequence[Argument], first: int, most: int) -> PageNames:
+    """Return the names of at most `most` pages of a batch from page `first` on. The batch has its number of pages, and
+    then five arguments for each. Raises ReplyError.
+    """
+    try:
+        return PageNames(args, 1 + first * NAME_WORDS, most)
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+def _page_names_in_steps(client: Client, args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
     batches: list[PageNames] = []
     at_once = _at_once(client)
     for first in range(0, count, at_once):
-        try:
-            batches.append(PageNames(args, 1 + first * NAME_WORDS, at_once))
-        except PageError as error:
-            raise ReplyError(f"ERR {error}") from None
+        batches.append(page_names(args, first, at_once))
         yield ()
     return batches
 
@@ -118,11 +126,8 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
         page = new_pages(client, args, 0, 1, unix_ms())
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
-    keyspace = client.keyspace
-    if keyspace.is_limited:
-        for _ in keyspace.admit_pages([page]):
-            pass
-    keyspace.set_pages(page)
+    client.keyspace.admit_batch(page)
+    client.keyspace.set_pages(page)
     return OK
 
 
@@ -164,31 +169,44 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
 
     If the server is killed before it answers, a part of a batch of more than 128 pages may be stored.
     """
-    count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
+    count, now = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page"), unix_ms()
+    if count > _DECIDED_PAGES_PER_STEP and count > _at_once(client):
+        return Stream(None, _store_in_steps(client, args, count, deque(), now))
+    pages = _pages_of_batch(client, args, 0, count, count, now)
+    if len(pages) < count or client.keyspace.has_extents(pages):
+        return Stream(None, _store_in_steps(client, args, count, deque([pages]), now))
+    client.keyspace.admit_batch(pages)
+    client.keyspace.set_pages(pages)
+    return OK
 
-    def store() -> Iterator[Reply]:
-        """Parse all pages in steps, then store them in steps."""
-        batches: deque[NewPages] = deque()
-        now, read, at_once = unix_ms(), 0, _at_once(client)
-        while read < count:
-            try:
-                batches.append(new_pages(client, args, 1 + read * PAGE_WORDS, at_once, now))
-            except BadPage as error:
-                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
-            read += len(batches[-1])
+
+def _pages_of_batch(client: Client, args: Sequence[Argument], first: int, most: int, count: int, now: int) -> NewPages:
+    """Return at most `most` pages of a batch of `count` pages, from page `first` on. Raises ReplyError."""
+    try:
+        return new_pages(client, args, 1 + first * PAGE_WORDS, most, now)
+    except BadPage as error:
+        raise ReplyError(f"ERR page {first + error.place + 1} of {count}: {error}") from None
+
+
+def _store_in_steps(
+    client: Client, args: Sequence[Argument], count: int, batches: deque[NewPages], now: int
+) -> Iterator[Reply]:
+    """Parse the pages that are not in `batches` yet in steps, then store all pages in steps."""
+    read, at_once = sum(map(len, batches)), _at_once(client)
+    while read < count:
+        batches.append(_pages_of_batch(client, args, read, at_once, count, now))
+        read += len(batches[-1])
+        yield ()
+    with (yield from client.keyspace.admit_pages(batches)) as reservation:
+        if client.server.tiered is not None:
+            yield from _split(client, batches)
+        while batches:
+            # another client may have stored some of the blocks as a whole, and they may have left memory
+            yield from fetched(client, partial(_extents_of, batches[0].blocks()))
+            reservation.commit()
+            client.keyspace.set_pages(batches.popleft())
             yield ()
-        with (yield from client.keyspace.admit_pages(batches)) as lease_after_exists:
-            if client.server.tiered is not None:
-                yield from _split(client, batches)
-            while batches:
-                # another client may have stored some of the blocks as a whole, and they may have left memory
-                yield from fetched(client, partial(_extents_of, batches[0].blocks()))
-                lease_after_exists.commit()
-                client.keyspace.set_pages(batches.popleft())
-                yield ()
-        yield OK
-
-    return Stream(None, store())
+    yield OK
 
 
 def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
@@ -253,25 +271,43 @@ class _Step(NamedTuple):
 )
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies. A page is looked up when the reply gets to it, so pages may change during a long reply."""
-    count = check_batch("KVPAGEMGET", args, NAME_WORDS, "page")
+    count, tiered = check_batch("KVPAGEMGET", args, NAME_WORDS, "page"), client.server.tiered
+    if (count > _DECIDED_PAGES_PER_STEP and count > _at_once(client)) or (tiered is not None and tiered.any_on_disk):
+        return Stream(None, _read_in_steps(client, args, count))
+    names = page_names(args, 0, count)
+    bodies, read = _read_step(client, names, 0)
+    if read < count:  # the values take so much memory that the reply is sent in steps
+        return Stream(None, chain([(b"*%d\r\n" % count, *bodies)], _read_rest(client, [names], read)))
+    return (b"*%d\r\n" % count, *bodies)
+
+
+def _read_in_steps(client: Client, args: Sequence[Argument], count: int) -> Iterator[Reply]:
+    batches = yield from _page_names_in_steps(client, args, count)
+    yield Raw(b"*%d\r\n" % count)
+    yield from _read_rest(client, batches, 0)
+
+
+def _read_rest(client: Client, batches: Sequence[PageNames], at: int) -> Iterator[Reply]:
+    """Yield the bodies of the pages of some batches, in steps, from page `at` of the first batch on."""
     tiered = client.server.tiered
+    for i, names in enumerate(batches):
+        while at < len(names):
+            if tiered is not None and tiered.any_on_disk and tiered.needs.cold_of(names.keys[at:]):
+                rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
+                yield from _from_disk(client, rest)
+                return
+            bodies, read = _read_step(client, names, at)
+            yield bodies
+            at += read
+        at = 0
 
-    def bodies() -> Iterator[Reply]:
-        batches = yield from page_names(client, args, count)
-        yield Raw(b"*%d\r\n" % count)
-        for i, names in enumerate(batches):
-            at = 0
-            while at < len(names):
-                if tiered is not None and tiered.any_on_disk and tiered.needs.cold_of(names.keys[at:]):
-                    rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
-                    yield from _from_disk(client, rest)
-                    return
-                found = client.keyspace.read_pages(names, at, len(names), client.server.found_at_once)
-                pages_missed(client, names, found.missing)
-                yield _spelt(client, found, None)
-                at += len(found.entries)
 
-    return Stream(None, bodies())
+def _read_step(client: Client, names: PageNames, at: int) -> tuple[tuple[Piece, ...], int]:
+    """Return the encoded bodies of a step's pages, from page `at` on, and their number."""
+    found = client.keyspace.read_pages(names, at, len(names), client.server.found_at_once)
+    if found.missing:
+        pages_missed(client, names, found.missing)
+    return _encoded(client, found, None), len(found.entries)
 
 
 def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
@@ -286,14 +322,14 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         yield from ahead.next()
         found = client.keyspace.read_pages(names, first, stop)
         pages_missed(client, names, found.missing)
-        yield ahead.borrowed_read_of(found.entries) or _spelt(client, found, ahead)
+        yield ahead.borrowed_read_of(found.entries) or _encoded(client, found, ahead)
 
 
 def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[OnDisk]:
     return tiered.needs.cold_of(step.names.keys[step.first : step.stop])
 
 
-def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:
+def _encoded(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:
     """Return the encoded bodies; null for a key that is not a page, or that cannot be read from disk."""
     absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
     if not found.others:  # all pages have slots of their own, which contain encoded bodies
@@ -342,15 +378,22 @@ _query = partial(command, flags="readonly", needs=nothing, group="page")
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     """An array of 1 or 0, in order."""
     count = check_batch("KVPAGEMEXISTS", args, NAME_WORDS, "page")
+    if count <= _DECIDED_PAGES_PER_STEP or count <= _at_once(client):
+        return (b"*%d\r\n" % count, _existence(client, page_names(args, 0, count)))
 
     def steps() -> Iterator[Reply]:
-        batches = yield from page_names(client, args, count)
+        batches = yield from _page_names_in_steps(client, args, count)
         yield Raw(b"*%d\r\n" % count)
         for names in batches:
-            entries = client.keyspace.find_pages(names)
-            yield (b":%d\r\n" * len(entries) % (*map(is_page, entries),),)
+            yield (_existence(client, names),)
 
     return Stream(None, steps())
+
+
+def _existence(client: Client, names: PageNames) -> bytes:
+    """Return an encoded 1 or 0 for each page."""
+    entries = client.keyspace.find_pages(names)
+    return b":%d\r\n" * len(entries) % (*map(is_page, entries),)
 
 
 @_query(
