@@ -225,6 +225,8 @@ class Contents:
         pages = self.catalogue.split(block)
         if block.soonest:
             self.expirer.note_all([*pages], block.soonest)
+        if self.evictor.quotas is not None:
+            self.evictor.quotas.grew(block, 0)  # the entries of its pages take memory of the index
         if self.tier is not None:
             self.tier.was_split(block, pages)
 

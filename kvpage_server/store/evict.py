@@ -10,37 +10,18 @@ evicted, also with a tier, because the keys of a demoted unit stay in the index.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.records import ROW
 from kvpage_server.system.text import monotonic_ms
 
 MOST_LEAVE = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
 _MOST_PASSED = 1024  # spared units after which a search ends
 LEAST_INDEX = 64 << 20  # bytes that the index may take in any case
-
-
-class IndexCosts(NamedTuple):
-    """Approximate bytes of memory of the index, measured with 100,000 and 400,000 small pages and strings.
-
-    An entry costs `entry` bytes and `copies` times the length of its key; a block `block` bytes and `copies` times the
-    length of its request id.
-    """
-
-    entry: int
-    block: int
-    copies: int
-
-
-_IN_MEMORY = IndexCosts(entry=200, block=350, copies=1)
-_WITH_TIER = IndexCosts(entry=350, block=500, copies=2)  # the tier has a name and a size for each value
-_REQUEST = 250  # bytes of a request, without its blocks
-_UNLOADED_PAGE = ROW  # bytes of a page in an unloaded block
 
 
 class OutOfMemory(Exception):
@@ -93,16 +74,22 @@ class MemoryLimit:
 
     @property
     def index_size(self) -> int:
-        """Approximate bytes of memory of the index, see `IndexCosts`. O(1)."""
-        catalogue, index = self._contents.catalogue, self._contents.index
-        costs = _IN_MEMORY if self.tier is None else _WITH_TIER
-        size = costs.entry * len(catalogue.entries) + costs.copies * (catalogue.key_bytes + index.name_bytes)
-        return size + costs.block * index.blocks + _REQUEST * len(index) + _UNLOADED_PAGE * index.unloaded_pages
+        """Approximate bytes of memory of the index. O(1)."""
+        return self._contents.catalogue.index_size
+
+    @property
+    def most_index(self) -> int:
+        """Bytes that the index may take."""
+        return max(self.maxmemory, LEAST_INDEX)
 
     @property
     def is_full(self) -> bool:
         """Whether memory exceeds `maxmemory`, or the index its limit."""
-        return self.maxmemory > 0 and (self._values_are_full or self._index_is_full)
+        most = self.maxmemory
+        if not most:
+            return False
+        values_may_be_full = self._arena.used + self._contents.texts > most
+        return (values_may_be_full and self._values_are_full) or self._index_is_full
 
     @property
     def _values_are_full(self) -> bool:
@@ -114,7 +101,7 @@ class MemoryLimit:
 
     @property
     def _index_is_full(self) -> bool:
-        return self.index_size > max(self.maxmemory, LEAST_INDEX)
+        return self._contents.catalogue.index_size > max(self.maxmemory, LEAST_INDEX)
 
     def make_room(self) -> bool:
         """Evict or demote units until memory is within its limit, but at most about MOST_LEAVE keys.

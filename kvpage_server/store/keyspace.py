@@ -28,6 +28,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kvpage_server.core import NewPages, Slot
@@ -118,6 +119,8 @@ class Protection:
         return int((room - min(promised, room)) * SHARE)
 
 
+_SIZE = attrgetter("size")
+
 __all__ = ["Flushed", "Keyspace", "OutOfMemory"]
 
 
@@ -146,7 +149,7 @@ class Keyspace:
     ) -> None:
         contents = self.contents = Contents(policy)
         self.memory = MemoryLimit(contents, maxmemory)
-        self.quotas = QuotaLimit(contents)
+        self.quotas = QuotaLimit(contents, self.memory)
         self.listing = Listing(contents)
         self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
         self.protection = Protection(contents, self.memory, self.tier.limit if self.tier is not None else None)
@@ -187,6 +190,33 @@ class Keyspace:
             self.tier.limit.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.quotas is not None else ()
 
+    def admit_batch(self, pages: NewPages) -> None:
+        """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`."""
+        slots, tier = pages.slots, self.tier
+        if self.evictor.quotas is None:
+            if tier is None:
+                return
+            size = slots[0].size if len(slots) == 1 else sum(map(_SIZE, slots))
+            splits = self._catalogue.in_extents and self.has_extents(pages)
+            if not splits and tier.limit.has_space(len(slots), size):
+                return
+        self._admit([self._pending(pages)])
+
+    def has_extents(self, pages: NewPages) -> bool:
+        """Return whether some of these pages belong to blocks that were stored whole, which have to be split."""
+        if not self._catalogue.in_extents:
+            return False
+        blocks = (self.index.block(*name) for name in pages.blocks())
+        return any(block is not None and block.extent is not None for block in blocks)
+
+    def _pending(self, pages: NewPages) -> list[PendingWrite]:
+        runs = pages.runs(range(len(pages)))
+        return [
+            PendingWrite(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block)
+            for block, places in runs
+            for i in places
+        ]
+
     def admit_pages(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Reservation]:
         """Evict values, in steps, until there is space for all pages of some batches.
 
@@ -197,9 +227,7 @@ class Keyspace:
             return Reservation(())
         parts: list[list[PendingWrite]] = []
         for pages in batches:
-            parts.append(coming := [])
-            for block, places in pages.runs(range(len(pages))):
-                coming += [PendingWrite(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
+            parts.append(self._pending(pages))
             yield ()
         of_quotas = self._admit(parts)
         if len(parts) == 1 and (self.tier is None or not self.tier.any_on_disk):

@@ -43,6 +43,7 @@ from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.evict import MemoryLimit
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
+from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import Entry, Page, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory.on_disk import NotLoaded, OnDisk
@@ -134,6 +135,7 @@ class DiskTier:
         self._loader = Loader(disk, contents, self.stored)
         self._saves: set[asyncio.Task[str]] = set()
         contents.tier = memory.tier = self
+        contents.catalogue.costs = WITH_TIER
 
     def load(self) -> None:
         """Load all keys on disk."""

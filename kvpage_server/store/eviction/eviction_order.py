@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.store.eviction.queues import Queues, Unit, successor
 from kvpage_server.store.eviction.quotas import Quota, Quotas, Rule
+from kvpage_server.store.memory.catalogue import IndexCosts
 from kvpage_server.store.memory.index import Block, PageIndex
 
 _UNITS_PER_STEP = 500  # units handed over to a new policy in one call, because other clients wait meanwhile
@@ -38,11 +39,11 @@ class Evictor:
         self._policy = name
         self.hand_over()
 
-    def set_quotas(self, rules: Sequence[Rule]) -> None:
+    def set_quotas(self, rules: Sequence[Rule], index_costs: IndexCosts) -> None:
         """Replace the quotas. A quota whose pattern existed before keeps its count of evictions."""
         old = {quota.pattern: quota for quota in self.every_quota}
         every = self._policies()[0]
-        self.quotas = Quotas(rules, every, POLICIES[self._policy]) if rules else None
+        self.quotas = Quotas(rules, every, POLICIES[self._policy], index_costs) if rules else None
         self.units = every if self.quotas is None else self.quotas
         for quota in self.every_quota:
             if quota.pattern in old:

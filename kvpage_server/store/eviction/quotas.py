@@ -3,7 +3,8 @@
 A string belongs to the first quota whose pattern matches its key, a block to the first whose pattern matches
 `kv:{req_id}:`. A value counts with its stored size, whether it is in memory or on disk, so the size is the same after a
 restart. A page counts 64 bytes for its header and the bytes of its body, alone or in an extent. A string counts its
-key, its value and `TEXT_OVERHEAD`.
+key, its value and `TEXT_OVERHEAD`. The memory of the index is counted apart, as many small values take more of it than
+their own size, and has a limit of its own: see `QuotaLimit`.
 
 Each quota has a policy of its own in addition to that of the whole store. It gets only the uses of the quota's units,
 so a quota's victim is found without examining other units. Costs: O(1) for a use, a change of size and a victim. The
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvpage_server.store.eviction.queues import Queues, Unit
+from kvpage_server.store.memory.catalogue import IndexCosts
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.reservation import Account
@@ -38,11 +40,16 @@ class OverLimit(Exception):
 
 
 class OverQuota(OverLimit):
-    """Error: a write would exceed the limit of a quota, and the policy may not evict enough of the quota's values."""
+    """Error: a write would exceed the limit of a quota, and the policy may not evict enough of the quota's values.
 
-    def __init__(self, quota: Quota) -> None:
-        shown = quota.pattern.decode("utf-8", "surrogateescape")
-        super().__init__(f"command not allowed when the quota of '{shown}', {quota.limit} bytes, is used up.")
+    `most_index` is the limit of its index in bytes if the write would exceed this one.
+    """
+
+    def __init__(self, quota: Quota, most_index: int = 0) -> None:
+        shown, limit = quota.pattern.decode("utf-8", "surrogateescape"), f"{quota.limit} bytes, is used up"
+        if most_index:
+            limit = f"{quota.limit} bytes, has so many keys that their index takes more than {most_index} bytes"
+        super().__init__(f"command not allowed when the quota of '{shown}', {limit}.")
 
 
 class Rule(NamedTuple):
@@ -56,13 +63,16 @@ class Rule(NamedTuple):
 class Quota(Account):
     """The units whose names match a pattern, their sizes, and the policy that orders their eviction."""
 
-    __slots__ = ("bytes", "evicted", "limit", "matches", "pattern", "sizes", "units")
+    __slots__ = ("bytes", "costs", "evicted", "index", "index_costs", "limit", "matches", "pattern", "sizes", "units")
 
-    def __init__(self, rule: Rule, units: Queues) -> None:
+    def __init__(self, rule: Rule, units: Queues, index_costs: IndexCosts) -> None:
         super().__init__()
         self.pattern, self.limit, self.matches = rule
         self.bytes = 0  # the sum of `sizes`
         self.sizes: dict[Unit, int] = {}  # bytes of every unit that was counted
+        self.index = 0  # the sum of `costs`
+        self.costs: dict[Unit, int] = {}  # bytes of the index of every unit in `sizes`
+        self.index_costs = index_costs
         self.units = units  # the policy
         self.evicted = 0  # number of keys that were evicted because of this quota
 
@@ -77,12 +87,15 @@ class Quota(Account):
 
     def resize(self, unit: Unit, size: int) -> None:
         """Set the size of a unit, in bytes."""
+        cost = self.index_costs.of_unit(unit)
         self.bytes += size - self.sizes.get(unit, 0)
-        self.sizes[unit] = size
+        self.index += cost - self.costs.get(unit, 0)
+        self.sizes[unit], self.costs[unit] = size, cost
 
     def remove(self, unit: Unit) -> None:
         """Remove a unit from the sizes and the policy."""
         self.bytes -= self.sizes.pop(unit, 0)
+        self.index -= self.costs.pop(unit, 0)
         self.units.removed(unit)
 
 
@@ -92,9 +105,11 @@ class Quotas:
     The object has the methods of a policy. It passes uses and removals to `every` and to the policy of a unit's quota.
     """
 
-    def __init__(self, rules: Iterable[Rule], every: Queues, make: Callable[[], Queues]) -> None:
+    def __init__(
+        self, rules: Iterable[Rule], every: Queues, make: Callable[[], Queues], index_costs: IndexCosts
+    ) -> None:
         self.every = every
-        self._quotas = [Quota(rule, make()) for rule in rules]
+        self._quotas = [Quota(rule, make(), index_costs) for rule in rules]
         self.limits = sum(quota.limit for quota in self._quotas)  # bytes of all limits together
         self._names: dict[bytes, Quota | None] = {}  # cached results of `named`
         self.now = every.now  # sets the time of each policy
@@ -195,7 +210,7 @@ class Quotas:
     def clear(self) -> dict[Unit, Any]:
         """Remove all units from the quotas and the policies. Return the former units of the store's policy."""
         for quota in self._quotas:
-            quota.bytes = 0
-            quota.sizes = {}
+            quota.bytes = quota.index = 0
+            quota.sizes, quota.costs = {}, {}
             quota.units.clear()
         return self.every.clear()

@@ -10,12 +10,46 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpage_server.store import records
 from kvpage_server.store.memory.entry import Entry, page_named
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, PageIndex, ScanOrder
 from kvpage_server.system.text import monotonic_ms
+
+
+class IndexCosts(NamedTuple):
+    """Approximate bytes of memory of the index, measured with 100,000 and 400,000 small pages and strings.
+
+    An entry costs `entry` bytes and `copies` times the length of its key; a block `block` bytes and `copies` times the
+    length of its request id.
+    """
+
+    entry: int
+    block: int
+    copies: int
+
+    def of_key(self, key: bytes) -> int:
+        """Return the bytes of an entry."""
+        return self.entry + self.copies * len(key)
+
+    def of_block(self, req_id: bytes) -> int:
+        """Return the bytes of a block without the entries of its pages."""
+        return self.block + self.copies * len(req_id)
+
+    def of_unit(self, unit: Block | bytes) -> int:
+        """Return the bytes of a string, or of a block with its pages."""
+        if isinstance(unit, bytes):
+            return self.of_key(unit)
+        entries = 0 if unit.extent is not None else unit.pages
+        return self.of_block(unit.req_id) + entries * (self.entry + self.copies * (len(unit.req_id) + _NUMBERS))
+
+
+IN_MEMORY = IndexCosts(entry=200, block=350, copies=1)
+WITH_TIER = IndexCosts(entry=350, block=500, copies=2)  # the tier has a name and a size for each value
+_NUMBERS = 12  # bytes of a page's key in addition to its request id
+_REQUEST = 250  # bytes of a request, without its blocks
+_UNLOADED_PAGE = records.ROW  # bytes of a page in an unloaded block
 
 # An item in the order of scans: a key, an extent's block, or the request and page id of a block that was unloaded when
 # it was listed.
@@ -30,27 +64,36 @@ class Catalogue:
         # `entries`, an extent of the index, the rows of an unloaded block.
         self.entries: dict[bytes, Entry] = {}
         self.key_bytes = 0  # sum of the lengths of the keys in `entries`
+        self.costs = IN_MEMORY  # of the index
         self.index = PageIndex()
-        self._in_extents = 0  # number of pages in extents
+        self.in_extents = 0  # number of pages in extents
         self._scans: ScanOrder[Place] = ScanOrder(self.places, self.__len__)
         # Strays: plain strings whose keys name pages, by request and page id. A block that is stored whole replaces
         # the strays under its keys.
         self._strays: dict[tuple[bytes, int], set[bytes]] = {}
 
     def __len__(self) -> int:
-        return len(self.entries) + self._in_extents + self.index.unloaded_pages
+        return len(self.entries) + self.in_extents + self.index.unloaded_pages
+
+    @property
+    def index_size(self) -> int:
+        """Approximate bytes of memory of the index. O(1)."""
+        costs, index = self.costs, self.index
+        size = costs.entry * len(self.entries) + costs.copies * (self.key_bytes + index.name_bytes)
+        requests = _REQUEST * len(index.requests)
+        return size + costs.block * index.blocks + requests + _UNLOADED_PAGE * index.unloaded_pages
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
     @property
     def get(self) -> Callable[[bytes], Entry | None]:
         """The function that finds a key's value. It is valid until the next write: often `dict.get` is enough."""
-        return self._get if self._in_extents or self.index.unloaded_pages else self.entries.get
+        return self._get if self.in_extents or self.index.unloaded_pages else self.entries.get
 
     @property
     def has_all_entries(self) -> bool:
         """Whether every key has an entry: no page is in an extent or in an unloaded block."""
-        return not (self._in_extents or self.index.unloaded_pages)
+        return not (self.in_extents or self.index.unloaded_pages)
 
     def _get(self, key: bytes) -> Entry | None:
         entry = self.entries.get(key)
@@ -65,7 +108,7 @@ class Catalogue:
 
     def page_in_extent(self, key: bytes) -> ExtentPage | None:
         """Return a page of an extent; None if the key has no page in an extent."""
-        name = page_named(key) if self._in_extents else None
+        name = page_named(key) if self.in_extents else None
         block = self.index.block(name.req_id, name.page) if name else None
         if name is None or block is None or block.extent is None:
             return None
@@ -162,7 +205,7 @@ class Catalogue:
     def fill(self, block: Block, extent: Extent) -> None:
         """Make an extent the pages of a block that has none."""
         block.fill(extent)
-        self._in_extents += block.pages
+        self.in_extents += block.pages
         self._list(block)
 
     def split(self, block: Block) -> dict[bytes, ExtentPage]:
@@ -178,7 +221,7 @@ class Catalogue:
         self.key_bytes += sum(map(len, pages))
         if self._scans.current is not None:
             self.list_all(pages)
-        self._in_extents -= len(pages)
+        self.in_extents -= len(pages)
         block.split()
         return pages
 
@@ -187,7 +230,7 @@ class Catalogue:
         extent = block.extent
         if extent is None:
             return sum(bool(self.pop(key).expires) for key in block.page_keys())
-        self._in_extents -= block.pages
+        self.in_extents -= block.pages
         return block.pages if extent.expires else 0
 
     def note_stray(self, key: bytes) -> None:
@@ -212,7 +255,7 @@ class Catalogue:
     def clear(self) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """Remove all keys. Return the former entries and the former requests of the index."""
         old, self.entries = self.entries, {}
-        self._in_extents = self.key_bytes = 0
+        self.in_extents = self.key_bytes = 0
         self._scans.clear()
         self._strays.clear()
         return old, self.index.clear()

@@ -50,6 +50,7 @@ def check_units(keys: Keyspace, quota: Quota) -> None:
         assert there, f"{unit!r} does not exist"
     assert quota.sizes == {unit: keys.quotas.size_of(unit) for unit in quota.sizes}
     assert quota.bytes == sum(quota.sizes.values())
+    assert quota.index == sum(map(quota.index_costs.of_unit, quota.sizes))
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +351,38 @@ def test_without_evictable_units_a_quota_refuses_a_write(client: redis.Redis, po
     assert client.decr("n:1") == 8
     client.execute_command("KVPAGEDEL", "tenantA.x", 1)
     client.execute_command("KVPAGESET", *page)
+
+
+def store_tiny_pages(client: redis.Redis, tenant: str, first: int, count: int) -> None:
+    """Store empty pages, each in a request of its own with a long name: most of their memory is in the index."""
+    names = (f"{tenant}.{number}".ljust(249, "n") for number in range(first, first + count))
+    pages = (word for name in names for word in (name, 0, 0, 0, 0, 8, 1, 1, 0, b""))
+    client.execute_command("KVPAGEMSET", count, *pages)
+
+
+@pytest.mark.parametrize("store", ["memory", "tiered"])
+def test_tiny_values_of_a_tenant_do_not_evict_others(store: str, tmp_path: Path) -> None:
+    with (
+        start_server("--store", store, "--maxmemory", "64mb", directory=tmp_path) as server,
+        server.client() as client,
+    ):
+        client.config_set("quota", f"{A} 16mb {B} 16mb")
+        for number in range(100):
+            set_block(client, f"tenantB.{number}", 0)
+        for first in range(0, 40_000, 1000):
+            store_tiny_pages(client, "tenantA", first, 1000)
+        a, b = quota(client), quota(client, 1)
+        assert a["bytes"] < 16 << 20
+        assert a["index_bytes"] <= 1.01 * ((1 << 20) + (62 << 20) // 4)
+        assert a["evicted_keys"] > 10_000
+        assert b["bytes"] == 100 * BLOCK
+        assert all(held(client, f"tenantB.{number}") == [0] for number in range(100))
+        client.config_set("maxmemory-policy", "noeviction")
+        with pytest.raises(
+            redis.OutOfMemoryError, match=r"'kv:tenantA\.\*', 16777216 bytes, has so many keys that their"
+        ):
+            store_tiny_pages(client, "tenantA", 50_000, 1000)
+        set_block(client, "tenantB.more", 0)
 
 
 def test_volatile_ttl_keeps_pages_that_were_persisted(client: redis.Redis) -> None:
