@@ -112,8 +112,6 @@ def _shown(
     """Run the command, and return the exit code: 2 if one of the servers of `several`, which form `store`, did not
     answer.
     """
-    if args.show in (ls, stat, verify, why, top):
-        leave_no_trace(store)
     if args.show is top and several:
         return 0 if top_of_several(several, store, args) else 1
     try:
@@ -124,7 +122,9 @@ def _shown(
 
 
 def _connected(url: str) -> redis.Redis:
-    return plain_client(url, protocol=3, socket_connect_timeout=5, max_connections=2)
+    return plain_client(
+        url, protocol=3, socket_connect_timeout=5, max_connections=2, redis_connect_func=leave_no_trace
+    )
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvpage_server.store.eviction.prefix import Prefix
@@ -111,11 +111,7 @@ class ContextTree:
         The returned blocks are shared with the caller, under the agent's name. The caller still holds its own blocks.
         Raises ValueError if blocks of `context` were freed.
         """
-        chain, start, path = self._spec.chain(context.agent_id, context.tokens), 0, list[_Node]()
-        for name, block in zip(self.names(context.agent_id, context.tokens), context.blocks, strict=True):
-            end, parent = start + block.tokens, self._parent(chain, path)
-            path.append(_Node(name, parent, context.tokens[start:end], block))
-            start = end
+        path = self._nodes_of(context)
         blocks = [self._known(node).block for node in path]
         self._pool.share((block.block_id for block in blocks), context.agent_id)
         self._add(path)
@@ -173,16 +169,23 @@ class ContextTree:
         self._drop(victim)
         return True
 
-    def forget(self, context: AgentBlocks) -> None:
-        """Drop the last blocks of a context, up to one that an agent holds or that another context extends."""
+    def forget(self, context: AgentBlocks, others: Iterable[AgentBlocks] = ()) -> None:
+        """Drop the last blocks of a context, up to one that an agent holds or that another context extends.
+
+        `others` are the contexts that agents hold. A partial block of theirs is not in the tree while a longer block of
+        this context contains it, so it is added again.
+        """
         held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
         for name in reversed(self.names(context.agent_id, context.tokens)):
             node = self._nodes.get(name)
             if node and (node.block.block_id in held or name in self._children):
-                return
+                break
             if node:
                 self._order.removed(node.key)
                 self._drop(node)
+        for other in others:
+            if common_prefix(other.tokens, context.tokens):
+                self._add(self._nodes_of(other))
 
     def clear(self) -> None:
         """Drop all blocks."""
@@ -248,6 +251,15 @@ class ContextTree:
     def _place(self, parent: str, tokens: tuple[int, ...]) -> tuple[int, list[_Node]]:
         siblings = self._children.get(parent, [])
         return bisect_left(siblings, tokens, key=lambda node: node.tokens), siblings
+
+    def _nodes_of(self, context: AgentBlocks) -> list[_Node]:
+        """Return a new node for each block of a context, in order."""
+        chain, start, path = self._spec.chain(context.agent_id, context.tokens), 0, list[_Node]()
+        for name, block in zip(self.names(context.agent_id, context.tokens), context.blocks, strict=True):
+            end, parent = start + block.tokens, self._parent(chain, path)
+            path.append(_Node(name, parent, context.tokens[start:end], block))
+            start = end
+        return path
 
     # -- changing --------------------------------------------------------------------------------------------------
 

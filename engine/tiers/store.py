@@ -267,7 +267,7 @@ class AgentCacheStore:
                     entry = self._hot.look(agent_id)
                     self._forget(agent_id)
                     if entry:
-                        self._tree.forget(entry.context)
+                        self._tree.forget(entry.context, [other.context for other in self._hot])
         if on_server is None:
             raise StoreUnavailableError
         return bool(entry) or on_server or on_file

@@ -21,7 +21,7 @@ from kvpage_server.client.cluster.topology import SCHEMES, SLOTS, Address, Node,
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.look.ls import remarks
 from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable
-from kvpage_server.look.output import LookError, watch
+from kvpage_server.look.output import LookError, leave_no_trace, watch
 from kvpage_server.look.top import EngineSubscription, MemoryByAgent, room_for_rows, tables
 from kvpage_server.observe.asking import QueriedStore, text
 from kvpage_server.observe.engines import EngineFigures
@@ -79,7 +79,8 @@ def _primaries(slots: SlotMap) -> list[Node | None]:
 def _client(address: Address, node: Node) -> redis.Redis:
     tls = {name: value for name, value in address.options.items() if name.startswith("ssl_")}
     timeouts = {"socket_connect_timeout": 5, "socket_timeout": 10}
-    return plain_client(address.url(node), protocol=3, max_connections=2, **timeouts, **tls)
+    connecting = {"redis_connect_func": leave_no_trace}
+    return plain_client(address.url(node), protocol=3, max_connections=2, **connecting, **timeouts, **tls)
 
 
 def _slots(address: Address) -> SlotMap:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import redis
@@ -13,7 +13,6 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from kvpage_server.observe.asking import QueriedStore
 from kvpage_server.system.terminal import Terminal, out, print_json
 
 
@@ -56,9 +55,12 @@ def titled(rows: Iterable[Iterable[Any]]) -> Table:
     return table
 
 
-def leave_no_trace(store: QueriedStore) -> None:
-    """Set CLIENT NO-TOUCH, so that the following reads do not count as uses, if the user has the right to."""
-    try:
-        store.execute_command("CLIENT", "NO-TOUCH", "ON")
-    except redis.ResponseError:
-        return
+def leave_no_trace(connection: redis.Connection) -> None:
+    """Connect with CLIENT NO-TOUCH, so that reads do not count as uses, if the user has the right to it.
+
+    redis-py calls this as `redis_connect_func` for each connection of a pool, also after a reconnection.
+    """
+    connection.on_connect()  # type: ignore[no-untyped-call]
+    with suppress(redis.ResponseError):
+        connection.send_command("CLIENT", "NO-TOUCH", "ON")  # type: ignore[no-untyped-call]
+        connection.read_response()

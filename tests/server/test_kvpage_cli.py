@@ -23,6 +23,7 @@ from waiting import eventually, until
 
 from kvpage_server import __version__, core
 from kvpage_server.cli import main
+from kvpage_server.client import PageClient
 from kvpage_server.page import DType, PageKey, encode_page
 
 
@@ -408,6 +409,33 @@ def test_json_of_an_unreachable_server_is_an_object() -> None:
     code, text, _ = kvpage("status", "--json", url=url)
     assert (code, json.loads(text)["url"]) == (2, url)
     assert "cannot reach" in json.loads(text)["error"]
+
+
+def test_no_connection_of_top_counts_as_a_use(server: RunningServer, client: redis.Redis) -> None:
+    command = [str(Path(sys.executable).with_name("kvpage")), "top", "--url", server.url]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        own = client.client_id()
+
+        def flags() -> list[str]:
+            return sorted(other["flags"].strip("P") for other in client.client_list() if int(other["id"]) != own)
+
+        until(lambda: flags() == ["T", "T"], "two connections with CLIENT NO-TOUCH")
+        process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("foo=1", "unknown option 'foo' in a server's URL; allowed: client_name, "),
+        ("ssl_ca_certs=x", "needs rediss://"),
+    ],
+)
+def test_a_url_with_an_unknown_option_is_refused(options: str, why: str) -> None:
+    code, _, errors = kvpage("status", url=f"redis://127.0.0.1:1?{options}")
+    assert code == 2
+    assert why in errors
+    with pytest.raises(ValueError, match=why):
+        PageClient(f"redis://127.0.0.1:1?{options}")
 
 
 @pytest.mark.parametrize("command", ["restore", "bench"])

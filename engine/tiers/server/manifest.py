@@ -229,7 +229,7 @@ class ContextManifest:
         try:
             states = list(token_ids([position for position, _ in stored.get("states", ())]))
             owner = stored.get("owner", agent_id)
-            if root_of(owner) != root_of(agent_id):
+            if not isinstance(owner, str) or root_of(owner) != root_of(agent_id):
                 raise Miss("manifest")
             found = cls.of(agent_id, token_ids(stored["tokens"]), spec, states, owner)
             if list(found.names) != stored["chain"] or list(found.inner) != states:

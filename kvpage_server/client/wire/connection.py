@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -291,18 +291,45 @@ class PagePool(ConnectionPool):
                 connection.disconnect()
 
 
-def _check_scheme(url: str) -> None:
-    if not url.startswith(("redis://", "rediss://", "unix://")):
+_OPTIONS = (  # of redis-py, in a URL
+    "client_name", "db", "decode_responses", "encoding", "encoding_errors", "health_check_interval", "max_connections",
+    "password", "protocol", "retry_on_timeout", "socket_connect_timeout", "socket_read_size", "socket_timeout",
+    "username",
+)  # fmt: skip
+_OF_TCP = ("socket_keepalive",)
+_OF_TLS = (
+    "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers",
+    "ssl_keyfile", "ssl_min_version", "ssl_password",
+)  # fmt: skip
+_ALLOWED = {
+    "redis": {*_OPTIONS, *_OF_TCP},
+    "rediss": {*_OPTIONS, *_OF_TCP, *_OF_TLS},
+    "unix": {*_OPTIONS},
+}
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError if the URL is not redis://, rediss:// or unix://, or has an unknown option.
+
+    redis-py itself raises TypeError for an unknown option, when it connects for the first time.
+    """
+    parts = urlsplit(url)
+    allowed = _ALLOWED.get(parts.scheme) if url.startswith(f"{parts.scheme}://") else None
+    if allowed is None:
         wanted = "redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://"
         raise ValueError(f"a server's URL begins with {wanted}, got {shown(url)!r}")
+    for name in parse_qs(parts.query, keep_blank_values=True).keys() - allowed:
+        if name in _OF_TLS:
+            raise ValueError(f"the option {name} of a server's URL needs rediss://")
+        raise ValueError(f"unknown option {name!r:.60} in a server's URL; allowed: {', '.join(sorted(allowed))}")
 
 
 def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     """Return a pool for a redis://, rediss:// or unix:// URL. `options` are those of redis-py's ConnectionPool.
 
-    Raises ValueError for another URL.
+    Raises ValueError for another URL, or one with an unknown option.
     """
-    _check_scheme(url)
+    check_url(url)
     options = {
         "retry": Retry(NoBackoff(), 1),  # one, since a restarted server has closed the pool's connections
         **_QUIETLY,
@@ -314,9 +341,9 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
 def plain_client(url: str, **options: Any) -> redis.Redis:
     """Return a client of redis-py, which sends no commands of its own except its handshake.
 
-    Raises ValueError for a URL that is not redis://, rediss:// or unix://.
+    Raises ValueError for a URL that is not redis://, rediss:// or unix://, or has an unknown option.
     """
-    _check_scheme(url)
+    check_url(url)
     return redis.Redis.from_url(url, **_QUIETLY, **options)
 
 

@@ -330,10 +330,12 @@ def test_an_agent_has_a_context_of_every_model_that_answers_it(
     lambda manifest: resealed({**manifest, "tokens": ["a", *manifest["tokens"][1:]]}),
     lambda manifest: resealed({**manifest, "chain": manifest["chain"][::-1]}),
     lambda manifest: resealed({**manifest, "format": 99}),
+    lambda manifest: resealed({**manifest, "owner": None}),
+    lambda manifest: resealed({**manifest, "owner": ["alice"]}),
 ], ids=["empty", "no text", "a list", "nothing in it", "too deep", "too many lists", "too many tokens",
         "no digest", "another agent's", "fractions",
         "no tokens", "no chain", "a token less", "a wrong token", "a letter for a token", "another chain",
-        "another format"])  # fmt: skip
+        "another format", "no owner", "a list of owners"])  # fmt: skip
 def test_an_invalid_manifest_is_a_miss_and_is_overwritten(
     tier: PageTier, client: redis.Redis, pool: BlockPool, damage: Callable[[dict[str, Any]], bytes]
 ) -> None:

@@ -385,6 +385,17 @@ def test_a_fork_costs_no_bytes_and_outlives_its_origin(
     assert recalled(elsewhere, pool, "carol", TOKENS) == ("hot", 50)
 
 
+@pytest.mark.parametrize("longer", [46, 60])
+def test_deleting_an_agent_keeps_the_context_it_continued(pool: BlockPool, longer: int) -> None:
+    """The partial last block of the shorter context is not in the tree while a longer one contains it."""
+    store = AgentCacheStore(SPEC, pool)
+    remember(store, pool, "alice", TOKENS[:45])
+    remember(store, pool, "bob", TOKENS[:longer])
+    assert store.delete("bob")
+    assert recalled(store, pool, "carol", TOKENS[:60]) == ("prefix", 45)
+    store.close()
+
+
 def test_a_fork_can_be_made_of_a_file(tmp_path: Path, pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
     store = AgentCacheStore(SPEC, pool, cold=cold)
     remember(store, pool, "alice", TOKENS[:50])
