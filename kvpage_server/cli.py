@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from getpass import getpass
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,7 @@ def _shown(
 
 
 def _connected(url: str) -> redis.Redis:
-    return plain_client(
-        url, protocol=3, socket_connect_timeout=5, max_connections=2, redis_connect_func=leave_no_trace
-    )
+    return plain_client(url, protocol=3, socket_connect_timeout=5, max_connections=2, redis_connect_func=leave_no_trace)
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
@@ -233,7 +232,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(add)
     bench_ = add("bench", bench, "measure how fast pages and blocks are written and read; deletes what it writes")
     bench_.add_argument("--against", metavar="URL", help="server to compare with: any Redis or Valkey")
-    bench_.add_argument("--seconds", type=float, default=0.5, help="seconds for each kind of call (default: 0.5)")
+    bench_.add_argument(
+        "--seconds",
+        type=partial(_seconds, least=0.001),
+        default=0.5,
+        help="seconds for each kind of call (default: 0.5)",
+    )
     bench_.add_argument("--quick", action="store_true", help="measure a few sizes only")
     _add_figures(bench_)
     return parser
@@ -244,10 +248,10 @@ def _add_figures(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures: FILE.png, FILE.svg or FILE.pdf")
 
 
-def _seconds(word: str) -> float:
+def _seconds(word: str, least: float = 0.1) -> float:
     seconds = float(word) if word.isascii() else 0.0
-    if not 0.1 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"must be 0.1 to 86400 seconds, got {word}")
+    if not least <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"must be {least} to 86400 seconds, got {word}")
     return seconds
 
 

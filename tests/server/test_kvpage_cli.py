@@ -438,6 +438,13 @@ def test_a_url_with_an_unknown_option_is_refused(options: str, why: str) -> None
         PageClient(f"redis://127.0.0.1:1?{options}")
 
 
+@pytest.mark.parametrize("seconds", ["nan", "0", "-1", "inf"])
+def test_bench_refuses_a_duration_that_is_none(seconds: str) -> None:
+    code, _, errors = kvpage("bench", "--seconds", seconds)
+    assert code == 2
+    assert "must be 0.001 to 86400 seconds" in errors
+
+
 @pytest.mark.parametrize("command", ["restore", "bench"])
 def test_help_offers_one_url_where_a_command_takes_one_server(command: str) -> None:
     _, text, _ = run_kvpage(command, "--help")

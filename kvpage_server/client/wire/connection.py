@@ -36,14 +36,20 @@ from kvpage_server.client.wire.reply import Values, only
 # -- Deadlines ---------------------------------------------------------------------------------------------------------
 
 
+_LONGEST = 1_000_000.0  # seconds; the system's calls do not accept every longer time
+
+
 class Deadline:
-    """The end of a call, `seconds` from now. It holds for the whole call: connects, sends, receives and retries."""
+    """The end of a call, `seconds` from now. It holds for the whole call: connects, sends, receives and retries.
+
+    A longer time than _LONGEST counts as _LONGEST.
+    """
 
     def __init__(self, seconds: float, error: Callable[[], DeadlineExceeded] | None = None) -> None:
         if not seconds > 0:
             raise ValueError(f"a deadline is a positive number of seconds, got {seconds}")
         self._seconds, self._error = seconds, error
-        self._end = time.monotonic() + seconds
+        self._end = time.monotonic() + min(seconds, _LONGEST)
 
     def part(self, node: Hashable, seconds: float) -> Deadline:
         """Return the deadline of one of several servers: `seconds` from now, or this deadline if that is earlier."""

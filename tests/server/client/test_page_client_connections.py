@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import socket
@@ -219,6 +220,14 @@ def test_a_deadline_limits_the_whole_call(proxy: Proxy) -> None:
         proxy.drip = 0
         assert pages.mget_into(keys, into) == [True] * 4
         assert all(map(same, into, written))
+
+
+def test_a_deadline_may_be_infinite(either_server: RunningServer) -> None:
+    written = batch(2)
+    with PageClient(either_server.url, deadline=1e12) as pages:
+        pages.mset(written)
+        into = room(written)
+        assert pages.mget_into([page.key for page in written], into, deadline=math.inf) == [True] * 2
 
 
 def test_a_stalled_reply_ends_at_the_deadline_and_is_discarded(

@@ -74,8 +74,8 @@ def _is_there(client: Client, key: bytes) -> bool:
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
     """The number of existing keys. A key named twice counts twice."""
-    read = client.server.keyspace.read
-    return sum(read(key) is not None for key in plain_all(args))
+    keyspace = client.server.keyspace
+    return sum(keyspace.read(key) is not None or lists_pages(keyspace, key) for key in plain_all(args))
 
 
 @_generic(

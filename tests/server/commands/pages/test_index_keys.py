@@ -30,6 +30,7 @@ def test_a_request_s_index_is_a_set_of_its_page_keys(client: redis.Redis) -> Non
     assert client.scard("kv:r:index") == 8
     assert client.type("kv:r:index") == b"set"
     assert client.exists("kv:r:index", "kv:r2:index", "kv:r3:index") == 2
+    assert client.touch("kv:r:index", "kv:r2:index", "kv:r3:index") == 2
     assert client.ttl("kv:r:index") == -1
     for key in keys:
         assert client.sismember("kv:r:index", key) == 1
