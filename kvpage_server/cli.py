@@ -232,12 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(add)
     bench_ = add("bench", bench, "measure how fast pages and blocks are written and read; deletes what it writes")
     bench_.add_argument("--against", metavar="URL", help="server to compare with: any Redis or Valkey")
-    bench_.add_argument(
-        "--seconds",
-        type=partial(_seconds, least=0.001),
-        default=0.5,
-        help="seconds for each kind of call (default: 0.5)",
-    )
+    seconds = partial(_seconds, least=0.001)
+    bench_.add_argument("--seconds", type=seconds, default=0.5, help="seconds for each kind of call (default: 0.5)")
     bench_.add_argument("--quick", action="store_true", help="measure a few sizes only")
     _add_figures(bench_)
     return parser
