@@ -19,7 +19,7 @@ from rich.table import Table
 from kvpage_server import bounded
 from kvpage_server.bounded import open_regular
 from kvpage_server.page import first_of
-from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.store.eviction.queues import Queues
 from kvpage_server.system.terminal import table_of
 from kvpage_server.system.text import as_size, how_many
@@ -433,9 +433,10 @@ def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> No
 # -- `kvpage replay` ---------------------------------------------------------------------------------------------------
 
 CLAIRVOYANT = "clairvoyant"
+NO_EVICTION = "noeviction"
 
 SIMULATIONS: dict[str, Simulation] = {  # without volatile-ttl, because a trace has no TTLs
-    **{name: partial(simulate, make) for name, make in POLICIES.items() if name not in (NO_EVICTION, VOLATILE_TTL)},
+    **{name: partial(simulate, policy.order) for name, policy in POLICIES.items() if policy.evicts_any},
     NO_EVICTION: simulate_noeviction,
     CLAIRVOYANT: clairvoyant,
 }
@@ -477,8 +478,8 @@ def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destin
     requests = _read(trace, to)
     replays = [
         SpreadReplay(
-            simulate_nodes(POLICIES[policy], requests, capacity, nodes, segment),
-            simulate_nodes(POLICIES[policy], requests, capacity, nodes, segment, lose_at=len(requests) // 2),
+            simulate_nodes(POLICIES[policy].order, requests, capacity, nodes, segment),
+            simulate_nodes(POLICIES[policy].order, requests, capacity, nodes, segment, lose_at=len(requests) // 2),
         )
         for segment in track(SEGMENTS, console=to.terminal, transient=True)
     ]

@@ -10,20 +10,23 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, cast
 
-from kvpage_server.core import Arena
+from kvpage_server.core import Arena, NewPages, Slot
+from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import bit_of, row_of
-from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
 from kvpage_server.store.eviction.eviction_order import Evictor
 from kvpage_server.store.eviction.expiry_order import Expirer
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.eviction.quotas import Quota
+from kvpage_server.store.eviction.quotas import Quota, counted, text_size
 from kvpage_server.store.memory.catalogue import Catalogue
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, is_page
-from kvpage_server.store.memory.index import Block, ExtentPage
+from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage, rows_of
+from kvpage_server.store.memory.on_disk import OnDisk
 
 # -- lost strings ------------------------------------------------------------------------------------------------------
 #
@@ -125,6 +128,30 @@ class Tier(Protocol):
     def retimed(self, key: bytes) -> None:
         """Process a change of a key's expiry."""
 
+    def stored_pages(self, pages: NewPages) -> None:
+        """Process new pages."""
+
+    def stored_string(self, key: bytes, entry: Entry) -> None:
+        """Process a new or changed string."""
+
+    def stored_block(self, block: Block) -> None:
+        """Process a new extent."""
+
+    def pages_dropped(self, block: Block) -> None:
+        """Process the replacement of a block's pages by an extent."""
+
+    def clear(self) -> None:
+        """Process the removal of all keys."""
+
+
+class NoTier:
+    """The tier of a store that has none: every notification does nothing."""
+
+    def _ignore(self, *_: object) -> None: ...
+
+    removed = unit_removed = block_removed = admit_split = splits = was_split = retimes = retimed = _ignore
+    stored_pages = stored_string = stored_block = pages_dropped = clear = _ignore
+
 
 @dataclass(slots=True)
 class Counters:
@@ -146,6 +173,23 @@ class Counters:
         self.string_misses.clear()
 
 
+class Flushed:
+    """Values that a flush removed. They can be freed in steps, because freeing millions of values takes seconds."""
+
+    def __init__(self, *parts: dict[Any, Any]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def free(self, most: int) -> None:
+        """Free up to `most` values."""
+        for part in self._parts:
+            for _ in range(min(len(part), most)):
+                part.popitem()
+                most -= 1
+
+
 class Contents:
     """Every key and value, with the parts that a removal is reported to."""
 
@@ -159,7 +203,7 @@ class Contents:
         self.ghosts = Ghosts()
         self.lost = LostStrings()
         self.counters = Counters()
-        self.tier: Tier | None = None
+        self.tier: Tier = NoTier()
         self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
         self.on_block: BlockListener | None = None  # called with all keys of a block at a time; set if `on_event` is
         self.texts = 0  # bytes of short strings, with their keys and TEXT_OVERHEAD
@@ -212,23 +256,19 @@ class Contents:
         entry = self.catalogue.entries.get(key)
         if entry is None and (page := self.catalogue.page_in_extent(key)):
             block = cast(Block, page.unit)
-            if self.tier is not None:
-                self.tier.admit_split(block)
+            self.tier.admit_split(block)
             self.split(block)
             return self.catalogue.entries[key]
         return entry
 
     def split(self, block: Block) -> None:
         """Replace an extent by single pages, with an entry for each."""
-        if self.tier is not None:
-            self.tier.splits(block)
+        self.tier.splits(block)
         pages = self.catalogue.split(block)
         if block.soonest:
             self.expirer.note_all([*pages], block.soonest)
-        if self.evictor.quotas is not None:
-            self.evictor.quotas.grew(block, 0)  # the entries of its pages take memory of the index
-        if self.tier is not None:
-            self.tier.was_split(block, pages)
+        self.evictor.quotas.grew(block, 0)  # the entries of its pages take memory of the index
+        self.tier.was_split(block, pages)
 
     def grow(self, unit: Unit, size: int) -> None:
         """Add `size` bytes of memory, which may be negative, to a unit's accounts."""
@@ -243,8 +283,7 @@ class Contents:
             return
         entry = self.entry_for_write(key)
         assert entry is not None
-        if self.tier is not None:
-            self.tier.retimes(key, entry)
+        self.tier.retimes(key, entry)
         if entry.expires:
             self.expirer.keys -= 1
         entry.expires = expires
@@ -257,8 +296,255 @@ class Contents:
                 unit.expires_at(expires)
             self.expirer.note(key, expires)
             self.notify("expire", key)
-        if self.tier is not None:
-            self.tier.retimed(key)
+        self.tier.retimed(key)
+
+    # -- storing ---------------------------------------------------------------------------------------------------
+
+    def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
+        """Store a page whose body is in `slot`, with its 64-byte `header`. `name` is valid, and the page admitted."""
+        slot.header[:] = header
+        self.set_pages(NewPages.one(name, slot, expires))
+
+    def set_pages(self, pages: NewPages) -> None:
+        """Store pages. If limits apply, the pages were admitted before."""
+        if self.index.unloaded_pages or self.index.is_scanned:
+            for block in pages.blocks():
+                self.index.open(*block)
+        at = 0
+        while at < len(pages):
+            at = self._put_run(pages, at) if self.on_event is None else self._put_one(pages, at)
+        self.counters.writes += len(pages)
+        self.tier.stored_pages(pages)
+
+    def _put_run(self, pages: NewPages, at: int) -> int:
+        """Store the pages from index `at` to the first that needs a decision, or only that one if it is the page `at`.
+
+        Return the index of the next page.
+        """
+        catalogue, index, expirer, fresh = self.catalogue, self.index, self.expirer, self.catalogue.listed
+        each = self.evictor.has_quotas or len(self.leases) > 0  # blocks are accounted for one by one
+        put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
+        if put.stop == at:
+            return self._put_one(pages, at)
+        catalogue.key_bytes += put.key_bytes
+        if put.made:
+            index.note_made(put.made, put.name_bytes)
+        if fresh:
+            catalogue.list_all(fresh)
+        if expires := pages.expires(at):
+            expirer.keys += put.stop - at
+            expirer.note_all(pages.keys[at : put.stop], expires)
+        expirer.keys -= put.replaced
+        self.evictor.units.used_all(put.blocks)
+        for block in put.beside:
+            self.evictor.join(block)
+        if each:
+            self.leases.grew(put.blocks[0], put.grown)
+            self._grow_quota(put.blocks[0], put.stored)
+        return put.stop
+
+    def _put_one(self, pages: NewPages, at: int) -> int:
+        """Store the page at index `at`, whatever its key had before. Return the index of the next page."""
+        (key, req_id, layer, head, page, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
+        block = self.index.open(req_id, page)
+        if block.extent is not None:
+            self.split(block)
+        self._use_written(block)
+        old = self.catalogue.entries.get(key)
+        had = counted(key, old, as_page=True)
+        slot.unit, slot.expires = block, expires
+        block.add(layer, head, kv_type)
+        if old is not None:
+            self.forget(key, old, slot)
+        self.catalogue.put(key, slot)
+        self.grow(block, slot.footprint)
+        if expires:
+            block.expires_at(expires)
+            self._note_expiry(key, expires)
+        self._grow_quota(block, HEADER_SIZE + slot.size - had)
+        self._notify_write(key, old, slot)
+        return at + 1
+
+    def _grow_quota(self, block: Block, size: int) -> None:
+        """Count the growth of a block's pages, in bytes, for its quota."""
+        quota = self.evictor.quota_of(block)
+        if quota is not None:
+            known = block in quota.sizes
+            quota.resize(block, quota.sizes[block] + size if known else self.size_for_quota(block))
+
+    def size_for_quota(self, unit: Unit) -> int:
+        """Return the size of a unit for its quota. O(1) for strings and extents, O(pages) for other blocks."""
+        entries = self.catalogue.entries
+        if not isinstance(unit, Block):
+            return counted(unit, entries[unit], as_page=False)
+        if unit.extent is not None:
+            return HEADER_SIZE * unit.pages + unit.extent.slot.size
+        return sum(HEADER_SIZE + entries[key].size for key in unit.page_keys())
+
+    def _use_written(self, block: Block) -> None:
+        self.evictor.units.used(block)
+        self.evictor.join(block)
+
+    def _note_expiry(self, key: bytes, expires: int) -> None:
+        self.expirer.keys += 1
+        self.expirer.note(key, expires)
+
+    def _notify_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
+        tell = self.on_event
+        if tell is None:
+            return
+        if old is None:
+            tell("new", key)
+        tell(event, key)
+        if new.expires and (old is None or old.expires != new.expires):
+            tell("expire", key)
+
+    def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
+        """Store an admitted block as an extent, whose slot is filled. It replaces all pages that the block had."""
+        block = self.index.open(req_id, page)
+        for key in self.catalogue.strays_in(req_id, page, extent):
+            self.remove(key, "del")
+        before = block.extent.shape if block.extent is not None else None
+        had = self._drop_pages(block, extent.shape)
+        self.catalogue.fill(block, extent)
+        self.grow(block, extent.slot.footprint)
+        self.evictor.quotas.resize(block, self.size_for_quota(block))
+        if extent.expires:
+            self.expirer.keys += block.pages
+            self.expirer.note(next(block.page_keys()), extent.expires)  # one key stands for all
+        self.counters.writes += 1
+        self._use_written(block)
+        if self.on_block is not None:
+            keys = list(had if before == extent.shape else block.page_keys())
+            gone = list(had.keys() - set(keys))
+            events = chain(_events_of_block(keys, had, extent.expires), (("del", key) for key in gone))
+            self.on_block([*keys, *gone], events)
+        self.tier.stored_block(block)
+
+    def _drop_pages(self, block: Block, coming: BlockShape) -> dict[bytes, int]:
+        """Remove all pages of a block that gets an extent of shape `coming`.
+
+        Pages that are not in that shape are recorded as overwritten. Return the expiry of each removed key if there is
+        a listener, and an empty dictionary otherwise.
+        """
+        if not block.pages:
+            return {}
+        self.tier.pages_dropped(block)
+        if block.extent is None or block.extent.shape != coming:
+            stay = rows_of(coming)
+            gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
+            if gone:
+                self.ghosts.remember(block, gone, "overwritten")
+        had = self._expiries(block) if self.on_block is not None else {}
+        self.expirer.keys -= self.catalogue.take_pages(block)
+        self.grow(block, -block.footprint)
+        return had
+
+    def _expiries(self, block: Block) -> dict[bytes, int]:
+        """Return the expiry of each page of a block, by key."""
+        if block.extent is not None:
+            return dict.fromkeys(block.page_keys(), block.extent.expires)
+        return {key: self.catalogue.entries[key].expires for key in block.page_keys()}
+
+    # -- strings ---------------------------------------------------------------------------------------------------
+
+    def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
+        old = self.catalogue.entries.get(key) or self.entry_for_write(key)
+        if old is not None and old.expires:
+            old = self.find(key)  # an expired value counts as expired, not as overwritten
+        if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
+            if type(old) is Text:
+                self._rewrite(key, old, value, expires, event)
+                return
+            entry: Entry = Text(value)
+            self.texts += len(key) + len(value) + TEXT_OVERHEAD
+        else:
+            entry = self.slot_of(value) if isinstance(value, bytes) else value
+        entry.expires = expires
+        if old is not None:
+            self.forget(key, old, entry)
+        self.catalogue.put(key, entry)
+        if expires:
+            self._note_expiry(key, expires)
+        self._note_string(key, entry)
+        self._notify_write(key, old, entry, event)
+        self.catalogue.note_stray(key)
+        self.tier.stored_string(key, entry)
+
+    def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
+        """Replace a short string by another one, and update only the accounts that change."""
+        self.texts += len(value) - len(text.data)
+        text.data = value
+        changed = text.expires != expires
+        if changed:
+            self.expirer.keys += bool(expires) - bool(text.expires)
+            text.expires = expires
+            if expires:
+                self.expirer.note(key, expires)
+        self.counters.writes += 1
+        self.evictor.units.used(key)
+        if self.evictor.has_quotas:
+            self.evictor.quotas.resize(key, text_size(key, len(value)))
+        if (tell := self.on_event) is not None:
+            tell(event, key)
+            if expires and changed:
+                tell("expire", key)
+        self.tier.stored_string(key, text)
+
+    def _note_string(self, key: bytes, entry: Entry) -> None:
+        self.counters.writes += 1
+        self.evictor.units.used(key)
+        if self.evictor.has_quotas:
+            self.evictor.quotas.resize(key, text_size(key, entry.size))
+
+    def slot_of(self, value: bytes) -> Slot:
+        slot = self.arena.allocate(len(value))
+        slot.body[:] = value
+        return slot
+
+    # -- values on disk --------------------------------------------------------------------------------------------
+
+    def move_body(self, place: bytes | Extent, body: Slot | OnDisk) -> None:
+        """Set the body of an existing value, by its key or in its extent, after it was loaded or dropped from memory.
+
+        The value is the same, so listeners are not notified. The caller updates the accounts, see `grow`.
+        """
+        if isinstance(place, Extent):
+            place.slot = body
+        else:
+            self.catalogue.entries[place] = body
+
+    def add_string_on_disk(self, key: bytes, entry: Entry) -> None:
+        """Add a string that was found on disk at the start."""
+        if type(entry) is Text:
+            self.texts += len(key) + entry.size + TEXT_OVERHEAD
+        self.catalogue.note_stray(key)
+        self.catalogue.put(key, entry)
+        if entry.expires:
+            self._note_expiry(key, entry.expires)
+
+    def add_block_on_disk(self, req_id: bytes, page: int, extent_of: Callable[[Block], Extent]) -> None:
+        """Add a block that was found on disk at the start. `extent_of` returns its extent, whose slot is on disk."""
+        block = self.index.open(req_id, page)
+        extent = extent_of(block)
+        self.catalogue.fill(block, extent)
+        if extent.expires:
+            self.expirer.keys += block.pages
+            self.expirer.note(next(block.page_keys()), extent.expires)
+
+    def add_unloaded_block(self, req_id: bytes, page: int, rows: bytes) -> None:
+        """Add a block of single pages that was found on disk at the start, or more pages of one, as rows of a sheet."""
+        self.index.note_on_disk(req_id, page, rows)
+
+    def add_page_on_disk(self, block: Block, key: bytes, page: OnDisk, spot: tuple[int, int, int]) -> None:
+        """Add the entry of a page of an unloaded block. `spot` is its layer, head and kv_type. Its expiry counts
+        already."""
+        self.catalogue.entries[key] = page
+        self.catalogue.key_bytes += len(key)
+        block.add(*spot)
+        if page.expires:
+            block.expires_at(page.expires)
+            self.expirer.note(key, page.expires)
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -275,7 +561,7 @@ class Contents:
 
     def delete_all(self, keys: Sequence[bytes]) -> int:
         """Remove some keys. Return the number of keys that existed. Raise OverLimit before anything is removed."""
-        if self.tier is not None and len(keys) > 1:
+        if len(keys) > 1:
             for key in keys:
                 if self.find(key) is not None and self._block_of_one(key) is None:
                     self.entry_for_write(key)
@@ -306,8 +592,7 @@ class Contents:
         self.forget(key, entry, None, event)
         if not is_page(entry):
             self.lost.remember(key, reason or _REASONS.get(event, event), by)
-        if self.tier is not None:
-            self.tier.removed(key)
+        self.tier.removed(key)
 
     def forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
         """Remove a key's entry `old` from the index and the accounts. `new` is the entry that replaces it, if any."""
@@ -335,8 +620,7 @@ class Contents:
         row = row_of(name.layer, name.head, name.kv_type)
         self.ghosts.remember(block, {row: bit_of(name.head)}, _REASONS.get(event, event))
         block.discard(name.layer, name.head, name.kv_type)
-        if self.evictor.quotas is not None:
-            self.evictor.quotas.grew(block, -HEADER_SIZE - old.size)
+        self.evictor.quotas.grew(block, -HEADER_SIZE - old.size)
         if not block.pages:
             self.index.remove(block)
             self.leases.removed(block)
@@ -344,16 +628,14 @@ class Contents:
 
     def _unit_removed(self, unit: Unit) -> None:
         self.evictor.units.removed(unit)
-        if self.tier is not None:
-            self.tier.unit_removed(unit)
+        self.tier.unit_removed(unit)
 
     def remove_block(self, block: Block, event: str, reason: str = "", limit: str = "") -> int:
         """Remove a block and all its pages. Return the number of pages.
 
         The ghost has `reason`, or the reason that belongs to `event`, and `limit`, the limit that was reached.
         """
-        if self.tier is not None:
-            self.tier.block_removed(block)
+        self.tier.block_removed(block)
         self.index.remove(block)
         self.evictor.units.removed(block)
         self.leases.removed(block)
@@ -371,6 +653,18 @@ class Contents:
         if quota is not None:
             return quota.pattern.decode("utf-8", "surrogateescape")
         return self.evictor.policy if event == "evicted" else ""
+
+    def flush(self) -> Flushed:
+        """Remove all keys. The result keeps the values until the caller frees them in steps, or drops it."""
+        self.tier.clear()
+        self.notify("flush", b"")
+        flushed = Flushed(*self.catalogue.clear(), self.evictor.units.clear())
+        self.expirer.clear()
+        self.leases.clear()
+        self.ghosts.clear()
+        self.lost.clear()
+        self.texts = 0
+        return flushed
 
     def expire(self, key: bytes) -> None:
         """Remove an expired key. If the key is a page of an extent, the whole block is removed."""
@@ -406,3 +700,13 @@ def unit_of(key: bytes, entry: Entry) -> Unit:
     """Return the unit with which a value is evicted."""
     unit = entry.unit
     return unit if type(unit) is Block else key
+
+
+def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the events of a block's keys when it is stored whole. `had`: the keys before, and their expiry."""
+    for key in keys:
+        if key not in had:
+            yield "new", key
+        yield "set", key
+        if expires and had.get(key) != expires:
+            yield "expire", key

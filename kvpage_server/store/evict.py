@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, cast
 
 from kvpage_server.store.contents import Contents, unit_of
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
@@ -117,7 +116,7 @@ class MemoryLimit:
                 return done is not False
         if self.tier is not None:
             self.tier.hurry()
-        if self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL):
+        if not self._contents.evictor.rules.evicts_any:
             raise OutOfMemory
         return True
 
@@ -126,19 +125,18 @@ class MemoryLimit:
 
         The next source is used if the units of the sources before did not free enough memory.
         """
-        evictor, tier = self._contents.evictor, self.tier
-        evicts_any = evictor.policy not in (NO_EVICTION, VOLATILE_TTL)
+        units, rules, tier = self._contents.evictor.units, self._contents.evictor.rules, self.tier
         if tier is None:
-            if evictor.policy != NO_EVICTION:
-                yield evictor.units.victims() if evicts_any else self.soonest(), self._evict, lambda: self.is_full
+            if rules.evicts_expiring:
+                yield units.victims() if rules.evicts_any else self.soonest(), self._evict, lambda: self.is_full
             return
-        if self._index_is_full and evictor.policy != NO_EVICTION:
+        if self._index_is_full and rules.evicts_expiring:
             yield tier.evictable(), tier.evict_everywhere, lambda: self._index_is_full
             # If the disk fails, values that wait to be written may be evicted.
-            yield evictor.units.victims() if evicts_any else self.soonest(), tier.evict, lambda: self._index_is_full
+            yield units.victims() if rules.evicts_any else self.soonest(), tier.evict, lambda: self._index_is_full
         if self._values_are_full and tier.drops_any():
-            yield evictor.units.victims(), tier.demote, lambda: self._values_are_full
-        if self._values_are_full and evictor.policy == VOLATILE_TTL:
+            yield units.victims(), tier.demote, lambda: self._values_are_full
+        if self._values_are_full and rules.evicts_expiring and not rules.evicts_any:
             yield self.soonest(), tier.evict, lambda: self._values_are_full
 
     def _leave(self, units: Iterator[Unit], leave: Callable[[Unit], bool], is_full: Callable[[], bool]) -> bool | None:

@@ -29,10 +29,9 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
-from kvpage_server.core import NewPages, Slot
-from kvpage_server.core.arguments import PageName
+from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
 from kvpage_server.store.contents import Contents, unit_of
@@ -43,11 +42,10 @@ from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.evict import MemoryLimit, OutOfMemory
 from kvpage_server.store.eviction.leases import Bytes
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, has_bytes
-from kvpage_server.store.memory.index import Block, Extent, rows_of
+from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
+from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.memory.on_disk import OnDisk
-from kvpage_server.store.quota_limit import PendingWrite, QuotaLimit, counted
+from kvpage_server.store.quota_limit import PendingWrite, QuotaLimit
 from kvpage_server.store.reading import Listing, Reader
 from kvpage_server.store.reservation import Reservation, ReservationParts
 from kvpage_server.system.text import monotonic_ms
@@ -111,7 +109,7 @@ class Protection:
         `room` is in bytes, 0 for no limit. Quotas that exceed `room` together are scaled down to it.
         """
         quotas = self._contents.evictor.quotas
-        quota, promised = self._contents.evictor.limit_of(unit), quotas.limits if quotas is not None else 0
+        quota, promised = self._contents.evictor.limit_of(unit), quotas.limits
         if not room:
             return int(quota.limit * SHARE) if quota is not None else sys.maxsize
         if quota is not None:
@@ -121,24 +119,7 @@ class Protection:
 
 _SIZE = attrgetter("size")
 
-__all__ = ["Flushed", "Keyspace", "OutOfMemory"]
-
-
-class Flushed:
-    """Values that a flush removed. They can be freed in steps, because freeing millions of values takes seconds."""
-
-    def __init__(self, *parts: dict[Any, Any]) -> None:
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def free(self, most: int) -> None:
-        """Free up to `most` values."""
-        for part in self._parts:
-            for _ in range(min(len(part), most)):
-                part.popitem()
-                most -= 1
+__all__ = ["Keyspace", "OutOfMemory"]
 
 
 class Keyspace:
@@ -166,6 +147,8 @@ class Keyspace:
         self.look, self.read, self.read_all, self.idle = reader.look, reader.read, reader.read_all, reader.idle
         self.read_pages, self.find_pages, self.pages_at = reader.read_pages, reader.find_pages, reader.pages_at
         self.block, self.use_block, self.untouched = reader.block, reader.use_block, reader.untouched
+        self.set_pages, self.set_page, self.set_string = contents.set_pages, contents.set_page, contents.set_string
+        self.slot_of, self.flush = contents.slot_of, contents.flush
 
     def __len__(self) -> int:
         return len(self._catalogue)
@@ -175,7 +158,7 @@ class Keyspace:
     @property
     def is_limited(self) -> bool:
         """Return whether a limit other than maxmemory applies."""
-        return self.evictor.quotas is not None or (self.tier is not None and self.tier.stored.maxdisk > 0)
+        return self.evictor.has_quotas or (self.tier is not None and self.tier.stored.maxdisk > 0)
 
     def admit(self, coming: Iterable[PendingWrite]) -> None:
         """Evict values until the disk and the quotas have space for new values.
@@ -188,12 +171,12 @@ class Keyspace:
         """Do the same for the parts of a batch. Return the amounts of each part for reservations in quotas."""
         if self.tier is not None:
             self.tier.limit.admit([*chain.from_iterable(parts)])
-        return self.quotas.admit(parts) if self.evictor.quotas is not None else ()
+        return self.quotas.admit(parts) if self.evictor.has_quotas else ()
 
     def admit_batch(self, pages: NewPages) -> None:
         """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`."""
         slots, tier = pages.slots, self.tier
-        if self.evictor.quotas is None:
+        if not self.evictor.has_quotas:
             if tier is None:
                 return
             size = slots[0].size if len(slots) == 1 else sum(map(_SIZE, slots))
@@ -235,6 +218,13 @@ class Keyspace:
         on_disk = self.tier.limit.reservation_parts(parts) if self.tier is not None else ()
         return Reservation(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
 
+    def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
+        """Admit and store a block as an extent, see `Contents.set_block`. Raise OverLimit as `admit`."""
+        if self.tier is not None:
+            self.tier.limit.admit_block(req_id, page, extent.shape)
+        self.quotas.admit_block(req_id, page, extent.shape)
+        self.contents.set_block(req_id, page, extent)
+
     def split_block(self, req_id: bytes, page: int) -> None:
         """Replace an extent by single pages if it is in memory, before some of its pages are replaced."""
         block = self.index.block(req_id, page)
@@ -252,217 +242,9 @@ class Keyspace:
     @property
     def stores_together(self) -> bool:
         """Whether the core can store and find a batch of pages in one call, without a decision for each page."""
-        return self.contents.on_event is None and self.evictor.quotas is None and self._catalogue.has_all_entries
-
-    def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
-        """Store a page whose body is in `slot`, with its 64-byte `header`. `name` is valid, and the page admitted."""
-        slot.header[:] = header
-        self.set_pages(NewPages.one(name, slot, expires))
-
-    def set_pages(self, pages: NewPages) -> None:
-        """Store pages. If limits apply, the pages were admitted before."""
-        if self.index.unloaded_pages or self.index.is_scanned:
-            for block in pages.blocks():
-                self.index.open(*block)
-        at = 0
-        while at < len(pages):
-            at = self._put_run(pages, at) if self.contents.on_event is None else self._put_one(pages, at)
-        self.counters.writes += len(pages)
-        if self.tier is not None:
-            self.tier.stored_pages(pages)
-
-    def _put_run(self, pages: NewPages, at: int) -> int:
-        """Store the pages from index `at` to the first that needs a decision, or only that one if it is the page `at`.
-
-        Return the index of the next page.
-        """
-        catalogue, index, expirer, fresh = self._catalogue, self.index, self.contents.expirer, self._catalogue.listed
-        each = self.evictor.quotas is not None or len(self.leases) > 0  # blocks are accounted for one by one
-        put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
-        if put.stop == at:
-            return self._put_one(pages, at)
-        catalogue.key_bytes += put.key_bytes
-        if put.made:
-            index.note_made(put.made, put.name_bytes)
-        if fresh:
-            catalogue.list_all(fresh)
-        if expires := pages.expires(at):
-            expirer.keys += put.stop - at
-            expirer.note_all(pages.keys[at : put.stop], expires)
-        expirer.keys -= put.replaced
-        self.evictor.units.used_all(put.blocks)
-        for block in put.beside:
-            self.evictor.join(block)
-        if each:
-            self.leases.grew(put.blocks[0], put.grown)
-            self.quotas.grew(put.blocks[0], put.stored)
-        return put.stop
-
-    def _put_one(self, pages: NewPages, at: int) -> int:
-        """Store the page at index `at`, whatever its key had before. Return the index of the next page."""
-        (key, req_id, layer, head, page, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
-        block = self.index.open(req_id, page)
-        if block.extent is not None:
-            self.contents.split(block)
-        self._use_written(block)
-        old = self._catalogue.entries.get(key)
-        had = counted(key, old, as_page=True)
-        slot.unit, slot.expires = block, expires
-        block.add(layer, head, kv_type)
-        if old is not None:
-            self.contents.forget(key, old, slot)
-        self._catalogue.put(key, slot)
-        self.contents.grow(block, slot.footprint)
-        if expires:
-            block.expires_at(expires)
-            self._note_expiry(key, expires)
-        self.quotas.grew(block, HEADER_SIZE + slot.size - had)
-        self._notify_write(key, old, slot)
-        return at + 1
-
-    def _use_written(self, block: Block) -> None:
-        self.evictor.units.used(block)
-        self.evictor.join(block)
-
-    def _note_expiry(self, key: bytes, expires: int) -> None:
-        self.contents.expirer.keys += 1
-        self.contents.expirer.note(key, expires)
-
-    def _notify_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
-        tell = self.contents.on_event
-        if tell is None:
-            return
-        if old is None:
-            tell("new", key)
-        tell(event, key)
-        if new.expires and (old is None or old.expires != new.expires):
-            tell("expire", key)
-
-    def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
-        """Store a block as an extent. It replaces all pages that the block had. The extent's slot is filled."""
-        if self.tier is not None:
-            self.tier.limit.admit_block(req_id, page, extent.shape)
-        self.quotas.admit_block(req_id, page, extent.shape)
-        block = self.index.open(req_id, page)
-        for key in self._catalogue.strays_in(req_id, page, extent):
-            self.contents.remove(key, "del")
-        before = block.extent.shape if block.extent is not None else None
-        had = self._drop_pages(block, extent.shape)
-        self._catalogue.fill(block, extent)
-        self.contents.grow(block, extent.slot.footprint)
-        if self.evictor.quotas is not None:
-            self.evictor.quotas.resize(block, self.quotas.size_of(block))
-        if extent.expires:
-            self.contents.expirer.keys += block.pages
-            self.contents.expirer.note(next(block.page_keys()), extent.expires)  # one key stands for all
-        self.counters.writes += 1
-        self._use_written(block)
-        if self.contents.on_block is not None:
-            keys = list(had if before == extent.shape else block.page_keys())
-            gone = list(had.keys() - set(keys))
-            events = chain(_events_of_block(keys, had, extent.expires), (("del", key) for key in gone))
-            self.contents.on_block([*keys, *gone], events)
-        if self.tier is not None:
-            self.tier.stored_block(block)
-
-    def _drop_pages(self, block: Block, coming: BlockShape) -> dict[bytes, int]:
-        """Remove all pages of a block that gets an extent of shape `coming`.
-
-        Pages that are not in that shape are recorded as overwritten. Return the expiry of each removed key if there is
-        a listener, and an empty dictionary otherwise.
-        """
-        if not block.pages:
-            return {}
-        if self.tier is not None:
-            self.tier.pages_dropped(block)
-        if block.extent is None or block.extent.shape != coming:
-            stay = rows_of(coming)
-            gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
-            if gone:
-                self.ghosts.remember(block, gone, "overwritten")
-        had = self._expiries(block) if self.contents.on_block is not None else {}
-        self.contents.expirer.keys -= self._catalogue.take_pages(block)
-        self.contents.grow(block, -block.footprint)
-        return had
-
-    def _expiries(self, block: Block) -> dict[bytes, int]:
-        """Return the expiry of each page of a block, by key."""
-        if block.extent is not None:
-            return dict.fromkeys(block.page_keys(), block.extent.expires)
-        return {key: self._catalogue.entries[key].expires for key in block.page_keys()}
-
-    # -- strings ---------------------------------------------------------------------------------------------------
-
-    def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
-        old = self._catalogue.entries.get(key) or self.contents.entry_for_write(key)
-        if old is not None and old.expires:
-            old = self.find(key)  # an expired value counts as expired, not as overwritten
-        if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
-            if type(old) is Text:
-                self._rewrite(key, old, value, expires, event)
-                return
-            entry: Entry = Text(value)
-            self.contents.texts += len(key) + len(value) + TEXT_OVERHEAD
-        else:
-            entry = self.slot_of(value) if isinstance(value, bytes) else value
-        entry.expires = expires
-        if old is not None:
-            self.contents.forget(key, old, entry)
-        self._catalogue.put(key, entry)
-        if expires:
-            self._note_expiry(key, expires)
-        self._note_string(key, entry)
-        self._notify_write(key, old, entry, event)
-        self._catalogue.note_stray(key)
-        if self.tier is not None:
-            self.tier.stored_string(key, entry)
-
-    def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
-        """Replace a short string by another one, and update only the accounts that change."""
-        self.contents.texts += len(value) - len(text.data)
-        text.data = value
-        changed = text.expires != expires
-        if changed:
-            self.contents.expirer.keys += bool(expires) - bool(text.expires)
-            text.expires = expires
-            if expires:
-                self.contents.expirer.note(key, expires)
-        self.counters.writes += 1
-        self.evictor.units.used(key)
-        if self.evictor.quotas is not None:
-            self.evictor.quotas.resize(key, text_size(key, len(value)))
-        if (tell := self.contents.on_event) is not None:
-            tell(event, key)
-            if expires and changed:
-                tell("expire", key)
-        if self.tier is not None:
-            self.tier.stored_string(key, text)
-
-    def _note_string(self, key: bytes, entry: Entry) -> None:
-        self.counters.writes += 1
-        self.evictor.units.used(key)
-        if self.evictor.quotas is not None:
-            self.evictor.quotas.resize(key, text_size(key, entry.size))
-
-    def slot_of(self, value: bytes) -> Slot:
-        slot = self.arena.allocate(len(value))
-        slot.body[:] = value
-        return slot
+        return self.contents.on_event is None and not self.evictor.has_quotas and self._catalogue.has_all_entries
 
     # -- all keys --------------------------------------------------------------------------------------------------
-
-    def flush(self) -> Flushed:
-        """Remove all keys. The result keeps the values until the caller frees them in steps, or drops it."""
-        if self.tier is not None:
-            self.tier.clear()
-        self.contents.notify("flush", b"")
-        flushed = Flushed(*self._catalogue.clear(), self.evictor.units.clear())
-        self.contents.expirer.clear()
-        self.leases.clear()
-        self.ghosts.clear()
-        self.contents.lost.clear()
-        self.contents.texts = 0
-        return flushed
 
     def sweep(self, now: int, most: int, *, expires: bool = True) -> int:
         """Do a step of the work that is done periodically.
@@ -486,16 +268,6 @@ class Keyspace:
                 break
         counts, hands_over = self.quotas.go_on(), self.evictor.hand_over()
         return most if counts or hands_over else removed
-
-
-def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the events of a block's keys when it is stored whole. `had`: the keys before, and their expiry."""
-    for key in keys:
-        if key not in had:
-            yield "new", key
-        yield "set", key
-        if expires and had.get(key) != expires:
-            yield "expire", key
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

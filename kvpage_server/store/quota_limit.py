@@ -17,10 +17,9 @@ from typing import NamedTuple, cast
 from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.evict import LEAST_INDEX, MemoryLimit
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.eviction.quotas import OverQuota, Quota, Rule, block_name, text_size
-from kvpage_server.store.memory.entry import Entry, is_page
+from kvpage_server.store.eviction.quotas import OverQuota, Quota, Rule, block_name, counted
+from kvpage_server.store.memory.entry import is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.reservation import ReservationParts
 from kvpage_server.system.text import monotonic_ms
@@ -70,7 +69,6 @@ class QuotaLimit:
         evict enough; the new values must not be stored then.
         """
         quotas = self._contents.evictor.quotas
-        assert quotas is not None
         growth: dict[bytes, int] = {}
         taken: list[dict[Quota, int]] = []
         index_grows: dict[Quota, int] = {}
@@ -100,8 +98,7 @@ class QuotaLimit:
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """Evict values of a block's quota until its extent fits. Raise OverQuota as `admit` does."""
-        quotas = self._contents.evictor.quotas
-        quota = quotas.named(block_name(req_id)) if quotas is not None else None
+        quota = self._contents.evictor.quotas.named(block_name(req_id))
         if quota is not None:
             size = HEADER_SIZE * shape.pages + shape.nbytes
             block = self._contents.index.block(req_id, page)
@@ -112,7 +109,7 @@ class QuotaLimit:
     def most_index(self, quota: Quota) -> int:
         """Return the bytes of the index that a quota's units may take; no limit without `maxmemory`."""
         quotas, maxmemory = self._contents.evictor.quotas, self._memory.maxmemory
-        if quotas is None or not (maxmemory and quota.limit):
+        if not (maxmemory and quota.limit):
             return sys.maxsize
         least = min(_LEAST_INDEX_OF_QUOTA, LEAST_INDEX // 2 // len(quotas.all))
         rest = self._memory.most_index - least * len(quotas.all)
@@ -136,8 +133,8 @@ class QuotaLimit:
         most_index = self.most_index(quota)
         if quota.lacks(coming) <= 0 and quota.index + index <= most_index:
             return
-        policy = self._contents.evictor.policy
-        if policy == NO_EVICTION:
+        rules = self._contents.evictor.rules
+        if not rules.evicts_expiring:
             raise OverQuota(quota, most_index if quota.lacks(coming) <= 0 else 0)
         now = monotonic_ms()
         for unit in quota.units.victims():
@@ -150,11 +147,11 @@ class QuotaLimit:
                 return
         if quota.index + index > most_index:
             raise OverQuota(quota, most_index)
-        if policy == VOLATILE_TTL:
+        if not rules.evicts_any:
             raise OverQuota(quota)
 
     def _may_go(self, unit: Unit) -> bool:
-        if self._contents.evictor.policy != VOLATILE_TTL:
+        if self._contents.evictor.rules.evicts_any:
             return True
         if not isinstance(unit, Block):
             return bool(self._contents.expires_of(unit))
@@ -162,22 +159,6 @@ class QuotaLimit:
         return bool(unit.soonest) and any(map(self._contents.expires_of, unit.page_keys()))
 
     # -- counting ----------------------------------------------------------------------------------------------------
-
-    def size_of(self, unit: Unit) -> int:
-        """Return the size of a unit for its quota. O(1) for strings and extents, O(pages) for other blocks."""
-        entries = self._contents.catalogue.entries
-        if not isinstance(unit, Block):
-            return counted(unit, entries[unit], as_page=False)
-        if unit.extent is not None:
-            return HEADER_SIZE * unit.pages + unit.extent.slot.size
-        return sum(HEADER_SIZE + entries[key].size for key in unit.page_keys())
-
-    def grew(self, block: Block, size: int) -> None:
-        """Count the growth of a block's pages, in bytes."""
-        quota = self._contents.evictor.quota_of(block)
-        if quota is not None:
-            known = block in quota.sizes
-            quota.resize(block, quota.sizes[block] + size if known else self.size_of(block))
 
     def go_on(self) -> bool:
         """Count the values of the next step. Return whether more values are left to count."""
@@ -211,14 +192,7 @@ class QuotaLimit:
         quota = self._contents.evictor.quota_of(unit)
         if quota is None or unit in quota.sizes:
             return
-        quota.resize(unit, self.size_of(unit))
+        quota.resize(unit, self._contents.size_for_quota(unit))
         quota.units.used(unit)
         if isinstance(unit, Block):
             quota.units.follows(self._contents.index.around(unit))
-
-
-def counted(key: bytes, entry: Entry | None, *, as_page: bool) -> int:
-    """Return the size of a page, or without `as_page` of a string, for its quota; 0 for a value of the other kind."""
-    if entry is None or is_page(entry) != as_page:
-        return 0
-    return HEADER_SIZE + entry.size if as_page else text_size(key, entry.size)

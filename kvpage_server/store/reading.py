@@ -66,13 +66,13 @@ class Reader:
     def read_all(self, keys: list[bytes]) -> list[Entry | None]:
         """Return the value of each key, as `read` does. Consecutive pages of one block count as one use of it."""
         found, blocks, absent, others = look_up(self._catalogue.entries, keys, 0, len(keys), ANY, unix_ms())
-        entries, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
+        values, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
         self._counters.hits += len(keys) - len(absent) - len(others)
         if self._touching:
             self._contents.evictor.units.used_all(units)
         for i in absent + others:
-            entries[i] = self.read(keys[i])
-        return entries
+            values[i] = self.read(keys[i])
+        return values
 
     def _missed(self, key: bytes) -> None:
         self._counters.misses += 1

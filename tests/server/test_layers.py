@@ -149,6 +149,52 @@ def test_the_core_imports_only_core_and_page() -> None:
     assert {room(name) for module, name in all_imports() if room(module) == "core"} <= {"core", "page"}
 
 
+_CHANGES = {  # methods that change a part of the store, by the name of the part
+    "catalogue": {"put", "pop", "fill", "split", "take_pages", "clear", "note_stray", "forget_stray", "list_all"},
+    "index": {"open", "remove", "clear", "note_made", "note_on_disk"},
+    "entries": {"pop", "update", "clear", "setdefault", "popitem"},
+    "pages": {"put"},
+}
+
+
+def _changes_of_contents(tree: ast.AST) -> Iterator[str]:
+    """The statements that set or remove an entry of the store, or change its index."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        for target in targets:
+            if isinstance(target, ast.Subscript) and _part(target.value) == "entries":
+                yield ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            methods = _CHANGES.get(_part(node.func.value), set())
+            yield from [ast.unparse(node)] if node.func.attr in methods else []
+
+
+def _part(node: ast.AST) -> str:
+    """The name of a part of the store: a variable, or an attribute of the store; empty for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id.lstrip("_")
+    if isinstance(node, ast.Attribute):
+        is_entries_of_others = node.attr == "entries" and _part(node.value) != "catalogue"
+        return "" if is_entries_of_others else node.attr.lstrip("_")
+    return ""
+
+
+def test_values_are_stored_and_removed_by_contents_alone() -> None:
+    store, within = ROOT / "kvpage_server" / "store", ("contents.py", "memory", "eviction")
+    rooms = [store, *(ROOT / "kvpage_server" / name for name in ("commands", "net"))]
+    modules = [path for room in rooms for path in room.rglob("*.py")]
+    outside = [
+        path for path in modules if not (path.is_relative_to(store) and path.relative_to(store).parts[0] in within)
+    ]
+    found = {
+        str(path.relative_to(ROOT)): changes
+        for path in outside
+        if (changes := [*_changes_of_contents(ast.parse(path.read_text(encoding="utf-8")))])
+    }
+    assert found == {}
+    assert [*_changes_of_contents(ast.parse((store / "contents.py").read_text(encoding="utf-8")))]
+
+
 def test_nothing_below_the_commands_spells_a_reply() -> None:
     """RESP's values and errors belong to who answers. The core frames bytes; it makes no reply."""
     spells = {room(module) for module, name in all_imports() if name.startswith("kvpage_server.resp")}

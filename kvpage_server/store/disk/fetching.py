@@ -258,7 +258,7 @@ class Fetching:
 
     def _warm(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
         """Replace cold values by loaded slots, except values that have changed meanwhile."""
-        contents, entries = self._contents, self._contents.catalogue.entries
+        contents = self._contents
         grown: dict[Unit, int] = {}
         for value, slot in fetched:
             place = self._place_of(value)
@@ -269,9 +269,7 @@ class Fetching:
             slot.expires = value.expires
             if type(place) is bytes:
                 slot.unit = value.unit
-                entries[place] = slot
-            else:
-                cast(Extent, place).slot = slot
+            contents.move_body(place, slot)
             unit = unit_on_disk(value)
             grown[unit] = grown.get(unit, 0) + slot.footprint
             self._stored.counts.fetched += 1

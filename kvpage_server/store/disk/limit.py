@@ -33,7 +33,7 @@ from kvpage_server.store.disk.naming import is_there, name_of_unit, names_in, pa
 from kvpage_server.store.disk.pins import HeldUnits
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.evict import MemoryLimit
-from kvpage_server.store.eviction.policies import NO_EVICTION, PREFIX, VOLATILE_TTL
+from kvpage_server.store.eviction.policies import Policy
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
@@ -251,7 +251,7 @@ class DiskLimit:
         beside = min(usage.expected + with_it - int(maxdisk * _SHARE_WITH_REPLACED), 2 * at_once)
         if lacking <= 0 and beside <= 0:
             return
-        if growth > most or self._policy == NO_EVICTION:
+        if growth > most or not self._rules.evicts_expiring:
             raise DiskUsedUp(maxdisk, growth) if lacking > 0 else TooMuchAtOnce(maxdisk, with_it)
         need = max(lacking, beside)
         # Evict in the usual order first. Use LMDB's space next, and evict the last units only if this does not suffice.
@@ -259,7 +259,7 @@ class DiskLimit:
         if freed < need and self._exceeds_reserve(growth + later, at_once + beside_later):
             freed += self._free(need - freed, stay, last=True)
         if freed < need:
-            nothing_goes = self._policy == VOLATILE_TTL and not self._contents.expirer.keys
+            nothing_goes = not (self._rules.evicts_any or self._contents.expirer.keys)
             if lacking > 0 and (nothing_goes or usage.expected + later + growth > maxdisk * _SHARE_FOR_NOW):
                 raise DiskUsedUp(maxdisk, growth)
             with_it = usage.replaced + beside_later + at_once
@@ -275,8 +275,8 @@ class DiskLimit:
         )
 
     @property
-    def _policy(self) -> str:
-        return self._contents.evictor.policy
+    def _rules(self) -> Policy:
+        return self._contents.evictor.rules
 
     # -- order of eviction ---------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class DiskLimit:
 
     def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict `size` bytes, if possible, because the disk is full. Yields after each unit."""
-        if self._policy != NO_EVICTION:
+        if self._rules.evicts_expiring:
             for freed in self._freed((), alone=not isinstance(error, MaxDisk), last=True):
                 if freed >= size:
                     return
@@ -337,7 +337,7 @@ class DiskLimit:
         """
         now, leases = monotonic_ms(), self._contents.leases
         leases.settle(now)
-        units = self._soonest(alone=alone) if self._policy == VOLATILE_TTL else self._oldest(alone=alone, last=last)
+        units = self._oldest(alone=alone, last=last) if self._rules.evicts_any else self._soonest(alone=alone)
         for unit in units:
             if unit not in self._holds and not leases.spares(unit, now):
                 yield unit
@@ -364,7 +364,7 @@ class DiskLimit:
         """Yield the units on disk only, the least recently used first. Defer units that other units extend."""
         usage, passed = self._stored.usage, 0
         most = min(_MOST_PASSED, usage.units_on_disk_only)
-        if self._policy != PREFIX:  # no unit is deferred; the policy was changed
+        if not self._rules.keeps_chains:  # no unit is deferred; the policy was changed
             for one in [*islice(usage.deferred, _MOST_PASSED)]:
                 usage.resume(one)
         while passed < most and (name := usage.first) is not None:
@@ -406,7 +406,7 @@ class DiskLimit:
                 yield unit
 
     def _is_extended(self, name: bytes) -> bool:
-        return name[:1] == b"b" and self._policy == PREFIX and self._chains.is_extended(*parse_block(name))
+        return name[:1] == b"b" and self._rules.keeps_chains and self._chains.is_extended(*parse_block(name))
 
     def _waits(self, unit: Unit) -> bool:
         return any(map(self._stored.behind.waits, names_in(unit)))

@@ -21,8 +21,7 @@ from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import extent_of
 from kvpage_server.store.disk.naming import block_name_of, name_of_unit, parse_block
 from kvpage_server.store.disk.usage import Stored
-from kvpage_server.store.eviction.policies import PREFIX
-from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Text
+from kvpage_server.store.memory.entry import LONGEST_TEXT, Entry, Text
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_key
@@ -70,7 +69,7 @@ class Loader:
         that were used within the same 16 seconds, `allkeys-prefix` evicts those first that were used last and, if the
         uses are equal, written last. Pieces are numbered in the order of writes.
         """
-        if self._contents.evictor.policy == PREFIX:
+        if self._contents.evictor.rules.keeps_chains:
             order = np.lexsort((np.array(pieces), used, -(used >> _TOGETHER)))
         else:
             order = np.argsort(used, kind="stable")[::-1]
@@ -78,7 +77,7 @@ class Loader:
 
     def _load_sheets(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
         every = defaultdict[int, list[bytes]](list)  # rows, by the length of the request id
-        rest, used_at = self._contents.index.note_on_disk, records.used
+        rest, used_at = self._contents.add_unloaded_block, records.used
         for key, found in self._disk.sheets():
             if isinstance(found, Damaged):
                 self._stored.counts.corrupt += 1
@@ -122,25 +121,18 @@ class Loader:
 
     def _admit(self, record: Record) -> None:
         """Add a value to the index, without checks, because records were valid when they were written."""
-        name, expires = record.name, record.expires
+        name = record.name
         if name[:1] == b"b":
-            block = self._contents.index.open(*parse_block(name))
-            self._catalogue.fill(block, extent_of(record, block, self._seconds(record.used)))
-            key, keys = next(block.page_keys()), block.pages
+            used = self._seconds(record.used)
+            self._contents.add_block_on_disk(*parse_block(name), lambda block: extent_of(record, block, used))
         else:
-            key, keys = name[1:], 1
-            self._catalogue.put(key, self._string_of(key, record))
-        if expires:
-            self._expirer.keys += keys
-            self._expirer.note(key, expires)
+            self._contents.add_string_on_disk(name[1:], self._string_of(name[1:], record))
 
     def _string_of(self, key: bytes, record: Record) -> Entry:
-        self._catalogue.note_stray(key)
         if record.body.size > LONGEST_TEXT:  # it has a slot in memory, although its record may contain it
             return OnDisk(record.name, record.body.size, expires=record.expires, used=self._seconds(record.used))
         text = Text(record.body.inline)
         text.expires = record.expires
-        self._contents.texts += len(key) + record.body.size + TEXT_OVERHEAD
         units = self._contents.evictor.units
         units.now = self._seconds(record.used)
         units.used(key)
@@ -157,16 +149,11 @@ class Loader:
 
     def _wake(self, block: Block, rows: bytes) -> None:
         """Create the entries of a block's pages from their rows, all of them cold."""
-        entries, note_found, note = self._catalogue.entries, self._stored.usage.note_found, self._expirer.note
+        add, note_found = self._contents.add_page_on_disk, self._stored.usage.note_found
         pages, unit = records.pages(block.req_id, block.page, rows), name_of_unit(block)
         for header, (key, (kv_type, layer, head), expires, used) in zip(records.headers(rows), pages, strict=True):
             name = name_of_key(key)
             size, last = records.size_of(header), self._seconds(used)
             cold = OnDisk(name, size, expires=expires, header=header, unit=block, used=last)
-            entries[key] = cold
-            self._catalogue.key_bytes += len(key)
-            block.add(layer, head, kv_type)
+            add(block, key, cold, (layer, head, kv_type))
             note_found(name, unit, records.footprint_of(len(block.req_id), cold.size))
-            if expires:
-                block.expires_at(expires)
-                note(key, expires)

@@ -41,7 +41,6 @@ from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, takes
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.evict import MemoryLimit
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import Entry, Page, Text
@@ -286,7 +285,7 @@ class DiskTier:
 
     @property
     def _keeps_texts(self) -> bool:
-        return self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
+        return not self._contents.evictor.rules.evicts_any
 
     def drops_any(self) -> bool:
         """Return whether dropping may help: not if the policy keeps short strings, and they exceed maxmemory."""
@@ -336,7 +335,7 @@ class DiskTier:
         if isinstance(unit, bytes) or unit.extent is None:
             contents.grow(unit, -self._cool(unit, names, used))
         elif not isinstance(slot := unit.extent.slot, OnDisk):
-            unit.extent.slot = OnDisk(names[0], slot.size, unit=unit, used=used)
+            contents.move_body(unit.extent, OnDisk(names[0], slot.size, unit=unit, used=used))
             contents.grow(unit, -slot.footprint)
             self.stored.counts.dropped += 1
         units.evicted(unit)
@@ -345,15 +344,14 @@ class DiskTier:
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
         """Replace the values of these names by cold ones. Returns the freed bytes."""
-        entries, freed = self._contents.catalogue.entries, 0
+        contents, freed = self._contents, 0
         for name in names:
             key = name[1:]
-            entry = cast(Page, entries[key])
+            entry = cast(Page, contents.catalogue.entries[key])
             if type(entry) is not OnDisk:
                 header = bytes(entry.header) if type(unit) is Block else b""
-                entries[key] = OnDisk(
-                    name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used
-                )
+                cold = OnDisk(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
+                contents.move_body(key, cold)
                 freed += entry.footprint
                 self.stored.counts.dropped += 1
         return freed

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpage_server.store.eviction.policies import POLICIES
+from kvpage_server.store.eviction.policies import POLICIES, Policy
 from kvpage_server.store.eviction.queues import Queues, Unit, successor
 from kvpage_server.store.eviction.quotas import Quota, Quotas, Rule
-from kvpage_server.store.memory.catalogue import IndexCosts
+from kvpage_server.store.memory.catalogue import IN_MEMORY, IndexCosts
 from kvpage_server.store.memory.index import Block, PageIndex
 
 _UNITS_PER_STEP = 500  # units handed over to a new policy in one call, because other clients wait meanwhile
@@ -25,8 +25,15 @@ class Evictor:
     def __init__(self, policy: str, index: PageIndex) -> None:
         self._policy = policy
         self._index = index
-        self.quotas: Quotas | None = None
-        self.units: Queues | Quotas = POLICIES[policy]()
+        every = POLICIES[policy].order()
+        self.quotas = Quotas((), every, POLICIES[policy].order, IN_MEMORY)
+        self.has_quotas = False
+        self.units: Queues | Quotas = every  # `quotas` if there are any
+
+    @property
+    def rules(self) -> Policy:
+        """The units that the policy may evict."""
+        return POLICIES[self._policy]
 
     @property
     def policy(self) -> str:
@@ -43,8 +50,9 @@ class Evictor:
         """Replace the quotas. A quota whose pattern existed before keeps its count of evictions."""
         old = {quota.pattern: quota for quota in self.every_quota}
         every = self._policies()[0]
-        self.quotas = Quotas(rules, every, POLICIES[self._policy], index_costs) if rules else None
-        self.units = every if self.quotas is None else self.quotas
+        self.quotas = Quotas(rules, every, self.rules.order, index_costs)
+        self.has_quotas = bool(rules)
+        self.units = self.quotas if rules else every
         for quota in self.every_quota:
             if quota.pattern in old:
                 quota.evicted = old[quota.pattern].evicted
@@ -52,11 +60,11 @@ class Evictor:
     @property
     def every_quota(self) -> Sequence[Quota]:
         """The quotas in the order of their rules."""
-        return self.quotas.all if self.quotas is not None else ()
+        return self.quotas.all
 
     def quota_of(self, unit: Unit) -> Quota | None:
         """Return the quota that a unit belongs to, or None."""
-        return self.quotas.of(unit) if self.quotas is not None else None
+        return self.quotas.of(unit)
 
     def limit_of(self, unit: Unit) -> Quota | None:
         """Return the quota that a unit belongs to if it has a limit, and None otherwise."""
@@ -90,16 +98,14 @@ class Evictor:
 
     def _begin_to_hand_over(self) -> bool:
         """Install the policies of a change, and return True; False if all are installed or a change is incomplete."""
-        kind = POLICIES[self._policy]
+        kind = self.rules.order
         policies = self._policies()
         if all(type(policy) is kind for policy in policies) or any(policy.hands_over for policy in policies):
             return False
-        if self.quotas is None:
-            self.units = successor(policies[0], kind)
-        else:
-            self.quotas.every = successor(self.quotas.every, kind)
-            for quota in self.quotas.all:
-                quota.units = successor(quota.units, kind)
+        self.quotas.every = successor(policies[0], kind)
+        for quota in self.quotas.all:
+            quota.units = successor(quota.units, kind)
+        self.units = self.quotas if self.has_quotas else self.quotas.every
         return True
 
     def _policies(self) -> list[Queues]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST, FIRST, Queues, Unit, name_of
@@ -155,14 +156,25 @@ class S3FIFO(Queues):
             self._enter(place, _MAIN, self._before[self._heads + _MAIN])
 
 
-PREFIX = "allkeys-prefix"
-NO_EVICTION = "noeviction"
-VOLATILE_TTL = "volatile-ttl"
+# -- The table of policies ---------------------------------------------------------------------------------------------
 
-POLICIES: dict[str, type[Queues]] = {
-    PREFIX: Prefix,
-    "allkeys-lru": LRU,
-    "allkeys-s3fifo": S3FIFO,
-    VOLATILE_TTL: LRU,  # measures idle times; `Expirer` gives the order of eviction
-    NO_EVICTION: LRU,
+
+class Policy(NamedTuple):
+    """A value of `maxmemory-policy`: the order of units, and which of them may be evicted.
+
+    A policy that may not evict every unit refuses writes when no unit that it may evict is left.
+    """
+
+    order: type[Queues]
+    evicts_any: bool = True  # whether every unit may be evicted
+    evicts_expiring: bool = True  # whether units with an expiry may be evicted, otherwise the next due first
+    keeps_chains: bool = False  # whether no block is evicted from disk while another one extends it
+
+
+POLICIES = {
+    "allkeys-prefix": Policy(Prefix, keeps_chains=True),
+    "allkeys-lru": Policy(LRU),
+    "allkeys-s3fifo": Policy(S3FIFO),
+    "volatile-ttl": Policy(LRU, evicts_any=False),  # LRU measures idle times; `Expirer` gives the order of eviction
+    "noeviction": Policy(LRU, evicts_any=False, evicts_expiring=False),
 }

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kvpage_server.page import HEADER_SIZE
 from kvpage_server.store.eviction.queues import Queues, Unit
 from kvpage_server.store.memory.catalogue import IndexCosts
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.reservation import Account
 
@@ -33,6 +34,13 @@ def block_name(req_id: bytes) -> bytes:
 def text_size(key: bytes, size: int) -> int:
     """Return the bytes that a string with a value of `size` bytes counts for its quota."""
     return len(key) + size + TEXT_OVERHEAD
+
+
+def counted(key: bytes, entry: Entry | None, *, as_page: bool) -> int:
+    """Return the size of a page, or without `as_page` of a string, for its quota; 0 for a value of the other kind."""
+    if entry is None or is_page(entry) != as_page:
+        return 0
+    return HEADER_SIZE + entry.size if as_page else text_size(key, entry.size)
 
 
 class OverLimit(Exception):
@@ -143,6 +151,8 @@ class Quotas:
 
     def named(self, name: bytes) -> Quota | None:
         """Return the quota of a string's key or of a block's name (see `block_name`); None without one."""
+        if not self._quotas:
+            return None
         try:
             return self._names[name]
         except KeyError:
@@ -153,6 +163,8 @@ class Quotas:
 
     def of(self, unit: Unit) -> Quota | None:
         """Return the quota of a unit, or None."""
+        if not self._quotas:
+            return None
         return self.named(block_name(unit.req_id) if isinstance(unit, Block) else unit)
 
     def resize(self, unit: Unit, size: int) -> None:

@@ -10,7 +10,6 @@ from kvpage_server.commands.context import Server
 from kvpage_server.core import Slot
 from kvpage_server.store import records
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text
 from kvpage_server.store.memory.index import Block, ExtentPage
@@ -35,7 +34,7 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
         if keyspace.arena.used < held:  # it may be more: a removed value may still be referenced
             yield f"{keyspace.arena.used} bytes of slots are counted, values have {held}"
     for quota in quotas:
-        sizes = {unit: keyspace.quotas.size_of(unit) for unit in quota.sizes}
+        sizes = {unit: keyspace.contents.size_for_quota(unit) for unit in quota.sizes}
         if quota.sizes != sizes or quota.bytes != sum(sizes.values()):
             yield f"the quota of {quota.pattern!r} counts {quota.bytes}, its keys have {sum(sizes.values())}"
     yield from _mistaken_expiry(keyspace)
@@ -43,7 +42,7 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     yield from _mistaken_leases(keyspace)
     yield from _missed_by_scans(keyspace)
     yield from _mistaken_usage(server.tiered, keyspace) if server.tiered is not None else ()
-    spared = len(keyspace.leases) or quotas or keyspace.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
+    spared = len(keyspace.leases) or quotas or not keyspace.evictor.rules.evicts_any
     if memory.maxmemory and memory.tier is None and not spared:
         most = memory.maxmemory + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
         if memory.used > most:

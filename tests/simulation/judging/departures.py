@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from tests.simulation.acting.process import Process
 from tests.simulation.model.model import Model
 from tests.simulation.model.pages import block_of
@@ -35,7 +34,7 @@ class Departures:
         """Whether a key may be evicted."""
         model, keyspace = self._model, self._process.server.keyspace
         policy = keyspace.evictor.policy
-        if policy == NO_EVICTION:
+        if policy == "noeviction":
             self._fail(f"{key!r} was evicted under noeviction")
         if not (model.limited or self._process.maxdisk or model.disk_fails):
             self._fail(f"{key!r} was evicted, and nothing is limited")
@@ -46,13 +45,13 @@ class Departures:
             self._fail(f"{key!r} was evicted though its block is pinned or leased")
         is_known = known is not None and key not in model.store.doubtful() | model.store.fog
         expires = keyspace.expires_of(key)  # which a transaction may have set that is being run
-        if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
+        if policy == "volatile-ttl" and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
             self._fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
 
     def _check_that_one_expires(self, keys: list[bytes]) -> None:
         """Under volatile-ttl a block may be evicted if one of its pages expires."""
         store, keyspace = self._model.store, self._process.server.keyspace
-        if keyspace.evictor.policy != VOLATILE_TTL or not keys or keys[0][:3] != b"kv:":
+        if keyspace.evictor.policy != "volatile-ttl" or not keys or keys[0][:3] != b"kv:":
             return
         known = [store.keys.get(key) for key in keys]
         if store.doubtful().union(store.fog).isdisjoint(keys) and all(

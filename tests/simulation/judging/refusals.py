@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpage_server.commands.table import named
-from kvpage_server.store.eviction.policies import NO_EVICTION
 from tests.simulation.acting.peers import shown
 from tests.simulation.acting.process import Process
 from tests.simulation.model.model import Model, Words
@@ -35,7 +34,7 @@ class Refusals:
         most = keyspace.memory.maxmemory
         if spec is None or not spec.stores or not most or self._process.server.tiered is not None:
             return False
-        if keyspace.evictor.policy != NO_EVICTION:
+        if keyspace.evictor.policy != "noeviction":
             return False
         store = self._model.store
         unsure = store.doubtful() | store.fog

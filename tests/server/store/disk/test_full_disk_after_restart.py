@@ -83,7 +83,8 @@ def test_a_quota_used_up_before_a_restart_is_used_up_after_it(tmp_path: Path) ->
     options = ("--quota", "kv:r:*", "5mb", "--maxmemory-policy", "noeviction")
 
     def store(client: redis.Redis, first: int) -> bool:
-        pages = [word for page in range(first, first + 500) for word in ("r", 0, 0, page, 0, 8, 1, 100, 0, bytes(100))]
+        names = (("r", 0, 0, page, 0) for page in range(first, first + 500))
+        pages = [word for name in names for word in (*name, 8, 1, 2000, 0, bytes(2000))]
         try:
             return bool(client.execute_command("KVPAGEMSET", 500, *pages))
         except redis.OutOfMemoryError as error:
@@ -92,7 +93,7 @@ def test_a_quota_used_up_before_a_restart_is_used_up_after_it(tmp_path: Path) ->
 
     with tiered(tmp_path, *options) as (_, client):
         stored = sum(takewhile(bool, (store(client, first) for first in range(0, 50_000, 500))))
-        assert stored == 5 * MB // (500 * 164)
+        assert stored == 5 * MB // (500 * 2064)
     with tiered(tmp_path, *options) as (_, client):
         assert not any(store(client, first) for first in range(50_000, 55_000, 500))
 

@@ -48,7 +48,7 @@ def check_units(keys: Keyspace, quota: Quota) -> None:
     for unit in {*quota.sizes, *quota.units}:
         there = keys.index.still_has(unit) if isinstance(unit, Block) else unit in keys.contents.catalogue.entries
         assert there, f"{unit!r} does not exist"
-    assert quota.sizes == {unit: keys.quotas.size_of(unit) for unit in quota.sizes}
+    assert quota.sizes == {unit: keys.contents.size_for_quota(unit) for unit in quota.sizes}
     assert quota.bytes == sum(quota.sizes.values())
     assert quota.index == sum(map(quota.index_costs.of_unit, quota.sizes))
 
