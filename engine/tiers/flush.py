@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks
 from .cold import SafetensorsCacheAdapter
 from .hot import Below, CacheEntry, HotTier
@@ -19,7 +23,7 @@ from .server.connection import FAILING
 
 log = logging.getLogger(__name__)
 
-Save = Callable[[AgentBlocks], int | None]  # returns the number of bytes written, or None if it failed
+Save = Callable[[AgentBlocks], Coroutine[Any, Any, int | None]]  # returns the bytes written, or None if it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons that ServerConnection logs
 RETRY_SECONDS = 1.0  # after which a tier that failed is tried again
 IDLE_SECONDS = 5.0  # without use after which a context is written to its file
@@ -32,20 +36,20 @@ class Publication:
     context: AgentBlocks
     label: str | None  # see `AgentCacheStore.publish`
     owner: tuple[str, str]  # the tenant and the client whose prompts find it
-    over: Callable[[], object] | None = None  # called once: when it is written, or when the server fails
+    on_end: Callable[[], object] | None = None  # called once: when it is written, or when the server fails
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.context.blocks)
 
     def end(self) -> None:
-        """Call `over`, if it was not called before: the context is written or skipped, or the server failed.
+        """Call `on_end`, unless it was called before: the context is written or skipped, or the server failed.
 
         Called without the flusher's lock.
         """
-        over, self.over = self.over, None
-        if over:
-            over()
+        on_end, self.on_end = self.on_end, None
+        if on_end:
+            on_end()
 
     def covers(self, other: Publication) -> bool:
         """Return whether every prompt that can reuse `other` can reuse as much of this context."""
@@ -55,7 +59,7 @@ class Publication:
 
 
 class Flusher:
-    """The thread that writes dirty contexts, one at a time.
+    """Write-behind of dirty contexts, one at a time, by a coroutine.
 
     The order: publications; contexts that leave memory; then, to the page server, the context that has been dirty for
     longest; then, to its file, a context that was not used for IDLE_SECONDS, so that a busy agent's file is not written
@@ -69,18 +73,18 @@ class Flusher:
     def __init__(
         self,
         hot: HotTier,
-        changed: threading.Condition,
+        loop: EventLoop,
         pages: PageTier | None,
         cold: SafetensorsCacheAdapter | None,
         tally: Tally,
         max_prompt_bytes: int,
     ) -> None:
-        """Start the thread, if there is a tier to write to. `changed` is the lock of `hot`. It is notified when a
-        context becomes dirty, and when a context has been written. At most `max_prompt_bytes` of prompts wait to be
-        published."""
+        """Start the coroutine, if there is a tier to write to. The lock of `hot` also protects the fields below. At
+        most `max_prompt_bytes` of prompts wait to be published."""
         self.lost = 0  # contexts without a name that were dropped while the page server failed
         self._hot = hot
-        self._changed = changed
+        self._lock = hot.lock
+        self._loop = loop
         self._pool = hot.pool
         self._tally = tally
         self._max_prompt_bytes = max_prompt_bytes
@@ -91,16 +95,15 @@ class Flusher:
         self._reported: set[Below] = set()  # tiers whose failure is logged
         if pages:
             self._failures["page"] = lambda: pages.save_failure
-            self._save["page"] = lambda context: saved.nbytes if (saved := pages.save(context)) else None
+            self._save["page"] = partial(_save_to_pages, pages)
         if cold:
             self._failures["cold"] = lambda: cold.save_failure
-            self._save["cold"] = cold.save
+            self._save["cold"] = lambda context: loop.on_file_thread(partial(cold.save, context))
         self._failed: dict[Below, float] = {}  # by tier: the time.monotonic() of the next try
-        self._writing = threading.Lock()  # held during a write
+        self._writing = asyncio.Lock()  # held during a write
+        self._changed = asyncio.Event()  # set when a context becomes dirty, or must be written earlier
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvpage-flush", daemon=True)
-        if self._save:
-            self._thread.start()
+        self._running: Future[None] | None = loop.start(self._run()) if self._save else None
 
     @property
     def tiers(self) -> set[Below]:
@@ -117,11 +120,18 @@ class Flusher:
         """Bytes of the prompts that wait to be published. Called with the lock held."""
         return sum(prompt.nbytes for prompt in self._prompts)
 
+    def wake(self) -> None:
+        """Look for the next write again, because a context has changed."""
+        self._loop.call(self._changed.set)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Wait for the write in progress, and begin no other one within the `with` statement."""
-        with self._writing:
+        self._loop.run(self._writing.acquire())
+        try:
             yield
+        finally:
+            self._loop.call(self._writing.release)
 
     def publish(self, publication: Publication) -> None:
         """Queue the blocks of a prompt, which are written before anything else, and take over the caller's references.
@@ -131,14 +141,14 @@ class Flusher:
         favour of a newer one.
         """
         failing = False
-        with self._changed:
+        with self._lock:
             if "page" in self._save and not self._closed:
                 failing = "page" in self._failed
                 taken = self._wait_for_server(publication) if failing else self.waiting < self._max_prompt_bytes
                 if taken:
                     if not failing:
                         self._prompts.append(publication)
-                    self._changed.notify_all()
+                    self.wake()
             else:
                 taken = False
         if not taken:
@@ -157,7 +167,7 @@ class Flusher:
 
     def end_prompts(self) -> int:
         """Drop all contexts without a name that wait. Return their number."""
-        with self._changed:
+        with self._lock:
             count = len(self._prompts)
             while self._prompts:
                 self._free(self._prompts.popleft())
@@ -192,12 +202,26 @@ class Flusher:
         that cannot be written says nothing about the others. A context of which one of several servers lacks a part is
         written again.
         """
+        self._loop.run(self._flush(agent_id))
+
+    def close(self) -> None:
+        """Write all dirty contexts, and end the coroutine."""
+        with self._lock:
+            self._closed = True
+        self.wake()
+        if self._running:
+            wait([self._running])
+        self.flush()
+
+    # -- on the loop's thread --------------------------------------------------------------------------------------
+
+    async def _flush(self, agent_id: str | None) -> None:
         if self._pages:
             self._pages.breaker.retry()
-        while self._publish(at_once=True):
+        while await self._publish(at_once=True):
             pass
         failed: set[Below] = set()
-        with self._changed:
+        with self._lock:
             dirty = []
             for entry in self._hot:
                 if agent_id in (None, entry.context.agent_id):
@@ -209,56 +233,49 @@ class Flusher:
                         dirty.append(entry.context.agent_id)
         for agent_id in dirty:
             for tier in self._save:
-                if tier not in failed and not self._write(agent_id, tier) and tier == "page":
+                if tier not in failed and not await self._write(agent_id, tier) and tier == "page":
                     failed.add(tier)
 
-    def close(self) -> None:
-        """Write all dirty contexts, and end the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join()
-        self.flush()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not self._may_publish() and not self._due():
-                    self._changed.wait(self._pause())
-                if self._closed:
-                    return
-                due = self._due()
-            if not self._publish() and due:
-                self._write(*due)
+    async def _run(self) -> None:
+        while not self._closed:
+            self._changed.clear()
+            with self._lock:
+                due, pause = self._due(), self._pause()
+                may_publish = self._may_publish()
+            if not (due or may_publish):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._changed.wait()
+            elif not await self._publish() and due:
+                await self._write(*due)
 
     def _may_publish(self) -> bool:
         return bool(self._prompts) and self._failed.get("page", 0.0) <= time.monotonic()
 
-    def _publish(self, *, at_once: bool = False) -> bool:
+    async def _publish(self, *, at_once: bool = False) -> bool:
         """Write the blocks of the prompt that has waited longest. Return whether to continue with the next one.
 
         With `at_once`, also write if the server failed less than RETRY_SECONDS ago.
         """
         assert self._pages or not self._prompts
-        with self._writing:
-            with self._changed:
+        async with self._writing:
+            with self._lock:
                 if not (self._prompts if at_once else self._may_publish()):
                     return False
                 publication = self._prompts.popleft()
                 self._pool.share(publication.context.block_ids, publication.context.agent_id)
             failed = False
 
-            def save(context: AgentBlocks) -> int | None:
+            async def save(context: AgentBlocks) -> int | None:
                 nonlocal failed
                 assert self._pages
-                saved = self._pages.publish(context, label=publication.label)
+                saved = await self._pages.publish_async(context, label=publication.label)
                 failed = saved is None
                 return saved.nbytes if saved else None
 
-            written = self._try("page", save, publication.context) is not None
+            written = await self._try("page", save, publication.context) is not None
             self._report("page")
-            with self._changed:
+            with self._lock:
                 ended = [publication]
                 if written:
                     self._tally.count("published")
@@ -300,29 +317,29 @@ class Flusher:
         at_once = tier == "page" or entry.leaving or "page" in self._failed
         return max(0.0 if at_once else entry.used + IDLE_SECONDS, self._failed.get(tier, 0.0))
 
-    def _write(self, agent_id: str, tier: Below) -> bool:
+    async def _write(self, agent_id: str, tier: Below) -> bool:
         """Write the agent's context to a tier, if the tier still lacks it. Return False if the write failed."""
-        with self._writing:
-            with self._changed:
+        async with self._writing:
+            with self._lock:
                 entry = self._hot.look(agent_id)
                 if entry is None or tier not in entry.unwritten_tiers:
                     return True
                 context = entry.context
                 self._pool.share(context.block_ids, agent_id)
-            nbytes = self._try(tier, self._save[tier], context)
+            nbytes = await self._try(tier, self._save[tier], context)
             self._report(tier)
-            with self._changed:
+            with self._lock:
                 self._wrote(entry, tier, well=nbytes is not None)
                 self._hot.trim(self.stuck)
-                self._changed.notify_all()
+            self._changed.set()
         return nbytes is not None
 
-    def _try(self, tier: Below, save: Save, context: AgentBlocks) -> int | None:
+    async def _try(self, tier: Below, save: Save, context: AgentBlocks) -> int | None:
         """Save a context, and free its blocks. Return the number of bytes written, or None if the save failed."""
         start = time.perf_counter()
         nbytes = None
         try:
-            nbytes = save(context)
+            nbytes = await save(context)
         except Exception:  # the other contexts are still to be written
             log.exception("the context of %s could not be written", context.agent_id)
         finally:
@@ -352,3 +369,8 @@ class Flusher:
         if not entry.unwritten_tiers:
             self._tally.count("dirty_flushes")
             self._hot.written(entry)
+
+
+async def _save_to_pages(pages: PageTier, context: AgentBlocks) -> int | None:
+    saved = await pages.save_async(context)
+    return saved.nbytes if saved else None

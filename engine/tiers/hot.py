@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -42,10 +43,11 @@ class HotTier:
     exceeds its limits until a context is written. Only a context that no tier can take is dropped unwritten, and
     counted in `lost`.
 
-    Not thread-safe: its owner has a lock.
+    Callers of all methods hold `lock`.
     """
 
     def __init__(self, pool: BlockPool, max_agents: int, max_bytes: int, max_leaving: int) -> None:
+        self.lock = threading.RLock()
         self.evictions = 0
         self.lost = 0  # dropped contexts that no tier had
         self.pool = pool

@@ -1,20 +1,34 @@
-"""The load of a context from memory, from the page server, and from its file."""
+"""The load of a context from memory, from the page server, and from its file.
+
+The states of a load. An event that is not in the table changes nothing::
+
+    state     | the sources ended | result() | cancel()
+    ----------+-------------------+----------+----------
+    RUNNING   | SETTLED           | (waits)  | CANCELLED
+    SETTLED   | -                 | TAKEN    | CANCELLED
+    TAKEN     | -                 | -        | -
+    CANCELLED | -                 | -        | -
+
+Blocks of the pool are held while it is RUNNING or SETTLED. In TAKEN they are the caller's; in CANCELLED they are freed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from kvpage_server.tracing import is_seen, span
 
+from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .cold import SafetensorsCacheAdapter
-from .load_states import FileState, LoadEvent, LoadState, Patience, moved
 from .metrics import Tally, Tier
 from .pages import PageTier
 from .server.connection import FAILING
@@ -66,88 +80,104 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class LoadSources:
-    """Sources of contexts below memory, and shared parts of loads."""
+    """Sources of contexts below memory, and objects that all loads of a store share."""
 
     spec: ModelCacheSpec
     pool: BlockPool
     pages: PageTier | None
     cold: SafetensorsCacheAdapter | None
-    readers: Executor  # threads that read files
+    loop: EventLoop
     tally: Tally
     make_room: Callable[[int], object]  # evicts from memory for a context with a number of tokens
 
 
-@dataclass(slots=True)
-class _File:
-    """State of the agent's file in a load."""
+class LoadState(Enum):
+    """State of a load."""
 
-    state: FileState
-    tokens: int = 0  # usable tokens, according to its header
-    found: AgentBlocks | None = None
-    why: str | None = None  # the reason for which it is unusable
-    hedged: bool = False  # whether it was read while the page server could still answer
+    RUNNING = auto()  # its coroutine waits for the page server or the file
+    SETTLED = auto()  # the result can be taken
+    TAKEN = auto()
+    CANCELLED = auto()
+
+
+class LoadEvent(Enum):
+    """Event that changes a load's state."""
+
+    SOURCES_ENDED = auto()
+    RESULT = auto()
+    CANCEL = auto()
+
+
+_MOVES = {
+    (LoadState.RUNNING, LoadEvent.SOURCES_ENDED): LoadState.SETTLED,
+    (LoadState.RUNNING, LoadEvent.CANCEL): LoadState.CANCELLED,
+    (LoadState.SETTLED, LoadEvent.RESULT): LoadState.TAKEN,
+    (LoadState.SETTLED, LoadEvent.CANCEL): LoadState.CANCELLED,
+}
+
+
+def moved(state: LoadState, event: LoadEvent) -> LoadState:
+    return _MOVES.get((state, event), state)
 
 
 class Loading:
     """A load in progress. It holds blocks until `result` or `cancel` is called.
 
-    The page server is queried for blocks that memory lacks. Meanwhile the header of the agent's file is read. The file
-    itself is read if it has more than the server, or if the server has not delivered after HEDGE_AFTER_SECONDS; then
-    the first of the two is taken and the other cancelled. If memory has at least half of the prompt, and the file has
-    no more, the load ends at that point. After its time limit a load takes the received blocks, and the engine computes
-    the rest. Its states are in `load_states`.
+    A fetch from the page server, for blocks that memory lacks, and the read of the header of the agent's file start
+    together. Then a coroutine waits for them; see `_wait_for_sources`. After its time limit a load takes the received
+    blocks, and the engine computes the rest.
     """
 
     def __init__(
         self,
-        ways: LoadSources,
+        sources: LoadSources,
         wanted: Wanted,
         memory: Found,
-        came: Callable[[Loaded, Sequence[int] | None], None],
+        on_loaded: Callable[[Loaded, Sequence[int] | None], None],
         within: float,
     ) -> None:
-        """Begin the load. `came` is called with the result and the tokens, before the caller gets the result. `within`
-        is the time limit in seconds; if it is 0, only `memory` is used.
+        """Start the load. `on_loaded` is called with the result and the tokens, before the caller gets the result.
+        `within` is the time limit in seconds; if it is 0, only `memory` is used.
         """
-        self._ways = ways
+        self._sources = sources
         self._agent_id = wanted.agent_id
         self._tokens = wanted.tokens
         self._memory = memory
-        self._on_loaded = came
-        self._named = wanted.named
+        self._on_loaded = on_loaded
         self._started = time.perf_counter()
-        self._settled: Future[float] = Future()  # seconds from the begin of the load to SETTLED
         self._loaded: Loaded | None = None
-        self._lock = threading.Lock()  # of all fields below
-        self._state = LoadState.WAITING
-        self._patience = Patience.FRESH
-        self._file = _File(FileState.LOOKING if ways.cold and wanted.named and within > 0 else FileState.DONE)
+        self._lock = threading.Lock()  # of the state, and of the file's blocks
+        self._state = LoadState.RUNNING
         self._fetch: Fetch | None = None
-        # The fetch has the same limit, and ends by itself. After the deadline, the load does not wait for the file.
-        self._timers = [
-            threading.Timer(seconds, self._grow_impatient, [event])
-            for seconds, event in ((HEDGE_AFTER_SECONDS, LoadEvent.HEDGE_TIMER), (within, LoadEvent.DEADLINE))
-        ]
+        self._header: Future[int] | None = None  # the number of tokens in the file; None for a load without a file
+        self._from_file: AgentBlocks | None = None
+        self._file_why: str | None = None  # the reason for which the file is unusable
+        self._hedged = False  # whether the file was read while the page server could still answer
+        self._late = False  # whether the time limit was reached
         self._span = span("kvpage.load")
+        self._ended: Future[float]  # seconds from the start of the load to SETTLED
         if within > 0:
             with self._span.current():
-                self._begin(within)
-        self._advance()
+                self._ended = self._start(within, named=wanted.named)
+        else:
+            self._state = LoadState.SETTLED
+            self._ended = Future()
+            self._ended.set_result(0.0)
 
     def done(self) -> bool:
         """Return whether `result` returns without waiting."""
-        return self._settled.done()
+        return self._ended.done()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when the load is done, on any thread; immediately if it is done already."""
-        self._settled.add_done_callback(lambda _: callback())
+        """Call `callback` when the load is done, on any thread; immediately if it is done already. It must not wait."""
+        self._ended.add_done_callback(lambda _: callback())
 
     def result(self, timeout: float | None = None) -> Loaded:
         """Wait for the result, and return it. This creates arrays, so only the thread that owns MLX may call it.
 
         Raises TimeoutError after `timeout` seconds, and CancelledError after `cancel`.
         """
-        seconds = self._settled.result(timeout)
+        seconds = self._ended.result(timeout)
         with self._lock:
             self._state = moved(self._state, LoadEvent.RESULT)
             if self._state is LoadState.CANCELLED:
@@ -170,120 +200,141 @@ class Loading:
             before, self._state = self._state, moved(self._state, LoadEvent.CANCEL)
             if self._state is before:
                 return
-            self._release(self._memory.blocks, self._file.found)
+            self._free(self._memory.blocks, self._from_file)
         self._span.set(reason="cancelled")
         self._span.end()
-        self._stop_timers()
         if self._fetch:
             self._fetch.cancel()
-        if before is LoadState.WAITING:
-            self._settled.set_result(0.0)
+        self._ended.cancel()
 
-    def _begin(self, within: float) -> None:
-        ways = self._ways
+    def _start(self, within: float, *, named: bool) -> Future[float]:
+        """Start to fetch and to read the file's header, and start the coroutine that waits for them."""
+        sources, memory = self._sources, self._memory
         if self._tokens is not None:
-            ways.make_room(len(self._tokens) - self._memory.reach)
-        if ways.pages:
-            blocks = self._memory.blocks.blocks if self._memory.blocks else ()
-            held = blocks[: self._memory.reach // ways.spec.block_tokens]
-            self._fetch = ways.pages.fetch(
-                self._agent_id, self._tokens, held=held, within=within, beyond=self._memory.reach, named=self._named
+            sources.make_room(len(self._tokens) - memory.reach)
+        if sources.pages:
+            blocks = memory.blocks.blocks if memory.blocks else ()
+            held = blocks[: memory.reach // sources.spec.block_tokens]
+            self._fetch = sources.pages.fetch(
+                self._agent_id, self._tokens, held=held, within=within, beyond=memory.reach, named=named
             )
-            self._fetch.add_done_callback(lambda _: self._advance())
-        for timer in self._timers:
-            timer.daemon = True
-            timer.start()
-        if self._file.state is FileState.LOOKING:
-            ways.readers.submit(self._look)
+        if sources.cold and named:
+            self._header = sources.loop.files.submit(sources.cold.reach, self._agent_id, self._tokens)
+        return sources.loop.start(self._run(within))
 
-    def _grow_impatient(self, event: LoadEvent) -> None:
+    # -- on the loop's thread --------------------------------------------------------------------------------------
+
+    async def _run(self, within: float) -> float:
+        """Wait for the sources, at most `within` seconds. Return the seconds since the start of the load."""
+        fetching = asyncio.create_task(self._fetch_ends())
+        try:
+            async with asyncio.timeout(within):
+                await self._wait_for_sources(fetching)
+        except TimeoutError:
+            self._late = True
+            await fetching  # it has the same limit, and ends by itself
+        finally:
+            fetching.cancel()
         with self._lock:
-            self._patience = moved(self._patience, event)
-        self._advance()
+            self._state = moved(self._state, LoadEvent.SOURCES_ENDED)
+        return time.perf_counter() - self._started
 
-    def _stop_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
+    async def _fetch_ends(self) -> None:
+        if self._fetch:
+            ended = asyncio.Event()
+            self._fetch.add_done_callback(lambda _: ended.set())
+            await ended.wait()
 
-    def _look(self) -> None:
-        """Read the file's header, on a reader's thread."""
-        assert self._ways.cold
-        reach = self._ways.cold.reach(self._agent_id, self._tokens)
-        with self._lock:
-            self._file.tokens = reach if self._tokens is None else min(reach, len(self._tokens) - 1)
-            self._file.state = moved(self._file.state, LoadEvent.LOOKED)
-        self._advance()
+    async def _wait_for_sources(self, fetching: asyncio.Task[None]) -> None:
+        """Wait until the fetch or the file has the longest available prefix.
 
-    def _read(self) -> None:
-        """Load the file, on a reader's thread."""
-        assert self._ways.cold
-        if self._file.tokens:
-            self._ways.tally.count("disk_loads")
-        self._ways.make_room(self._file.tokens - self._memory.reach)
-        found, why = self._ways.cold.find(
-            self._agent_id, self._tokens, given_up=lambda: self._state is not LoadState.WAITING
+        The fetch has HEDGE_AFTER_SECONDS. After that, the file is read as well if it has more than memory; otherwise
+        the load ends if memory has most of the prompt. When the fetch has ended, the file is read if it has more than
+        fetch and memory, or if they have nothing, because then the file determines the reason of the miss.
+        """
+        in_file = await self._tokens_in_file()
+        patience = HEDGE_AFTER_SECONDS - (time.perf_counter() - self._started)
+        await asyncio.wait([fetching], timeout=max(0.0, patience))
+        if not fetching.done():
+            if in_file > self._memory.reach:
+                return await self._hedge(in_file, fetching)
+            if self._memory_has_most:
+                return None
+            await fetching
+        best = max(self._memory.reach, self._fetch.reach if self._fetch else 0)
+        if self._header and (in_file > best or not best):
+            await self._read(in_file)
+        return None
+
+    async def _hedge(self, in_file: int, fetching: asyncio.Task[None]) -> None:
+        """Read the file while the page server is late, and wait for the first of the two that has enough."""
+        self._hedged = True
+        reading = asyncio.create_task(self._read(in_file))
+        try:
+            await asyncio.wait([reading, fetching], return_when=asyncio.FIRST_COMPLETED)
+            if fetching.done() and self._fetch and self._fetch.reach >= in_file:
+                return
+            await reading
+            if not self._from_file and not self._memory_has_most:  # the file is unusable
+                await fetching
+        finally:
+            reading.cancel()  # a read that has started frees its blocks by itself
+
+    @property
+    def _memory_has_most(self) -> bool:
+        """Whether memory has at least half of the prompt: then the rest is computed rather than waited for."""
+        return self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
+
+    async def _tokens_in_file(self) -> int:
+        """Return the number of usable tokens in the agent's file, according to its header."""
+        if not self._header:
+            return 0
+        reach = await asyncio.wrap_future(self._header)
+        return reach if self._tokens is None else min(reach, len(self._tokens) - 1)
+
+    async def _read(self, in_file: int) -> None:
+        await self._sources.loop.on_file_thread(lambda: self._read_file(in_file))
+
+    def _read_file(self, in_file: int) -> None:
+        """Load the agent's file, on a file thread. If the load has ended meanwhile, free its blocks."""
+        sources = self._sources
+        assert sources.cold
+        if in_file:
+            sources.tally.count("disk_loads")
+        sources.make_room(in_file - self._memory.reach)
+        found, why = sources.cold.find(
+            self._agent_id, self._tokens, given_up=lambda: self._state is not LoadState.RUNNING
         )
         with self._lock:
-            if self._state is LoadState.WAITING:
-                self._file.state = moved(self._file.state, LoadEvent.READ_ENDED)
-                self._file.found, self._file.why = found, why
+            if self._state is LoadState.RUNNING:
+                self._from_file, self._file_why = found, why
             else:
-                self._release(found)
-        self._advance()
+                self._free(found)
 
-    def _advance(self) -> None:
-        """Settle the load, begin to read the file, or continue to wait. Called after each change of a source or of the
-        patience."""
-        with self._lock:
-            if self._state is not LoadState.WAITING or not self._has_enough():
-                return
-            self._state = moved(self._state, LoadEvent.SETTLE)
-        self._stop_timers()
-        self._settled.set_result(time.perf_counter() - self._started)
-
-    def _has_enough(self) -> bool:
-        """Return whether to settle now. Begin to read the file when it has more than the other sources."""
-        file, late = self._file, self._patience is Patience.LATE
-        fetched = self._fetch is None or self._fetch.done()
-        # The server is late, and memory has at least half of the prompt: the rest is computed instead.
-        in_vain = late and self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
-        best = max(self._memory.reach, self._fetch.reach if self._fetch and fetched else 0)
-        if file.found or (self._patience is Patience.OVERDUE and fetched):
-            return True
-        if file.state is FileState.LOOKING:
-            return False
-        if file.state is FileState.READING:
-            return fetched and 0 < file.tokens <= best
-        worth_reading = file.tokens > best or (fetched and not best)  # a miss reports the file's reason
-        if file.state is FileState.DONE or not worth_reading:
-            return fetched or in_vain
-        if fetched or late:
-            file.state, file.hedged = moved(file.state, LoadEvent.READ_BEGAN), not fetched
-            self._ways.readers.submit(self._read)
-        return False
+    # -- taking the result -----------------------------------------------------------------------------------------
 
     def _take(self) -> tuple[Found, str | None]:
         """Return the best result, and the reason why it is not longer. Free the blocks of the other results."""
-        file, fetch, best = self._file, self._fetch, self._memory
-        if file.found:
-            best = Found(file.found, "cold", beginning(self._ways.spec, file.found, self._tokens)[1])
+        file, fetch, best = self._from_file, self._fetch, self._memory
+        if file:
+            best = Found(file, "cold", beginning(self._sources.spec, file, self._tokens)[1])
         try:
             if fetch and fetch.done() and fetch.reach > best.reach and (fetched := fetch.result()):
                 best = Found(fetched, "page", fetch.reach, self._tokens is None or fetch.report.own)
         finally:
-            self._release(*(found for found in (self._memory.blocks, file.found) if found is not best.blocks))
+            self._free(*(blocks for blocks in (self._memory.blocks, file) if blocks is not best.blocks))
         if fetch and best.tier != "page":
             fetch.cancel()
-        if file.hedged:
-            self._ways.tally.count("hedges_won" if best.tier == "cold" else "hedges_lost")
-        late = "late" if self._patience is Patience.OVERDUE else None
-        why = (fetch.why if fetch and fetch.done() else None) or file.why or late
+        if self._hedged:
+            self._sources.tally.count("hedges_won" if best.tier == "cold" else "hedges_lost")
+        late = "late" if self._late else None
+        why = (fetch.why if fetch and fetch.done() else None) or self._file_why or late
         return best, None if why == "absent" and best.blocks else why
 
-    def _release(self, *contexts: AgentBlocks | None) -> None:
+    def _free(self, *contexts: AgentBlocks | None) -> None:
         for context in contexts:
             if context:
-                self._ways.pool.free(context.block_ids, self._agent_id)
+                self._sources.pool.free(context.block_ids, self._agent_id)
 
 
 def beginning(

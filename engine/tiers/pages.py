@@ -36,6 +36,7 @@ from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
 from ..chains import root_of
+from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
@@ -133,6 +134,11 @@ class PageTier:
         """The outage of the server that lasts now; None if the server answers."""
         return self._connection.reachability.outage
 
+    @property
+    def loop(self) -> EventLoop:
+        """The event loop of the connection, which all tiers of the engine share."""
+        return self._connection.loop
+
     def do_in_background(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
         """Run `work` in the background, until it ends or the tier is closed."""
         self._connection.begin(work(self._connection), lambda _: None)
@@ -182,6 +188,14 @@ class PageTier:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def save(self, context: AgentBlocks) -> Saved | None:
+        """Store a context as `save_async` does, and wait for it."""
+        return self.loop.run(self.save_async(context))
+
+    def publish(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
+        """Store a context without a name as `publish_async` does, and wait for it."""
+        return self.loop.run(self.publish_async(context, label=label))
+
+    async def save_async(self, context: AgentBlocks) -> Saved | None:
         """Store a context: the missing blocks, then the agent's manifest. Return None if it failed.
 
         An empty context changes nothing. Raises IncompatibleBlocksError for blocks of another model.
@@ -189,14 +203,14 @@ class PageTier:
         context.validate(self._spec)
         if not context.blocks:
             return Saved(0, 0, 0)
-        manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec, context.stored_states)
-        made, parts = partial(manifest.dump, self._spec, self._layout.together), self._parts(context, manifest)
+        manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
+        made = partial(manifest.dump, self._spec, self._layout.together)
         agent_id, fingerprint = context.agent_id, self._spec.fingerprint
-        return self._saved(
+        return await self._saved(
             self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))
         )
 
-    def publish(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
+    async def publish_async(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
         """Store a context without a name, for all prompts with this beginning. The agent's manifest stays.
 
         A last block of a few tokens is left out (see `least_tail`). `label` is the text that `kvpage ls` shows for the
@@ -211,9 +225,8 @@ class PageTier:
         if not context.blocks:
             return Saved(0, 0, 0)
         states = () if label is None else context.stored_states
-        manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec, states)
-        parts = self._parts(context, manifest)
-        return self._saved(self._write(parts) if label is None else self._publish(manifest, parts, label))
+        manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, states))
+        return await self._saved(self._write(parts) if label is None else self._publish(manifest, parts, label))
 
     async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str) -> Saved:
         saved = await self._write(parts)
@@ -231,9 +244,12 @@ class PageTier:
             return replace(saved, whole=False)
         return saved
 
-    def _parts(self, context: AgentBlocks, manifest: ContextManifest) -> block_writer.Parts:
+    def _parts(self, context: AgentBlocks, states: Sequence[int]) -> tuple[ContextManifest, block_writer.Parts]:
+        """Return the manifest of a context with states after the positions `states`, and the arrays of its places."""
         spec, together = self._spec, self._layout.together
-        return block_writer.parts_of(context, manifest.places(spec, together), manifest.inner_places(spec, together))
+        manifest = ContextManifest.of(context.agent_id, context.tokens, spec, states)
+        places, inner = manifest.places(spec, together), manifest.inner_places(spec, together)
+        return manifest, block_writer.parts_of(context, places, inner)
 
     async def _write(self, parts: block_writer.Parts) -> Saved:
         """Write the parts that the server lacks. Raises an outage if all are missing and no server takes any."""
@@ -247,10 +263,10 @@ class PageTier:
         blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
         return Saved(blocks, present, nbytes, len(written) == len(missing), tuple(written))
 
-    def _saved(self, work: Doing[Saved]) -> Saved | None:
+    async def _saved(self, work: Doing[Saved]) -> Saved | None:
         failures: Counter[str] = Counter()
         with span("kvpage.save") as seen:
-            saved = self._attempt(work, failures)
+            saved = await self._attempt(work, failures)
             if saved and not saved.whole:
                 failures[GONE] += 1
                 seen.set(reason=GONE)
@@ -320,29 +336,30 @@ class PageTier:
 
     # -- claims on blocks ------------------------------------------------------------------------------------------
 
-    def sealed(self, names: Sequence[str], before: Sequence[str] = ()) -> int:
+    async def sealed(self, names: Sequence[str], before: Sequence[str] = ()) -> int:
         """Return the number of stored blocks before the first one that is not stored. `before` are the names of the
         prompt's blocks before `names`."""
         chain, size, together = [*before, *names], self._spec.block_tokens, self._layout.together
         tags = [tag_of(chain, len(before) + i, together) for i in range(len(names))]
         places = [BlockPlace(name, size, 0, tag=tag) for name, tag in zip(names, tags, strict=True)]
-        missing = self._ask(block_writer.missing(self._connection, self._layout, places))
+        missing = await self._attempt(block_writer.missing(self._connection, self._layout, places), self.unasked)
         return 0 if missing is None else len(list(takewhile(lambda place: place not in missing, places)))
 
-    def claim(self, name: str, seconds: float) -> bool:
+    async def claim(self, name: str, seconds: float) -> bool:
         """Claim the computation of a block for some seconds. Return False if another engine has claimed it.
 
         Return True if the server did not answer, because then no engine can be waited for.
         """
-        return self._ask(self._claim(_claim_key(name), _milliseconds(seconds))) is not False
+        return await self._attempt(self._claim(_claim_key(name), _milliseconds(seconds)), self.unasked) is not False
 
-    def renew(self, name: str, seconds: float) -> bool:
+    async def renew(self, name: str, seconds: float) -> bool:
         """Prolong this engine's claim. Return whether it still had one."""
-        return self._ask(self._change_claim(_claim_key(name), _milliseconds(seconds))) or False
+        changed = self._change_claim(_claim_key(name), _milliseconds(seconds))
+        return await self._attempt(changed, self.unasked) or False
 
-    def release(self, name: str) -> bool:
+    async def release(self, name: str) -> bool:
         """End this engine's claim. Return whether it still had one."""
-        return self._ask(self._change_claim(_claim_key(name), 0)) or False
+        return await self._attempt(self._change_claim(_claim_key(name), 0), self.unasked) or False
 
     async def _claim(self, key: str, milliseconds: int) -> bool:
         return await self._connection.ask_one(ok_or_not, "SET", key, self._token, "NX", "PX", milliseconds)
@@ -360,16 +377,16 @@ class PageTier:
         return ours
 
     def _ask(self, work: Doing[T]) -> T | None:
-        """Return the result of `work`. Without an answer, count the reason and return None."""
-        return self._attempt(work, self.unasked)
+        """Wait for the result of `work`, and return it. Without an answer, count the reason and return None."""
+        return self.loop.run(self._attempt(work, self.unasked))
 
-    def _attempt(self, work: Doing[T], failures: Counter[str]) -> T | None:
+    async def _attempt(self, work: Doing[T], failures: Counter[str]) -> T | None:
         def missed(why: str) -> None:
             failures.update([why])
             seen.set(reason=why)
 
         seen = current()
-        return self._connection.do(self._connection.attempt(work, missed))
+        return await self._connection.attempt(work, missed)
 
 
 def _claim_key(name: str) -> str:

@@ -8,14 +8,15 @@ published, and for at most PATIENCE_SECONDS. If the server does not answer, each
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from enum import Enum, auto
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Literal
 
 from ..chains import chain_hashes
+from ..event_loop import EventLoop
 from ..spec import ModelCacheSpec
 from .pages import PageTier
 
@@ -37,17 +38,14 @@ class Claim:
     def __init__(self, claims: Claims, name: str, state: State) -> None:
         self.name = name  # the chain hash that is claimed; "" when nothing is missing
         self.state = state
-        self.since = time.monotonic()
+        self.decided: Future[None] = Future()  # done once the state is not ``wait``
         self._claims = claims
-        self._callbacks: list[Callable[[], object]] = []
+        if state != "wait":
+            self.decided.set_result(None)
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when the wait is over, on any thread; immediately if it is over already."""
-        with self._claims.lock:
-            if self.state == "wait":
-                self._callbacks.append(callback)
-                return
-        callback()
+        """Call `callback` when the wait is over, on any thread; immediately if it is over already. It must not wait."""
+        self.decided.add_done_callback(lambda _: callback())
 
     def published(self) -> None:
         """Let the other prompts of this engine proceed, because the block is in memory. Other engines wait until
@@ -58,20 +56,6 @@ class Claim:
         """End the claim: the block is published, or will not be. It may be called again."""
         self._claims.release(self)
 
-    def settle(self, state: State) -> list[Callable[[], object]]:
-        """End the wait, with the lock held. Return the callbacks, which are to be called without the lock."""
-        self.state = state
-        callbacks, self._callbacks = self._callbacks, []
-        return callbacks
-
-
-class Lease(Enum):
-    """The engine that has the lease, by the last reply of the server. UNKNOWN before the first reply."""
-
-    UNKNOWN = auto()
-    ELSEWHERE = auto()
-    OURS = auto()
-
 
 class _Queue:
     """Queue of the claims on one block, first in, first out. The first claim is granted when the engine gets the
@@ -81,41 +65,44 @@ class _Queue:
         """Set the chain hashes of the block, and of the prompt's blocks before it."""
         self.name, self.before = name, before
         self.claims: list[Claim] = []
-        self.lease = Lease.UNKNOWN
-        self.asking = False  # a request about the block is in progress
-        self.due = 0.0  # time.monotonic() from which to request or to renew the lease
-
-    def dismiss(self, claims: Iterable[Claim]) -> list[Callable[[], object]]:
-        """Remove claims, and return the callbacks of waiting ones."""
-        callbacks = []
-        for claim in claims:
-            self.claims.remove(claim)
-            if claim.state == "wait":
-                callbacks += claim.settle("proceed")
-        return callbacks
+        self.emptied = asyncio.Event()  # set when the last claim was removed
 
     @property
     def waiting(self) -> list[Claim]:
         return [claim for claim in self.claims if claim.state == "wait"]
 
-    def give(self) -> list[Callable[[], object]]:
-        """Give the first prompt its claim, and return its callbacks."""
-        return self.claims[0].settle("mine") if self.claims and self.claims[0].state == "wait" else []
+    def remove(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Remove claims. Return the waiting ones, which proceed."""
+        removed = list(claims)
+        self.claims = [claim for claim in self.claims if claim not in removed]
+        waited = [claim for claim in removed if claim.state == "wait"]
+        for claim in waited:
+            claim.state = "proceed"
+        return waited
+
+    def grant(self) -> list[Claim]:
+        """Grant the first claim. Return it if it waited."""
+        waited = [claim for claim in self.claims[:1] if claim.state == "wait"]
+        for claim in waited:
+            claim.state = "mine"
+        return waited
 
 
 class Claims:
-    """The claims of an engine's agents. Thread-safe; no method but `close` waits for the server."""
+    """The claims of an engine's agents. Thread-safe; no method but `close` waits for the server.
 
-    def __init__(self, spec: ModelCacheSpec, pages: PageTier | None) -> None:
-        """Start the thread that requests leases. Without `pages` there are no other engines."""
-        self.lock = threading.Condition()  # of the queues and claims; notified when one changes
+    Each queue has a coroutine, `_serve`, which requests, renews and ends its lease. Each claim that waits has one,
+    `_limit_wait`, which ends the wait after PATIENCE_SECONDS.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, pages: PageTier | None, loop: EventLoop) -> None:
+        """Start without claims. Without `pages` there are no other engines."""
         self._spec = spec
         self._pages = pages
+        self._loop = loop
+        self._lock = threading.Lock()  # of the queues, and of the states of claims
         self._queues: dict[str, _Queue] = {}  # by the block's chain hash
-        self._closed = False
-        self._server = ThreadPoolExecutor(1, "kvpage-claim")
-        self._clock = threading.Thread(target=self._watch, name="kvpage-claims", daemon=True)
-        self._clock.start()
+        self._serving: set[Future[None]] = set()  # the coroutines of the queues
 
     def begin(self, agent_id: str, tokens: Sequence[int], known: int = 0, *, answers: bool = True) -> Claim:
         """Claim the right to compute the first full block of a prompt beyond its `known` first tokens.
@@ -129,115 +116,121 @@ class Claims:
         if end >= len(tokens):
             return Claim(self, "", "proceed")
         *before, name = chain_hashes(self._spec.fingerprint, tokens[:end], size, self._spec.chain(agent_id, tokens))
-        with self.lock:
-            queue = self._queues.setdefault(name, _Queue(name, before))
+        with self._lock:
+            queue = self._queues.get(name)
+            if queue is None:
+                queue = self._queues[name] = _Queue(name, before)
+                served = self._loop.start(self._serve(queue))
+                self._serving.add(served)
+                served.add_done_callback(self._serving.discard)
             alone = not queue.claims and not (self._pages and answers)
             claim = Claim(self, name, "mine" if alone else "wait")
             queue.claims.append(claim)
-            self.lock.notify_all()
+        if claim.state == "wait":
+            self._loop.start(self._limit_wait(claim))
         return claim
 
     def published(self, claim: Claim) -> None:
-        with self.lock:
+        with self._lock:
             queue = self._queues.get(claim.name)
-            callbacks = queue.dismiss(queue.waiting) if queue else []
-        _notify(callbacks)
+            waited = self._remove(queue, queue.waiting) if queue else []
+        _notify(waited)
 
     def release(self, claim: Claim) -> None:
-        """Remove a claim, and give it to the next in the queue."""
-        callbacks: list[Callable[[], object]] = []
-        with self.lock:
+        """Remove a claim, and grant the next one in its queue."""
+        with self._lock:
             queue = self._queues.get(claim.name)
-            if queue and claim in queue.claims:
-                callbacks = queue.dismiss([claim])
-                if claim.state == "mine":
-                    callbacks += queue.give()
-                self.lock.notify_all()
-        _notify(callbacks)
+            if not queue or claim not in queue.claims:
+                return
+            decided = self._remove(queue, [claim])
+            if claim.state == "mine":
+                decided += queue.grant()
+        _notify(decided)
 
     def close(self) -> None:
-        """Release all claims, and let the waiting prompts proceed."""
-        with self.lock:
-            self._closed = True
-            callbacks = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]
-            self.lock.notify_all()
-        _notify(callbacks)
-        self._clock.join()
-        self._server.shutdown()
+        """Release all claims, and let the waiting prompts proceed. Wait until the leases are given back."""
+        with self._lock:
+            waited = [claim for queue in self._queues.values() for claim in self._remove(queue, queue.claims)]
+        _notify(waited)
+        wait(list(self._serving))
 
-    def _watch(self) -> None:
-        """Request, renew and release leases when that is due, on a thread of its own."""
-        while True:
-            callbacks: list[Callable[[], object]] = []
-            with self.lock:
-                for queue in list(self._queues.values()):
-                    callbacks += self._look_after(queue, time.monotonic())
-                if self._closed and not self._queues:
-                    return
-                if not callbacks:
-                    self.lock.wait(POLL_SECONDS if self._queues else None)
-            _notify(callbacks)
+    def _remove(self, queue: _Queue, claims: Iterable[Claim]) -> list[Claim]:
+        """Remove claims, with the lock held. Return the waiting ones, which proceed."""
+        waited = queue.remove(claims)
+        if not queue.claims:
+            self._loop.call(queue.emptied.set)
+        return waited
 
-    def _look_after(self, queue: _Queue, now: float) -> list[Callable[[], object]]:
-        """Start the request that is due for a queue, with the lock held. Return the callbacks of claims that end."""
-        callbacks = queue.dismiss([claim for claim in queue.waiting if now - claim.since > PATIENCE_SECONDS])
-        if self._pages and not queue.asking:
-            if queue.lease is Lease.OURS and not queue.claims:
-                self._ask(self._give_back, queue)
-            elif queue.lease is Lease.OURS and queue.due <= now:
-                self._ask(self._renew, queue)
-            elif queue.waiting and queue.due <= now:
-                self._ask(self._apply, queue)
-        if queue.waiting and queue.lease is Lease.UNKNOWN and now - queue.claims[0].since > ANSWER_SECONDS:
-            callbacks += queue.give()
-        if not (queue.claims or queue.asking or queue.lease is Lease.OURS):
-            del self._queues[queue.name]
-        return callbacks
+    # -- on the loop's thread --------------------------------------------------------------------------------------
 
-    def _ask(self, question: Callable[[PageTier, _Queue], list[Callable[[], object]]], queue: _Queue) -> None:
-        """Send a request about a queue's lease, on the executor's thread."""
-        pages = self._pages
-        assert pages
+    async def _limit_wait(self, claim: Claim) -> None:
+        """Let a claim proceed after PATIENCE_SECONDS, unless it is decided before."""
+        await asyncio.wait([asyncio.wrap_future(claim.decided)], timeout=PATIENCE_SECONDS)
+        with self._lock:
+            queue = self._queues.get(claim.name)
+            waited = self._remove(queue, [claim]) if queue and claim.state == "wait" else []
+        _notify(waited)
 
-        def ask() -> None:
-            callbacks: list[Callable[[], object]] = []
-            try:
-                callbacks = question(pages, queue)
-            finally:
-                with self.lock:
-                    queue.asking = False
-                    if queue.lease is Lease.UNKNOWN:  # the server did not answer
-                        queue.lease = Lease.ELSEWHERE
-                    self.lock.notify_all()
-            _notify(callbacks)
+    async def _serve(self, queue: _Queue) -> None:
+        """Request the lease on a block while prompts wait for it, and hold it while they claim the block.
 
-        queue.asking = True
-        self._server.submit(ask)
+        Before the server's first reply, the first prompt waits no longer than ANSWER_SECONDS.
+        """
+        answered = False
+        while self._is_claimed(queue):
+            if not self._pages or not queue.waiting:
+                await _occurs(queue.emptied, POLL_SECONDS)
+                continue
+            request = asyncio.create_task(self._request(self._pages, queue))
+            if not answered and not (await asyncio.wait([request], timeout=ANSWER_SECONDS))[0]:
+                self._grant(queue)
+            answered = True
+            if await request:
+                await self._hold(self._pages, queue)
+            else:
+                await _occurs(queue.emptied, POLL_SECONDS)
 
-    def _apply(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
-        granted = pages.claim(queue.name, LEASE_SECONDS)
+    def _is_claimed(self, queue: _Queue) -> bool:
+        """Return whether a queue has claims. Without one, remove the queue."""
+        queue.emptied.clear()
+        with self._lock:
+            if not queue.claims:
+                del self._queues[queue.name]
+            return bool(queue.claims)
+
+    async def _request(self, pages: PageTier, queue: _Queue) -> bool:
+        """Request the lease. If the block is stored, let all prompts proceed. Return whether the lease was granted."""
+        granted = await pages.claim(queue.name, LEASE_SECONDS)
         # This lookup follows the claim, because another engine may have published just before the lease was granted.
-        published = pages.sealed([queue.name], queue.before) > 0
-        with self.lock:
-            queue.lease = Lease.OURS if granted else Lease.ELSEWHERE
-            queue.due = time.monotonic() + (RENEWAL_SECONDS if granted else POLL_SECONDS)
-            if published:
-                return queue.dismiss(queue.waiting)
-            return queue.give() if granted else []
+        if await pages.sealed([queue.name], queue.before) > 0:
+            with self._lock:
+                waited = self._remove(queue, queue.waiting)
+            _notify(waited)
+        return granted
 
-    def _renew(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
-        pages.renew(queue.name, LEASE_SECONDS)
-        with self.lock:
-            queue.due = time.monotonic() + RENEWAL_SECONDS
-        return []
+    async def _hold(self, pages: PageTier, queue: _Queue) -> None:
+        """Grant the first claim, renew the lease while there are claims, then give it back."""
+        while queue.claims:
+            queue.emptied.clear()
+            self._grant(queue)
+            if queue.claims and not await _occurs(queue.emptied, RENEWAL_SECONDS):
+                await pages.renew(queue.name, LEASE_SECONDS)
+        await pages.release(queue.name)
 
-    def _give_back(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
-        with self.lock:
-            queue.lease = Lease.ELSEWHERE
-        pages.release(queue.name)
-        return []
+    def _grant(self, queue: _Queue) -> None:
+        with self._lock:
+            waited = queue.grant()
+        _notify(waited)
 
 
-def _notify(callbacks: Iterable[Callable[[], object]]) -> None:
-    for callback in callbacks:
-        callback()
+async def _occurs(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, at most `seconds` seconds. Return whether it has occurred."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
+def _notify(claims: Iterable[Claim]) -> None:
+    for claim in claims:
+        claim.decided.set_result(None)

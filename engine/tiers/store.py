@@ -14,10 +14,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -26,6 +24,7 @@ from kvpage_server.system import malloc
 from kvpage_server.system.text import how_many
 
 from ..chains import root_of
+from ..event_loop import EventLoop
 from ..generation.tokens import token_ids
 from ..memory.blocks import AgentBlocks, BlockError, check_agent_id
 from ..memory.context_tree import ContextTree
@@ -83,7 +82,6 @@ class CacheConfig:
 
 log = logging.getLogger(__name__)
 
-READER_THREADS = 2  # files that are read concurrently
 WORTH_SECONDS = 0.1  # a context that takes longer to compute is written after its first use
 
 
@@ -141,13 +139,14 @@ class AgentCacheStore:
         self._pages = pages
         self._cold = cold
         self._tally = Tally()
-        self._changed = threading.Condition()  # the lock of contexts in memory
+        self._closed = False
+        self._loop = pages.loop if pages else EventLoop()
         self._hot = HotTier(pool, config.max_hot_agents, hot_bytes, queue_bytes)
+        self._lock = self._hot.lock  # also of the tree, and of `_unchanged`
         self._tree = ContextTree(spec, pool, tree_bytes)
-        self._flusher = Flusher(self._hot, self._changed, pages, cold, self._tally, queue_bytes)
-        self.claims = Claims(spec, pages)
-        readers = ThreadPoolExecutor(READER_THREADS, "kvpage-read")
-        self._ways = LoadSources(spec, pool, pages, cold, readers, self._tally, self._evict_for)
+        self._flusher = Flusher(self._hot, self._loop, pages, cold, self._tally, queue_bytes)
+        self.claims = Claims(spec, pages, self._loop)
+        self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._evict_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
         self._unchanged: weakref.WeakValueDictionary[str, _Unchanged] = weakref.WeakValueDictionary()  # under the lock
 
@@ -176,7 +175,7 @@ class AgentCacheStore:
         check_agent_id(agent_id)
         tokens = None if tokens is None else token_ids(tokens)
         within = self.restore_within if within is None else within
-        with self._changed:
+        with self._lock:
             memory = self._in_memory(agent_id, tokens)
             own = self._hot.look(agent_id)
             if named:
@@ -186,7 +185,7 @@ class AgentCacheStore:
             unchanged = self._unchanged.setdefault(agent_id, _Unchanged()) if named else None
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(
-            self._ways, Wanted(agent_id, tokens, named), memory, partial(self._on_loaded, unchanged), within
+            self._sources, Wanted(agent_id, tokens, named), memory, partial(self._on_loaded, unchanged), within
         )
         self._loadings.add(loading)
         return loading
@@ -200,7 +199,7 @@ class AgentCacheStore:
         context.validate(self.spec)
         if not context.blocks:
             return
-        with self._changed:
+        with self._lock:
             adopted = self._tree.adopt(context)
             self._tree.mark_stored(adopted)
             self._take_up(adopted)
@@ -216,7 +215,7 @@ class AgentCacheStore:
         The store takes references of its own. Raises the errors of `save`.
         """
         context.validate(self.spec)
-        with self._changed:
+        with self._lock:
             adopted = self._tree.adopt(context)
             written = label is None or self._is_worth(adopted)
             if written:
@@ -263,7 +262,7 @@ class AgentCacheStore:
                 on_server = self._pages.delete(agent_id) if self._pages else False
                 on_file = bool(self._cold and self._cold.delete(agent_id))
             finally:  # memory last, because a load could restore the context from a tier that still has it
-                with self._changed:
+                with self._lock:
                     entry = self._hot.look(agent_id)
                     self._forget(agent_id)
                     if entry:
@@ -281,7 +280,7 @@ class AgentCacheStore:
         check_agent_id(agent_id)
         if root_of(agent_id) != root_of(check_agent_id(new_id)):
             raise BlockError(f"agents of different tenants share nothing: {agent_id!r}, {new_id!r}")
-        with self._changed:
+        with self._lock:
             entry = self._hot.look(agent_id)
             if entry and entry.whole:
                 self._pool.share(entry.context.block_ids, new_id)
@@ -294,7 +293,7 @@ class AgentCacheStore:
                     if self._cold:
                         self._cold.delete(new_id)  # an older context
                 finally:  # contexts in memory are older, too, and so are contexts that a load has restored meanwhile
-                    with self._changed:
+                    with self._lock:
                         self._forget(new_id)
                 return True
         found = self._cold.load(agent_id) if self._cold else None
@@ -304,7 +303,7 @@ class AgentCacheStore:
             return False
         self._pool.share(found.block_ids, new_id)
         self._pool.free(found.block_ids, agent_id)
-        with self._changed:
+        with self._lock:
             self._take_up(replace(found, agent_id=new_id))
         return True
 
@@ -319,9 +318,9 @@ class AgentCacheStore:
     def evict_lru(self, n: int = 1) -> int:
         """Evict the `n` least recently used agents from memory, and return their number. A dirty one stays until it is
         written."""
-        with self._changed:
+        with self._lock:
             evicted = sum(self._hot.evict(self._flusher.stuck) for _ in range(n))
-            self._changed.notify_all()
+            self._flusher.wake()
         return evicted
 
     def make_room(self, blocks: int, nbytes: int = 0) -> bool:
@@ -330,7 +329,7 @@ class AgentCacheStore:
         Dirty contexts are freed once they are written: call this again then. Contexts that no tier can take are dropped
         last, and are lost.
         """
-        with self._changed:
+        with self._lock:
             while not self._has_space(blocks, nbytes):
                 stuck = self._flusher.stuck
                 bytes_being_freed = self._hot.bytes_being_freed(stuck)
@@ -338,7 +337,7 @@ class AgentCacheStore:
                     break
                 if not (self._flusher.abandon_prompt() or self._evict(stuck) or self._hot.abandon(stuck)):
                     break
-            self._changed.notify_all()
+            self._flusher.wake()
             return self._has_space(blocks, nbytes)
 
     def flush_dirty(self, agent_id: str | None = None) -> None:
@@ -368,7 +367,7 @@ class AgentCacheStore:
         The system gets the freed memory back.
         """
         self._flusher.flush()
-        with self._changed:
+        with self._lock:
             before = len(self._hot)
             self._hot.drop_clean()
             evicted = before - len(self._hot)
@@ -380,7 +379,7 @@ class AgentCacheStore:
         """Return all agents, in any tier. Slow, because it looks up every block of each agent on the page server."""
         on_server = set(self._pages.agents()) if self._pages else set()
         on_file = set(self._cold.agents()) if self._cold else set()
-        with self._changed:
+        with self._lock:
             hot = {entry.context.agent_id: entry for entry in self._hot}
         return [
             self._info(agent_id, hot.get(agent_id), on_server=agent_id in on_server, on_file=agent_id in on_file)
@@ -395,7 +394,7 @@ class AgentCacheStore:
         check_agent_id(agent_id)
         on_server = self._pages.has(agent_id) if self._pages else False
         on_file = bool(self._cold and self._cold.has(agent_id))
-        with self._changed:
+        with self._lock:
             entry = self._hot.look(agent_id)
         if not (entry or on_server or on_file):
             if on_server is None:
@@ -405,7 +404,7 @@ class AgentCacheStore:
 
     def metrics(self) -> StoreMetrics:
         """Return the counters, and the use of memory."""
-        with self._changed:
+        with self._lock:
             dirty = [entry for entry in self._hot if entry.unwritten_tiers]
             return self._tally.snapshot(
                 self._pages,
@@ -424,22 +423,26 @@ class AgentCacheStore:
     def close(self) -> int:
         """Cancel loads, write all contexts that no tier has, free memory and close the tiers.
 
-        Log and return the number of contexts that no tier could take. Without a tier below memory it is 0.
+        Log and return the number of contexts that no tier could take. Without a tier below memory, and for a store that
+        is closed already, it is 0.
         """
+        if self._closed:
+            return 0
+        self._closed = True
         for loading in list(self._loadings):
             loading.cancel()
         self.claims.close()
         self._find_lost()
         self._flusher.close()
         unnamed = self._flusher.end_prompts()
-        self._ways.readers.shutdown()
-        with self._changed:
+        with self._lock:
             unsaved = sum(entry.whole and not entry.kept for entry in self._hot) if self._flusher.tiers else 0
             unsaved += unnamed
             self._hot.clear()
             self._tree.clear()
         if self._pages:
             self._pages.close()
+        self._loop.close()
         if unsaved:
             reasons = ", ".join(f"{tier}: {reason}" for tier, reason in self.save_failures.items())
             log.error("%s could not be saved (%s)", how_many(unsaved, "context"), reasons)
@@ -447,7 +450,7 @@ class AgentCacheStore:
 
     def _find_lost(self) -> None:
         """Mark contexts that were saved and that the page server has lost since, so that they are written again."""
-        with self._changed:
+        with self._lock:
             saved = [entry for entry in self._hot if entry.whole and entry.kept]
         for entry in saved:
             agent_id = entry.context.agent_id
@@ -512,10 +515,10 @@ class AgentCacheStore:
             self._flusher.publish(self._publication(context, self._tree.label_of(context)))
 
     def _publication(
-        self, context: AgentBlocks, label: str | None, over: Callable[[], object] | None = None
+        self, context: AgentBlocks, label: str | None, on_end: Callable[[], object] | None = None
     ) -> Publication:
         chain = self.spec.chain(context.agent_id, context.tokens)
-        return Publication(context, label, (chain.root, chain.client), over)
+        return Publication(context, label, (chain.root, chain.client), on_end)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Return whether a full block of the prompt, without its last token, is not in the first `reach` tokens."""
@@ -535,7 +538,7 @@ class AgentCacheStore:
         full = len(blocks) % self.spec.block_tokens == 0
         of_prompt = full and tokens and blocks.tokens == tuple(tokens[: len(blocks)])
         anybodys = loaded.tier == "page" and (of_prompt or not loaded.own)
-        with self._changed:
+        with self._lock:
             if self._unchanged.get(blocks.agent_id) is not unchanged:
                 return
             adopted = self._tree.adopt(blocks)
@@ -553,7 +556,7 @@ class AgentCacheStore:
         self._unchanged.pop(context.agent_id, None)
         self._hot.put(context, self._flusher.tiers, whole=True)
         self._hot.trim(self._flusher.stuck)
-        self._changed.notify_all()
+        self._flusher.wake()
 
     def _forget(self, agent_id: str) -> None:
         """Drop an agent's context from memory, because it was replaced or deleted."""
@@ -561,7 +564,7 @@ class AgentCacheStore:
         self._hot.drop(agent_id)
 
     def _pin(self, agent_id: str, pinned: bool) -> bool:
-        with self._changed:
+        with self._lock:
             entry = self._hot.use(check_agent_id(agent_id))
             if entry:
                 entry.pinned = pinned

@@ -151,8 +151,9 @@ class AsyncPageClient:
         self._pool = None if self._several else page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
-        self._openers = ThreadPoolExecutor(CONNECT_THREADS, "kvpage-connect")
-        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # connects that run on a thread
+        self._openers: ThreadPoolExecutor | None = None  # has threads while connects run on them
+        self._connects = 0  # that run on threads
+        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # connects that a call waits for
         self._closed: asyncio.Future[None] | None = None  # set when the last of these threads has ended
 
     async def __aenter__(self) -> Self:
@@ -188,7 +189,8 @@ class AsyncPageClient:
             self._pool.close()
         if self._closed and not self._closed.done():
             self._closed.set_result(None)
-        self._openers.shutdown(wait=False, cancel_futures=True)
+        if self._openers:
+            self._openers.shutdown(wait=False, cancel_futures=True)
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -458,7 +460,10 @@ class AsyncPageClient:
             raise Closed
         loop = asyncio.get_running_loop()
         self._closed = closed = self._closed or loop.create_future()
+        self._openers = self._openers or ThreadPoolExecutor(CONNECT_THREADS, "kvpage-connect")
+        self._connects += 1
         self._openings[connection] = opening = loop.run_in_executor(self._openers, connection.open, end)
+        opening.add_done_callback(self._connect_ended)
         await asyncio.wait((opening, closed), return_when=asyncio.FIRST_COMPLETED)
         if closed.done():
             raise Closed
@@ -467,6 +472,13 @@ class AsyncPageClient:
             await opening
         finally:
             del opening  # a reference cycle otherwise: its error refers to this frame
+
+    def _connect_ended(self, _: asyncio.Future[None]) -> None:
+        """End the threads for connects when all connects have ended."""
+        self._connects -= 1
+        if not self._connects and self._openers:
+            self._openers.shutdown(wait=False)
+            self._openers = None
 
     def _opened_in_vain(self, pool: PagePool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled():

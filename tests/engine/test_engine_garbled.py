@@ -67,10 +67,10 @@ def everything(tier: PageTier, pool: BlockPool) -> None:
     tier.agents()
     tier.has("alice")
     tier.tokens_of("alice")
-    tier.sealed(["0" * 32, "1" * 32])
-    tier.claim("name", 1)
-    tier.renew("name", 1)
-    tier.release("name")
+    tier.loop.run(tier.sealed(["0" * 32, "1" * 32]))
+    tier.loop.run(tier.claim("name", 1))
+    tier.loop.run(tier.renew("name", 1))
+    tier.loop.run(tier.release("name"))
     tier.delete("twin")
 
 

@@ -19,6 +19,7 @@ MAX_ARGUMENTS = 6  # of a constructor; records, which are dataclasses, have as m
 ROOMS = [
     "engine.platform",
     "engine.pool",
+    "engine.event_loop",
     "engine.tensor_file",
     "engine.caches",
     "engine.generation",

@@ -1,4 +1,4 @@
-"""The connection to a page server: a thread with an event loop."""
+"""The connection to a page server, used on the engine's event loop."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import Any, TypeVar, cast
 
-import uvloop
 from redis.driver_info import DriverInfo
 
 from kvpage_server import __version__
@@ -32,6 +30,7 @@ from kvpage_server.client.cluster.nodes import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
 from kvpage_server.client.questions import Question, Word, ok, scanned, text, texts
 
+from ...event_loop import EventLoop
 from .restore_planner import Rates
 
 # -- The circuit breaker: after repeated failures, no request is sent for a while, so that no caller waits -------------
@@ -182,12 +181,11 @@ class Reachability:
 
 
 class ServerConnection:
-    """Connection to a page server, with a thread and an event loop of its own. `server`, the client, may be used only
-    on this thread."""
+    """Connection to a page server, with an event loop. `server`, the client, may be used only on this loop."""
 
     def __init__(self, url: str, deadline: float, connections: int) -> None:
-        """Start the thread. `deadline` is in seconds, for a request or a chunk of blocks. A load uses up to
-        `connections` connections.
+        """Start the loop. `deadline` is in seconds, for a request or a chunk of blocks. A load uses up to `connections`
+        connections.
 
         Raises ValueError for an invalid URL.
         """
@@ -205,10 +203,7 @@ class ServerConnection:
         self.rates = Rates()
         self._may_look = True  # no refusal of CLIENT NO-TOUCH so far
         self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)
-        self._loop = uvloop.new_event_loop()
-        self._beside = ThreadPoolExecutor(1, "kvpage-beside")
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
-        self._thread.start()
+        self.loop = EventLoop()
 
     @property
     def answer_within(self) -> float:
@@ -216,34 +211,26 @@ class ServerConnection:
         one."""
         return self.deadline / 2 if self.several else self.deadline
 
-    def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the connection's thread, and return its result. Raises RuntimeError when called on this
-        thread."""
-        if threading.current_thread() is self._thread:
-            work.close()
-            raise RuntimeError("the page tier's own thread cannot wait for it: do this on another one")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def begin(self, work: Coroutine[Any, Any, None], over: Callable[[asyncio.Task[None]], None]) -> Callable[[], None]:
-        """Start `work` on the connection's thread, and return a function that cancels it. `over` is called on this
-        thread when `work` has ended in any way."""
+    def begin(
+        self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], None]
+    ) -> Callable[[], object]:
+        """Start `work` on the loop, and return a function that cancels it. `on_end` is called on the loop when `work`
+        has ended in any way."""
         task: asyncio.Task[None] | None = None
 
         def start() -> None:
             nonlocal task
-            task = self._loop.create_task(work)
-            task.add_done_callback(over)
+            task = asyncio.get_running_loop().create_task(work)
+            task.add_done_callback(on_end)
 
         def cancel() -> None:
             assert task is not None  # calls of the loop keep their order
             task.cancel()
 
-        self._loop.call_soon_threadsafe(start)
-
-        def cancel_soon() -> None:
-            self._loop.call_soon_threadsafe(cancel)
-
-        return cancel_soon
+        if not self.loop.call(start):
+            work.close()
+            raise RuntimeError("the connection to the page server is closed")
+        return lambda: self.loop.call(cancel)
 
     async def attempt(
         self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
@@ -284,15 +271,11 @@ class ServerConnection:
         self.breaker.succeeded()
         return done
 
-    async def run_in_executor(self, work: Callable[[], T]) -> T:
-        """Run `work` on another thread, while the connection's thread sends and receives."""
-        return await self._loop.run_in_executor(self._beside, work)
-
     def progressed(self) -> None:
         """Restart the deadline of the current attempt, because a part of it is done."""
         limit = _limit.get()
         if not limit.expired():
-            limit.reschedule(self._loop.time() + self.deadline)
+            limit.reschedule(asyncio.get_running_loop().time() + self.deadline)
 
     async def ask(self, questions: Iterable[Question], *, gone: Any = RAISES, of: Hashable = None) -> list[Any]:
         """Send several commands together, and return their parsed replies. Raises the first error reply. The client
@@ -384,17 +367,5 @@ class ServerConnection:
         return answers
 
     def close(self) -> None:
-        """Cancel operations in progress, close the connections, and end the thread."""
-        if self._thread.is_alive():
-            self.do(self._close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._beside.shutdown()
-            self._loop.close()
-
-    async def _close(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self.server.close()
+        """Cancel operations in progress, close the connections, and close the loop. It may be called again."""
+        self.loop.close(self.server.close())

@@ -153,7 +153,7 @@ class Receiver:
         shapes = self._layout.shapes(places[0])
         whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
         with span("kvpage.verify") as seen:
-            made = await self._connection.run_in_executor(partial(_made, whole, self._digests, shapes))
+            made = await self._connection.loop.on_block_thread(partial(_made, whole, self._digests, shapes))
             seen.set(
                 blocks=len(whole), bytes=nbytes * len(whole), reason=None if len(made) == len(whole) else "checksum"
             )

@@ -21,6 +21,7 @@ import redis
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.chains import common_prefix
+from engine.event_loop import EventLoop
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks
 from engine.memory.context_tree import HOLDER, ContextTree
@@ -203,7 +204,7 @@ def engines(
 
     def make(url: str = server.url) -> Claims:
         pages = PageTier(url, SPEC, pool)
-        opened.append((Claims(SPEC, pages), pages))
+        opened.append((Claims(SPEC, pages, pages.loop), pages))
         return opened[-1][0]
 
     yield make
@@ -215,9 +216,11 @@ def engines(
 
 @pytest.fixture
 def alone() -> Iterator[Claims]:
-    claims = Claims(SPEC, None)
+    loop = EventLoop()
+    claims = Claims(SPEC, None, loop)
     yield claims
     claims.close()
+    loop.close()
 
 
 def ends(waiting: Claim, within: float = PATIENCE) -> str:

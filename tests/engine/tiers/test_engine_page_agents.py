@@ -143,15 +143,15 @@ def test_published_blocks_are_found_by_tokens_without_an_owner(
 
 def test_how_much_of_a_prefix_is_stored(tier: PageTier, client: redis.Redis) -> None:
     prefix = block_names(TOKENS[:512], SPEC)
-    assert tier.sealed(prefix) == 0
+    assert tier.loop.run(tier.sealed(prefix)) == 0
     tier.publish(context(TOKENS[:300]))
-    assert tier.sealed(prefix) == 1
+    assert tier.loop.run(tier.sealed(prefix)) == 1
     tier.publish(context())
-    assert tier.sealed(prefix) == 2
-    assert tier.sealed([*prefix, "f" * 32, prefix[0]]) == 2
+    assert tier.loop.run(tier.sealed(prefix)) == 2
+    assert tier.loop.run(tier.sealed([*prefix, "f" * 32, prefix[0]])) == 2
     client.execute_command("KVPAGEDEL", prefix[0])
-    assert tier.sealed(prefix) == 0
-    assert tier.sealed([]) == 0
+    assert tier.loop.run(tier.sealed(prefix)) == 0
+    assert tier.loop.run(tier.sealed([])) == 0
 
 
 def test_blocks_in_memory_are_not_fetched(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
@@ -205,17 +205,17 @@ def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServ
 
 
 def test_a_claim_lasts_until_its_release_or_its_engines_death(tier: PageTier, other: PageTier) -> None:
-    assert tier.claim("name", 10)
-    assert not other.claim("name", 10)
-    assert not other.release("name")
-    assert not other.renew("name", 10)
-    assert tier.renew("name", 0.05)
+    assert tier.loop.run(tier.claim("name", 10))
+    assert not other.loop.run(other.claim("name", 10))
+    assert not other.loop.run(other.release("name"))
+    assert not other.loop.run(other.renew("name", 10))
+    assert tier.loop.run(tier.renew("name", 0.05))
     time.sleep(0.06)
-    assert not tier.renew("name", 10)
-    assert other.claim("name", 10)
-    assert other.release("name")
-    assert not other.release("name")
-    assert tier.claim("name", 10)
+    assert not tier.loop.run(tier.renew("name", 10))
+    assert other.loop.run(other.claim("name", 10))
+    assert other.loop.run(other.release("name"))
+    assert not other.loop.run(other.release("name"))
+    assert tier.loop.run(tier.claim("name", 10))
     assert not tier.unasked
 
 

@@ -218,7 +218,7 @@ def test_a_failing_server_is_not_asked_until_a_probe_succeeds(proxy: Proxy, tier
     assert tier.load("alice", TOKENS) is None
     assert tier.save(context()) is None
     assert tier.agents() == []
-    assert tier.claim("name", 1)
+    assert tier.loop.run(tier.claim("name", 1))
     assert tier.misses == {"slow": FAILURES, "open": 1}
     assert (tier.unsaved, tier.unasked) == ({"open": 1}, {"open": 2})
     tier._connection.deadline, proxy.stall_after = 10.0, None

@@ -111,8 +111,8 @@ def test_published_blocks_have_no_owner_and_are_found(tier: PageTier, home: Home
     assert not home.keys("refs:*")
     assert found(tier, "bob", TOKENS) == len(TOKENS)
     names = [tagged[-32:] for tagged in home.tagged(TOKENS, SPEC)]
-    assert tier.sealed(names[:14]) == 14
-    assert tier.sealed(names[6:8], names[:6]) == 2
+    assert tier.loop.run(tier.sealed(names[:14])) == 14
+    assert tier.loop.run(tier.sealed(names[6:8], names[:6])) == 2
 
 
 def test_a_second_turn_takes_its_old_tail_away(tier: PageTier, home: Home) -> None:
@@ -140,12 +140,12 @@ def test_forks_share_and_deletes_free_only_unshared_blocks(tier: PageTier, home:
 
 
 def test_one_engine_claims_a_block_until_it_releases_it(tier: PageTier, other: PageTier) -> None:
-    assert tier.claim("name", 10)
-    assert not other.claim("name", 10)
-    assert not other.release("name")
-    assert tier.renew("name", 20)
-    assert tier.release("name")
-    assert other.claim("name", 10)
+    assert tier.loop.run(tier.claim("name", 10))
+    assert not other.loop.run(other.claim("name", 10))
+    assert not other.loop.run(other.release("name"))
+    assert tier.loop.run(tier.renew("name", 20))
+    assert tier.loop.run(tier.release("name"))
+    assert other.loop.run(other.claim("name", 10))
     assert not tier.unasked
 
 
@@ -256,7 +256,7 @@ def test_a_lookup_asks_every_server_once_for_all_blocks(tier: PageTier, home: Ho
     save(tier, tokens=tokens)
     found(tier)  # has asked for the map, and connected
     before = trips(tier)
-    blocks = tier.sealed([name[-32:] for name in home.tagged(tokens, SPEC)])
+    blocks = tier.loop.run(tier.sealed([name[-32:] for name in home.tagged(tokens, SPEC)]))
     assert blocks == 64
     assert trips(tier) - before == len(home.clients)
     before = trips(tier)

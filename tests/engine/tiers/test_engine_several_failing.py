@@ -151,9 +151,9 @@ def test_the_rights_that_are_documented_are_enough(masters: Cluster, pool: Block
         for agent, tokens in (("alice", TOKENS[: 3 * BLOCK]), ("alice", TOKENS), ("bob", TOKENS)):
             assert save(tier, agent, tokens)
             assert found(tier, agent, tokens) == len(tokens)
-        assert tier.claim("name", 10)
-        assert tier.renew("name", 20)
-        assert tier.release("name")
+        assert tier.loop.run(tier.claim("name", 10))
+        assert tier.loop.run(tier.renew("name", 20))
+        assert tier.loop.run(tier.release("name"))
         assert tier.delete("alice")
         assert tier.delete("bob")
         assert home.keys() == set()

@@ -282,16 +282,41 @@ def test_a_late_server_reply_precedes_a_waiting_file(
     loading = second.begin_load("alice", TOKENS)
     disk = threading.Event()
     for _ in range(2):
-        second._ways.readers.submit(disk.wait)  # behind the look at the file, before its reading
-    assert eventually(lambda: loading._file.hedged)
+        second._loop.files.submit(disk.wait)  # behind the look at the file, before its reading
+    assert eventually(lambda: loading._hedged)
     server.process.send_signal(signal.SIGCONT)
     loaded = loading.result(timeout=60)
     assert (loaded.tier, taken(pool, loaded)) == ("page", 50)
     disk.set()
-    second._ways.readers.submit(lambda: None).result()
+    second._loop.files.submit(lambda: None).result()
     metrics = second.metrics()
     assert (metrics.hedges, metrics.hedges_won, metrics.cold.hits, metrics.page.hits) == (1, 0, 0, 1)
     assert eventually(lambda: pool.used_blocks == 7), "what memory keeps; the file's own blocks are given back"
+
+
+def test_a_damaged_file_leaves_the_load_to_the_slow_server(
+    stores: Callable[..., AgentCacheStore],
+    pool: BlockPool,
+    cold: SafetensorsCacheAdapter,
+    server: RunningServer,
+    sleeping: Callable[[], None],
+    tmp_path: Path,
+) -> None:
+    first = stores(cold=cold)
+    remember(first, pool, "alice", TOKENS[:50])
+    first.close()
+    file = tmp_path / "alice.safetensors"
+    stored = file.read_bytes()
+    file.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
+    second = stores(cold=cold, deadline=60.0, restore_within=60.0)
+    sleeping()
+    loading = second.begin_load("alice", TOKENS)
+    assert eventually(lambda: second.metrics().cold_misses == {"damaged": 1})
+    assert not loading.done()
+    server.process.send_signal(signal.SIGCONT)
+    loaded = loading.result(timeout=60)
+    assert (loaded.tier, taken(pool, loaded)) == ("page", 50)
+    assert (second.metrics().hedges, second.metrics().hedges_won) == (1, 0)
 
 
 def test_a_context_in_memory_does_not_wait_long_for_a_longer_one(

@@ -1,0 +1,101 @@
+"""The event loop of an engine's tiers, on a thread of its own.
+
+Every wait for the page server, for a file or for time is a coroutine on this loop. The table of an engine's threads in
+docs/architecture.md has the purpose of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import uvloop
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+FILE_THREADS = 2  # files that are read or written concurrently
+
+
+class EventLoop:
+    """Event loop on a thread of its own, and the threads for its blocking work. Thread-safe, except for coroutines,
+    which run on the loop.
+
+    A disk that hangs delays no request to the page server, because files have threads of their own.
+    """
+
+    def __init__(self) -> None:
+        """Start the loop's thread. The other threads start with their first work."""
+        self.files = ThreadPoolExecutor(FILE_THREADS, "kvpage-files")
+        self._blocks = ThreadPoolExecutor(1, "kvpage-blocks")
+        self._loop = uvloop.new_event_loop()
+        self._open = True
+        self._lock = threading.Lock()  # of `_open`
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop, and return its result. Raises RuntimeError on the loop's own thread."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("the page tier's own thread cannot wait for it: do this on another one")
+        return self._submit(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the loop, and return its future without waiting. An exception of `work` is also logged."""
+        future = self._submit(work)
+        future.add_done_callback(_log_failure)
+        return future
+
+    def call(self, callback: Callable[[], object]) -> bool:
+        """Call `callback` on the loop soon, after earlier calls. Return False, and do nothing, after `close`."""
+        with self._lock:
+            if self._open:
+                self._loop.call_soon_threadsafe(callback)
+            return self._open
+
+    async def on_file_thread(self, work: Callable[[], T]) -> T:
+        """Run `work`, which reads or writes a file, on one of FILE_THREADS threads."""
+        return await self._loop.run_in_executor(self.files, work)
+
+    async def on_block_thread(self, work: Callable[[], T]) -> T:
+        """Run `work`, which hashes or collects blocks, on a thread of its own."""
+        return await self._loop.run_in_executor(self._blocks, work)
+
+    def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
+        """Cancel all coroutines, run `last`, and end the threads. It may be called again."""
+        with self._lock:
+            was_open, self._open = self._open, False
+        if was_open:
+            self.run(self._end(last))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            for threads in (self.files, self._blocks):
+                threads.shutdown(cancel_futures=True)
+            self._loop.close()
+        elif last:
+            last.close()
+
+    async def _end(self, last: Coroutine[Any, Any, None] | None) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if last:
+            await last
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            raise
+
+
+def _log_failure(future: Future[Any]) -> None:
+    if not future.cancelled() and (error := future.exception()):
+        log.error("an operation in the background failed", exc_info=error)

@@ -1,0 +1,138 @@
+"""The threads of an engine: at most six, each with a name and a documented purpose, and none after `close`."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Set
+from pathlib import Path
+
+from contexts import SPEC, made, some_tokens
+from pools import pool_of
+from servers import RunningServer
+from waiting import eventually
+
+# isort: split
+import pytest
+import redis
+
+from engine.event_loop import EventLoop
+from engine.pool import BlockPool
+from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore, CacheConfig
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "architecture.md"
+MOST = 6
+OWNER = "owner"
+TOKENS = some_tokens(1, 60)
+
+pool = pool_of(256)
+
+
+def documented() -> dict[str, int]:
+    """Return the number of threads by name, from the table in docs/architecture.md."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    _, table = text.split("### The threads of an engine\n")
+    rows = re.findall(r"^\| `?([\w-]+)`? \| (\d+) \| (.+) \|$", table.split("\n#")[0], re.MULTILINE)
+    assert all(purpose for *_, purpose in rows)
+    return {name: int(number) for name, number, _ in rows}
+
+
+def started_since(before: Set[threading.Thread]) -> Counter[str]:
+    """Return the number of threads that have been started, by name."""
+    found = {*threading.enumerate()} - before
+    return Counter(re.sub(r"_\d+\Z", "", thread.name) for thread in found)
+
+
+@pytest.fixture
+def before() -> set[threading.Thread]:
+    return {*threading.enumerate()}
+
+
+def test_an_engine_has_at_most_six_threads(
+    server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path, before: set[threading.Thread]
+) -> None:
+    allowed = documented()
+    assert sum(allowed.values()) <= MOST
+    del allowed[OWNER]
+    store = AgentCacheStore(
+        SPEC,
+        pool,
+        pages=PageTier(server.url, SPEC, pool),
+        cold=SafetensorsCacheAdapter(SPEC, pool, tmp_path),
+        config=CacheConfig(max_hot_agents=1, prefix_bytes=0),
+    )
+    store.publish_statistics()
+    agents = [f"agent{i}" for i in range(8)]
+    for i, agent in enumerate(agents):
+        context = made(pool, agent, some_tokens(i, 50))
+        store.save(context)
+        pool.free(context.block_ids, agent)
+    store.flush_dirty()
+    claims = [store.claims.begin(agent, TOKENS) for agent in agents]
+    loads = [store.begin_load(agent, some_tokens(i, 60)) for i, agent in enumerate(agents)]
+    seen: Counter[str] = Counter()
+    while not all(load.done() for load in loads):
+        seen |= started_since(before)
+    seen |= started_since(before)
+    for load in loads:
+        if blocks := load.result().blocks:
+            pool.free(blocks.block_ids, blocks.agent_id)
+    for claim in claims:
+        claim.release()
+    assert {"kvpage-loop", "kvpage-blocks", "kvpage-files"} <= seen.keys() <= allowed.keys()
+    del seen["kvpage-connect"]  # one for each connection that is being opened
+    assert seen <= Counter(allowed)
+    assert eventually(lambda: started_since(before) <= Counter(allowed) - Counter({"kvpage-connect": 1}))
+    store.close()
+    assert eventually(lambda: not started_since(before))
+
+
+def test_close_ends_the_threads_of_a_load_in_progress(
+    server: RunningServer, pool: BlockPool, tmp_path: Path, before: set[threading.Thread]
+) -> None:
+    """A server that does not answer, and a store without one."""
+    cold = SafetensorsCacheAdapter(SPEC, pool, tmp_path)
+    stores = [
+        AgentCacheStore(SPEC, pool, pages=PageTier("redis://192.0.2.1:1", SPEC, pool, deadline=0.2), cold=cold),
+        AgentCacheStore(SPEC, pool, cold=cold),
+        AgentCacheStore(SPEC, pool),
+    ]
+    loads = [store.begin_load("alice", TOKENS) for store in stores]
+    for store in stores:
+        store.close()
+    assert all(load.done() for load in loads)
+    assert eventually(lambda: not started_since(before))
+
+
+def test_the_loop_does_not_wait_for_itself() -> None:
+    loop = EventLoop()
+
+    async def nothing() -> None:
+        pass
+
+    async def wait_for_itself() -> None:
+        loop.run(nothing())
+
+    with pytest.raises(RuntimeError, match="own thread cannot wait"):
+        loop.run(wait_for_itself())
+    loop.close()
+    loop.close()
+    assert not loop.call(lambda: None)
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.run(nothing())
+
+
+def test_a_failure_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    loop = EventLoop()
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    future = loop.start(fail())
+    with pytest.raises(ZeroDivisionError):
+        future.result()
+    loop.close()
+    assert [record.message for record in caplog.records] == ["an operation in the background failed"]
