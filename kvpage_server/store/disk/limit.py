@@ -165,7 +165,7 @@ class DiskLimit:
         return self._stored.usage.size_of_unit(name_of_unit(unit))
 
     def has_space(self, count: int, size: int) -> bool:
-        """Return whether `count` pages with `size` bytes of bodies fit in any case, also beside the replaced pages. If
+        """Return whether `count` pages with `size` bytes of bodies fit in any case, together with replaced pages. If
         not, `admit` looks up the sizes of replaced pages. Blocks that are split need more space. O(1).
         """
         if not self._stored.maxdisk:
