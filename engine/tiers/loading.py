@@ -232,7 +232,7 @@ class Loading:
                 await self._wait_for_sources(fetching)
         except TimeoutError:
             self._late = True
-            await fetching  # it has the same limit, and ends by itself
+            await asyncio.wait([fetching])  # it has the same limit, and ends by itself
         finally:
             fetching.cancel()
         with self._lock:
@@ -248,6 +248,8 @@ class Loading:
     async def _wait_for_sources(self, fetching: asyncio.Task[None]) -> None:
         """Wait until the fetch or the file has the longest available prefix.
 
+        `asyncio.wait` waits for the fetch, because a cancellation of `await fetching` would cancel that task, too.
+
         The fetch has HEDGE_AFTER_SECONDS. After that, the file is read as well if it has more than memory; otherwise
         the load ends if memory has most of the prompt. When the fetch has ended, the file is read if it has more than
         fetch and memory, or if they have nothing, because then the file determines the reason of the miss.
@@ -260,7 +262,7 @@ class Loading:
                 return await self._hedge(in_file, fetching)
             if self._memory_has_most:
                 return None
-            await fetching
+            await asyncio.wait([fetching])
         best = max(self._memory.reach, self._fetch.reach if self._fetch else 0)
         if self._header and (in_file > best or not best):
             await self._read(in_file)
@@ -276,7 +278,7 @@ class Loading:
                 return
             await reading
             if not self._from_file and not self._memory_has_most:  # the file is unusable
-                await fetching
+                await asyncio.wait([fetching])
         finally:
             reading.cancel()  # a read that has started frees its blocks by itself
 
