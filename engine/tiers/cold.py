@@ -88,7 +88,7 @@ class _Place(NamedTuple):
         return Tensor(self.kept.plane.dtype.safetensors, (heads, dim, rows) if self.transposed else (heads, rows, dim))
 
 
-class _GivenUpError(Exception):
+class _LoadCancelledError(Exception):
     """Error: the load was cancelled."""
 
 
@@ -157,13 +157,14 @@ class SafetensorsCacheAdapter:
         return self.find(agent_id, tokens)[0]
 
     def find(
-        self, agent_id: str, tokens: Sequence[int] | None = None, *, given_up: Callable[[], bool] = lambda: False
+        self, agent_id: str, tokens: Sequence[int] | None = None, *, is_cancelled: Callable[[], bool] = lambda: False
     ) -> tuple[AgentBlocks | None, str | None]:
-        """Return the result of `load`, and the reason of a miss. Stop without a miss when `given_up` returns True."""
+        """Return the result of `load`, and the reason of a miss. Stop when `is_cancelled` returns True: that is no
+        miss."""
         try:
             with _open(self._path(agent_id)) as file:
-                return self._load(agent_id, TensorReader(file), tokens, given_up), None
-        except _GivenUpError:
+                return self._load(agent_id, TensorReader(file), tokens, is_cancelled), None
+        except _LoadCancelledError:
             return None, None
         except (Miss, DamagedFileError, PoolExhaustedError, OSError) as error:
             reason = _reason(error)
@@ -188,17 +189,17 @@ class SafetensorsCacheAdapter:
         return self._directory / f"{check_agent_id(agent_id)}{SUFFIX}"
 
     def _load(
-        self, agent_id: str, reader: TensorReader, wanted: Sequence[int] | None, given_up: Callable[[], bool]
+        self, agent_id: str, reader: TensorReader, tokens: Sequence[int] | None, is_cancelled: Callable[[], bool]
     ) -> AgentBlocks:
         stored, states = _check(self._spec, agent_id, reader)
-        reach = _reach(self._spec, stored, states, wanted)
+        reach = _reach(self._spec, stored, states, tokens)
         if not reach:
             raise Miss("absent")
         nbytes = reach * self._spec.token_nbytes
         nbytes += sum(self._spec.state_nbytes(position) for position in states if position <= reach)
         ids = self._pool.allocate(self._spec.blocks_for(reach), agent_id, nbytes)
         try:
-            blocks = _blocks(self._spec, _unless(given_up, reader.bodies()), ids, stored, states, reach)
+            blocks = _blocks(self._spec, _cancellable(is_cancelled, reader.bodies()), ids, stored, states, reach)
             self._pool.settle({block.block_id: block.nbytes for block in blocks})
         except BaseException:
             self._pool.free(ids, agent_id)
@@ -255,17 +256,17 @@ def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[t
         raise Miss("schema") from error
     ends = {*range(spec.block_tokens, len(tokens), spec.block_tokens), len(tokens)}
     positions = range(1, len(tokens) + 1) if spec.has_state else ends
-    sound = len(tokens) == total and sorted({*states}) == states and len(states) <= len(reader.tensors)
-    sound = sound and all(position in positions for position in states)
-    sound = sound and all(0 <= token < spec.vocab_size for token in tokens)
-    places = _places(spec, total, states) if sound else []
-    if not sound or list(reader.tensors.items()) != [(place.name, place.tensor) for place in places]:
+    valid = len(tokens) == total and sorted({*states}) == states and len(states) <= len(reader.tensors)
+    valid = valid and all(position in positions for position in states)
+    valid = valid and all(0 <= token < spec.vocab_size for token in tokens)
+    places = _places(spec, total, states) if valid else []
+    if not valid or list(reader.tensors.items()) != [(place.name, place.tensor) for place in places]:
         raise Miss("schema")
     return tuple(tokens), states
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse a JSON list of integers. Raises ValueError or RecursionError for anything else."""
+    """Parse a JSON list of integers. Raises ValueError or RecursionError for other text."""
     bounded.check(text.encode(errors="replace"), containers=1, strings=0, values=MAX_TOKENS)
     numbers = json.loads(text)
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
@@ -278,11 +279,12 @@ def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)))
 
 
-def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], wanted: Sequence[int] | None) -> int:
-    common = len(stored) if wanted is None else common_prefix(stored, wanted)
+def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], tokens: Sequence[int] | None) -> int:
+    """Return how many of `tokens`, or of all stored tokens, a file with these `stored` tokens and `states` restores."""
+    common = len(stored) if tokens is None else common_prefix(stored, tokens)
     if not spec.has_state:
         return common
-    limit = common if wanted is None else min(common, len(wanted) - 1)
+    limit = common if tokens is None else min(common, len(tokens) - 1)
     return max((end for end in states if end <= limit), default=0)
 
 
@@ -311,14 +313,14 @@ def _blocks(
     """Return blocks of the first `reach` tokens."""
     edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
     layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # [block][layer][plane]
-    taken: dict[int, list[list[mx.array]]] = {position: [[] for _ in spec.layers] for position in states}
+    states_at: dict[int, list[list[mx.array]]] = {position: [[] for _ in spec.layers] for position in states}
     for place, body in zip(
         _places(spec, len(stored), states), bodies, strict=True
     ):  # reads to the end, where the digest is checked
         values = body.view(f"u{place.kept.plane.dtype.itemsize}").reshape(place.tensor.shape)
         dtype = MLX_DTYPES[place.kept.plane.dtype]
         if place.state_at is not None:
-            taken[place.state_at][place.layer].append(mx.array(values).view(dtype))
+            states_at[place.state_at][place.layer].append(mx.array(values).view(dtype))
             continue
         for block, (start, end) in zip(layers, edges, strict=True):
             rows = values[:, :, start:end] if place.transposed else values[:, start:end]
@@ -328,18 +330,19 @@ def _blocks(
     blocks = []
     for block_id, (start, end), arrays in zip(ids, edges, layers, strict=True):
         made = KVBlock(block_id, end - start, _frozen(arrays))
-        for position in taken:
+        for position in states_at:
             if start < position <= end:
-                made = made.with_state(position - start, _frozen(taken[position]))
+                made = made.with_state(position - start, _frozen(states_at[position]))
         blocks.append(made)
     mx.eval([[block.layers, *block.states.values()] for block in blocks])  # so that another thread can use them
     return tuple(blocks)
 
 
-def _unless(given_up: Callable[[], bool], bodies: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+def _cancellable(is_cancelled: Callable[[], bool], bodies: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+    """Yield the bodies. Raises _LoadCancelledError when `is_cancelled` returns True."""
     for body in bodies:
-        if given_up():
-            raise _GivenUpError
+        if is_cancelled():
+            raise _LoadCancelledError
         yield body
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks
 from .cold import SafetensorsCacheAdapter
-from .hot import Below, CacheEntry, HotTier
+from .hot import CacheEntry, HotTier, LowerTier
 from .metrics import Tally
 from .pages import PageTier
 from .server.connection import FAILING
@@ -24,7 +24,7 @@ from .server.connection import FAILING
 log = logging.getLogger(__name__)
 
 Save = Callable[[AgentBlocks], Coroutine[Any, Any, int | None]]  # returns the bytes written, or None if it failed
-UNREACHABLE = FAILING | {"open", "late"}  # reasons that ServerConnection logs
+UNREACHABLE = FAILING | {"open", "late"}  # reasons that Reachability logs
 RETRY_SECONDS = 1.0  # after which a tier that failed is tried again
 IDLE_SECONDS = 5.0  # without use after which a context is written to its file
 
@@ -63,8 +63,7 @@ class Flusher:
 
     The order: publications; contexts that leave memory; then, to the page server, the context that has been dirty for
     longest; then, to its file, a context that was not used for IDLE_SECONDS, so that a busy agent's file is not written
-    every turn. There is no queue of copies: the agent's entry in the hot tier is written, so a newer context replaces
-    an older one that waits.
+    every turn. The entries of the hot tier are the queue, so an agent's new context replaces one that still waits.
 
     While the page server fails, contexts are written to their files without this delay, and stay dirty for the server.
     Contexts without a name wait for the server, in memory that is freed if other contexts need it.
@@ -88,30 +87,26 @@ class Flusher:
         self._pool = hot.pool
         self._tally = tally
         self._max_prompt_bytes = max_prompt_bytes
-        self._save: dict[Below, Save] = {}
         self._prompts: deque[Publication] = deque()  # waiting for the page server, the oldest first
         self._pages = pages
-        self._failures: dict[Below, Callable[[], str | None]] = {}  # the reason for which a tier's last save failed
-        self._reported: set[Below] = set()  # tiers whose failure is logged
-        if pages:
-            self._failures["page"] = lambda: pages.save_failure
-            self._save["page"] = partial(_save_to_pages, pages)
-        if cold:
-            self._failures["cold"] = lambda: cold.save_failure
-            self._save["cold"] = lambda context: loop.on_file_thread(partial(cold.save, context))
-        self._failed: dict[Below, float] = {}  # by tier: the time.monotonic() of the next try
+        self._cold = cold
+        self._tiers: dict[LowerTier, PageTier | SafetensorsCacheAdapter] = {}
+        self._tiers |= {"page": pages} if pages else {}
+        self._tiers |= {"cold": cold} if cold else {}
+        self._logged: set[LowerTier] = set()  # tiers whose failure is logged
+        self._failed: dict[LowerTier, float] = {}  # by tier: the time.monotonic() of the next try
         self._writing = asyncio.Lock()  # held during a write
         self._changed = asyncio.Event()  # set when a context becomes dirty, or must be written earlier
         self._closed = False
-        self._running: Future[None] | None = loop.start(self._run()) if self._save else None
+        self._running: Future[None] | None = loop.start(self._run()) if self._tiers else None
 
     @property
-    def tiers(self) -> set[Below]:
+    def tiers(self) -> set[LowerTier]:
         """The tiers that a new context is written to."""
-        return set(self._save)
+        return set(self._tiers)
 
     @property
-    def stuck(self) -> set[Below]:
+    def failing(self) -> set[LowerTier]:
         """The tiers whose last write failed."""
         return set(self._failed)
 
@@ -142,9 +137,9 @@ class Flusher:
         """
         failing = False
         with self._lock:
-            if "page" in self._save and not self._closed:
+            if self._pages and not self._closed:
                 failing = "page" in self._failed
-                taken = self._wait_for_server(publication) if failing else self.waiting < self._max_prompt_bytes
+                taken = self._queue_for_server(publication) if failing else self.waiting < self._max_prompt_bytes
                 if taken:
                     if not failing:
                         self._prompts.append(publication)
@@ -157,8 +152,8 @@ class Flusher:
             publication.end()
 
     def abandon_prompt(self) -> bool:
-        """Drop the context without a name that has waited longest for a server that fails. Return whether there was
-        one. Called with the lock held."""
+        """If the server fails, drop the context without a name that has waited longest. Return whether there was one.
+        Called with the lock held."""
         if not self._prompts or "page" not in self._failed:
             return False
         self._free(self._prompts.popleft())
@@ -176,7 +171,7 @@ class Flusher:
     def _free(self, publication: Publication) -> None:
         self._pool.free(publication.context.block_ids, publication.context.agent_id)
 
-    def _wait_for_server(self, publication: Publication) -> bool:
+    def _queue_for_server(self, publication: Publication) -> bool:
         """Append a context to the queue while the server fails. Return whether it waits now.
 
         Called with the lock held. A context that another one covers does not wait separately.
@@ -218,21 +213,21 @@ class Flusher:
     async def _flush(self, agent_id: str | None) -> None:
         if self._pages:
             self._pages.breaker.retry()
-        while await self._publish(at_once=True):
+        while await self._publish(ignore_failure=True):
             pass
-        failed: set[Below] = set()
+        failed: set[LowerTier] = set()
         with self._lock:
             dirty = []
             for entry in self._hot:
                 if agent_id in (None, entry.context.agent_id):
                     if entry.whole and not entry.kept:
-                        entry.unwritten_tiers |= self._save.keys()
+                        entry.unwritten_tiers |= self._tiers.keys()
                     elif entry.whole and agent_id and self._pages:
                         entry.unwritten_tiers.add("page")
                     if entry.unwritten_tiers:
                         dirty.append(entry.context.agent_id)
         for agent_id in dirty:
-            for tier in self._save:
+            for tier in self._tiers:
                 if tier not in failed and not await self._write(agent_id, tier) and tier == "page":
                     failed.add(tier)
 
@@ -252,15 +247,15 @@ class Flusher:
     def _may_publish(self) -> bool:
         return bool(self._prompts) and self._failed.get("page", 0.0) <= time.monotonic()
 
-    async def _publish(self, *, at_once: bool = False) -> bool:
-        """Write the blocks of the prompt that has waited longest. Return whether to continue with the next one.
+    async def _publish(self, *, ignore_failure: bool = False) -> bool:
+        """Write the blocks of the prompt that has waited longest. Return whether it was written.
 
-        With `at_once`, also write if the server failed less than RETRY_SECONDS ago.
+        With `ignore_failure`, write even if the server failed less than RETRY_SECONDS ago.
         """
         assert self._pages or not self._prompts
         async with self._writing:
             with self._lock:
-                if not (self._prompts if at_once else self._may_publish()):
+                if not (self._prompts if ignore_failure else self._may_publish()):
                     return False
                 publication = self._prompts.popleft()
                 self._pool.share(publication.context.block_ids, publication.context.agent_id)
@@ -273,8 +268,8 @@ class Flusher:
                 failed = saved is None
                 return saved.nbytes if saved else None
 
-            written = await self._try("page", save, publication.context) is not None
-            self._report("page")
+            written = await self._save_and_free("page", save, publication.context) is not None
+            self._log_failure("page")
             with self._lock:
                 ended = [publication]
                 if written:
@@ -282,11 +277,11 @@ class Flusher:
                     self._failed.pop("page", None)
                 else:
                     self._failed["page"] = time.monotonic() + RETRY_SECONDS
-                if failed:  # the others would fail, too
+                if failed:  # the other publications would fail, too
                     ended += self._prompts
                     again, self._prompts = [*self._prompts, publication], deque()
                     for one in again:
-                        if not self._wait_for_server(one):
+                        if not self._queue_for_server(one):
                             self._free(one)
                 else:
                     self._free(publication)
@@ -294,30 +289,30 @@ class Flusher:
             one.end()
         return written
 
-    def _due(self) -> tuple[str, Below] | None:
+    def _due(self) -> tuple[str, LowerTier] | None:
         """Return the agent and the tier of the next write; None if none is due."""
         now = time.monotonic()
-        due = [(entry, tier) for entry, tier in self._owed() if self._when(entry, tier) <= now]
+        due = [(entry, tier) for entry, tier in self._unwritten() if self._earliest(entry, tier) <= now]
         if not due:
             return None
         entry, tier = min(due, key=lambda one: (not one[0].leaving, one[1] != "page", one[0].dirty_since))
         return entry.context.agent_id, tier
 
     def _pause(self) -> float | None:
-        """Return the seconds until the next write; None while nothing waits."""
-        times = [self._when(entry, tier) for entry, tier in self._owed()]
+        """Return the seconds until the next write; None if there is nothing to write."""
+        times = [self._earliest(entry, tier) for entry, tier in self._unwritten()]
         times += [self._failed.get("page", 0.0)] if self._prompts else []
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _owed(self) -> Iterator[tuple[CacheEntry, Below]]:
+    def _unwritten(self) -> Iterator[tuple[CacheEntry, LowerTier]]:
         return ((entry, tier) for entry in self._hot for tier in entry.unwritten_tiers)
 
-    def _when(self, entry: CacheEntry, tier: Below) -> float:
-        """Return the time.monotonic() from which an entry may be written to a tier."""
+    def _earliest(self, entry: CacheEntry, tier: LowerTier) -> float:
+        """Return the earliest time.monotonic() at which an entry may be written to a tier."""
         at_once = tier == "page" or entry.leaving or "page" in self._failed
         return max(0.0 if at_once else entry.used + IDLE_SECONDS, self._failed.get(tier, 0.0))
 
-    async def _write(self, agent_id: str, tier: Below) -> bool:
+    async def _write(self, agent_id: str, tier: LowerTier) -> bool:
         """Write the agent's context to a tier, if the tier still lacks it. Return False if the write failed."""
         async with self._writing:
             with self._lock:
@@ -326,15 +321,23 @@ class Flusher:
                     return True
                 context = entry.context
                 self._pool.share(context.block_ids, agent_id)
-            nbytes = await self._try(tier, self._save[tier], context)
-            self._report(tier)
+            nbytes = await self._save_and_free(tier, partial(self._save, tier), context)
+            self._log_failure(tier)
             with self._lock:
-                self._wrote(entry, tier, well=nbytes is not None)
-                self._hot.trim(self.stuck)
+                self._note_result(entry, tier, succeeded=nbytes is not None)
+                self._hot.trim(self.failing)
             self._changed.set()
         return nbytes is not None
 
-    async def _try(self, tier: Below, save: Save, context: AgentBlocks) -> int | None:
+    async def _save(self, tier: LowerTier, context: AgentBlocks) -> int | None:
+        if tier == "cold":
+            assert self._cold
+            return await self._loop.on_file_thread(partial(self._cold.save, context))
+        assert self._pages
+        saved = await self._pages.save_async(context)
+        return saved.nbytes if saved else None
+
+    async def _save_and_free(self, tier: LowerTier, save: Save, context: AgentBlocks) -> int | None:
         """Save a context, and free its blocks. Return the number of bytes written, or None if the save failed."""
         start = time.perf_counter()
         nbytes = None
@@ -347,30 +350,25 @@ class Flusher:
         self._tally.saved(tier, nbytes, time.perf_counter() - start)
         return nbytes
 
-    def _report(self, tier: Below) -> None:
-        """Log once that a tier takes no contexts, and once that it takes them again. ServerConnection logs outages."""
-        reason = self._failures[tier]()
+    def _log_failure(self, tier: LowerTier) -> None:
+        """Log the first failure of a tier, and the first success after it. Reachability logs outages of the server."""
+        reason = self._tiers[tier].save_failure
         place = "the page server" if tier == "page" else "files"
-        if reason is None and tier in self._reported:
-            self._reported.discard(tier)
+        if reason is None and tier in self._logged:
+            self._logged.discard(tier)
             log.warning("contexts are written to %s again", place)
-        elif reason and reason not in UNREACHABLE and tier not in self._reported:
-            self._reported.add(tier)
+        elif reason and reason not in UNREACHABLE and tier not in self._logged:
+            self._logged.add(tier)
             log.warning("contexts cannot be written to %s (%s); they stay in memory and are tried again", place, reason)
 
-    def _wrote(self, entry: CacheEntry, tier: Below, *, well: bool) -> None:
-        if not well:
+    def _note_result(self, entry: CacheEntry, tier: LowerTier, *, succeeded: bool) -> None:
+        if not succeeded:
             self._failed[tier] = time.monotonic() + RETRY_SECONDS
             entry.dirty_since = time.monotonic()  # this context may be the cause: try others first
             return
         self._failed.pop(tier, None)
-        entry.kept |= self._failures[tier]() is None
+        entry.kept |= self._tiers[tier].save_failure is None
         entry.unwritten_tiers.discard(tier)
         if not entry.unwritten_tiers:
             self._tally.count("dirty_flushes")
             self._hot.written(entry)
-
-
-async def _save_to_pages(pages: PageTier, context: AgentBlocks) -> int | None:
-    saved = await pages.save_async(context)
-    return saved.nbytes if saved else None

@@ -16,7 +16,7 @@ from ..pool import BlockPool
 
 log = logging.getLogger(__name__)
 
-Below = Literal["page", "cold"]  # the tiers to which contexts are written
+LowerTier = Literal["page", "cold"]  # a tier to which contexts are written
 
 
 @dataclass(slots=True, eq=False)
@@ -24,11 +24,11 @@ class CacheEntry:
     """An agent's context in memory. Its blocks are held under the agent's name."""
 
     context: AgentBlocks
-    unwritten_tiers: set[Below]  # tiers to which it must still be written; empty if it is clean
-    whole: bool  # whether it is the agent's last context; False for a loaded one, which may be a part of it
+    unwritten_tiers: set[LowerTier]  # tiers to which it must still be written; empty if it is clean
+    whole: bool  # whether it is the agent's last context; False for a loaded one, which may be a part
     pinned: bool = False
     leaving: bool = False  # whether it is evicted, but not written yet
-    kept: bool = False  # whether a tier below has all of it, unless that has evicted it since
+    kept: bool = False  # whether it was written to a tier below, which may have evicted it since
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
@@ -38,10 +38,10 @@ class HotTier:
     """Contexts by agent: at most `max_agents`, and at most `max_bytes` in their blocks. A shared block counts once.
     Pinned contexts count, and are not evicted.
 
-    A dirty context that is evicted stays, marked as leaving and no longer counted, until it is written. At most
-    `max_leaving` bytes, or one larger context, may be leaving. Beyond that nothing dirty is evicted, and the tier
-    exceeds its limits until a context is written. Only a context that no tier can take is dropped unwritten, and
-    counted in `lost`.
+    An evicted context that is dirty is marked as leaving. It stays until it is written, and does not count against the
+    limits. At most `max_leaving` bytes, or one larger context, are leaving. Beyond that no dirty context is evicted,
+    and the tier exceeds its limits until a context is written. Only a context that all its tiers fail to store is
+    dropped unwritten, and counted in `lost`.
 
     Callers of all methods hold `lock`.
     """
@@ -87,7 +87,9 @@ class HotTier:
             entry.leaving = False
         return entry
 
-    def put(self, context: AgentBlocks, unwritten_tiers: Collection[Below], *, whole: bool, kept: bool = False) -> None:
+    def put(
+        self, context: AgentBlocks, unwritten_tiers: Collection[LowerTier], *, whole: bool, kept: bool = False
+    ) -> None:
         """Keep a context in place of the agent's last one, and take over the caller's references.
 
         `kept` is True for a context that was loaded from a tier below.
@@ -109,33 +111,33 @@ class HotTier:
             self.pool.free(entry.context.block_ids, agent_id)
         return entry is not None
 
-    def trim(self, stuck: Collection[Below]) -> None:
-        """Evict until the tier is within its limits. `stuck` are the tiers that cannot be written to now."""
-        while self._too_large() and self.evict(stuck):
+    def trim(self, failing: Collection[LowerTier]) -> None:
+        """Evict until the tier is within its limits. `failing` are the tiers whose last write failed."""
+        while self._too_large() and self.evict(failing):
             pass
 
-    def evict(self, stuck: Collection[Below]) -> bool:
+    def evict(self, failing: Collection[LowerTier]) -> bool:
         """Evict the least recently used context that may be evicted. Return whether there was one."""
         for entry in self:
-            if not entry.pinned and not entry.leaving and self._let_go(entry, stuck):
+            if not entry.pinned and not entry.leaving and self._drop_or_mark(entry, failing):
                 self.evictions += 1
                 return True
         return False
 
-    def abandon(self, stuck: Collection[Below]) -> bool:
-        """Drop one leaving context that no tier can take now. Return whether there was one."""
-        stranded = next((entry for entry in self if entry.leaving and entry.unwritten_tiers <= set(stuck)), None)
-        if stranded is None:
+    def abandon(self, failing: Collection[LowerTier]) -> bool:
+        """Drop one leaving context whose tiers are all `failing`. Return whether there was one."""
+        unwritable = next((entry for entry in self if entry.leaving and entry.unwritten_tiers <= set(failing)), None)
+        if unwritable is None:
             return False
-        if not stranded.kept:
+        if not unwritable.kept:
             self.lost += 1
-            log.warning("the context of %s is lost: memory is full, and no tier takes it", stranded.context.agent_id)
-        return self.drop(stranded.context.agent_id)
+            log.warning("the context of %s is lost: memory is full, and no tier takes it", unwritable.context.agent_id)
+        return self.drop(unwritable.context.agent_id)
 
-    def bytes_being_freed(self, stuck: Collection[Below]) -> dict[int, int]:
-        """Return the bytes, by block id, that will be free once leaving contexts are written, unless other holders keep
-        the blocks."""
-        return _sizes([entry for entry in self if entry.leaving and not entry.unwritten_tiers <= set(stuck)])
+    def bytes_being_freed(self, failing: Collection[LowerTier]) -> dict[int, int]:
+        """Return the bytes, by block id, of leaving contexts that can be written. They become free then, unless other
+        holders have references on the blocks."""
+        return _sizes([entry for entry in self if entry.leaving and not entry.unwritten_tiers <= set(failing)])
 
     def drop_clean(self) -> None:
         """Drop all clean contexts that are not pinned."""
@@ -153,14 +155,14 @@ class HotTier:
         if entry.leaving and self._entries.get(entry.context.agent_id) is entry:
             self.drop(entry.context.agent_id)
 
-    def _let_go(self, entry: CacheEntry, stuck: Collection[Below]) -> bool:
-        """Drop a clean entry, or mark a dirty one as leaving. Return False if too many bytes are leaving already."""
+    def _drop_or_mark(self, entry: CacheEntry, failing: Collection[LowerTier]) -> bool:
+        """Drop a clean entry, or mark a dirty one as leaving. Return False if `max_leaving` does not allow that."""
         if not entry.unwritten_tiers:
             return self.drop(entry.context.agent_id)
         while leaving := [other for other in self if other.leaving]:
             if sum(_sizes([*leaving, entry]).values()) <= self._max_leaving:
                 break
-            if not self.abandon(stuck):
+            if not self.abandon(failing):
                 return False
         entry.leaving = True
         return True

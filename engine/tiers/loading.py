@@ -305,7 +305,7 @@ class Loading:
             sources.tally.count("disk_loads")
         sources.make_room(in_file - self._memory.reach)
         found, why = sources.cold.find(
-            self._agent_id, self._tokens, given_up=lambda: self._state is not LoadState.RUNNING
+            self._agent_id, self._tokens, is_cancelled=lambda: self._state is not LoadState.RUNNING
         )
         with self._lock:
             if self._state is LoadState.RUNNING:

@@ -183,36 +183,36 @@ class Tally:
 # -- The statistics channel --------------------------------------------------------------------------------------------
 #
 # Statistics of this engine for the viewers of its page server: its name, and the tokens that each tier has supplied.
-# The engine publishes a JSON object every few seconds, which is not stored. It uses the channel of its ACL user, so
-# that this user can read it or, if the server refuses that, the channel of all engines. Each message is also a
+# The engine publishes a JSON object every few seconds, which is not stored. It uses the channel of its ACL user, which
+# this user may read, or, if the server refuses that, the channel of all engines. Each message is also a
 # heartbeat, by which an idle engine notices the begin and the end of an outage of the server.
 
 CHANNEL = "kvpage:engines"  # the channel of a user has ":" and the user's name appended
 EVERY_SECONDS = 5.0
-MOST_LETTERS = 100  # of the model's name
+MAX_NAME_LENGTH = 100  # of the model's name
 
 
 def figures(model_id: str, pool: BlockPool, tally: Tally) -> str:
     """Return the current figures as JSON."""
     room = 0 if pool.total_bytes == UNLIMITED else pool.total_bytes
-    statistics = {"name": WRITER, "model": model_id[:MOST_LETTERS], "used": pool.used_bytes, "room": room}
+    statistics = {"name": WRITER, "model": model_id[:MAX_NAME_LENGTH], "used": pool.used_bytes, "room": room}
     return json.dumps(statistics | tally.figures())
 
 
-async def publish_statistics(connection: ServerConnection, what: Callable[[], str]) -> None:
+async def publish_statistics(connection: ServerConnection, make_message: Callable[[], str]) -> None:
     """Publish to every server, until the connection is closed. If the server refuses both channels, send PING
     instead."""
     for channel in (f"{CHANNEL}:{connection.user}", CHANNEL):
         with suppress(_NotAllowed):
-            await _repeat(connection, lambda channel=channel: _publish(connection, channel, what()))  # type: ignore[misc]
+            await _repeat(connection, lambda to=channel: _publish(connection, to, make_message()))  # type: ignore[misc]
     await _repeat(connection, connection.check)
 
 
-async def _repeat(connection: ServerConnection, message: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Send a message every few seconds, and sooner after a failure, until the circuit breaker opens."""
+async def _repeat(connection: ServerConnection, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Call `send` every few seconds, and sooner after a failure, until the circuit breaker opens."""
     while True:
         failures: list[str] = []
-        await connection.attempt(message(), failures.append)
+        await connection.attempt(send(), failures.append)
         soon = failures and connection.breaker.state is State.CLOSED
         await asyncio.sleep(SHORTEST if soon else EVERY_SECONDS)
 

@@ -46,12 +46,12 @@ from .server.connection import OUTAGES, CircuitBreaker, Outage, ServerConnection
 from .server.fetch import Fetch
 from .server.lookup import FetchRequest, Remote
 from .server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
-from .server.reference_counts import MakesManifest, label_key
+from .server.reference_counts import ManifestMaker, label_key
 from .server.restore_planner import Rates
 from .server.tails import least_tail
 
 T = TypeVar("T")
-Doing = Coroutine[Any, Any, T]
+Work = Coroutine[Any, Any, T]
 RESTORE_SECONDS = 10.0  # default time limit of a load
 
 
@@ -59,14 +59,14 @@ class References(Protocol):
     """Operations on manifests that keep the references of blocks consistent, on one server or on several."""
 
     def save(
-        self, to: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write, /
-    ) -> Doing[Saved]:
+        self, connection: ServerConnection, agent_id: str, fingerprint: int, manifest: ManifestMaker, write: Write, /
+    ) -> Work[Saved]:
         """Write blocks, then the agent's manifest of them."""
 
-    def copy(self, on: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /) -> Doing[bool]:
+    def copy(self, connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /) -> Work[bool]:
         """Give an agent the context of another. Return whether there was one."""
 
-    def delete(self, on: ServerConnection, agent_id: str, /) -> Doing[bool]:
+    def delete(self, connection: ServerConnection, agent_id: str, /) -> Work[bool]:
         """Delete an agent's contexts, of any model. Return whether there were any."""
 
 
@@ -206,7 +206,7 @@ class PageTier:
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
         made = partial(manifest.dump, self._spec, self._layout.together)
         agent_id, fingerprint = context.agent_id, self._spec.fingerprint
-        return await self._saved(
+        return await self._report_save(
             self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))
         )
 
@@ -226,7 +226,7 @@ class PageTier:
             return Saved(0, 0, 0)
         states = () if label is None else context.stored_states
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, states))
-        return await self._saved(self._write(parts) if label is None else self._publish(manifest, parts, label))
+        return await self._report_save(self._write(parts) if label is None else self._publish(manifest, parts, label))
 
     async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str) -> Saved:
         saved = await self._write(parts)
@@ -263,7 +263,7 @@ class PageTier:
         blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
         return Saved(blocks, present, nbytes, len(written) == len(missing), tuple(written))
 
-    async def _saved(self, work: Doing[Saved]) -> Saved | None:
+    async def _report_save(self, work: Work[Saved]) -> Saved | None:
         failures: Counter[str] = Counter()
         with span("kvpage.save") as seen:
             saved = await self._attempt(work, failures)
@@ -304,7 +304,7 @@ class PageTier:
     def has(self, agent_id: str) -> bool | None:
         """Return whether the agent has a context for this model; None if the server does not answer. Like all methods
         about agents, this does not count as a use of keys."""
-        found = self._ask(self._connection.look([Question(["EXISTS", self._key(agent_id)], up_to(1))]))
+        found = self._ask(self._connection.ask_untouched([Question(["EXISTS", self._key(agent_id)], up_to(1))]))
         return None if found is None else found == [1]
 
     def tokens_of(self, agent_id: str) -> int | None:
@@ -318,7 +318,7 @@ class PageTier:
         return self._ask(self._is_whole(agent_id))
 
     async def _manifest(self, agent_id: str) -> ContextManifest | None:
-        (raw,) = await self._connection.look([Question(["GET", self._key(agent_id)], text)])
+        (raw,) = await self._connection.ask_untouched([Question(["GET", self._key(agent_id)], text)])
         try:
             return ContextManifest.parse(raw, agent_id, self._spec) if raw is not None else None
         except Miss:
@@ -329,7 +329,7 @@ class PageTier:
         if not manifest:
             return False
         places = manifest.places(self._spec, self._layout.together)
-        return not await block_writer.missing(self._connection, self._layout, places, look=True)
+        return not await block_writer.missing(self._connection, self._layout, places, untouched=True)
 
     def _key(self, agent_id: str) -> str:
         return manifest_key(check_agent_id(agent_id), self._spec.fingerprint)
@@ -376,11 +376,11 @@ class PageTier:
         await self._connection.transaction([key], Question(["GET", key], text), change)
         return ours
 
-    def _ask(self, work: Doing[T]) -> T | None:
+    def _ask(self, work: Work[T]) -> T | None:
         """Wait for the result of `work`, and return it. Without an answer, count the reason and return None."""
         return self.loop.run(self._attempt(work, self.unasked))
 
-    async def _attempt(self, work: Doing[T], failures: Counter[str]) -> T | None:
+    async def _attempt(self, work: Work[T], failures: Counter[str]) -> T | None:
         def missed(why: str) -> None:
             failures.update([why])
             seen.set(reason=why)

@@ -32,7 +32,7 @@ from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .cold import SafetensorsCacheAdapter
 from .flush import Flusher, Publication
-from .hot import Below, CacheEntry, HotTier
+from .hot import CacheEntry, HotTier, LowerTier
 from .loading import Found, Loaded, Loading, LoadSources, Wanted, beginning
 from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
 from .pages import RESTORE_SECONDS, PageTier
@@ -82,18 +82,18 @@ class CacheConfig:
 
 log = logging.getLogger(__name__)
 
-WORTH_SECONDS = 0.1  # a context that takes longer to compute is written after its first use
+WORTH_SECONDS = 0.1  # a context without a name that takes longer to compute is written without a second use
 
 
 @dataclass(frozen=True, slots=True)
 class AgentInfo:
-    """An agent's contexts in the store."""
+    """Description of an agent's context in the store."""
 
     agent_id: str
     tokens: int
     tiers: tuple[str, ...]  # of "hot", "page" and "cold"
     nbytes: int  # of these tokens, in memory
-    saved: bool  # whether a tier below memory has all of it
+    saved: bool  # whether a tier below memory has the whole context
     pinned: bool
 
 
@@ -104,8 +104,8 @@ class StoreUnavailableError(RuntimeError):
         super().__init__("the page server does not answer")
 
 
-class _Unchanged:
-    """Mark of an agent's loads that began after its context was last saved, replaced by a fork, or deleted."""
+class _Version:
+    """Version of an agent's context. Loads refer to the version at their start. A save, a fork and a delete end it."""
 
 
 class AgentCacheStore:
@@ -142,13 +142,13 @@ class AgentCacheStore:
         self._closed = False
         self._loop = pages.loop if pages else EventLoop()
         self._hot = HotTier(pool, config.max_hot_agents, hot_bytes, queue_bytes)
-        self._lock = self._hot.lock  # also of the tree, and of `_unchanged`
+        self._lock = self._hot.lock  # also of the tree, and of `_versions`
         self._tree = ContextTree(spec, pool, tree_bytes)
         self._flusher = Flusher(self._hot, self._loop, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages, self._loop)
-        self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._evict_for)
+        self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
-        self._unchanged: weakref.WeakValueDictionary[str, _Unchanged] = weakref.WeakValueDictionary()  # under the lock
+        self._versions: weakref.WeakValueDictionary[str, _Version] = weakref.WeakValueDictionary()  # by agent
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
         """Load the longest stored prefix of `tokens`, or the agent's own context without `tokens`, and wait for it.
@@ -176,24 +176,24 @@ class AgentCacheStore:
         tokens = None if tokens is None else token_ids(tokens)
         within = self.restore_within if within is None else within
         with self._lock:
-            memory = self._in_memory(agent_id, tokens)
+            memory = self._find_in_memory(agent_id, tokens)
             own = self._hot.look(agent_id)
             if named:
                 enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
             else:
                 enough = tokens is not None and len(tokens) - 1 - memory.reach < least_tail(self.spec)
-            unchanged = self._unchanged.setdefault(agent_id, _Unchanged()) if named else None
+            version = self._versions.setdefault(agent_id, _Version()) if named else None
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(
-            self._sources, Wanted(agent_id, tokens, named), memory, partial(self._on_loaded, unchanged), within
+            self._sources, Wanted(agent_id, tokens, named), memory, partial(self._keep_loaded, version), within
         )
         self._loadings.add(loading)
         return loading
 
     def save(self, context: AgentBlocks) -> None:
-        """Keep a context as its agent's last one, and queue it for write-behind, with references of its own.
+        """Keep a context as its agent's last one, and queue it for write-behind. The store takes references of its own.
 
-        The empty context of an answer that was not kept changes nothing. Raises IncompatibleBlocksError for blocks of
+        An empty context changes nothing. Raises IncompatibleBlocksError for blocks of
         another model, ValueError for blocks that were freed.
         """
         context.validate(self.spec)
@@ -202,12 +202,12 @@ class AgentCacheStore:
         with self._lock:
             adopted = self._tree.adopt(context)
             self._tree.mark_stored(adopted)
-            self._take_up(adopted)
+            self._replace(adopted)
 
     def publish(self, context: AgentBlocks, claim: Claim | None = None, *, label: str | None = "") -> None:
-        """Share a context without a name, or the beginning of a context with an answer that is not complete. Release
-        `claim` when it is written. `label` is the text that people see for it; None for a named agent's context, of
-        which only the full blocks are written: the rest is saved with its name.
+        """Share a context without a name, or the prompt of an agent whose answer is not complete. Release `claim` when
+        it is written. `label` is the text that people see for a context without a name. It is None for the prompt of a
+        named agent, of which only the full blocks are written, because `save` writes the rest.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
         that are not stored yet takes WORTH_SECONDS, or another prompt has reused it.
@@ -217,7 +217,7 @@ class AgentCacheStore:
         context.validate(self.spec)
         with self._lock:
             adopted = self._tree.adopt(context)
-            written = label is None or self._is_worth(adopted)
+            written = label is None or self._is_worth_writing(adopted)
             if written:
                 self._tree.mark_stored(adopted)
             elif label:
@@ -264,7 +264,7 @@ class AgentCacheStore:
             finally:  # memory last, because a load could restore the context from a tier that still has it
                 with self._lock:
                     entry = self._hot.look(agent_id)
-                    self._forget(agent_id)
+                    self._drop(agent_id)
                     if entry:
                         self._tree.forget(entry.context, [other.context for other in self._hot])
         if on_server is None:
@@ -284,7 +284,7 @@ class AgentCacheStore:
             entry = self._hot.look(agent_id)
             if entry and entry.whole:
                 self._pool.share(entry.context.block_ids, new_id)
-                self._take_up(replace(entry.context, agent_id=new_id))
+                self._replace(replace(entry.context, agent_id=new_id))
                 return True
         with self._flusher.paused():
             forked = self._pages.fork(agent_id, new_id) if self._pages else False
@@ -294,7 +294,7 @@ class AgentCacheStore:
                         self._cold.delete(new_id)  # an older context
                 finally:  # contexts in memory are older, too, and so are contexts that a load has restored meanwhile
                     with self._lock:
-                        self._forget(new_id)
+                        self._drop(new_id)
                 return True
         found = self._cold.load(agent_id) if self._cold else None
         if not found and forked is None:
@@ -304,7 +304,7 @@ class AgentCacheStore:
         self._pool.share(found.block_ids, new_id)
         self._pool.free(found.block_ids, agent_id)
         with self._lock:
-            self._take_up(replace(found, agent_id=new_id))
+            self._replace(replace(found, agent_id=new_id))
         return True
 
     def pin(self, agent_id: str) -> bool:
@@ -319,7 +319,7 @@ class AgentCacheStore:
         """Evict the `n` least recently used agents from memory, and return their number. A dirty one stays until it is
         written."""
         with self._lock:
-            evicted = sum(self._hot.evict(self._flusher.stuck) for _ in range(n))
+            evicted = sum(self._hot.evict(self._flusher.failing) for _ in range(n))
             self._flusher.wake()
         return evicted
 
@@ -331,11 +331,11 @@ class AgentCacheStore:
         """
         with self._lock:
             while not self._has_space(blocks, nbytes):
-                stuck = self._flusher.stuck
-                bytes_being_freed = self._hot.bytes_being_freed(stuck)
+                failing = self._flusher.failing
+                bytes_being_freed = self._hot.bytes_being_freed(failing)
                 if self._has_space(blocks - len(bytes_being_freed), nbytes - sum(bytes_being_freed.values())):
                     break
-                if not (self._flusher.abandon_prompt() or self._evict(stuck) or self._hot.abandon(stuck)):
+                if not (self._flusher.abandon_prompt() or self._evict(failing) or self._hot.abandon(failing)):
                     break
             self._flusher.wake()
             return self._has_space(blocks, nbytes)
@@ -361,8 +361,8 @@ class AgentCacheStore:
         return {name: tier.save_failure for name, tier in tiers.items() if tier and tier.save_failure}
 
     def evict_all_to_disk(self) -> int:
-        """Write all dirty contexts, also to files, and drop all contexts from memory, except pinned ones and ones that
-        could not be written. Return the number of dropped contexts of agents.
+        """Write all dirty contexts, also to files. Then drop all contexts from memory, except pinned contexts and dirty
+        ones. Return the number of dropped contexts of agents.
 
         The system gets the freed memory back.
         """
@@ -449,7 +449,7 @@ class AgentCacheStore:
         return unsaved
 
     def _find_lost(self) -> None:
-        """Mark contexts that were saved and that the page server has lost since, so that they are written again."""
+        """Mark saved contexts that the page server has lost since, so that `close` writes them again."""
         with self._lock:
             saved = [entry for entry in self._hot if entry.whole and entry.kept]
         for entry in saved:
@@ -479,7 +479,7 @@ class AgentCacheStore:
             bool(entry and entry.pinned),
         )
 
-    def _in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
+    def _find_in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
         """Return the longest beginning of `tokens` in memory, or, without `tokens`, the agent's own whole context."""
         entry = self._hot.use(agent_id)
         memory = Found()
@@ -499,7 +499,7 @@ class AgentCacheStore:
             self._pool.free(worse.block_ids, agent_id)
         return Found(shared, "prefix", reach) if better else memory
 
-    def _is_worth(self, context: AgentBlocks) -> bool:
+    def _is_worth_writing(self, context: AgentBlocks) -> bool:
         """Return whether a context without a name is written to the page server."""
         if self._keep != "worth":
             return self._keep == "all"
@@ -507,7 +507,7 @@ class AgentCacheStore:
         return rate is None or self._tree.unstored(context) / rate >= WORTH_SECONDS
 
     def _write_reused(self, context: AgentBlocks) -> None:
-        """Write a context of the tree, because a second prompt has reused a part that no tier below was given."""
+        """Write a context of the tree, because a second prompt has reused a part that is in no tier below."""
         if self._keep == "worth" and self._pages:
             self._tree.mark_stored(context)
             self._pool.share(context.block_ids, context.agent_id)
@@ -521,15 +521,15 @@ class AgentCacheStore:
         return Publication(context, label, (chain.root, chain.client), on_end)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
-        """Return whether a full block of the prompt, without its last token, is not in the first `reach` tokens."""
+        """Return whether the prompt has a full block, without its last token, beyond the first `reach` tokens."""
         size = self.spec.block_tokens
         return reach // size < (len(tokens) - 1) // size
 
-    def _on_loaded(self, unchanged: _Unchanged | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
+    def _keep_loaded(self, version: _Version | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
         """Keep a context from a lower tier in memory: in the tree for all agents, and the agent's own as its context.
 
-        If the agent has changed since the load began, the loaded context is older, or was deleted, and is not kept. For
-        an agent without a name, `unchanged` is None, and the agent gets no context of its own.
+        If the `version` has ended since the load began, the loaded context is outdated, and is not kept. For an agent
+        without a name `version` is None, and the agent gets no context of its own.
         """
         blocks = loaded.blocks
         self._tally.loaded(loaded.tier, loaded.nbytes, loaded.seconds, loaded.why)
@@ -537,30 +537,30 @@ class AgentCacheStore:
             return
         full = len(blocks) % self.spec.block_tokens == 0
         of_prompt = full and tokens and blocks.tokens == tuple(tokens[: len(blocks)])
-        anybodys = loaded.tier == "page" and (of_prompt or not loaded.own)
+        is_shared = loaded.tier == "page" and (of_prompt or not loaded.own)
         with self._lock:
-            if self._unchanged.get(blocks.agent_id) is not unchanged:
+            if self._versions.get(blocks.agent_id) is not version:
                 return
             adopted = self._tree.adopt(blocks)
             self._tree.mark_stored(adopted)
             entry = self._hot.look(blocks.agent_id)
-            if unchanged and not anybodys and not (entry and entry.unwritten_tiers):
+            if version and not is_shared and not (entry and entry.unwritten_tiers):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
                 self._hot.put(adopted, (), whole=whole, kept=True)
-                self._hot.trim(self._flusher.stuck)
+                self._hot.trim(self._flusher.failing)
             else:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
 
-    def _take_up(self, context: AgentBlocks) -> None:
-        """Make a context its agent's last one, mark it as dirty, and take over its references."""
-        self._unchanged.pop(context.agent_id, None)
+    def _replace(self, context: AgentBlocks) -> None:
+        """Replace the agent's last context, mark the new one as dirty, and take over its references."""
+        self._versions.pop(context.agent_id, None)
         self._hot.put(context, self._flusher.tiers, whole=True)
-        self._hot.trim(self._flusher.stuck)
+        self._hot.trim(self._flusher.failing)
         self._flusher.wake()
 
-    def _forget(self, agent_id: str) -> None:
+    def _drop(self, agent_id: str) -> None:
         """Drop an agent's context from memory, because it was replaced or deleted."""
-        self._unchanged.pop(agent_id, None)
+        self._versions.pop(agent_id, None)
         self._hot.drop(agent_id)
 
     def _pin(self, agent_id: str, pinned: bool) -> bool:
@@ -568,18 +568,18 @@ class AgentCacheStore:
             entry = self._hot.use(check_agent_id(agent_id))
             if entry:
                 entry.pinned = pinned
-                self._hot.trim(self._flusher.stuck)
+                self._hot.trim(self._flusher.failing)
         return entry is not None
 
-    def _evict(self, stuck: Collection[Below]) -> bool:
-        """Evict an agent's context or a leaf of the tree, the one that was not used for longer. Return whether there
-        was one."""
+    def _evict(self, failing: Collection[LowerTier]) -> bool:
+        """Evict an agent's context or a leaf of the tree, the least recently used of the two. Return whether there was
+        one."""
         agents, tree = self._hot.idle, self._tree.idle
         if tree is None or (agents is not None and agents > tree):
-            return self._hot.evict(stuck) or self._tree.evict()
-        return self._tree.evict() or self._hot.evict(stuck)
+            return self._hot.evict(failing) or self._tree.evict()
+        return self._tree.evict() or self._hot.evict(failing)
 
-    def _evict_for(self, tokens: int) -> None:
+    def _make_room_for(self, tokens: int) -> None:
         self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)
 
     def _has_space(self, blocks: int, nbytes: int) -> bool:

@@ -10,7 +10,7 @@ from pools import pool_of
 # isort: split
 
 from engine.pool import BlockPool
-from engine.tiers.hot import Below, HotTier
+from engine.tiers.hot import HotTier, LowerTier
 
 MANY = 1 << 30
 TEN = 10 * SPEC.token_nbytes  # bytes of ten tokens
@@ -19,7 +19,7 @@ TEN = 10 * SPEC.token_nbytes  # bytes of ten tokens
 pool = pool_of(64)
 
 
-def keep(hot: HotTier, pool: BlockPool, agent_id: str, *unwritten_tiers: Below, count: int = 10) -> None:
+def keep(hot: HotTier, pool: BlockPool, agent_id: str, *unwritten_tiers: LowerTier, count: int = 10) -> None:
     hot.put(made(pool, agent_id, some_tokens(len(agent_id), count)), unwritten_tiers, whole=True)
 
 

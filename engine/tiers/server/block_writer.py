@@ -51,14 +51,14 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
 
 
 async def missing(
-    connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace], *, look: bool = False
+    connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace], *, untouched: bool = False
 ) -> list[BlockPlace]:
-    """Return the places that are not complete or not sealed. With `look`, this does not count as a use of their
+    """Return the places that are not complete or not sealed. With `untouched`, this does not count as a use of their
     keys."""
-    asked = [_questions(place, connection, layout) for place in places]
-    ask = connection.look if look else connection.ask
-    found = iter(await ask(chain.from_iterable(asked), gone=0))
-    return [place for place, questions in zip(places, asked, strict=True) if [next(found) for _ in questions].count(0)]
+    questions = [_questions(place, connection, layout) for place in places]
+    ask = connection.ask_untouched if untouched else connection.ask
+    answers = iter(await ask(chain.from_iterable(questions), gone=0))
+    return [place for place, own in zip(places, questions, strict=True) if [next(answers) for _ in own].count(0)]
 
 
 def _questions(place: BlockPlace, connection: ServerConnection, layout: BlockLayout) -> list[Question]:
@@ -90,8 +90,7 @@ async def write(
 async def link(connection: ServerConnection, layout: BlockLayout, places: Iterable[BlockPlace]) -> None:
     """Declare to the server that each block extends the one before it, so that it evicts a context from the end.
 
-    The server cannot derive this from the blocks' names. Loads declare it, too, but a saved context may never be
-    loaded.
+    The server cannot derive this from the blocks' names. A load declares it, too, but may never happen.
     """
     blocks = [place for place in places if not place.of_state and layout.nbytes(place)]
     if len(blocks) > 1:
@@ -110,8 +109,8 @@ async def _write_chunk(
         except OUTAGES as error:
             if not connection.several or isinstance(error, Refused):
                 raise
-            there = await connection.ask([connection.server.words.exists(name) for name in names], gone=0)
-            chunk = [place for place, _ in takewhile(lambda one: one[1], zip(chunk, there, strict=True))]
+            present = await connection.ask([connection.server.words.exists(name) for name in names], gone=0)
+            chunk = [place for place, _ in takewhile(lambda one: one[1], zip(chunk, present, strict=True))]
     connection.progressed()
     await connection.write({place.seal: place.digest(parts[place]) for place in chunk})
     return chunk

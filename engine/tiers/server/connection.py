@@ -51,8 +51,8 @@ class State(StrEnum):
 class CircuitBreaker:
     """Circuit breaker: permits or rejects requests to a server, according to the results so far. Thread-safe.
 
-    A caller that was permitted calls `succeeded` or `failed`. If a probe calls neither within a pause, because it was
-    cancelled, another request is the probe.
+    The caller of a permitted request calls `succeeded` or `failed` afterwards. A cancelled request calls neither: if it
+    was the probe, the first request after another pause is the next probe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,39 +62,39 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._failures = 0  # in a row
         self._pause = SHORTEST  # seconds from a failure to the next probe
-        self._until: float | None = None  # time of `clock` from which a probe is permitted; None if it is closed
+        self._probe_at: float | None = None  # time of `clock` from which a probe is permitted; None if it is closed
         self._probing = False  # a probe is in progress
 
     @property
     def state(self) -> State:
-        if self._until is None:
+        if self._probe_at is None:
             return State.CLOSED
-        return State.HALF_OPEN if self._probing or self._clock() >= self._until else State.OPEN
+        return State.HALF_OPEN if self._probing or self._clock() >= self._probe_at else State.OPEN
 
     def allows(self) -> bool:
         """Return whether a request may be sent. If the breaker is open, the first request after the pause is the
         probe."""
         with self._lock:
-            if self._until is None:
+            if self._probe_at is None:
                 return True
-            if self._clock() < self._until:
+            if self._clock() < self._probe_at:
                 return False
             self._probing = True
-            self._until = self._clock() + self._pause
+            self._probe_at = self._clock() + self._pause
             return True
 
     def retry(self) -> None:
-        """Permit the next request as the probe, without the rest of the pause."""
+        """End the pause: the next request is the probe."""
         with self._lock:
-            if self._until is not None:
-                self._until = self._clock()
+            if self._probe_at is not None:
+                self._probe_at = self._clock()
 
     def succeeded(self) -> None:
         """Note that the server has answered correctly, and close the breaker."""
         with self._lock:
             self._failures = 0
             self._pause = SHORTEST
-            self._until = None
+            self._probe_at = None
             self._probing = False
 
     def failed(self) -> None:
@@ -104,12 +104,12 @@ class CircuitBreaker:
             self._failures += 1
             if self._probing:
                 self._pause = min(2 * self._pause, LONGEST)
-            elif self._until is not None or self._failures < FAILURES:
+            elif self._probe_at is not None or self._failures < FAILURES:
                 return  # the request was sent before the breaker opened, or too few have failed
             else:
                 self.opened += 1
             self._probing = False
-            self._until = self._clock() + self._pause
+            self._probe_at = self._clock() + self._pause
 
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ T = TypeVar("T")
 OUTAGES = (PageClientError, OSError, TimeoutError)  # exceptions of a server that fails or is absent
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons that the breaker counts as failures
 LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # error codes of every reply until a login succeeds
-_limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # the deadline of the current attempt
+_attempt_timeout: ContextVar[asyncio.Timeout] = ContextVar("attempt_timeout")  # of the current attempt
 SCAN_COUNT = 5000  # keys that one call of SCAN examines
 CONCURRENT_ATTEMPTS = 16  # concurrent attempts, each with up to `connections` connections
 
@@ -153,8 +153,8 @@ class Reachability:
     An outage begins with the last of FAILURES failures in a row, and ends with the next answer. This is counted apart
     from the breaker, which stays closed for login errors and with several servers.
 
-    `failed` and `answered` are called on the connection's thread. `outage`, None while there is none, may be read on
-    any thread.
+    `failed` and `answered` are called on the loop's thread. `outage` may be read on any thread; it is None without an
+    outage.
     """
 
     def __init__(self, address: str) -> None:
@@ -201,14 +201,14 @@ class ServerConnection:
         self.breaker = CircuitBreaker()
         self.reachability = Reachability(shown(url))
         self.rates = Rates()
-        self._may_look = True  # no refusal of CLIENT NO-TOUCH so far
+        self._may_use_no_touch = True  # no refusal of CLIENT NO-TOUCH so far
         self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)
         self.loop = EventLoop()
 
     @property
     def answer_within(self) -> float:
-        """Seconds for a reply. With several servers it is half the deadline, so that time is left to continue without
-        one."""
+        """Seconds for a reply. With several servers it is half the deadline, so that the rest is left for the others if
+        one does not answer."""
         return self.deadline / 2 if self.several else self.deadline
 
     def begin(
@@ -233,28 +233,28 @@ class ServerConnection:
         return lambda: self.loop.call(cancel)
 
     async def attempt(
-        self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
+        self, work: Coroutine[Any, Any, T], on_failure: Callable[[str], object], within: float | None = None
     ) -> T | None:
         """Run `work`, at most CONCURRENT_ATTEMPTS at the same time, unless the breaker is open.
 
-        After an outage, call `missed` with the reason and return None.
+        After an outage, call `on_failure` with the reason and return None.
 
-        The deadline starts when `work` starts, and again at each call of `progressed`. The time in all, including the
-        wait for a turn, is limited to `within` seconds. If this limit is exceeded, that is no failure of the server:
-        the reason is ``late``.
+        The deadline starts when `work` starts, and again at each call of `progressed`. `within` limits the whole time
+        in seconds, including the wait for a turn. The reason of exceeding it is ``late``, which is no failure of the
+        server.
         """
         try:
             async with asyncio.timeout(within) as whole, self._turns:
                 if not self.breaker.allows():
-                    missed("open")
+                    on_failure("open")
                     return None
                 async with asyncio.timeout(self.deadline) as limit:
-                    _limit.set(limit)
+                    _attempt_timeout.set(limit)
                     done = await work
         except OUTAGES as error:
             late = whole.expired()
             why = "late" if late else reason(error)
-            missed(why)
+            on_failure(why)
             if not late:
                 if why in FAILING or (isinstance(error, Refused) and error.code in LOGIN_ERRORS):
                     self.reachability.failed(why, error)
@@ -273,7 +273,7 @@ class ServerConnection:
 
     def progressed(self) -> None:
         """Restart the deadline of the current attempt, because a part of it is done."""
-        limit = _limit.get()
+        limit = _attempt_timeout.get()
         if not limit.expired():
             limit.reschedule(asyncio.get_running_loop().time() + self.deadline)
 
@@ -284,16 +284,16 @@ class ServerConnection:
         self.progressed()
         return answers
 
-    async def look(self, questions: Iterable[Question], *, gone: Any = RAISES) -> list[Any]:
+    async def ask_untouched(self, questions: Iterable[Question], *, gone: Any = RAISES) -> list[Any]:
         """Send commands that do not count as uses of their keys, if a single server permits CLIENT NO-TOUCH to the
         user."""
         questions = list(questions)
-        if not self.several and self._may_look:
+        if not self.several and self._may_use_no_touch:
             on, off = (Question(["CLIENT", "NO-TOUCH", word], ok) for word in ("ON", "OFF"))
             try:
                 return (await self.ask([on, *questions, off]))[1:-1]
             except Refused:
-                self._may_look = False
+                self._may_use_no_touch = False
         return await self.ask(questions, gone=gone)
 
     async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
@@ -301,16 +301,15 @@ class ServerConnection:
         (answer,) = await self.ask([Question(words, read)])
         return cast(T, answer)
 
-    async def read(self, keys: Sequence[str], missed: Callable[[str], object] = lambda _: None) -> list[bytes | None]:
-        """Read strings; None for missing keys. `missed` is called with ``gone`` if one of several servers does not
-        answer.
-        """
+    async def read(self, keys: Sequence[str], on_miss: Callable[[str], object] = lambda _: None) -> list[bytes | None]:
+        """Read strings; None for missing keys. If one of several servers does not answer, call `on_miss` with
+        ``gone``."""
         if not self.several:
             return await self.ask_one(texts(len(keys)), "MGET", *keys)
         nothing = object()
         found = await self.ask([Question(["GET", key], text) for key in keys], gone=nothing)
         if nothing in found:
-            missed(GONE)
+            on_miss(GONE)
         return [None if value is nothing else value for value in found]
 
     async def write(self, values: Mapping[str, str]) -> None:

@@ -46,7 +46,7 @@ Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memor
 
 
 class Receiver:
-    """The received part of a plan. It ends at the first block that is missing or does not match its seal."""
+    """The received part of a plan, up to the first block that is missing or does not match its seal."""
 
     def __init__(self, lookup: Lookup, plan: Plan, digests: Mapping[str, str]) -> None:
         """Start with nothing received. `digests` are by seal."""
@@ -58,23 +58,23 @@ class Receiver:
         self._connection = lookup.remote.connection
         self._layout = lookup.remote.layout
         self._digests = digests
-        self._broken = False  # a block is missing, so later ones are unusable
+        self._stopped = False  # a block is missing, so later ones are unusable
         self._outage: Exception | None = None  # the error that stopped it
         self._begun = time.perf_counter()
 
     @property
     def reach(self) -> int:
         """Tokens of the prompt that the received blocks cover."""
-        kept = self.kept()
-        end = self.state or kept[-1] if kept else None
+        usable = self.usable()
+        end = self.state or usable[-1] if usable else None
         return max(0, min(self.plan.reach, end.end, self._lookup.limit)) if end else 0
 
-    def kept(self) -> list[BlockPlace]:
-        """Return the usable blocks, held or received. If layers carry a state, they end at the furthest state."""
-        had = self._had()
+    def usable(self) -> list[BlockPlace]:
+        """Return the blocks of the context. If layers carry a state, they end at the furthest available state."""
+        available = self._available()
         if not self._lookup.remote.spec.has_state:
-            return had
-        return [place for place in had if self.state and place.start < self.state.end]
+            return available
+        return [place for place in available if self.state and place.start < self.state.end]
 
     async def receive(self) -> None:
         """Receive the planned blocks that are not in memory. Raises an outage that interrupted it."""
@@ -83,22 +83,22 @@ class Receiver:
         self._begun = time.perf_counter()
         try:
             chunks = self._with_memory(missing)
-            await asyncio.gather(*(self._take_all(chunks) for _ in range(self._connection.connections)))
+            await asyncio.gather(*(self._receive_chunks(chunks) for _ in range(self._connection.connections)))
             if self._outage:
                 try:
                     raise self._outage
                 finally:
                     self._outage = None  # its traceback has this frame: break the cycle
-            await self._take_state()
+            await self._receive_state()
         finally:
             self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)
 
-    def _had(self) -> list[BlockPlace]:
-        """Return the planned blocks, held or received, up to the first that is missing."""
+    def _available(self) -> list[BlockPlace]:
+        """Return the planned blocks that are in memory or received, up to the first that is missing."""
         return list(takewhile(lambda place: place in self._lookup.held or place in self.arrays, self.plan.blocks))
 
     def _with_memory(self, blocks: Sequence[BlockPlace]) -> Iterator[Chunk]:
-        """Yield chunks of blocks with memory for them. The memory for the next chunk is prepared in advance."""
+        """Yield chunks of blocks with their memory. The memory of the next chunk is already being prepared."""
         upcoming = None
         for chunk in self._layout.chunks(blocks):
             ready, upcoming = upcoming, (chunk, self._memory(chunk))
@@ -108,28 +108,28 @@ class Receiver:
             yield upcoming
 
     def _memory(self, places: Sequence[BlockPlace]) -> list[mx.array]:
-        """Return memory for each place, which MLX fills with zeros in the background: eight bytes at a time, which is
-        faster."""
+        """Return memory for each place. MLX fills it with zeros in the background, as uint64, because that is faster
+        than as uint8."""
         sizes = [self._layout.nbytes(place) for place in places]
         memory = [mx.zeros((-(-nbytes // 8),), mx.uint64).view(mx.uint8)[:nbytes] for nbytes in sizes]
         mx.async_eval(memory)  # type: ignore[no-untyped-call]
         return memory
 
-    async def _take_all(self, chunks: Iterator[Chunk]) -> None:
+    async def _receive_chunks(self, chunks: Iterator[Chunk]) -> None:
         """Receive chunks until none is left, or a block is missing. Several of these tasks share `chunks`."""
-        while not self._broken and (chunk := next(chunks, None)):
+        while not self._stopped and (chunk := next(chunks, None)):
             try:
-                await self._take(*chunk)
-                self._reconsider()
+                await self._receive_chunk(*chunk)
+                self._check_rate()
             except Miss as error:
                 self._report.missed(str(error))
-                self._broken = True
+                self._stopped = True
             except OUTAGES as error:
                 self._outage = self._outage or error
-                self._broken = True
+                self._stopped = True
 
-    def _reconsider(self) -> None:
-        """Raise Miss if computing the rest is faster than receiving it at the rate so far."""
+    def _check_rate(self) -> None:
+        """Raise Miss if the rest is computed faster than received, at the rate of this fetch so far."""
         if self._lookup.whole_context or self._report.nbytes < LEAST_BYTES:
             return
         rest = [place for place in self._lookup.wanted(self.plan) if place not in self.arrays]
@@ -139,42 +139,42 @@ class Receiver:
             self._report.decision = again
             raise Miss("recompute")
 
-    async def _take(self, places: Sequence[BlockPlace], memory: Sequence[mx.array]) -> None:
+    async def _receive_chunk(self, places: Sequence[BlockPlace], memory: Sequence[mx.array]) -> None:
         """Receive blocks of one size. For a block that does not match its seal, raise Miss and delete the seal, so that
         the next save writes the block again.
         """
         nbytes = self._layout.nbytes(places[0])
         mx.eval(memory)
-        missed: list[str | None] = [None] * len(places)
+        misses: list[str | None] = [None] * len(places)  # by place: the reason
         if nbytes:
             names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
-            missed = await self._connection.server.fetch_blocks_into(names, self._layout.block(places[0]), bodies)
+            misses = await self._connection.server.fetch_blocks_into(names, self._layout.block(places[0]), bodies)
             self._connection.progressed()  # restart the deadline before the blocks are verified
         shapes = self._layout.shapes(places[0])
-        whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
+        whole = [(place, body) for place, body, why in zip(places, memory, misses, strict=True) if why is None]
         with span("kvpage.verify") as seen:
-            made = await self._connection.loop.on_block_thread(partial(_made, whole, self._digests, shapes))
+            verified = await self._connection.loop.on_block_thread(partial(_verified, whole, self._digests, shapes))
             seen.set(
-                blocks=len(whole), bytes=nbytes * len(whole), reason=None if len(made) == len(whole) else "checksum"
+                blocks=len(whole), bytes=nbytes * len(whole), reason=None if len(verified) == len(whole) else "checksum"
             )
-        for place, why in zip(places, missed, strict=True):
-            if place not in made:
+        for place, why in zip(places, misses, strict=True):
+            if place not in verified:
                 if why == GONE:
                     raise Miss(GONE)
                 await self._connection.ask([Question(["DEL", place.seal], integer)], gone=0)
                 raise Miss("shape" if why in ("absent", "size") else "checksum")
-            self.arrays[place] = made[place]
+            self.arrays[place] = verified[place]
             self._report.nbytes += nbytes
 
-    async def _take_state(self) -> None:
+    async def _receive_state(self) -> None:
         """Receive the furthest state that is available within the received blocks."""
-        had = self._had()
+        available = self._available()
         for place in self.plan.states:
-            if not had or place.end > had[-1].end:
+            if not available or place.end > available[-1].end:
                 continue
             if place.seal not in self._lookup.digests_in_memory:
                 try:
-                    await self._take([place], self._memory([place]))
+                    await self._receive_chunk([place], self._memory([place]))
                 except Miss as error:
                     self._report.missed(str(error))
                     continue
@@ -182,7 +182,7 @@ class Receiver:
             return
 
 
-def _made(
+def _verified(
     bodies: Sequence[tuple[BlockPlace, mx.array]], digests: Mapping[str, str], shapes: Shapes
 ) -> dict[BlockPlace, Arrays]:
     """Return the arrays of all blocks that match their seals, in the memory in which they were received."""
@@ -196,7 +196,7 @@ def _made(
 class FetchState(Enum):
     """State of a fetch."""
 
-    RUNNING = auto()  # on the connection's thread
+    RUNNING = auto()  # on the event loop
     DROPPING = auto()  # cancelled, but its work has not ended yet
     ENDED = auto()  # the result can be taken
     TAKEN = auto()
@@ -238,9 +238,9 @@ def moved(state: FetchState, event: FetchEvent) -> FetchState:
 class Fetch:
     """A fetch in progress. It holds blocks until `result` or `cancel` is called."""
 
-    def __init__(self, remote: Remote, request: FetchRequest, over: Callable[[Fetch], None]) -> None:
-        """Start the fetch, which takes `request.within` seconds at most. `over` is called when it has ended, before all
-        other callbacks, on the connection's thread.
+    def __init__(self, remote: Remote, request: FetchRequest, on_end: Callable[[Fetch], None]) -> None:
+        """Start the fetch, which takes `request.within` seconds at most. `on_end` is called when it has ended, before
+        other callbacks, on the loop's thread.
 
         Raises ValueError if `request.held` are not blocks of the pool, or more than its tokens fill.
         """
@@ -253,8 +253,8 @@ class Fetch:
         self._ids: list[int] = []  # of the blocks to be received
         self._pool.share((block.block_id for block in request.held), request.agent_id)
         self._lock = threading.Lock()  # of the state
-        self._over = threading.Event()
-        self._ended: list[Callable[[Fetch], None]] = [over]  # callbacks, `over` first
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[Fetch], None]] = [on_end]
         self._context: AgentBlocks | None = None
         self._failure: BaseException | None = None
         self._started = time.perf_counter()
@@ -283,13 +283,13 @@ class Fetch:
 
     def done(self) -> bool:
         """Return whether `result` returns without waiting."""
-        return self._over.is_set()
+        return self._done.is_set()
 
     def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
-        """Call `callback` with this when it is done, on the connection's thread; immediately if it is done already."""
+        """Call `callback` with this when it is done, on the loop's thread; immediately if it is done already."""
         with self._lock:
-            if not self._over.is_set():
-                self._ended.append(callback)
+            if not self._done.is_set():
+                self._callbacks.append(callback)
                 return
         callback(self)
 
@@ -298,7 +298,7 @@ class Fetch:
 
         Return the same context each time. Raises the unexpected error that ended the fetch, if there was one.
         """
-        self._over.wait()
+        self._done.wait()
         if self._failure:
             raise self._failure
         with self._lock:
@@ -322,7 +322,7 @@ class Fetch:
         before, self.state = self.state, moved(self.state, event)
         return self.state is not before
 
-    # -- on the connection's thread --------------------------------------------------------------------------------
+    # -- on the loop's thread --------------------------------------------------------------------------------------
 
     def _end(self, task: asyncio.Task[None]) -> None:
         with self._lock:
@@ -336,10 +336,10 @@ class Fetch:
             else:
                 self._free()
             self.report.seconds = time.perf_counter() - self._started
-            counted, *callbacks = self._ended
-            counted(self)
-            self._over.set()
-        for callback in callbacks:
+            first, *others = self._callbacks
+            first(self)
+            self._done.set()
+        for callback in others:
             callback(self)
 
     async def _run(self) -> None:
@@ -399,7 +399,7 @@ class Fetch:
         received = self._received
         blocks = [
             self._lookup.held.get(place) or KVBlock(next(ids), place.tokens, received.arrays[place])
-            for place in received.kept()
+            for place in received.usable()
         ]
         if received.state and received.state in received.arrays:
             after = received.state.end - sum(block.tokens for block in blocks[:-1])

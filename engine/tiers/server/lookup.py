@@ -18,7 +18,7 @@ from .manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_k
 from .restore_planner import Decision, Offer, Plan, StoredBranch
 from .tails import Parent, parse
 
-MOST_BRANCHES = 4  # most branches of a record: the others have fewer tokens in common with the prompt
+MOST_BRANCHES = 4  # most branches of a record that are considered: those with most common tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class FetchReport:
     own: bool = False  # whether the last block is of the agent's own context
 
     def missed(self, why: str) -> None:
-        """Note a reason why less was found."""
+        """Note a reason for which the result is shorter or missing."""
         if why not in self.reasons:
             self.reasons.append(why)
 
@@ -87,7 +87,7 @@ class Lookup:
 
     @cached_property
     def digests_in_memory(self) -> dict[str, str]:
-        """Empty digests by seal of the blocks in memory, because a plan has only blocks with a digest."""
+        """An empty digest for each block in memory, by seal: a plan has only blocks with a digest."""
         blocks = dict.fromkeys((place.seal for place in self.held), "")
         return blocks | {place.state().seal: "" for place, block in self.held.items() if block.state is not None}
 
@@ -118,11 +118,11 @@ class Lookup:
         # Second request: the digests of blocks that only the manifest names.
         if more := [place.seal for place in self._offer.places if place.seal not in digests]:
             digests |= dict(zip(more, await connection.read(more, self.report.missed), strict=True))
-        there = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
-        there = in_records | there | self.digests_in_memory
-        if self._offer.has_gap(there):
+        stored = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
+        stored = in_records | stored | self.digests_in_memory
+        if self._offer.has_gap(stored):
             self.report.missed("gap")
-        return there
+        return stored
 
     async def lease(self, digests: dict[str, str]) -> Plan:
         """Return a plan whose blocks exist and are leased; if computing is faster, only the blocks in memory."""

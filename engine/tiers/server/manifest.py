@@ -225,7 +225,7 @@ class ContextManifest:
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
         """Parse the output of `dump`. Raises Miss for the manifest of another agent or model, and for a damaged one."""
-        stored = _opened(raw, manifest_key(agent_id, spec.fingerprint))
+        stored = _content(raw, manifest_key(agent_id, spec.fingerprint))
         try:
             states = list(token_ids([position for position, _ in stored.get("states", ())]))
             owner = stored.get("owner", agent_id)
@@ -255,7 +255,7 @@ def named_in(raw: bytes | None, key: str, together: int = 0) -> list[tuple[str, 
     if raw is None:
         return []
     try:
-        stored = _opened(raw, key)
+        stored = _content(raw, key)
         chain, states, size = stored["chain"], stored.get("states", ()), stored.get("block_tokens", 1)
         named = [*enumerate(chain), *((position // size, name) for position, name in states)]
         return [(tag_of(chain, index, together), name) for index, name in sorted(named) if _NAME.match(name)]
@@ -271,14 +271,14 @@ def names_in(raw: bytes | None, key: str) -> set[str]:
 def _created(raw: bytes | None, key: str) -> int:
     """Return the time at which the agent was first stored, in unix milliseconds; 0 if the manifest lacks it."""
     try:
-        created = _opened(raw, key).get("created", 0) if raw is not None else 0
+        created = _content(raw, key).get("created", 0) if raw is not None else 0
         return created if type(created) is int else 0
     except (Miss, AttributeError):
         return 0
 
 
-def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
-    """Return a manifest with its digest for another key; None if it is missing, damaged or empty."""
+def renamed_manifest(raw: bytes | None, key: str, new_key: str) -> bytes | None:
+    """Return a manifest with the digest for `new_key`; None if it is missing, damaged or empty."""
     return sealed(raw.partition(b" ")[2], new_key) if raw is not None and named_in(raw, key) else None
 
 
@@ -290,8 +290,8 @@ def digest_of(manifest: bytes) -> bytes:
 def sealed(text: bytes, key: str) -> bytes:
     """Return the value to store under `key`: a digest of the key and the text, a space, and the text.
 
-    `unsealed` checks the digest with the key that it has requested. A wrong bit in the text, or in a key on its way to
-    the server, is therefore a miss and never another agent's context.
+    `unsealed` checks the digest with the requested key. So a wrong bit in the text, or in a key on its way to the
+    server, is a miss, and never another agent's context.
     """
     return b"%b %b" % (_digest(text, key), text)
 
@@ -304,7 +304,7 @@ def unsealed(raw: bytes, key: str) -> bytes:
     return text
 
 
-def _opened(raw: bytes, key: str) -> Any:
+def _content(raw: bytes, key: str) -> Any:
     """Return the content of a manifest. Raises Miss."""
     older = key.count(":") == 1
     text = raw if older else unsealed(raw, key)

@@ -1,7 +1,7 @@
 """Manifests on one server. Blocks that no manifest names any more are deleted.
 
-``refs:{name}`` counts the manifests that name a block. It changes in the same transaction as the manifest, so a crash
-cannot separate them. A block whose count is 0 is deleted in a second transaction, unless a manifest has named the block
+``refs:{name}`` counts the manifests that name a block. It changes in the same transaction as the manifest, so they
+always agree. A block whose count is 0 is deleted in a second transaction, unless a manifest has named the block
 meanwhile. A block that no manifest has ever named, because its engine was killed or its answer is not complete, has no
 count, and is left to eviction.
 
@@ -19,16 +19,16 @@ from kvpage_server.client.questions import Question, integer, ok, texts
 from ...chains import is_agent_id
 from .block_writer import Saved, Write
 from .connection import ServerConnection
-from .manifest import manifest_key, moved, names_in, older_key
+from .manifest import manifest_key, names_in, older_key, renamed_manifest
 
 Stored = Mapping[str, bytes | None]  # manifests by key
-MakesManifest = Callable[[bytes | None], bytes]  # makes an agent's manifest, given the old one
+ManifestMaker = Callable[[bytes | None], bytes]  # makes an agent's manifest, given the old one
 
 
 async def save(
-    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write
+    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: ManifestMaker, write: Write
 ) -> Saved:
-    """Write blocks, and replace the agent's manifest. The new one is made from the old one."""
+    """Write blocks, and replace the agent's manifest. `manifest` makes the new one from the old one."""
     key, older = manifest_key(agent_id, fingerprint), older_key(agent_id)
     saved, names = await write(), set[str]()
 
@@ -38,8 +38,8 @@ async def save(
         return {key: made, older: None}
 
     await _change(connection, [key, older], change)
-    again = await write()  # blocks that were deleted before this manifest named them
-    if again.blocks_written or again.nbytes:  # or after that, because another engine replaced it
+    again = await write()  # blocks that were deleted before the manifest named them
+    if again.blocks_written or again.nbytes:  # another engine may have replaced the manifest since
         await delete_unreferenced(connection, sorted(names))
     return saved
 
@@ -51,7 +51,7 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
 
     def change(stored: Stored) -> Stored:
         nonlocal found
-        manifest = moved(stored[source], source, key)
+        manifest = renamed_manifest(stored[source], source, key)
         found = manifest is not None
         return {key: manifest, older: None} if found else {}
 
@@ -98,10 +98,10 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
         added, removed = after - before, before - after
         dropped = list(removed)
         puts = [Question(["SET", key, manifest], ok) for key, manifest in wanted.items() if manifest is not None]
-        gone = [key for key, manifest in wanted.items() if manifest is None and stored[key] is not None]
+        deleted = [key for key, manifest in wanted.items() if manifest is None and stored[key] is not None]
         return [
             *puts,
-            *(Question(["DEL", key], integer) for key in gone),
+            *(Question(["DEL", key], integer) for key in deleted),
             *(Question(["INCRBY", count_key(name), count], integer) for name, count in added.items()),
             *(Question(["DECRBY", count_key(name), count], integer) for name, count in removed.items()),
         ]
@@ -119,8 +119,12 @@ async def delete_unreferenced(connection: ServerConnection, names: Sequence[str]
 
     def change(counts: Sequence[bytes | None]) -> list[Question]:
         found = zip(names, counts, strict=True)
-        dead = [name for name, count in found if count is None or count == b"0" or count.startswith(b"-")]
-        return [asked for name in dead for asked in (Question(["KVPAGEDEL", name], integer), forget_block(name))]
+        unreferenced = [name for name, count in found if count is None or count == b"0" or count.startswith(b"-")]
+        return [
+            question
+            for name in unreferenced
+            for question in (Question(["KVPAGEDEL", name], integer), forget_block(name))
+        ]
 
     await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), change)
 

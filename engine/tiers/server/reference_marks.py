@@ -3,10 +3,10 @@
     refs:{tag}name                        the number of manifests that name a block
     refs:{tag}name:{agent}:{fingerprint}  a reference: the digest of the manifest that named the block last
 
-All keys of a block have its tag, so they are on one server and change together. A save has these steps, each of which
-can be repeated: it writes the blocks; adds a reference to each; writes blocks again that were deleted before that;
-writes the manifest; and removes the references of the old manifest. If an engine dies in between, some blocks have too
-many references, or none, and are left to eviction. There is never a manifest without its blocks.
+All keys of a block have its tag, so they are on one server and change together. A save has five steps, each of which
+can be repeated: write the blocks; add a reference to each; write the blocks again that were deleted in between; write
+the manifest; remove the references of the old manifest. If an engine dies between two steps, some blocks have too many
+references, or none, and are left to eviction. A manifest never names blocks that were not written.
 
 A reference is removed only if it has the digest of the old manifest. If another engine has saved the agent's next
 context meanwhile, it has set its own digest.
@@ -26,8 +26,8 @@ from kvpage_server.page import SEGMENT
 
 from .block_writer import Saved, Write
 from .connection import OUTAGES, ServerConnection
-from .manifest import digest_of, manifest_key, moved, named_in, names_in, older_key
-from .reference_counts import MakesManifest, count_key, forget_block
+from .manifest import digest_of, manifest_key, named_in, names_in, older_key, renamed_manifest
+from .reference_counts import ManifestMaker, count_key, forget_block
 
 _CONCURRENT_SEGMENTS = 8  # segments whose references are changed concurrently
 _TRIES = 10  # of a fork, while the context is being saved
@@ -36,7 +36,7 @@ Reference = tuple[str, bytes | None, bytes | None]  # a block, the number of its
 
 
 async def save(
-    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write
+    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: ManifestMaker, write: Write
 ) -> Saved:
     """Write blocks, and replace the agent's manifest if all of them exist then."""
     key = manifest_key(agent_id, fingerprint)
@@ -44,10 +44,10 @@ async def save(
     try:
         if saved.whole:
             made = manifest(await connection.ask_one(text, "GET", key))
-            await _hold(connection, key, made)
+            await _add_references(connection, key, made)
             saved = replace(saved, whole=(await write()).whole)
         if saved.whole:
-            await _put(connection, key, made)
+            await _replace_manifest(connection, key, made)
     except OUTAGES as error:
         if isinstance(error, Refused):
             raise
@@ -60,13 +60,13 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
     source, key = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint)
     stored = await connection.ask_one(text, "GET", source)
     for _ in range(_TRIES):
-        manifest = moved(stored, source, key)
+        manifest = renamed_manifest(stored, source, key)
         if manifest is None:
             return False
-        await _hold(connection, key, manifest)
+        await _add_references(connection, key, manifest)
         before, stored = stored, await connection.ask_one(text, "GET", source)
-        if stored == before:  # so its references were there until this manifest had its own
-            await _put(connection, key, manifest)
+        if stored == before:  # its references existed until the new manifest had its own
+            await _replace_manifest(connection, key, manifest)
             return True
     return False
 
@@ -74,10 +74,10 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
 async def delete(connection: ServerConnection, agent_id: str) -> bool:
     """Delete an agent's contexts, of any model. Return whether there were any."""
     keys = await connection.scan(f"{older_key(agent_id)}:*", all_of_them=True)
-    return any([await _put(connection, key, None) is not None for key in keys])
+    return any([await _replace_manifest(connection, key, None) is not None for key in keys])
 
 
-async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -> bytes | None:
+async def _replace_manifest(connection: ServerConnection, key: str, manifest: bytes | None) -> bytes | None:
     """Replace the manifest at a key, or delete it for None. Remove the references of the old manifest, and return
     it."""
     older: bytes | None = None
@@ -91,11 +91,11 @@ async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -
 
     await connection.transaction([key], Question(["GET", key], text), change)
     with suppress(*OUTAGES):  # blocks with too many references are left to eviction
-        await _give_up(connection, key, older, names_in(manifest, key))
+        await _remove_references(connection, key, older, names_in(manifest, key))
     return older
 
 
-async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None:
+async def _add_references(connection: ServerConnection, key: str, manifest: bytes) -> None:
     """Add a reference to every block that a manifest names."""
     digest = digest_of(manifest)
 
@@ -109,8 +109,10 @@ async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None
     await _change(connection, key, _segments(manifest, key), change)
 
 
-async def _give_up(connection: ServerConnection, key: str, manifest: bytes | None, kept: Collection[str]) -> None:
-    """Remove the references of a manifest, except to blocks that are kept, and delete blocks without references. A
+async def _remove_references(
+    connection: ServerConnection, key: str, manifest: bytes | None, kept: Collection[str]
+) -> None:
+    """Remove the references of a manifest, except to the blocks in `kept`, and delete blocks without references. A
     block without a count is left to eviction."""
     if manifest is None:
         return
@@ -121,13 +123,13 @@ async def _give_up(connection: ServerConnection, key: str, manifest: bytes | Non
             question
             for block, count, mark in references
             if mark == digest
-            for question in (Question(["DEL", _mark_key(block, key)], integer), *_one_less(connection, block, count))
+            for question in (Question(["DEL", _mark_key(block, key)], integer), *_decrement(connection, block, count))
         ]
 
     await _change(connection, key, _segments(manifest, key, kept), change)
 
 
-def _one_less(connection: ServerConnection, block: str, count: bytes | None) -> list[Question]:
+def _decrement(connection: ServerConnection, block: str, count: bytes | None) -> list[Question]:
     """Return the commands that decrement a block's count, or delete the block with its last reference."""
     if count is None or not count.isdigit():
         return []

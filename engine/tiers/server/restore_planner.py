@@ -19,9 +19,9 @@ from .manifest import BlockPlace, ContextManifest
 
 # -- Fetch or compute: blocks on the server are fetched if that is faster than computing them again --------------------
 
-DECAY = 0.5  # factor of the earlier measurements at each new one
-VALID_SECONDS = 30.0  # after that, the link may have changed
-LEAST_BYTES = 1 << 20  # smaller transfers do not measure a link's speed
+DECAY = 0.5  # weight of earlier measurements at each new one
+VALID_SECONDS = 30.0  # age of the last measurement up to which the link's rate is used
+LEAST_BYTES = 1 << 20  # smaller transfers measure latency, not the link's speed
 
 
 class Rate:
@@ -62,8 +62,8 @@ class Rates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin without measurements. `clock` returns seconds."""
         self._clock = clock
-        self._connection = Rate()
-        self._questions = Rate()
+        self._link = Rate()
+        self._requests = Rate()
         self._prefill = Rate()
         self._link_seen = 0.0  # time of `clock` when the link was last measured
 
@@ -73,13 +73,12 @@ class Rates:
 
     def asked(self, seconds: float) -> None:
         """Note that the server has answered a request without a body in `seconds`."""
-        self._questions.observe(1, seconds)
+        self._requests.observe(1, seconds)
 
     def received(self, nbytes: int, seconds: float, wanted: int) -> None:
-        """Note that `nbytes` of `wanted` have arrived in `seconds`. A small transfer is ignored: it measures only the
-        latency."""
+        """Note that `nbytes` of `wanted` bytes have arrived in `seconds`, unless `wanted` is less than LEAST_BYTES."""
         if wanted >= LEAST_BYTES:
-            self._connection.observe(nbytes, seconds)
+            self._link.observe(nbytes, seconds)
             self._link_seen = self._clock()
 
     @property
@@ -90,12 +89,12 @@ class Rates:
     @property
     def latency(self) -> float | None:
         """Seconds."""
-        return 1 / rate if (rate := self._questions.value) else None
+        return 1 / rate if (rate := self._requests.value) else None
 
     @property
     def link_rate(self) -> float | None:
         """Bytes a second; None if not measured recently. Then the next context is fetched, which measures it."""
-        return self._connection.value if self._clock() - self._link_seen < VALID_SECONDS else None
+        return self._link.value if self._clock() - self._link_seen < VALID_SECONDS else None
 
     def decide(self, tokens: int, nbytes: int, link: float | None = None) -> Decision:
         """Decide whether to fetch `nbytes` or to compute `tokens`, at `link` bytes a second, or the rate measured
@@ -114,7 +113,7 @@ class Rates:
 class Plan:
     """The blocks and states to fetch."""
 
-    tokens: tuple[int, ...]  # of the context; the blocks hold the first of them
+    tokens: tuple[int, ...]  # of the context; the blocks have its first tokens
     blocks: tuple[BlockPlace, ...]  # in order, without gaps
     states: tuple[BlockPlace, ...]  # the furthest first; one of them is needed; () if no layer carries a state
     reach: int  # tokens of the prompt that need not be computed
@@ -203,8 +202,7 @@ class Offer:
         common: int,
         inner: Sequence[BlockPlace],
     ) -> Plan:
-        """Return the plan for these blocks of a context of these `tokens`, of which the prompt has the first
-        `common`."""
+        """Return the plan for `blocks` of a context of `tokens`, of which the prompt has the first `common`."""
         if not self.spec.has_state:
             return Plan(tokens, tuple(blocks), (), min(blocks[-1].end if blocks else 0, common))
         states = {*(block.state() for block in blocks), *inner}

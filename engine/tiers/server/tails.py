@@ -3,16 +3,16 @@ beginning.
 
     tails:{chain hash}   the most recent blocks after a full block, or the most recent first blocks with these tokens
 
-The name of a block follows from its tokens and the block before it. A prompt that ends or diverges within a block lacks
-the rest of its tokens, so the block's name is unknown. A record lists such blocks, full ones and partial ones in which
-contexts end. The key of a record is the chain hash of the block before them. The first block of a context is in two
+A block's name is a hash of its tokens and of the block before it. A prompt that ends or diverges within a block lacks
+some of these tokens, so it cannot compute the name. A record lists the blocks, full and partial, after one block. Its
+key is the chain hash of that block. The first block of a context is in two
 records, whose keys are hashes of its first tokens (see `first_parts`): fewer contexts share the longer beginning, and
-the record of the shorter one also has shorter contexts. So the keys of a prompt's records follow from the prompt alone,
-and the records are read together with the digests of its full blocks.
+only the record of the shorter one has short contexts. So a prompt determines the keys of its records, which are read
+together with the digests of its full blocks.
 
 A record is bounded: MOST_TAILS blocks and MOST_BYTES bytes, the newest first. Partial blocks that leave it are
 deleted, and so are partial blocks that a longer one contains. The record is written after the blocks, so it names
-blocks that were complete. It has their digests, because their seals cannot be read before their names are known.
+blocks that were complete. It has their digests, so that a load needs no further request for their seals.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ async def record(
     context: ContextManifest,
     written: Collection[BlockPlace],
 ) -> bool:
-    """Enter the blocks of a context that is stored: those `written` now, and a partial last one. Return whether the
-    partial block is needed, because no block of its record contains it."""
+    """Enter blocks of a stored context in their records: the blocks `written` now, and a partial last one. Return
+    whether the partial block was entered in a record."""
     size, chain = spec.block_tokens, spec.chain(context.agent_id, context.tokens)
     blocks = [place for place in context.places(spec, layout.together) if place.tokens < size or place in written]
     inner = context.inner_places(spec, layout.together)
@@ -192,32 +192,32 @@ async def record(
 
 
 async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, key: str, tail: Tail) -> bool:
-    """Enter a block in a record, in place of the blocks that it contains. Return whether the record has it now, because
-    no other block of the record contains it."""
-    gone: list[BlockPlace] = []
+    """Enter a block in a record, in place of the blocks that it contains, unless a block of the record contains it.
+    Return whether the block was entered."""
+    unreferenced: list[BlockPlace] = []
     entered = False
 
     def change(stored: bytes | None) -> list[Question]:
-        nonlocal gone, entered
+        nonlocal unreferenced, entered
         try:
             before = [] if stored is None else parse(stored, key, spec)
         except Miss:
             before = []
-        right = [other for other in before if key in parent.records(other.tokens, spec)]
-        others = [other for other in right if not other.begins(tail.tokens)]
+        valid = [other for other in before if key in parent.records(other.tokens, spec)]
+        others = [other for other in valid if not other.begins(tail.tokens)]
         entered = not any(other.contains(tail) for other in others)
         record, count = dump([tail, *others] if entered else others, key, spec)
         after = ([tail, *others] if entered else others)[:count]
         # A partial block is deleted when it leaves the last of its records. More contexts share the other record, so a
         # block leaves that one earlier.
-        left = [other for other in {*right, tail} if other not in after]
-        left = [other for other in left if parent.records(other.tokens, spec)[-1] == key]
-        needed = _places(after, parent, spec)
-        gone = [place for place in _places(left, parent, spec) - needed if place.tokens < spec.block_tokens]
+        removed = [other for other in {*valid, tail} if other not in after]
+        removed = [other for other in removed if parent.records(other.tokens, spec)[-1] == key]
+        places = _places(removed, parent, spec) - _places(after, parent, spec)
+        unreferenced = [place for place in places if place.tokens < spec.block_tokens]
         return [] if after == before else [Question(["SET", key, record], ok)]
 
     await connection.transaction([key], Question(["GET", key], text), change)
-    for place in gone:
+    for place in unreferenced:
         await _delete(connection, place)
     return entered
 
