@@ -38,8 +38,11 @@ T = TypeVar("T")
 async def converse(
     connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf, node: Hashable = None
 ) -> T:
-    """Send a request and return its decoded reply. Raises DeadlineExceeded, which names the `node` if one is given;
-    also after `silence` seconds without a byte.
+    """Send a request on an open connection, and return its decoded reply.
+
+    Raises DeadlineExceeded at the end of `end`, or after `silence` seconds in which no byte was sent or received. The
+    error names the `node` if one is given. Raises Disconnected and WrongReply as `Conversation.steps`, Refused for an
+    error reply.
     """
     conversation, loop = connection.conversation(request), asyncio.get_running_loop()
     began = loop.time()
@@ -60,13 +63,15 @@ async def converse(
 
 
 def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
-    """Move the limit to `silence` seconds from now, but not past `over`, since bytes have moved."""
+    """Move the timeout `limit` to `silence` seconds from now, but not past `over`, by the loop's clock. Called when
+    bytes were sent or received.
+    """
     if limit.when() is not None:
         limit.reschedule(min(over, asyncio.get_running_loop().time() + silence))
 
 
 async def _pass_through(conversation: Conversation[Any], moved: Callable[[], None] | None = None) -> None:
-    """Drive a conversation to its end. Call `moved` before each of its steps. Raises Disconnected, WrongReply."""
+    """Wait until a conversation has ended. Call `moved` before each of its steps. Raises Disconnected, WrongReply."""
     drive = _Drive(conversation, moved)
     try:
         await drive.over
@@ -76,7 +81,9 @@ async def _pass_through(conversation: Conversation[Any], moved: Callable[[], Non
 
 
 class _Drive:
-    """A conversation that the loop continues when its socket is ready. Its end sets the future `over`."""
+    """Driver of one conversation. The event loop continues it when its socket is ready. Its end sets the future
+    `over`.
+    """
 
     def __init__(self, conversation: Conversation[Any], moved: Callable[[], None] | None) -> None:
         self._moved = moved
@@ -110,7 +117,7 @@ class _Drive:
             self._watch_for(events)
 
     def _watch_for(self, events: int) -> None:
-        """Watch the socket for exactly these events. Usually nothing changes."""
+        """Watch the socket for exactly these poll events, 0 for none. Usually they are watched already."""
         changed = events ^ self._watched
         self._watched = events
         if changed & READ:
@@ -129,9 +136,9 @@ CONNECT_THREADS = 128  # threads for connects; a call that waited for a free one
 
 
 class AsyncPageClient:
-    """`PageClient` for one event loop. Its methods are coroutines, which `PageClient` describes.
+    """`PageClient` for one event loop. Its methods are coroutines; those of `PageClient` describe them.
 
-    A cancelled call closes its connection, and does not write into buffers any more.
+    If a call is cancelled, its connection is closed, and its buffers are not written to any more.
     """
 
     def __init__(
@@ -160,13 +167,17 @@ class AsyncPageClient:
 
     @property
     def cluster(self) -> ClusterCalls:
-        """Plans of a cluster's requests, for `carry_out`. Raises Unsupported if the store is not a cluster."""
+        """The methods of a cluster client as plans, for `carry_out`. Raises Unsupported if the store is not a
+        cluster.
+        """
         if not isinstance(self._calls, ClusterCalls):
             raise Unsupported("this is no cluster")
         return self._calls
 
     async def carry_out(self, plan: Timed[T]) -> T:
-        """Carry out a plan with the client's deadline. Requests to several nodes run at the same time."""
+        """Execute a plan with the client's default deadline, and return its result. Requests to several nodes run at
+        the same time.
+        """
         return await self._do(plan, None)
 
     async def close(self) -> None:
@@ -231,7 +242,7 @@ class AsyncPageClient:
     ) -> None:
         """Store blocks, named ``(req_id, page_id)``. The order of a body is layer, plane, head, token, dim.
 
-        A body may be in several pieces: a list of consecutive buffers.
+        A body may be in several pieces: a list of consecutive buffers. `ttl` is in seconds, 0 for none.
         """
         await self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
 
@@ -278,7 +289,7 @@ class AsyncPageClient:
         return self._several.calls.words if self._several else BlockWords
 
     async def nodes(self, *, deadline: float | None = None) -> list[Hashable]:
-        """Return the nodes that have keys, for the argument `of` of `ask`; ``[None]`` for a single server."""
+        """Return the nodes that store keys, as values of the argument `of` of `ask`; ``[None]`` for a single server."""
         return list(await self._do(self._several.calls.nodes(), deadline)) if self._several else [None]
 
     async def ask(
@@ -289,7 +300,9 @@ class AsyncPageClient:
         of: Hashable = None,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask several questions, as `PageClient.ask`. With `of`, send all of them to that node."""
+        """Send several questions, and return their decoded replies, as `PageClient.ask`. With `of`, send all of them to
+        that node.
+        """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._several and of is None:
             again = gone is not RAISES
@@ -310,12 +323,7 @@ class AsyncPageClient:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask `question`, and run the questions that `change` returns for its answer as a transaction. Return their
-        answers. Start again if another client has changed one of the `keys` in between.
-
-        All keys must be on the same server. While a cluster is changing, the transaction is tried again, even if an
-        earlier attempt may have been executed.
-        """
+        """Read and change keys in an optimistic transaction, as `PageClient.transaction`."""
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
             return await self._transact(self._pool, keys, question, change, end)
@@ -373,7 +381,9 @@ class AsyncPageClient:
         return call.read([task.result() for task in tasks])
 
     async def _spoken(self, end: Deadline) -> BlobCommands:
-        """Return the commands that the server supports. The first call asks the server."""
+        """Return the commands that the server supports. The first call sends a request to the server, later calls use
+        its result.
+        """
         if self._dialect is None:
             self._dialect = await self._converse(ask_dialect(), end)
         return self._dialect
@@ -390,7 +400,7 @@ class AsyncPageClient:
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
 
     async def _carry_out(self, plan: Plan[T], end: Deadline) -> T:
-        """Carry out a plan on several servers. The errands of a round run at the same time."""
+        """Execute a plan on several servers, and return its result. The errands of a round run at the same time."""
         assert self._several
         silence = self._several.peers.silence(end)
         try:
@@ -421,8 +431,10 @@ class AsyncPageClient:
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
-        """Yield a connection of the pool, and release it afterwards. If a thread is still connecting it, release it
-        when the thread has finished: the thread cannot be interrupted, and no task should wait for it.
+        """Yield a connection of the pool, and release it afterwards.
+
+        If a thread is still connecting it, release it when the thread has finished: the thread cannot be interrupted,
+        and no task should wait for it.
         """
         pool = pool or self._pool
         assert pool
@@ -437,7 +449,9 @@ class AsyncPageClient:
                 pool.release(connection)
 
     async def _open(self, connection: PageConnection, end: Deadline) -> None:
-        """Connect on a thread, unless the connection is ready. Raises Closed when the client is closed meanwhile."""
+        """Connect on a thread, unless the connection is ready. Raises Closed if the client is closed before it is
+        connected.
+        """
         if connection.is_ready:
             return
         if connection.interrupted:

@@ -1,4 +1,5 @@
-"""The methods of a client, without I/O: each checks its arguments, builds its requests, and decodes the replies.
+"""The methods of a client for one server, without I/O: each checks its arguments, builds its requests, and decodes the
+replies.
 
 PageClient and AsyncPageClient share them, and differ only in how they wait.
 """
@@ -36,9 +37,9 @@ _LEAST_BYTES = 1024 * 1024  # least mean size of a part; fewer bytes are not wor
 
 
 def cut(sizes: Sequence[int], connections: int) -> list[slice]:
-    """Cut a batch into at most `connections` runs of items with about the same number of bytes.
+    """Divide a batch into at most `connections` consecutive slices with about the same number of bytes.
 
-    `sizes` has the bytes of each item. No run is empty.
+    `sizes` has the bytes of each item. No slice is empty.
     """
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
@@ -53,8 +54,8 @@ _WHOLE = [slice(None)]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A batch in parts, each for its own connection, with the builder of a part's request and the decoder of all
-    replies.
+    """One call of a client's method: slices of the batch, one for each connection, the function that builds the request
+    of a slice, and the function that returns the result of the method from the decoded replies.
     """
 
     what: str  # the method of the client
@@ -67,21 +68,23 @@ Sizes = Callable[[], Sequence[int]]  # bytes of each body, computed only if need
 
 
 def count_sent(sizes: Sizes) -> None:
-    """Add the bytes of sent bodies to the current span."""
+    """Add the bytes of sent bodies to the current tracing span. `sizes` is called only if the span is recorded."""
     if tracing.is_seen(seen := tracing.current()):
         seen.add(bytes=sum(sizes()))
 
 
-def count_misses(misses: Counter[str], reasons: Collection[str], came: Callable[[], Iterable[int]]) -> None:
-    """Count the misses of a reply by reason. `came` returns the bytes of each found body, for the current span."""
+def count_misses(misses: Counter[str], reasons: Collection[str], found_bytes: Callable[[], Iterable[int]]) -> None:
+    """Add missed values to `misses`, by reason. `found_bytes` returns the bytes of each found body, for the current
+    tracing span; it is called only if the span is recorded.
+    """
     misses.update(reasons)
     if tracing.is_seen(seen := tracing.current()):
-        seen.add(bytes=sum(came()), missed=len(reasons))
+        seen.add(bytes=sum(found_bytes()), missed=len(reasons))
         seen.set(reason=next(iter(reasons), None))
 
 
 class Calls:
-    """The methods of a client. Misses are counted by reason."""
+    """The methods of a client, which return a `Call`. `misses` counts misses by reason."""
 
     def __init__(self, *, connections: int, verify: bool) -> None:
         self.misses: Counter[str] = Counter()
@@ -143,7 +146,9 @@ class Calls:
     def fetch_blocks_into(
         self, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Call[list[str | None]]:
-        """Receive blocks into buffers. The call returns the reason of each miss, and None for found blocks."""
+        """Receive blocks into buffers. The result has for each block the reason of its miss, or None if it was
+        found.
+        """
         check_names(names)
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
@@ -166,7 +171,9 @@ class Calls:
         return Call("lease", _WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
 
     def _parts(self, count: int, sizes: Sizes) -> list[slice]:
-        """Return a part for each connection that a batch may use. With one connection, `sizes` is not called."""
+        """Return the slices of a batch of `count` items, one for each connection. With one connection, `sizes` is not
+        called.
+        """
         if self._connections > 1:
             return cut(sizes(), self._connections)
         return [slice(0, count)] if count else []

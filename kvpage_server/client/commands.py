@@ -1,4 +1,4 @@
-"""The commands for one server: string commands for any Redis, or the page commands of kvpage-server."""
+"""Requests to one server: string commands for any Redis, or the page commands of kvpage-server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from kvpage_server.client.errors import Unsupported
-from kvpage_server.client.page import BlockName, Page, amiss, header_of, pages_of_block
+from kvpage_server.client.page import BlockName, Page, header_of, mismatch, pages_of_block
 from kvpage_server.client.questions import array, integer, ok, up_to
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
@@ -21,28 +21,32 @@ _NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their t
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _spelt(opening: bytes, names: PageKeys, spell: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
-    """Yield the words of a command that names pages: `opening`, then the names as `spell` encodes them."""
+def _encode_names(opening: bytes, names: PageKeys, encode: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
+    """Yield the words of a command that names pages: `opening`, then the names as `encode` returns them, some at a
+    time.
+    """
     yield opening
     for start in range(0, len(names), _NAMES_PER_STEP):
-        yield spell(names[start : start + _NAMES_PER_STEP])
+        yield encode(names[start : start + _NAMES_PER_STEP])
 
 
-def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:
+def _chunks(count: int, encode: Callable[[int], Chunk]) -> Iterator[Chunk]:
     at = 0
     while at < count:
-        run = spell(at)
+        run = encode(at)
         yield run
         at = run.stop
 
 
 def _opening(one: bytes, several: bytes, count: int) -> bytes:
-    """Return the words before `count` keys: the command's name is `one` for a single key, otherwise `several`."""
+    """Return the encoded first words of a command with `count` keys: the name `one` for a single key, otherwise
+    `several`.
+    """
     return b"*%d\r\n%b" % (1 + count, word(one if count == 1 else several))
 
 
 def _page_opening(name: bytes, count: int, width: int) -> bytes:
-    """Return the words before the arguments of KVPAGE`name`, or of KVPAGEM`name` for several pages.
+    """Return the encoded first words of KVPAGE`name`, or of KVPAGEM`name` if `count` is more than one page.
 
     `width` is the number of arguments of each page.
     """
@@ -80,10 +84,10 @@ def _yes_no(values: list[Any]) -> list[bool]:
 
 
 class BlobCommands:
-    """Commands for any Redis or Valkey: a page is a string, and its value is the page's blob."""
+    """Requests to any Redis or Valkey: a page is a string, and its value is the page's blob."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
-        """Write pages: all with one MSET, or, if there is a `ttl`, each with its own SET."""
+        """Write pages: all with one MSET, or, if there is a `ttl` in seconds, each with its own SET."""
         created, count = unix_ms(), len(pages)
         before, after = around_set(ttl) if ttl else (b"", b"\r\n")
 
@@ -97,7 +101,7 @@ class BlobCommands:
     def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
         array = len(names) > 1
         return Request(
-            lambda: _spelt(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys),
+            lambda: _encode_names(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys),
             lambda: Bodies(places, array=array, names=names, verify=verify),
             dict,
         )
@@ -110,7 +114,7 @@ class BlobCommands:
             missed: Missed = {}
             return [_decode(i, keys[i], blob, verify, missed) for i, blob in enumerate(blobs)], missed
 
-        return Request(lambda: _spelt(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys), Values, read)
+        return Request(lambda: _encode_names(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys), Values, read)
 
     def exists(self, keys: Sequence[PageKey]) -> Request[list[bool]]:
         text = b"".join(command(b"EXISTS", bytes(key)) for key in keys)
@@ -119,7 +123,9 @@ class BlobCommands:
     def delete(self, keys: Sequence[PageKey]) -> Request[int]:
         """Delete pages. The reply is the number of pages that existed."""
         names = PageKeys(keys)
-        return Request(lambda: _spelt(_opening(b"DEL", b"DEL", len(names)), names, PageKeys.keys), Values, _integer)
+        return Request(
+            lambda: _encode_names(_opening(b"DEL", b"DEL", len(names)), names, PageKeys.keys), Values, _integer
+        )
 
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
@@ -150,15 +156,15 @@ class BlobCommands:
         return Request(request.pieces, request.receiver, blocks)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
-        """Delete a request, or several of its blocks. The reply is the number of deleted pages. Raises Unsupported."""
+        """Raise Unsupported: a plain Redis does not know the pages of a request."""
         raise self._unsupported("delete a request")
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
-        """Count the complete blocks from the first one, and lease them. Raises Unsupported."""
+        """Raise Unsupported: a plain Redis cannot count the complete blocks of a prefix."""
         raise self._unsupported("count the complete blocks of a prefix")
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
-        """Lease a request, or several of its blocks. The reply is the number of blocks. Raises Unsupported."""
+        """Raise Unsupported: a plain Redis has no leases."""
         raise self._unsupported("lease blocks")
 
     def _unsupported(self, what: str) -> Unsupported:
@@ -166,12 +172,12 @@ class BlobCommands:
 
 
 def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) -> Page | None:
-    """Return the page in a blob. If there is none, add the reason to `missed` as that of `item`, and return None."""
+    """Return the page in a blob, or None if the blob is absent or invalid. Then `missed[item]` is set to the reason."""
     if blob is None:
         missed[item] = "absent"
         return None
     header, body = header_of(key, blob), memoryview(blob)[HEADER_SIZE:]
-    if reason := amiss(header, body, verify=verify):
+    if reason := mismatch(header, body, verify=verify):
         missed[item] = reason
         return None
     assert header
@@ -179,7 +185,7 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
 
 
 class PageCommands(BlobCommands):
-    """The commands of kvpage-server. It supports the string commands as well: reads that verify checksums use them."""
+    """Requests to kvpage-server. It supports the string commands as well: reads that verify checksums use them."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages, all or none."""
@@ -192,11 +198,14 @@ class PageCommands(BlobCommands):
         return Request(pieces, Values, _all_ok)
 
     def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
-        """Receive pages into their places. With `verify`, receive them as blobs, whose headers have the checksums."""
+        """Receive pages into the buffers `places`. The result has the reason of each miss, by index.
+
+        With `verify`, the pages are received as blobs, because their headers have the checksums.
+        """
         if verify:
             return super().read_pages(names, places, verify)
         return Request(
-            lambda: _spelt(_page_opening(b"GET", len(names), 5), names, PageKeys.words),
+            lambda: _encode_names(_page_opening(b"GET", len(names), 5), names, PageKeys.words),
             lambda: Bodies(places, array=len(names) > 1),
             dict,
         )
@@ -207,7 +216,9 @@ class PageCommands(BlobCommands):
         def read(values: list[Any]) -> list[bool]:
             return _yes_no(values if len(names) == 1 else array(len(names))(values[0]))
 
-        return Request(lambda: _spelt(_page_opening(b"EXISTS", len(names), 5), names, PageKeys.words), Values, read)
+        return Request(
+            lambda: _encode_names(_page_opening(b"EXISTS", len(names), 5), names, PageKeys.words), Values, read
+        )
 
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
@@ -229,7 +240,10 @@ class PageCommands(BlobCommands):
     def read_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:
-        """Receive whole blocks into their places. A block has no checksum of its own to verify."""
+        """Receive whole blocks into the buffers `places`. The result has the reason of each miss, by index.
+
+        `verify` has no effect, because a block has no checksum of its own.
+        """
         if len(names) == 1:
             text = command(b"KVBLOCKGET", *names[0])
         else:
@@ -237,21 +251,25 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
-        """Delete a request, or several of its blocks. The reply is the number of deleted pages."""
+        """Delete all pages of a request, or those with these page ids. The result is the number of deleted pages."""
         return Request(_one_piece(command(b"KVPAGEDEL", req_id, *pages)), Values, _integer)
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
-        """Count the complete blocks from the first one, and lease them for `lease_ms`, 0 for no lease."""
+        """Count the complete blocks from the first name on, and lease them for `lease_ms` milliseconds, 0 for no
+        lease.
+        """
         text = command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
         return Request(_one_piece(text), Values, lambda values: up_to(len(names))(values[0]))
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
-        """Lease a request, or several of its blocks, for `lease_ms`. The reply is the number of blocks."""
+        """Lease all blocks of a request, or those with these page ids, for `lease_ms` milliseconds. The result is their
+        number.
+        """
         return Request(_one_piece(command(b"KVPAGELEASE", req_id, lease_ms, *pages)), Values, _integer)
 
 
 def ask_dialect() -> Request[BlobCommands]:
-    """Ask which of the page commands the server supports, and return the commands to use."""
+    """Return the request that asks which page commands the server supports. Its result is the `BlobCommands` to use."""
 
     def read(values: list[Any]) -> BlobCommands:
         wanted = len(_FAMILY)

@@ -40,7 +40,9 @@ def readable(buffer: Buffer) -> memoryview:
 
 
 def places(buffers: Sequence[Buffer], count: int) -> Memory:
-    """Return `count` buffers as writable memory. Raises BadBuffer, which names the first buffer that can't be used."""
+    """Return `count` writable buffers as `Memory`. Raises BadBuffer, which names the first buffer that cannot be
+    used.
+    """
     if len(buffers) != count:
         raise BadBuffer(f"{count} values need {count} buffers, got {len(buffers)}")
     try:
@@ -64,8 +66,10 @@ class Page(NamedTuple):
 
 
 def sized(pages: Sequence[Page], ttl: int) -> SentPages:
-    """Check pages, and return them as they are sent. Raises BadBuffer, which names the first page with a body of
-    another length than its shape has; PageError for a dtype, shape or ttl out of range; TypeError for another type.
+    """Check pages and the `ttl` in seconds, and return the pages in the form in which they are sent.
+
+    Raises BadBuffer, which names the first page with a body of another length than its shape has; PageError for a
+    dtype, shape or ttl out of range; TypeError for an argument of another type.
     """
     check_range("ttl", ttl, 0, MAX_TTL)
     try:
@@ -83,7 +87,7 @@ def sized(pages: Sequence[Page], ttl: int) -> SentPages:
 
 
 def _check_types(index: int, page: Any) -> None:
-    """Raise TypeError for another type than Page, PageError for an unknown dtype or a shape out of range."""
+    """Raise TypeError if `page` is no Page with a PageKey, PageError for an unknown dtype or a shape out of range."""
     if not isinstance(page, tuple) or len(page) != len(Page._fields) or not isinstance(page[0], PageKey):
         raise TypeError(f"page {index} must be a Page whose key is a PageKey, got {page!r:.60}")
     check_dtype(page[2])
@@ -105,7 +109,9 @@ def _misfit(index: int, page: Page) -> Exception:
 
 
 def header_of(key: PageKey, blob: Any) -> PageHeader | None:
-    """Return the header at the start of a string; None if it is not the header of this page."""
+    """Return the header at the start of a blob; None if there is no valid header, or it belongs to another page than
+    `key`.
+    """
     try:
         header = PageHeader.parse(blob[:HEADER_SIZE]) if isinstance(blob, bytes | memoryview) else None
     except PageError:
@@ -113,8 +119,11 @@ def header_of(key: PageKey, blob: Any) -> PageHeader | None:
     return header if header and header.names(key) else None
 
 
-def amiss(header: PageHeader | None, body: memoryview, *, verify: bool) -> str | None:
-    """Return the reason of a miss, ``header`` or ``checksum``; None if the page is valid."""
+def mismatch(header: PageHeader | None, body: memoryview, *, verify: bool) -> str | None:
+    """Return the reason why a page is invalid, ``header`` or ``checksum``; None if it is valid.
+
+    `header` is None if it was invalid. With `verify`, the checksum of the body is compared, too.
+    """
     if header is None or header.body_size != len(body):
         return "header"
     return "checksum" if verify and header.checksum and checksum(body) != header.checksum else None
@@ -129,7 +138,7 @@ def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
 
 
 def check_names(names: Sequence[BlockName]) -> None:
-    """Raise PageError for a name that is not allowed, TypeError for another type."""
+    """Raise TypeError for a name that is no (req_id, page_id), PageError for a part of a name that is out of range."""
     for name in names:
         if not isinstance(name, tuple | list) or len(name) != 2:
             raise TypeError(f"a block's name is a tuple (req_id, page_id), got {name!r:.60}")
@@ -141,8 +150,10 @@ def check_names(names: Sequence[BlockName]) -> None:
 def sized_blocks(
     names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
 ) -> list[list[memoryview]]:
-    """Return the pieces of each block's body as bytes. Raises BadBuffer, PageError for a name or ttl out of range,
-    TypeError for a name or shape of another type.
+    """Check blocks and the `ttl` in seconds, and return the pieces of each block's body as bytes.
+
+    Raises BadBuffer for a body of another length than `shape` has; PageError for a name or ttl out of range; TypeError
+    for a name or shape of another type.
     """
     check_names(names)
     check_range("ttl", ttl, 0, MAX_TTL)
@@ -154,8 +165,9 @@ def sized_blocks(
 
 
 def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
-    """Raise BadBuffer, which names the first block with memory of another length than `shape` has; TypeError for
-    another type of shape.
+    """Raise BadBuffer, which names the first block with memory of another length than `shape` has.
+
+    `sizes` has the bytes of each block. Raises TypeError if `shape` is no BlockShape.
     """
     if not isinstance(shape, BlockShape):
         raise TypeError(f"a block's shape must be a BlockShape, got {type(shape).__name__}")

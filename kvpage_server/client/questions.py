@@ -1,4 +1,4 @@
-"""Questions: the words of any command, and the decoder of its reply.
+"""Questions: any commands, each with the decoder of its reply.
 
 A server may send any reply, so every reply is checked. If it does not fit the question, WrongReply is raised, and the
 connection is closed, since the next reply may belong to another question, too.
@@ -18,14 +18,14 @@ Word = str | bytes | int
 
 
 class Question(NamedTuple):
-    """A command and the decoder of its reply, which raises WrongReply."""
+    """A command, as its words, and the decoder of its reply, which raises WrongReply for a reply that does not fit."""
 
     words: Sequence[Word]
     read: Callable[[Any], Any]
 
 
 def key_of(question: Question) -> bytes:
-    """Return the second word: its server gets the question. Raises Unsupported if there is none."""
+    """Return the second word of a question: its key, which selects the server. Raises Unsupported if there is none."""
     if len(question.words) < 2:
         raise Unsupported(f"several servers can't be asked for anything without a key, got {question.words[0]!r}")
     return encoded(question.words[1])
@@ -44,18 +44,24 @@ class BlockWords:
 
 
 def ask(questions: Sequence[Question]) -> Request[list[Any]]:
-    """Ask several questions at once. Return the decoded replies, or raise the first error reply."""
+    """Return the request that sends several questions in a pipeline. Its result is the list of their decoded replies.
+
+    The result raises Refused for the first error reply.
+    """
     return _request([question.words for question in questions], lambda values: _read(questions, values))
 
 
 def watch(keys: Sequence[Word], question: Question) -> Request[Any]:
-    """Watch keys, and ask a question about them. The answer is that of the question."""
+    """Return the request that watches keys, and sends a question about them. Its result is the decoded reply to the
+    question.
+    """
     return _request([["WATCH", *keys], question.words], lambda values: _read([Question((), ok), question], values)[1])
 
 
 def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
-    """Run all questions as a transaction. The answer is the list of their answers, or None if a watched key was
-    changed.
+    """Return the request that runs all questions in MULTI and EXEC.
+
+    Its result is the list of their decoded replies, or None if a watched key was changed.
     """
 
     def read(values: list[Any]) -> list[Any] | None:
@@ -98,7 +104,7 @@ def ok(value: Any) -> None:
 
 
 def ok_or_not(value: Any) -> bool:
-    """Return whether the reply is OK, False for null. Raises WrongReply."""
+    """Return True for the reply OK, False for null. Raises WrongReply for another reply."""
     _expect(value in (b"OK", None), "OK or nothing", value)
     return value is not None
 

@@ -51,8 +51,9 @@ class PageClient:
         headers. Blocks on kvpage-server have no checksum of their own.
 
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
-        Several URLs separated by commas name servers side by side. Both have the option `node_deadline`, the seconds
-        for which a node may be silent. Clusters also have `read_from_replicas`. A cluster's URL may have both options.
+        Several URLs separated by commas name servers side by side. Both have the option `node_deadline`, the seconds in
+        which a node must send or receive a byte. Clusters also have `read_from_replicas`. A cluster's URL may have both
+        options.
 
         Raises ValueError for an invalid URL or option.
         """
@@ -114,7 +115,8 @@ class PageClient:
     def mget_into(
         self, keys: Sequence[PageKey], buffers: Sequence[Buffer], *, deadline: float | None = None
     ) -> list[bool]:
-        """Receive each page into its buffer. Return for each whether it was found.
+        """Receive each page into its buffer, which has exactly the size of the page's body. Return for each whether it
+        was found.
 
         Raises BadBuffer if a buffer is read-only or not contiguous.
         """
@@ -166,7 +168,7 @@ class PageClient:
     def get_block_into(
         self, name: BlockName, shape: BlockShape, buffer: Buffer, *, deadline: float | None = None
     ) -> bool:
-        """Receive a block into a buffer of its size. Return whether it was found and complete."""
+        """Receive a block into a buffer of `shape.nbytes` bytes. Return whether it was found and complete."""
         return self.mget_blocks_into([name], shape, [buffer], deadline=deadline)[0]
 
     def mget_blocks_into(
@@ -191,7 +193,8 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[str | None]:
-        """Receive each block into its buffer. Return the reason of each miss, as in `misses`, or None for each.
+        """Receive each block into its buffer. Return for each block the reason of its miss, as in `misses`, or None if
+        it was found.
 
         Raises BadBuffer as `mget_blocks_into`.
         """
@@ -200,9 +203,11 @@ class PageClient:
     def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
     ) -> int:
-        """Return the number of complete blocks, from the first one. `lease_ms` leases them, 0 for no lease.
+        """Return the number of complete blocks from the first name on. They are leased for `lease_ms` milliseconds, 0
+        for no lease.
 
-        With several servers, later blocks may be leased as well. Raises Unsupported on a plain Redis.
+        `pages_per_block` is the number of pages of a complete block. With several servers, later blocks may be leased
+        as well. Raises Unsupported on a plain Redis.
         """
         return self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
 
@@ -218,7 +223,7 @@ class PageClient:
     # -- anything else ---------------------------------------------------------------------------------------------
 
     def ask(self, questions: Sequence[Question], *, gone: Any = RAISES, deadline: float | None = None) -> list[Any]:
-        """Ask several questions at once. Return the decoded replies, or raise the first error reply.
+        """Send several questions in a pipeline. Return the decoded replies, or raise Refused for the first error reply.
 
         Without `gone`, a question is sent only once, since after a broken connection the server may have executed it.
         With several servers, a question is sent to the server of its key, which is its second word. If `gone` is given,
@@ -238,11 +243,11 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask `question`, and run the questions that `change` returns for its answer as a transaction. Return their
-        answers. Start again if another client has changed one of the `keys` in between.
+        """Read and change keys in an optimistic transaction: watch `keys`, send `question`, pass its decoded reply to
+        `change`, and run the questions that `change` returns in MULTI and EXEC. Return their decoded replies.
 
-        All keys must be on the same server. While a cluster is changing, the transaction is tried again, even if an
-        earlier attempt may have been executed.
+        It starts again if another client has changed one of `keys` in between. All keys must be on the same server.
+        While a cluster is changing, the transaction is tried again, even if an earlier attempt may have been executed.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
@@ -301,7 +306,9 @@ class PageClient:
         return call.read(answers)
 
     def _spoken(self, end: Deadline) -> BlobCommands:
-        """Return the commands that the server supports. The first call asks the server."""
+        """Return the commands that the server supports. The first call sends a request to the server, later calls use
+        its result.
+        """
         if self._dialect is None:
             self._dialect = self._converse(ask_dialect(), end)
         return self._dialect

@@ -1,4 +1,5 @@
-"""The core: the hot path of the server, from bytes to slots and pages. It has no users and no tiers.
+"""The core: the hot path of the server. It parses requests, allocates the memory of values, stores and finds pages,
+calls commands of the fast path, and sends replies. It has no users and no tiers.
 
 There are two implementations with the same names: a compiled one, and the reference implementation in plain Python,
 which is used if the compiled one cannot be built, or if KVPAGE_CORE=python is set. `NAME` is the one in use: "native"

@@ -1,4 +1,4 @@
-"""The words that name and describe a page: the rule for each, and the errors.
+"""Parsers of the words that name and describe a page in `KVPAGE` commands, and their error messages.
 
 The Python core parses every page with these functions. The native core has its own parser, and calls these functions
 for the words of a page that it rejects. So both cores have the same error messages.
@@ -35,7 +35,7 @@ I64 = (-(2**63), 2**63 - 1)  # the smallest and the largest 64-bit integer
 
 
 class BadPage(PageError):
-    """Error: a page of a batch breaks the contract. `place` is the index of the page in the batch."""
+    """Error: the words of a page in a batch are invalid. `place` is the index of the page in the batch, from 0."""
 
     def __init__(self, text: str, place: int) -> None:
         super().__init__(text)
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
 
 def as_integer(word: Word) -> int | None:
-    """Return a word as a 64-bit integer; None if it is none ('+1', ' 1', '01' and '-0' are no integers)."""
+    """Return a word as a signed 64-bit integer, or None for any other word: '+1', ' 1', '01', '-0', or a `Slot`."""
     if type(word) is not bytes:
         return None
     if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # common numbers, without a pattern
@@ -75,7 +75,9 @@ def as_integer(word: Word) -> int | None:
 
 
 def integer_in(name: str, word: Word, low: int, high: int) -> int:
-    """Return a word as an integer from `low` to `high`. Raise PageError with the argument's name and the range."""
+    """Return a word as an integer from `low` to `high`, both included. Raise PageError with `name`, the range and the
+    word.
+    """
     value = as_integer(word)
     if value is None or not low <= value <= high:
         shown = shorten(plain(word))
@@ -84,7 +86,9 @@ def integer_in(name: str, word: Word, low: int, high: int) -> int:
 
 
 def plain(word: Word) -> bytes:
-    """Return the bytes of a word, copied from its slot if it is long. Raise PageError above LONGEST_WORD bytes."""
+    """Return the bytes of a word, copied from its slot if it is a `Slot`. Raise PageError for more than LONGEST_WORD
+    bytes.
+    """
     if isinstance(word, bytes):
         return word
     if word.size > LONGEST_WORD:
@@ -93,12 +97,17 @@ def plain(word: Word) -> bytes:
 
 
 def shorten(raw: bytes, most: int = 32) -> str:
-    """Return bytes of a client as text for an error message, cut at `most` bytes or at a NUL. Keep invalid UTF-8."""
+    """Return bytes of a client as text for an error message, cut after `most` bytes or before the first NUL.
+
+    Bytes that are no UTF-8 become surrogate escapes.
+    """
     return raw[:most].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
 def page_name(words: Sequence[Word]) -> PageName:
-    """Return the page that five words name. Raise PageError with the name of the wrong word."""
+    """Return the page that five words name: req_id, layer, head, page id, kv_type. Raise PageError that names the first
+    invalid word.
+    """
     req_id = check_req_id(plain(words[0]))
     layer = integer_in("layer_idx", words[1], 0, MAX_LAYER)
     head = integer_in("head_idx", words[2], 0, MAX_HEAD)
@@ -108,9 +117,10 @@ def page_name(words: Sequence[Word]) -> PageName:
 
 
 def page_shape(words: Sequence[Word], nbytes: int, *, strict: bool) -> Shape:
-    """Return the shape from the four words before a body of `nbytes`. Raise PageError with the name of the wrong word.
+    """Return the shape from the four words before a body of `nbytes` bytes: dtype, page_size, head_dim, ttl in seconds.
 
-    With `strict`, the body must have exactly the bytes of its shape.
+    Raise PageError that names the first invalid word, or for more than 2^32 - 1 bytes. With `strict`, `nbytes` must be
+    page_size x head_dim x bytes of the dtype.
     """
     check_range("body length", nbytes, 0, MAX_U32)
     dtype = integer_in("dtype", words[0], 0, 255)

@@ -1,4 +1,6 @@
-"""The choice of the core: the compiled one, or on request or if that cannot be used, the reference implementation."""
+"""Selection of the core: the compiled one, or the reference implementation if KVPAGE_CORE=python is set or the compiled
+one cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ STALE = "it was compiled from other sources than are there now"
 
 
 def choose() -> tuple[str, str]:
-    """Return the core's name, and the reason if it is "python" without a request, or "".
+    """Return the name of the core, "native" or "python", and the reason why the compiled core cannot be used, or "".
 
-    Raise SystemExit if KVPAGE_CORE has another value than "python".
+    The reason is also "" if KVPAGE_CORE=python is set. Raise SystemExit if KVPAGE_CORE has another value.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked == "python":
@@ -28,7 +30,9 @@ def choose() -> tuple[str, str]:
 
 
 def _fault() -> str:
-    """Return the reason why the compiled core cannot be used, or ""."""
+    """Return the reason why the compiled core cannot be used: not compiled for this Python, or of other sources;
+    or "".
+    """
     try:
         import_module(NATIVE)  # with all of its modules
         built = import_module(f"{NATIVE}.built")

@@ -1,6 +1,8 @@
-"""Pieces of output: bytes, or borrowed memory. And rules that both cores share: buffers, replies, and rows of pages.
+"""Pieces of output: bytes, or borrowed memory. And definitions that both cores share: buffers, replies, and page
+bitmaps.
 
-A value is sent with its `frame` before it and `END` after it. A slot contains both.
+A value is sent as a bulk string: its `frame`, which is the line with its length, its bytes, and `END`. A slot contains
+all three.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ END = b"\r\n"
 
 
 class Span(Protocol):
-    """Memory that contains a part of a reply in wire format. It is not reused while the object exists."""
+    """Borrowed memory with a part of a reply in wire format. The memory is not reused while the object exists."""
 
     @property
     def view(self) -> memoryview:
@@ -32,7 +34,7 @@ Piece = bytes | Span
 
 
 def lent(pieces: Iterable[Piece]) -> int:
-    """Return the bytes of values that some pieces borrow."""
+    """Return the number of bytes of values that pieces borrow. Pieces of type bytes count as 0."""
     return sum([piece.size for piece in pieces if not isinstance(piece, bytes)])
 
 
@@ -45,7 +47,9 @@ def frame(size: int) -> bytes:
 
 
 class Unusable(ValueError):
-    """Error: a buffer can't be sent from or received into. `index` is its position among several, `why` the reason."""
+    """Error: a buffer cannot be sent from or received into. `index` is its position in the caller's list, `why` the
+    reason.
+    """
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(f"buffer {index}: {why}")
@@ -54,9 +58,10 @@ class Unusable(ValueError):
 
 
 def as_bytes(buffer: Buffer, index: int = 0, *, writable: bool = False) -> memoryview:
-    """Return the bytes of a C-contiguous buffer of any element type, without a copy.
+    """Return the memory of a C-contiguous buffer of any element type as bytes, without a copy.
 
-    Raise Unusable if the object is no such buffer, or with `writable` is read-only. `index` is used in the error.
+    Raise Unusable if the object has no such buffer, or if the buffer is read-only and `writable` is set. `index` is the
+    position of the buffer in the caller's list, for the error.
     """
     try:
         view = memoryview(buffer)
@@ -92,7 +97,10 @@ class ErrorAnswer(Exception):
 
 
 def wrong_answer(item: int, count: int, found: bytes) -> WrongAnswer:
-    """Return the error for unexpected bytes instead of reply `item`, or after the last of `count` replies."""
+    """Return the error for unexpected bytes `found` in a reply of `count` pages.
+
+    `item` is the index of the page that was expected; -1 for the line of the array, `count` for the end of the reply.
+    """
     if item < 0:
         return WrongAnswer(f"instead of {count} pages came {found[:40]!r}")
     if item == count:

@@ -1,4 +1,4 @@
-"""Rules that both parsers share: limits of requests, and Redis's error messages for invalid ones."""
+"""Definitions that both parsers share: limits of requests, and Redis's error messages for invalid requests."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ STRANGERS_LENGTH = "unauthenticated bulk length"
 
 
 class ProtocolError(Exception):
-    """Error: the input is not RESP, or exceeds a limit. Nothing after this point can be parsed."""
+    """Error: the request is not RESP, or exceeds a limit. The parser cannot continue after it, so the connection is
+    closed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a client's requests. Unauthenticated clients have Redis's smaller limits."""
+    """Limits of the requests of an authenticated client. For an unauthenticated one, Redis's smaller limits apply in
+    addition.
+    """
 
     max_bulk: int = 512 * 1024 * 1024  # bytes of one word
     max_arguments: int = MAX_ARGUMENTS  # words of one command
@@ -57,7 +61,10 @@ def inline_words(line: bytes) -> list[bytes]:
 
 
 def number(digits: bytes) -> int | None:
-    """Return a 64-bit integer by the rules of Redis's string2ll: no plus sign, spaces or leading zeros; or None."""
+    """Return a signed 64-bit integer from decimal digits by the rules of Redis's string2ll, or None.
+
+    A plus sign, spaces and leading zeros are invalid.
+    """
     unsigned = digits.removeprefix(b"-")
     if not unsigned.isdigit() or len(unsigned) > 19 or (unsigned[:1] == b"0" and digits != b"0"):
         return None
@@ -66,10 +73,10 @@ def number(digits: bytes) -> int | None:
 
 
 def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
-    """Return the number of words of a command from its first line, 0 for a negative number.
+    """Return the number of words of a command from its first line, such as "*3"; 0 for a negative number.
 
-    Raise ProtocolError for an invalid number, one that exceeds `limits`, or more than UNAUTHENTICATED_ARGUMENTS if the
-    client is not `trusted`.
+    Raise ProtocolError for an invalid number, one above `limits.max_arguments`, or one above UNAUTHENTICATED_ARGUMENTS
+    if the client is not `trusted`, that is not authenticated.
     """
     count = number(line[1:])
     if count is None or count > limits.max_arguments:
@@ -80,10 +87,10 @@ def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
 
 
 def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
-    """Return the length in bytes of a word from the line before it.
+    """Return the length of a word in bytes from the line before it, such as "$5".
 
-    Raise ProtocolError for an invalid length, one that exceeds `limits`, or more than UNAUTHENTICATED_BULK if the
-    client is not `trusted`.
+    Raise ProtocolError for an invalid length, one above `limits.max_bulk`, or one above UNAUTHENTICATED_BULK if the
+    client is not `trusted`, that is not authenticated.
     """
     if not line.startswith(b"$"):
         refuse_word(line[:1] or b"\r")
@@ -96,7 +103,7 @@ def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
 
 
 def refuse_word(first: bytes) -> NoReturn:
-    """Raise ProtocolError for a line before a word that begins with `first` and not with a dollar sign."""
+    """Raise ProtocolError: the line before a word begins with the byte `first` instead of a dollar sign."""
     raise ProtocolError(f"expected '$', got '{first.decode('utf-8', 'surrogateescape')}'")
 
 

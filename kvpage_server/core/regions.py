@@ -1,4 +1,5 @@
-"""Memory from the system: a few large mappings, the regions, which are cut into stretches for chunks.
+"""Memory from the operating system: a few large mappings, the regions, which are cut into stretches for chunks of
+slots.
 
 A page of a mapping takes no memory until it is written to. Then the system zeroes it, which costs more than all other
 work on it. So freed memory stays mapped as *spare* memory, from which the next stretch is cut, for chunks of any size.
@@ -61,22 +62,27 @@ class ChunkShape(NamedTuple):
 
 
 def capacity_for(size: int) -> int:
-    """Return the capacity of the smallest slots for a body of `size` bytes: 64, or one of 4 steps per doubling."""
+    """Return the capacity in bytes of the smallest slots for a body of `size` bytes. It is 64, or one of 4 steps per
+    doubling.
+    """
     step = 1 << max((size - 1).bit_length() - 3, 4)
     return max(round_up(size, step), 64)
 
 
 def slot_shape(capacity: int) -> SlotShape:
-    """Return the geometry of slots for bodies of up to `capacity` bytes. The bodies are aligned to 16 or 64 bytes."""
+    """Return the geometry of slots for bodies of up to `capacity` bytes.
+
+    The bodies are aligned to 16 bytes, from IN_PLACE bytes of capacity on to 64.
+    """
     before = HEADER_SIZE + (_SHORT_FRAME if capacity < 100_000 else _LONG_FRAME)
     align = 16 if capacity < IN_PLACE else 64
     return SlotShape(capacity, round_up(before + capacity + SUFFIX, align), -before % align)
 
 
 def chunk_shape(slots: SlotShape, held: int) -> ChunkShape:
-    """Return the size of the next chunk for slots whose chunks have `held` bytes now.
+    """Return the size of the next chunk of slots, whose existing chunks have `held` bytes together.
 
-    It doubles the bytes for these slots, between SMALLEST_CHUNK and LARGEST_CHUNK, and has at least one slot.
+    The chunk doubles the bytes for these slots, between SMALLEST_CHUNK and LARGEST_CHUNK, and has at least one slot.
     """
     wanted = min(max(held, SMALLEST_CHUNK), LARGEST_CHUNK)
     count = max((wanted - slots.lead) // slots.pitch, 1)
@@ -101,7 +107,7 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Spans:
-    """Parts of a region as (start, stop), in order, with gaps between all of them. Every operation is O(parts)."""
+    """Sorted list of separate byte ranges (start, stop) of a region. Every operation is O(ranges)."""
 
     def __init__(self, *spans: tuple[int, int]) -> None:
         self._spans = list(spans)
@@ -110,7 +116,9 @@ class Spans:
         return iter(self._spans)
 
     def cut(self, size: int) -> int | None:
-        """Remove `size` consecutive bytes from the first part that has them. Return their start, or None."""
+        """Remove `size` consecutive bytes from the first range that has them. Return their start, or None if no range
+        has them.
+        """
         for i, (start, stop) in enumerate(self._spans):
             if start + size <= stop:
                 self._spans[i : i + 1] = [(start + size, stop)] if start + size < stop else []
@@ -118,7 +126,9 @@ class Spans:
         return None
 
     def cut_pages(self, most: int) -> tuple[int, int] | None:
-        """Remove up to `most` bytes of whole huge pages from the first part that has any. Return the span, or None."""
+        """Remove up to `most` bytes of whole huge pages from the first range that has one. Return (start, stop), or
+        None.
+        """
         for i, (start, stop) in enumerate(self._spans):
             first = round_up(start, HUGE)
             last = min(stop // HUGE * HUGE, first + most)
@@ -128,7 +138,7 @@ class Spans:
         return None
 
     def add(self, start: int, stop: int) -> None:
-        """Add a part that overlaps no other. Merge it with parts that it touches."""
+        """Add a range that overlaps no other. It is merged with ranges that it touches."""
         i = bisect_left(self._spans, (start, stop))
         if i < len(self._spans) and self._spans[i][0] == stop:
             stop = self._spans.pop(i)[1]
@@ -139,9 +149,9 @@ class Spans:
 
 
 class Region:
-    """A mapping of whole huge pages. Each of its bytes is allocated, or in one of `fresh` and `spare`.
+    """A mapping of whole huge pages. Each of its bytes is part of a stretch, or in one of `fresh` and `spare`.
 
-    `fresh` parts take no memory: they were not written to, or were returned to the system. `spare` parts may take
+    `fresh` bytes take no memory: they were not written to, or were returned to the system. `spare` bytes may take
     memory. The constructor raises MemoryError if the system has no memory.
     """
 
@@ -199,7 +209,9 @@ class Regions:
         self._leaving.put(None)
 
     def take(self, size: int) -> Stretch:
-        """Return a stretch of `size` bytes. Raise MemoryError if the system has no memory."""
+        """Return a stretch of `size` bytes, cut from spare memory or from a region. Raise MemoryError if the system has
+        none.
+        """
         self._take_back()
         found = self._cut(size)
         if found is None:
@@ -212,12 +224,14 @@ class Regions:
         return found
 
     def put(self, stretch: Stretch) -> None:
-        """Free a stretch to which no references are left. Its bytes become spare."""
+        """Free a stretch to which no references are left. Its bytes become spare memory."""
         stretch.region.spare.add(stretch.start, stretch.start + stretch.size)
         self.spare += stretch.size
 
     def trim(self) -> None:
-        """Return memory to the system that was spare for SPARE_FOR, at most _SPANS_PER_STEP spans in one call."""
+        """Return memory to the system that was spare for SPARE_FOR, in at most _SPANS_PER_STEP parts. The owner calls
+        this regularly.
+        """
         now = monotonic()
         if now - self._since >= SPARE_FOR:
             gone = self._shrink(self._least)
@@ -249,8 +263,8 @@ class Regions:
     def _map(self, size: int) -> Region:
         """Map a region of at least `size` bytes, and return it. Raise MemoryError if the system has no memory.
 
-        The region doubles the mapped memory, between SMALLEST_REGION and LARGEST_REGION. If the system refuses that,
-        smaller sizes are tried.
+        The region doubles the mapped memory, between SMALLEST_REGION and LARGEST_REGION bytes. If the system refuses
+        that, smaller sizes are tried.
         """
         mapped = sum(region.size for region in self._regions)
         large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
@@ -265,7 +279,9 @@ class Regions:
                 large //= 2
 
     def _shrink(self, most: int) -> int:
-        """Return up to `most` spare bytes to the system, in at most _SPANS_PER_STEP spans. Return their number."""
+        """Return up to `most` spare bytes to the system, in at most _SPANS_PER_STEP parts. Return the number of
+        bytes.
+        """
         wanted = left = max(most, 0) // HUGE * HUGE
         spans = 0
         for region in reversed(self._regions):
@@ -278,7 +294,7 @@ class Regions:
         return wanted - left
 
     def _hand_over(self, stretch: Stretch) -> None:
-        """Pass a stretch to the thread, which returns it to the system."""
+        """Pass a stretch to the thread, which returns its memory to the system. The first call starts the thread."""
         if not self._begun:
             thread = threading.Thread(target=_hand_all_back, args=(self._leaving, self._returned), daemon=True)
             thread.name = "kvpage-memory"
@@ -291,7 +307,9 @@ class Regions:
         self._leaving.put(stretch)
 
     def _take_back(self) -> None:
-        """Make stretches fresh that the thread has returned to the system. Unmap regions that are fresh, except one."""
+        """Mark stretches as fresh that the thread has returned to the system. Unmap regions that are fresh, but keep
+        one.
+        """
         while self._returned:
             stretch = self._returned.popleft()
             region = stretch.region
@@ -301,14 +319,14 @@ class Regions:
 
 
 def _hand_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
-    """Return stretches to the system until None is received: the function of the thread."""
+    """Run the thread that returns memory: process stretches from the queue `leaving` until it yields None."""
     while (stretch := leaving.get()) is not None:
         _hand_back(stretch, returned)
         del stretch  # otherwise its region would stay mapped until the next stretch
 
 
 def _hand_back(stretch: Stretch, returned: deque[Stretch]) -> None:
-    """Return the memory of a stretch to the system, and append the stretch to `returned`."""
+    """Return the memory of a stretch to the system with madvise(2), and append the stretch to `returned`."""
     for at in range(0, stretch.size, _RETURNED_BYTES_PER_CALL):
         _madvise(stretch.address + at, min(_RETURNED_BYTES_PER_CALL, stretch.size - at), _UNUSED)
     returned.append(stretch)

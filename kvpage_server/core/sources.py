@@ -1,4 +1,6 @@
-"""Digest of the compiled core's sources: setup.py compiles it into the core, and `choice` compares it."""
+"""Digest of the compiled core's Cython sources. setup.py compiles it into the core, and `choice` compares it with the
+files.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from pathlib import Path
 
 
 def digest(folder: Path) -> str:
-    """Return the digest of the names and contents of a folder's Cython sources; "" without sources, as in a wheel."""
+    """Return the hexadecimal digest of the names and contents of a folder's Cython sources; "" if there are none, as in
+    a wheel.
+    """
     seen = hashlib.blake2b(digest_size=8)
     sources = sorted(folder.glob("*.p[xy][xd]"))
     for source in sources:

@@ -35,7 +35,7 @@ from kvpage_server.client.cluster.commands import (
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, Timed, timed
 from kvpage_server.client.cluster.store import ClusterCalls
 from kvpage_server.client.cluster.topology import SCHEMES, Address
-from kvpage_server.client.page import amiss, header_of
+from kvpage_server.client.page import header_of, mismatch
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.reply import Answer
 from kvpage_server.commands.context import Client
@@ -122,7 +122,7 @@ class Plans:
                 found.append(None if len(value) > 1 else NO_PAGE)
             else:
                 body = value[1] if len(value) > 1 else value[0][HEADER_SIZE:]
-                reason = amiss(header, body, verify=self.calls.verify)
+                reason = mismatch(header, body, verify=self.calls.verify)
                 self.calls.misses.update([reason] if reason else [])
                 found.append(None if reason else (body,))
         return found
@@ -164,7 +164,7 @@ class Plans:
         if shape is None or len(value) != before + shape.nbytes:
             reason: str | None = "header"
         else:
-            reason = commands.amiss(name[1], shape, value[:before], value[before:], verify=self.calls.verify)
+            reason = commands.mismatch(name[1], shape, value[:before], value[before:], verify=self.calls.verify)
         if reason:
             self.calls.misses[reason] += 1
             return None

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import redis
 
-from kvpage_server.client.cluster.commands import OPENING_SIZE, amiss, block_key, head_size, ranges_of_page, shape_of
+from kvpage_server.client.cluster.commands import OPENING_SIZE, block_key, head_size, mismatch, ranges_of_page, shape_of
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.multi_store import MultiStore, Pipeline
@@ -217,7 +217,7 @@ def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
         return False, [block_key(name)]
     pages = product(range(shape.layers), range(shape.heads), [plane.kv_type for plane in shape.planes])
     keys = [bytes(PageKey(name[0], layer, head, name[1], plane)) for layer, head, plane in pages]
-    return amiss(name[1], shape, view[:before], view[before:], verify=True) is None, keys
+    return mismatch(name[1], shape, view[:before], view[before:], verify=True) is None, keys
 
 
 def _checked_page(key: PageKey, value: bytes) -> tuple[bool, bool]:

@@ -89,7 +89,11 @@ def head_size(shape: BlockShape) -> int:
 
 
 def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> bytes:
-    """Return the bytes before a body. If the body is in several pieces, each must consist of whole pages."""
+    """Return the bytes before a block's body: the opening and the headers of its pages.
+
+    `page` is the page id, `ttl` in seconds, `created_ms` in unix milliseconds. If the body is in several pieces, each
+    must consist of whole pages.
+    """
     headers = _blank_headers(shape).copy()
     fields = headers.view(_HEADERS)
     fields["page"], fields["created"], fields["ttl"] = page, created_ms, ttl
@@ -98,9 +102,10 @@ def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, cre
     return before + _DIGEST.pack(digest([before, headers.data, *body])) + headers.tobytes()
 
 
-def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, verify: bool) -> str | None:
-    """Return the reason of a miss, ``header`` or ``checksum``; None if the block is valid. `found` has the bytes before
-    the body.
+def mismatch(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, verify: bool) -> str | None:
+    """Return the reason why a received block is invalid, ``header`` or ``checksum``; None if it is valid.
+
+    `found` has the bytes before the body. `page` and `shape` are expected. With `verify`, the digest is compared, too.
     """
     before, table = found[:_DIGEST_AT], found[OPENING_SIZE:]
     headers, given = _blank_headers(shape).copy(), np.frombuffer(table, _HEADERS)
@@ -116,7 +121,7 @@ def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, 
 
 
 def shape_of(opening: bytes | memoryview) -> BlockShape | None:
-    """Return the shape in a block's opening; None if it is not an opening."""
+    """Return the shape in a block's opening of OPENING_SIZE bytes; None if the bytes are not a valid opening."""
     if len(opening) != OPENING_SIZE:
         return None
     magic, version, planes, reserved, layers, heads, page_size = _FIELDS.unpack_from(opening)
@@ -131,8 +136,10 @@ def shape_of(opening: bytes | memoryview) -> BlockShape | None:
 
 
 def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the positions of the first and last byte of a page's header, and of its body; None if the block has no
-    such page.
+    """Return the byte ranges of a page in a block's string: those of its header and of its body, each as (first, last)
+    for GETRANGE.
+
+    Return None if the block has no such page.
     """
     try:
         span = shape.page_span(key.layer, key.head, key.kv_type)
@@ -145,7 +152,7 @@ def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tu
 
 
 def whole_pages(shape: BlockShape, body: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Return the body unchanged if its pieces consist of whole pages, otherwise joined."""
+    """Return a block's body unchanged if each of its pieces consists of whole pages, otherwise joined in one piece."""
     if len(body) == 1:
         return body
     bounds = {0, *(span.stop for span in _spans(shape))}
@@ -166,7 +173,7 @@ def _opening(shape: BlockShape) -> bytes:
 
 @lru_cache(16)
 def _blank_headers(shape: BlockShape) -> Headers:
-    """Return the pages' headers with 0 in the fields that differ from write to write."""
+    """Return the headers of a block's pages as uint8, with 0 in the fields that differ from write to write."""
 
     def header(layer: int, plane: Plane, head: int) -> bytes:
         about = plane.dtype, plane.kv_type, shape.page_size, plane.head_dim, layer, head
@@ -183,7 +190,7 @@ _REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # placeholders; no request id cont
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, and the place for its reply if that is a long string. It can be sent again."""
+    """A command for a single key, and memory for its reply if that is a long string. It can be sent again."""
 
     key: bytes
     pieces: Callable[[], Iterator[Piece | Chunk]]
@@ -196,8 +203,10 @@ class Command:
 
 
 def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
-    """Return one request of several commands. With `asking`, each follows an ASKING, so that the node also answers for
-    slots that are being moved to it.
+    """Return one request of several commands, whose result is the list of their decoded replies; error replies are
+    Refused objects.
+
+    With `asking`, an ASKING precedes each command, so that the node also answers for slots that are being moved to it.
     """
 
     def pieces() -> Iterator[Piece | Chunk]:
@@ -223,20 +232,23 @@ def _pairs(answers: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def ask_lines(texts: Sequence[bytes]) -> Request[list[bytes]]:
-    """Return one request of several commands with single lines as replies."""
+    """Return one request of several encoded commands whose replies are single lines. The result is the list of these
+    lines.
+    """
     return Request(lambda: iter((b"".join(texts),)), lambda: Lines(len(texts)), lambda lines: lines)
 
 
 def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) -> Command:
-    """Return a command in a few words. The second word is its key."""
+    """Return the command of a few words. The second word is its key if it is bytes; else the key is empty."""
     text, key = command(*words), bytes(words[1]) if isinstance(words[1], bytes) else b""
     return Command(key, lambda: iter((text,)), writes=writes, at_primary=at_primary)
 
 
 def of_question(question: Question, *, once: bool) -> Command:
-    """Return the command of a question, which is sent to the primary because a replica may be behind.
+    """Return the command of a question. It is sent to the primary, because a replica may have older values.
 
-    The second word is the key, and the reply must not be an array.
+    The second word is the key, and the reply must not be an array. With `once`, the command is not retried if the
+    server may have executed it.
     """
     text = command(*map(encoded, question.words))
     return Command(key_of(question), lambda: iter((text,)), writes=once, at_primary=True, once=once, read=question.read)
@@ -257,7 +269,10 @@ def get_range(key: bytes, first: int, last: int) -> Command:
 
 
 def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:
-    """Return the command that writes a block. Its digests are computed when it is sent."""
+    """Return the command that writes a block as one string. Its digests are computed each time it is sent.
+
+    `ttl` is in seconds, 0 for none, `created_ms` in unix milliseconds.
+    """
     key = block_key(name)
     opening, ending = around_value(key, head_size(shape) + shape.nbytes, ttl)
 
@@ -276,7 +291,9 @@ def set_page(page: Page, ttl: int, created_ms: int) -> Command:
 
 
 def around_value(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the value, of `nbytes` bytes, of a SET."""
+    """Return the bytes before and after the value of a SET. `nbytes` is the length of the value, `ttl` in seconds, 0
+    for none.
+    """
     before, after = around_set(ttl)
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after
 
@@ -286,10 +303,10 @@ def around_value(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """The commands that delete the single pages of a block when the pages are in different slots.
+    """The commands that delete the single pages of a block when their keys are in different slots of the cluster.
 
-    The usual path encodes and sends them, and reads their replies, without an object for each. 256 pages take 0.2 ms
-    instead of 4.
+    `Router.scatter` sends the encoded commands of `encode`, and reads their replies, without an object for each: 256
+    pages take 0.2 ms instead of 4. Failed commands are sent again as the commands of `singly`.
     """
 
     name: BlockName
@@ -299,8 +316,10 @@ class Scattered:
         """Yield a command for each page."""
         return (simple(b"UNLINK", bytes(key), writes=True) for key, *_ in pages_of_block(self.name, self.shape))
 
-    def spelled(self) -> tuple[list[int], list[bytes]]:
-        """Return the slot of each page's key, and the encoded command for each page."""
+    def encode(self) -> tuple[list[int], list[bytes]]:
+        """Return the cluster slot of each page's key, and the encoded UNLINK command of each page, in the body's
+        order.
+        """
         req_id, page = self.name[0], b"%d" % self.name[1]
         texts, endings = _apart(self.shape, len(req_id) + len(page))
         begun = crc_hqx(b"kv:%b:" % req_id, 0)
@@ -314,7 +333,7 @@ Write = Command | Scattered
 def block_writes(
     name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
 ) -> list[Write]:
-    """Return the commands that write a block, and delete its pages that were written one by one."""
+    """Return the commands that write a block, and delete those of its pages that were written as single pages."""
     return [*_deletions(name, shape), set_block(name, shape, body, ttl, created_ms)]
 
 
@@ -329,14 +348,15 @@ def _deletions(name: BlockName, shape: BlockShape) -> Sequence[Write]:
 
 
 def _endings(shape: BlockShape) -> Iterator[bytes]:
-    """Yield the parts after the request in the keys of a block's pages."""
+    """Yield the part after the request id of each key of a block's pages, with a placeholder for the page id."""
     for layer, plane, head in product(range(shape.layers), shape.planes, range(shape.heads)):
         yield b"%d:%d:%b:%d" % (layer, head, _PAGE, plane.kv_type)
 
 
 def _words(shape: BlockShape, nbytes: int) -> list[bytes]:
-    """Return the keys of a block's pages as words with placeholders for request id and page id, which have `nbytes`
-    bytes together.
+    """Return the keys of a block's pages as encoded words with placeholders for the request id and the page id.
+
+    `nbytes` is the length of the request id and the page id together.
     """
     return [b"$%d\r\nkv:%b:%b\r\n" % (len(ending) + 3 + nbytes, _REQUEST, ending) for ending in _endings(shape)]
 
@@ -350,7 +370,10 @@ def _together(shape: BlockShape, nbytes: int) -> list[bytes]:
 
 @lru_cache(16)
 def _apart(shape: BlockShape, nbytes: int) -> tuple[bytes, bytes]:
-    """Return the commands with placeholders, and the parts after the request id of their keys; both joined by _NEXT."""
+    """Return the encoded UNLINK commands of all pages with placeholders, and the part after the request id of each key.
+
+    Both are joined by _NEXT. `nbytes` is as for `_words`.
+    """
     opening = b"*2\r\n" + word(b"UNLINK")
     return _NEXT.join(opening + key for key in _words(shape, nbytes)), _NEXT.join(_endings(shape))
 
@@ -382,7 +405,7 @@ class _Attempt:
 
 @dataclass
 class Router:
-    """Sender of commands to the nodes of one cluster. All plans of a client share it."""
+    """Sender of commands to the nodes of one cluster, with the map of slots. All plans of a client share it."""
 
     address: Address
     read_from_replicas: bool
@@ -391,17 +414,17 @@ class Router:
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """Return the same as `answers`, but raise the first error if all commands fail."""
+        """Run commands and return their replies as `answers`, but raise the first error if all commands fail."""
         answers = yield from self.answers(commands, end)
         if answers and all(isinstance(answer, Failed) for answer in answers):
             raise answers[0].error.again()
         return answers
 
     def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """Return the reply to each command: Failed for a read that no node answered, the refusal TRYAGAIN for a command
-        with `apart`.
+        """Run commands on the nodes of their keys until `end`, and return the reply to each.
 
-        Raises other refusals, and the error of a write that has not succeeded by `end`.
+        The reply is Failed for a read that no node answered, and the Refused error TRYAGAIN for a command with `apart`.
+        Raises other error replies as Refused, and the last error of a write that has not succeeded by `end`.
         """
         late = Failed(end.exceeded())
         ways = [
@@ -442,8 +465,11 @@ class Router:
     def _by_node(
         self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Attempt]
     ) -> tuple[dict[tuple[Node, bool, bool], list[int]], list[int]]:
-        """Return the positions of the commands, grouped by node, use of ASKING, and use of the node as a replica; and
-        the positions of commands with a slot that no node serves.
+        """Group commands by node. `left` are their indexes; `slots` and `ways` have the slot and the state of each
+        command.
+
+        Return the indexes of each (node, whether to send ASKING, whether the node is used as a replica), and the
+        indexes of commands whose slot no node serves.
         """
         groups: dict[tuple[Node, bool, bool], list[int]] = defaultdict(list)
         lost, turn = [], next(self._turn)
@@ -460,7 +486,10 @@ class Router:
         return groups, lost
 
     def _answered(self, command: Command, slot: int, way: _Attempt, answer: Answer, node: Node) -> bool:
-        """Store a node's reply, or note its redirection. Return whether the attempt has failed. Raises Refused."""
+        """Process the reply of `node` to a command: store it in the state `way`, or note its redirection.
+
+        Return whether the attempt has failed. Raises Refused for an error that a retry does not avoid.
+        """
         if not isinstance(answer, Refused):
             absent = not answer or answer is OTHER_SIZE  # null, 0, an empty string, or one of another size
             if absent and way.from_replica and self._has_replicas(slot):
@@ -488,8 +517,9 @@ class Router:
         return False
 
     def _failed(self, command: Command, way: _Attempt, error: PageClientError) -> None:
-        """Note a failed attempt. A DeadlineExceeded does not replace the error of an earlier attempt, which explains
-        more.
+        """Note a failed attempt in the state `way`. The command is over after READ_TRIES failures of a read.
+
+        A DeadlineExceeded does not replace the error of an earlier attempt, which explains more.
         """
         way.tries += 1
         way.to, way.from_replica, way.followed = None, False, 0
@@ -509,8 +539,10 @@ class Router:
         return bool(shard and shard.replicas)
 
     def scatter(self, slots: Sequence[int], texts: Sequence[bytes]) -> Plan[list[int]]:
-        """Send short commands to the nodes of their slots, once. Return the positions of commands without an integer
-        reply.
+        """Send encoded commands to the primaries of their slots, once. `slots` and `texts` have an item for each
+        command.
+
+        Return the indexes of the commands that did not get an integer reply.
         """
         if self.outdated:
             yield from self._refresh()
@@ -531,7 +563,7 @@ class Router:
     # -- nodes -------------------------------------------------------------------------------------------------------
 
     def home(self, key: bytes) -> Plan[Node]:
-        """Return the node that has a key. Raises Refused if no node serves its slot."""
+        """Return the node that serves the slot of a key. Raises Refused if no node serves it."""
         if self.outdated:
             yield from self._refresh()
         shard = self.slots.shard(slot_of(key))
@@ -541,8 +573,10 @@ class Router:
         return shard.primary
 
     def strayed(self, error: PageClientError) -> bool:
-        """Mark the map as outdated. Return whether to try again after this error: the cluster is changing, the map was
-        outdated, or the node did not answer.
+        """Mark the map of slots as outdated after an error of a transaction. Return whether the caller should try
+        again.
+
+        It should if the cluster is changing, if the map was outdated, or if the node did not answer.
         """
         if not isinstance(error, Refused):
             self.outdated = True
@@ -558,10 +592,11 @@ class Router:
     # -- the map -----------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> Generator[Round, list[Any], None]:
-        """Ask the nodes in turn until one returns a map with nodes. If none does, keep the old map.
+        """Replace the map of slots: ask the nodes in turn until one returns a map with nodes. If none does, keep the
+        old map.
 
-        Without an old map, raises the last refusal, for example that of a server without cluster mode, or otherwise the
-        last error.
+        Without an old map, raises the last error reply, for example that of a server without cluster mode, or otherwise
+        the last error.
         """
         error: PageClientError = Disconnected("the cluster's URL names no node")
         for node in dict.fromkeys([*self.slots.nodes(), *self.address.seeds]):

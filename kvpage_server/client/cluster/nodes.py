@@ -1,4 +1,4 @@
-"""Execution of plans on threads: one thread sends and receives all requests of a round."""
+"""Execution of plans on threads: the calling thread sends and receives all requests of a round at the same time."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _LEFT_ALONE = (0.5, 8.0)  # seconds for which a silent node gets no requests, at
 
 
 class Peers:
-    """Connections to several servers, and the state of each server. Threads can share them."""
+    """Pools of connections to several servers, and the recent failures of each server. Threads can share the object."""
 
     def __init__(
         self, url_of: Callable[[Any], str], options: dict[str, Any], silence: float, known: Iterable[Hashable]
     ) -> None:
         """Create a pool for each of the `known` nodes. Other nodes get theirs at their first use.
 
-        `options` are options of redis-py's ConnectionPool for each node. `silence` is the time in seconds for which a
-        node may send and receive no byte. Raises ValueError for an invalid URL or option.
+        `url_of` returns the URL of a node. `options` are options of redis-py's ConnectionPool. `silence` is the time in
+        seconds for which a node may send and receive no byte before its errand fails. Raises ValueError for an invalid
+        URL or option.
         """
         Deadline(silence)
         self._url_of, self._options, self._silence = url_of, options, silence
@@ -54,20 +55,22 @@ class Peers:
                 pool.close()
 
     def unless_closed(self, outcomes: list[Any]) -> list[Any]:
-        """Return the outcomes of a round. Raises Closed if errands failed because the client was closed."""
+        """Return the outcomes of a round unchanged. Raises Closed if errands failed because the client was closed."""
         if self._closed and any(isinstance(outcome, Failed) for outcome in outcomes):
             raise Closed
         return outcomes
 
     def silence(self, end: Deadline) -> float:
-        """Return the seconds for which a node may be silent in a call: at most half of the time left, so that time is
-        left for another node.
+        """Return the seconds for which a node may send and receive no byte in a call with the deadline `end`.
+
+        It is at most half of the time left, so that time is left for another node.
         """
         return min(self._silence, end.left() / 2)
 
     def pool(self, node: Hashable, replica: bool) -> PagePool:
-        """Return the pool of connections to a node. With `replica`, its connections send READONLY first. Raises Closed,
-        and ValueError for an invalid URL or option.
+        """Return the pool of connections to a node. With `replica`, its connections send READONLY first.
+
+        Raises Closed after `close`, and ValueError for an invalid URL or option.
         """
         with self._lock:
             if self._closed:
@@ -79,13 +82,19 @@ class Peers:
             return pool
 
     def check(self, node: Hashable) -> None:
-        """Raise Disconnected if the node gets no requests for a while."""
+        """Raise Disconnected if a node gets no requests for some seconds, because its last errand exceeded its
+        deadline.
+        """
         until, _, why = self._left_alone.get(node, (0.0, 0.0, ""))
         if until > time.monotonic():
             raise Disconnected(f"{node} is left alone for a while: {why}")
 
     def remember(self, node: Hashable, failure: PageClientError | None) -> None:
-        """Note the outcome of an errand to a node. After a DeadlineExceeded, the node gets no requests for a while."""
+        """Note the outcome of an errand: `failure` is None if it succeeded.
+
+        After a DeadlineExceeded, the node gets no requests for _LEFT_ALONE[0] to _LEFT_ALONE[1] seconds, twice as long
+        each time. A reply ends that.
+        """
         if not isinstance(failure, DeadlineExceeded | Disconnected):
             self._left_alone.pop(node, None)
             return
@@ -97,7 +106,7 @@ class Peers:
 
 
 def _as_replica(connection: PageConnection) -> None:
-    """Prepare a new connection for reads from a replica: redis-py's handshake, then READONLY."""
+    """Prepare a new connection for reads from a replica: do redis-py's handshake, then send READONLY."""
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_packed_command(connection._command_packer.pack("READONLY"))
     connection.read_response()
@@ -107,13 +116,13 @@ T = TypeVar("T")
 
 
 class Nodes:
-    """Executor of plans on several servers. Threads can share it."""
+    """Executor of plans on several servers, for threads. Threads can share it."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     def do(self, plan: Plan[T], end: Deadline) -> T:
-        """Carry out a plan, and return its result or raise its exception."""
+        """Execute a plan until `end`, and return its result or raise its exception."""
         silence = self._peers.silence(end)
         try:
             asked = next(plan)
@@ -141,7 +150,9 @@ class Nodes:
         return [talk.outcome for talk in talks]
 
     def _begin(self, talk: _Talk, end: Deadline, silence: float) -> None:
-        """Connect if necessary, and send as much of the request as possible without waiting."""
+        """Connect the connection of an errand if necessary, and send as much of its request as possible without
+        waiting.
+        """
         try:
             self._peers.check(talk.errand.node)
             pool = self._peers.pool(talk.errand.node, talk.errand.replica)
@@ -150,7 +161,9 @@ class Nodes:
             talk.fail(error)
 
     def _wait_for(self, talks: list[_Talk], end: Deadline, silence: float) -> None:
-        """Continue all talks until each is over. At the deadline, the others fail."""
+        """Send and receive until all talks are over. A talk fails after `silence` seconds without a byte, and at the
+        deadline `end`.
+        """
         poller, began = select.poll(), time.monotonic()
         by_fd = {}
         for talk in talks:
@@ -180,7 +193,7 @@ class Nodes:
 
 
 class _Talk:
-    """An errand and its connection."""
+    """The execution of one errand on its connection."""
 
     def __init__(self, errand: Errand) -> None:
         self.errand = errand
@@ -191,7 +204,7 @@ class _Talk:
         self._pool: PagePool | None = None
 
     def take(self, pool: PagePool, deadline: Deadline) -> None:
-        """Take a connection of the pool, connect it, and begin the exchange. Raises PageClientError."""
+        """Take a connection from the pool, connect it, and begin to send the request. Raises PageClientError."""
         self._connection = pool.lend()
         self._pool = pool
         self._connection.open(deadline)
@@ -201,7 +214,9 @@ class _Talk:
         self.go_on(None)
 
     def go_on(self, ready: int | None) -> None:
-        """Continue as far as possible without waiting. `ready` has the poll events that occurred."""
+        """Send and receive as far as possible without waiting. `ready` has the poll events that occurred, None at the
+        start.
+        """
         self.moved = time.monotonic()
         try:
             self.events = self._steps.send(ready)

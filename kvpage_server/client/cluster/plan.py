@@ -1,4 +1,5 @@
-"""Plans: the requests of a method to each node. A plan is a generator, which yields rounds and is sent their outcomes.
+"""Plans: client methods on several nodes, without I/O. A plan is a generator: it yields rounds of requests, and is sent
+the list of their outcomes.
 
 Its return value is the result of the method.
 """
@@ -24,7 +25,7 @@ GONE = "gone"  # the reason of a miss: no server answered
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """One request to one node. The request may consist of many commands."""
+    """One request to one node, as a part of a round. The request may consist of many commands."""
 
     node: Hashable  # str() of it is its name in error messages
     request: Request[Any]
@@ -41,7 +42,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The outcome of an errand that failed. It keeps the error without a traceback."""
+    """The outcome of an errand that failed. It has a copy of the error without a traceback."""
 
     error: PageClientError
 
@@ -53,7 +54,9 @@ RAISES: Any = object()  # as a replacement of missing replies: raise their error
 
 
 def present(answers: Sequence[Any], gone: Any) -> list[Any]:
-    """Return replies; `gone` replaces failures. If `gone` is RAISES, raise the first failure instead."""
+    """Return replies, with `gone` in place of each Failed. If `gone` is RAISES, raise the error of the first Failed
+    instead.
+    """
     failed = next((answer.error for answer in answers if isinstance(answer, Failed)), None)
     if failed and gone is RAISES:
         raise failed.again()
@@ -66,7 +69,7 @@ Plan = Generator[Round, list[Outcome], T]
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[T_co]):
-    """A plan that gets its deadline when it begins."""
+    """A plan that does not have its deadline yet. A call with a `Deadline` begins it."""
 
     what: str  # the method of the client
     begin: Callable[[Deadline], Plan[T_co]]
@@ -76,7 +79,7 @@ class Timed(Generic[T_co]):
 
 
 def timed(method: Callable[Concatenate[Self, Deadline, P], Plan[T]]) -> Callable[Concatenate[Self, P], Timed[T]]:
-    """Decorate a method with a deadline as its first argument. It then returns a `Timed` and takes no deadline."""
+    """Decorate a method whose first argument is a deadline: it takes the other arguments, and returns a `Timed`."""
 
     def without(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> Timed[T]:
         return Timed(method.__name__, lambda end: method(self, end, *args, **kwargs))

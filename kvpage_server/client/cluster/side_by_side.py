@@ -1,4 +1,5 @@
-"""Several kvpage-servers that do not know each other. Each segment of a prompt belongs to one of them.
+"""Several kvpage-servers that do not know each other. Each segment of a prompt, that is the tag of a request id,
+belongs to one of them.
 
 Rendezvous hashing chooses the server: every server gets a number for the segment, and the highest number wins. So all
 clients with the same list of servers, in any order, find the same server. A new server takes its share from all others.
@@ -40,7 +41,7 @@ class ServerUrl:
     url: str
 
     def __str__(self) -> str:
-        """Return the server's name for error messages and for hashing. User and password are left out, since they may
+        """Return the URL without user and password, for error messages and for hashing. User and password may
         change.
         """
         parts = urlsplit(self.url)
@@ -53,8 +54,9 @@ def lists_several(url: str) -> bool:
 
 
 def servers_of(urls: str) -> list[ServerUrl]:
-    """Return the servers of a list such as ``redis://a:9221,redis://b:9221``. Raises ValueError for a server that is
-    listed twice, and for a comma within a URL.
+    """Return the servers of a list of URLs such as ``redis://a:9221,redis://b:9221``.
+
+    Raises ValueError for a server that is listed twice, and for a comma within a URL.
     """
     found = [ServerUrl(url) for url in urls_of(urls)]
     names = Counter(map(str, found))
@@ -87,7 +89,9 @@ class Rendezvous:
 
 @dataclass
 class SideBySideCalls:
-    """The methods of a client, as plans. Each sends the same call to every server, with its part of the batch."""
+    """The methods of a client on servers side by side, as plans. Each sends the same call to every server, with its
+    part of the batch.
+    """
 
     rendezvous: Rendezvous
     calls: Calls  # for one connection
@@ -160,8 +164,10 @@ class SideBySideCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """Count the complete blocks, from the first one. Each server leases its own blocks up to its first incomplete
-        one.
+        """Return the number of complete blocks from the first name on. Each server leases its blocks up to its first
+        incomplete one.
+
+        So blocks after the first incomplete one may be leased as well.
         """
         check_names(names)
         parts = self._parts(
@@ -184,8 +190,11 @@ class SideBySideCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Send each question to the server of its key. Return the answers, with Failed for servers that do not answer.
-        Raises Refused.
+        """Send each question to the server of its key. Return the decoded replies, with Failed for servers that do not
+        answer.
+
+        With `again`, a question is sent a second time after a broken connection. Raises Refused for the first error
+        reply.
         """
         left: dict[ServerUrl, list[int]] = defaultdict(list)
         for i, question in enumerate(questions):
@@ -216,13 +225,17 @@ class SideBySideCalls:
         return self.rendezvous.servers
 
     def strayed(self, error: PageClientError) -> bool:
-        """Return False: a retry is useless, since no other server has the keys of a server."""
+        """Return False: the caller should not try again after an error, because no other server has the keys of a
+        server.
+        """
         return False
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _parts(self, req_ids: Sequence[bytes], call: Callable[[list[int]], Call[Any]]) -> list[_Part]:
-        """Return each server's part of the batch. Raises the errors of `call` for invalid arguments."""
+        """Return each server's part of a batch. `call` makes the call for a list of indexes; its errors for invalid
+        arguments are raised.
+        """
         items: dict[ServerUrl, list[int]] = defaultdict(list)
         servers: dict[bytes, ServerUrl] = {}
         for i, req_id in enumerate(req_ids):
@@ -233,7 +246,11 @@ class SideBySideCalls:
         return [_Part(server, some, call(some)) for server, some in items.items()]
 
     def _ask(self, parts: Sequence[_Part]) -> Plan[list[tuple[_Part, Any]]]:
-        """Return each server's answer, or Failed. Raises Refused, and the first error if all servers fail."""
+        """Send each part to its server, twice if the connection breaks. Return each part with its result, or with
+        Failed.
+
+        Raises Refused for an error reply, and the first error if all servers fail.
+        """
         answers: dict[ServerUrl, Any] = {}
         for _ in range(_TRIES):
             left = [p for p in parts if p.server not in answers or _is_retryable(answers[p.server])]
@@ -256,8 +273,10 @@ class SideBySideCalls:
         return [(part, part.read(answers[part.server])) for part in parts]
 
     def _gathered(self, count: int, nothing: Any, answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
-        """Return the answers for all items, in order, with `nothing` for the items of servers that did not answer.
-        Count these items as misses.
+        """Return the results of all `count` items in the caller's order, with `nothing` for items of servers that did
+        not answer.
+
+        These items are counted as misses.
         """
         found = [nothing] * count
         for part, answer in answers:
@@ -297,7 +316,7 @@ def _is_retryable(answer: Any) -> bool:
 
 
 def _all_done(answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
-    """Return the answers. Raises the error of the first server that failed."""
+    """Return the results of all parts. Raises the error of the first server that failed."""
     for _, answer in answers:
         if isinstance(answer, Failed):
             raise answer.error.again()

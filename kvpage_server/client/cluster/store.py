@@ -1,4 +1,4 @@
-"""The store of a URL that names more than one server."""
+"""The store of a URL that names more than one server: the client's methods on a cluster, and the connections."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from kvpage_server.client.page import (
     BlockBody,
     BlockName,
     Page,
-    amiss,
     check_block_sizes,
     check_names,
     header_of,
+    mismatch,
     pages_of_block,
     places,
     sized,
@@ -49,7 +49,7 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, uni
 # So a read finds the last written value, or nothing.
 
 _APART = 256  # commands that are sent at once at most, so that other tasks have their turn
-_SPELLED = 4096  # the same limit for commands that are encoded without an object for each
+_ENCODED = 4096  # the same limit for commands that are encoded without an object for each
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -70,7 +70,7 @@ class StringWords(BlockWords):
 
 @dataclass
 class ClusterCalls:
-    """The methods of a client, as plans. `misses` counts misses by reason."""
+    """The methods of a client on a cluster, as plans. `misses` counts misses by reason."""
 
     router: Router
     verify: bool
@@ -88,7 +88,7 @@ class ClusterCalls:
 
     @timed
     def put_pages(self, end: Deadline, written: Sequence[Command], names: Sequence[BlockName]) -> Plan[None]:
-        """Run commands that write pages of these blocks, then delete the strings of the blocks."""
+        """Run commands that write single pages of the blocks `names`, then delete the strings of these blocks."""
         yield from self.write(written)(end)
         blocks = map(block_key, dict.fromkeys(names))
         yield from self._integers([simple(b"UNLINK", key, writes=True) for key in blocks], end)
@@ -130,13 +130,17 @@ class ClusterCalls:
 
     @timed
     def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Return for each page's key whether it has a value, even one that is not a page."""
+        """Return for each page whether its key has a value, even one that is not a page, or the page is in a stored
+        block.
+        """
         found = yield from self._with_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         return [in_block or answer == 1 for answer, in_block in found]
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
-        """Delete pages. Return the number of pages that existed. A block with one of them is deleted as a whole."""
+        """Delete pages. A block that contains one of them is deleted as a whole. Return the number of the named pages
+        that existed.
+        """
         keys = list(dict.fromkeys(keys))
         found = yield from self._with_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         blocks = {block_key((key.req_id, key.page)) for key, (_, in_block) in zip(keys, found, strict=True) if in_block}
@@ -146,7 +150,11 @@ class ClusterCalls:
 
     @timed
     def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
-        """Delete blocks of a request. Return the number of their pages. Raises Unsupported without page ids."""
+        """Delete the blocks of a request with these page ids. Return the number of their pages. Raises Unsupported
+        without page ids.
+
+        Only blocks that were stored whole are deleted.
+        """
         names = _named(req_id, pages)
         shapes = _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
         gone = yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
@@ -171,8 +179,9 @@ class ClusterCalls:
     def fetch_blocks_into(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Plan[list[str | None]]:
-        """Receive blocks into buffers. If a block is absent, try to read its single pages. Return the reason of each
-        miss, and None for found blocks.
+        """Receive blocks into buffers. If a block is absent, try to read its single pages.
+
+        Return for each block the reason of its miss, or None if it was found.
         """
         check_names(names)
         into = places(buffers, len(names))
@@ -183,7 +192,7 @@ class ClusterCalls:
             [commands.get_block(name, room) for name, room in zip(names, rooms, strict=True)], end
         )
         missed = [
-            _reason(answer) or commands.amiss(name[1], shape, room.head, room.body, verify=self.verify)
+            _reason(answer) or commands.mismatch(name[1], shape, room.head, room.body, verify=self.verify)
             for name, room, answer in zip(names, rooms, answers, strict=True)
         ]
         absent = [i for i, reason in enumerate(missed) if reason == "absent"]
@@ -194,9 +203,10 @@ class ClusterCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """Return the number of blocks that are stored as blocks with `pages_per_block` pages, from the first one.
+        """Return the number of blocks that were stored whole with `pages_per_block` pages, from the first name on.
 
-        `lease_ms` extends the TTL of all named blocks to at least that time, also of those behind the first absent one.
+        With `lease_ms`, the TTL of all named blocks is extended to at least that many milliseconds, also of blocks
+        after the first absent one.
         """
         check_names(names)
         asked = [commands.get_opening(name) for name in names]
@@ -210,8 +220,9 @@ class ClusterCalls:
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
-        """Touch blocks, and extend their TTL to at least `lease_ms`. Return the number of blocks that exist. Raises
-        Unsupported without page ids.
+        """Touch the blocks of a request with these page ids, and extend their TTL to at least `lease_ms` milliseconds.
+
+        Return the number of these blocks that exist. Raises Unsupported without page ids.
         """
         names = _named(req_id, pages)
         touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
@@ -222,8 +233,10 @@ class ClusterCalls:
 
     @timed
     def write(self, end: Deadline, written: Sequence[Write]) -> Plan[None]:
-        """Run writes with the replies OK or a count. Deletions of single pages are first. Commands that were refused
-        because their slot is being moved are last, key by key.
+        """Run commands that write. Their replies are OK or a count.
+
+        Deletions of single pages run first. A command that was refused because its slot is being moved is replaced by
+        one command for each key, which run last. Raises WrongReply for another reply, and as `Router.ask`.
         """
         yield from self._delete_scattered([one for one in written if isinstance(one, Scattered)], end)
         together, apart = [one for one in written if isinstance(one, Command)], []
@@ -236,8 +249,10 @@ class ClusterCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Send each question to the node that has its key. Return the answers, with Failed for reads that no node
-        answered. Raises Refused.
+        """Send each question to the node that has its key. Return the decoded replies, with Failed for reads that no
+        node answered.
+
+        Without `again`, a question is not repeated if the node may have executed it. Raises Refused for an error reply.
         """
         return (yield from self.router.answers([commands.of_question(one, once=not again) for one in questions], end))
 
@@ -257,11 +272,13 @@ class ClusterCalls:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _delete_scattered(self, scattered: Sequence[Scattered], end: Deadline) -> Plan[None]:
-        """Delete single pages, of some blocks at a time. Redirected and failed commands are sent again as `Command`."""
+        """Delete single pages of blocks, of some blocks at a time. Redirected and failed commands are sent again one by
+        one.
+        """
         blocks, most = iter(scattered), max((one.shape.pages for one in scattered), default=1)
-        while some := [*islice(blocks, max(_SPELLED // most, 1))]:
-            spelled = [one.spelled() for one in some]
-            slots, texts = [*chain.from_iterable(s for s, _ in spelled)], [*chain.from_iterable(t for _, t in spelled)]
+        while some := [*islice(blocks, max(_ENCODED // most, 1))]:
+            encoded = [one.encode() for one in some]
+            slots, texts = [*chain.from_iterable(s for s, _ in encoded)], [*chain.from_iterable(t for _, t in encoded)]
             left = yield from self.router.scatter(slots, texts)
             if left:
                 asked = [*chain.from_iterable(one.singly() for one in some)]
@@ -278,9 +295,10 @@ class ClusterCalls:
         end: Deadline,
         shapes: dict[BlockName, BlockShape] | None = None,
     ) -> Plan[list[str | None]]:
-        """Receive pages that are strings, and pages in blocks. Return the reason of each miss, None for found pages.
+        """Receive pages that are stored as strings, and pages that are in stored blocks, into `rooms`.
 
-        `shapes` are the shapes of the pages' blocks if the caller has them already.
+        Return for each page the reason of its miss, or None if it was found. `shapes` are the shapes of the pages'
+        blocks if the caller has them already.
         """
         single = [
             Command(bytes(key), commands.simple(b"GET", bytes(key)).pieces, room)
@@ -301,7 +319,7 @@ class ClusterCalls:
         for i, of_header, of_body in zip(in_blocks, reasons, reasons, strict=False):
             missed[i] = of_header or of_body
         return [
-            reason or amiss(header_of(key, room.head), room.body, verify=self.verify)
+            reason or mismatch(header_of(key, room.head), room.body, verify=self.verify)
             for key, room, reason in zip(keys, rooms, missed, strict=True)
         ]
 
@@ -314,7 +332,9 @@ class ClusterCalls:
         rooms: Sequence[Place],
         end: Deadline,
     ) -> Plan[None]:
-        """Receive absent blocks that were written page by page, and update `missed`. A block without its first page
+        """Receive blocks that were written page by page. `absent` are the indexes of blocks that are not stored whole.
+
+        Set `missed` to None for a complete block, otherwise to the reason of a miss. A block without its first page
         stays absent.
         """
         firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
@@ -334,17 +354,22 @@ class ClusterCalls:
     def _with_blocks(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[list[tuple[Answer | Failed, bool]]]:
-        """Run a command for each page. Return its reply, and whether the page is in a block."""
+        """Run the command of each page. Return for each page its reply, and whether the page is in a block that was
+        stored whole.
+
+        Raises as `_with_shapes`.
+        """
         answers, shapes = yield from self._with_shapes(keys, asked, end)
         return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=True)]
 
     def _with_shapes(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[tuple[list[Answer | Failed], dict[BlockName, BlockShape]]]:
-        """Run a command for each page. Return the replies, and the shapes of the pages' blocks that were found.
+        """Run the command of each page. Return the replies, and the shapes of the pages' blocks that were found to
+        exist.
 
-        A command whose node failed has a Failed as its reply. Raises as `Router.ask`: if no command succeeded, or a
-        node refused one.
+        `asked` has a command for each of `keys`. A command whose node failed has a Failed as its reply; the shape of a
+        block whose node failed is absent. Raises as `Router.ask`: if no command succeeded, or for an error reply.
         """
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
@@ -354,10 +379,10 @@ class ClusterCalls:
         return [integer(answer) for answer in (yield from self.router.ask(asked, end))]
 
     def _hits(self, missed: Sequence[str | None], rooms: Sequence[Place]) -> list[bool]:
-        def came() -> Iterator[int]:
+        def found_bytes() -> Iterator[int]:
             return (room.body.nbytes for room, reason in zip(rooms, missed, strict=True) if reason is None)
 
-        count_misses(self.misses, [reason for reason in missed if reason], came)
+        count_misses(self.misses, [reason for reason in missed if reason], found_bytes)
         return [reason is None for reason in missed]
 
 
@@ -371,13 +396,16 @@ def _named(req_id: bytes, pages: Sequence[int]) -> list[BlockName]:
 
 
 def _lease(name: BlockName, lease_ms: int, **how: bool) -> Command:
-    """Return the command that extends a block's TTL to `lease_ms`. A longer TTL, or none, stays."""
+    """Return the command that extends a block's TTL to `lease_ms` milliseconds. A longer TTL, or none, is not
+    changed.
+    """
     return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", **how)
 
 
 def _reason(answer: Answer | Failed) -> str | None:
-    """Return the reason of a miss, or None for a string that was received into its place. Raises WrongReply for another
-    reply.
+    """Return the reason of a miss from the reply to a read: None for a string that was received into its memory.
+
+    Raises WrongReply for a reply that is neither a string nor null.
     """
     if answer is ARRIVED:
         return None
@@ -391,7 +419,7 @@ def _reason(answer: Answer | Failed) -> str | None:
 
 
 def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[BlockName, BlockShape]:
-    """Return the shapes of the blocks that exist."""
+    """Return the shapes of the blocks for which `answers` has a valid opening, by name."""
     found = {}
     for name, opening in zip(names, answers, strict=True):
         if isinstance(opening, memoryview) and (shape := commands.shape_of(opening)):
@@ -409,22 +437,24 @@ PAUSE = 0.05  # seconds before a transaction is tried again
 
 @dataclass(frozen=True)
 class Several:
-    """Servers that form one store: the methods as plans, and the connections."""
+    """Servers that form one store: the client's methods as plans, and the connections to each server."""
 
     calls: ClusterCalls | SideBySideCalls
     peers: Peers
 
     def connections(self, node: Hashable) -> PagePool:
-        """Return the pool of connections to a node that has keys. Raises Closed; Disconnected if the node gets no
-        requests for a while.
+        """Return the pool of connections to a node. Raises Closed, or Disconnected if the node gets no requests for a
+        while.
         """
         self.peers.check(node)
         return self.peers.pool(node, replica=False)
 
     @contextmanager
     def attempt(self, node: Hashable, end: Deadline) -> Iterator[None]:
-        """Run the caller's block, which uses a node. Suppress its error if the caller can try again; raise the error if
-        a retry is useless, or no time is left.
+        """Run the caller's ``with`` block, which uses a node, as one attempt of a transaction.
+
+        An error is suppressed if the caller should try again. It is raised if a retry is useless, or if less than PAUSE
+        seconds are left.
         """
         failure: PageClientError | None = None
         try:

@@ -66,7 +66,10 @@ _TLS: dict[str, _Kind] = {
 
 
 def options_of(query: str, *, tls: bool) -> dict[str, Any]:
-    """Return the options in a URL's query. Raises ValueError with the problem and the allowed values."""
+    """Return the options in the query of a cluster's URL, with their values decoded.
+
+    TLS options are allowed only with `tls`. Raises ValueError with the problem and the allowed values.
+    """
     allowed, found = {**_ALL, **_TLS} if tls else _ALL, dict[str, Any]()
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name in _TLS and not tls:
@@ -115,10 +118,12 @@ class Shard:
 
 
 class SlotMap:
-    """The shard of each slot, as far as known. Only `moved` changes it; a new map replaces it."""
+    """The map from each hash slot of the cluster to its shard, as far as known. `moved` changes it; a refresh replaces
+    it.
+    """
 
     def __init__(self, ranges: Iterable[tuple[int, int, Shard]] = ()) -> None:
-        """Create a map of ranges: the first slot, the last slot, and their shard."""
+        """Create a map from ranges: the first slot, the last slot, and their shard."""
         self._shards: list[Shard | None] = [None] * SLOTS
         for first, last, shard in ranges:
             self._shards[first : last + 1] = [shard] * (last + 1 - first)
@@ -128,7 +133,9 @@ class SlotMap:
         return self._shards[slot]
 
     def moved(self, slot: int, to: Node) -> None:
-        """Note that a node serves a slot. A new primary has no replicas until the map is refreshed."""
+        """Note that the node `to` serves a slot as primary. A new primary has no replicas until the map is
+        refreshed.
+        """
         shard = self._shards[slot]
         if shard is None or shard.primary != to:
             self._shards[slot] = Shard(to)
@@ -149,7 +156,7 @@ def ask_slots(of: Node) -> Request[SlotMap]:
 
 
 def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
-    """Yield the ranges in a reply to CLUSTER SLOTS of the node `asked`. Raises WrongReply."""
+    """Yield (first slot, last slot, shard) from a reply to CLUSTER SLOTS of the node `asked`. Raises WrongReply."""
     if not isinstance(value, list):
         raise WrongReply(f"instead of the cluster's slots came {value!r:.80}")
     for entry in value:
@@ -166,7 +173,10 @@ def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
 
 
 def redirection(line: str, asked: Node) -> tuple[int, Node] | None:
-    """Return the slot and the node in a MOVED or ASK error of the node `asked`; None if the error is malformed."""
+    """Return the slot and the node in a MOVED or ASK error of the node `asked`; None if the error is malformed.
+
+    An empty host stands for the host of `asked`.
+    """
     _, _, rest = line.partition(" ")
     slot, _, address = rest.partition(" ")
     host, _, port = address.rpartition(":")
@@ -178,7 +188,7 @@ def redirection(line: str, asked: Node) -> tuple[int, Node] | None:
 
 
 class Address:
-    """A cluster's URL: some of its nodes, and the options of the connections to each."""
+    """A cluster's URL: the nodes that it names (`seeds`), and the options of the connections to each node."""
 
     def __init__(self, url: str) -> None:
         """Parse a URL. Raises ValueError."""

@@ -1,12 +1,12 @@
 """redis-py's connections, used without blocking. redis-py still makes the socket, TLS, HELLO, AUTH and SELECT.
 
-The pool lends a connection whether it is connected or not, and `open` connects it within the caller's deadline. From
-then on its socket never blocks. `Conversation` also sends and reads redis-py's handshake, so that no parser of
-redis-py holds back bytes that belong to a page.
+The pool returns a connection whether it is connected or not, and `open` connects it within the caller's deadline. From
+then on its socket never blocks. `Conversation` also sends redis-py's handshake and reads its replies, so that no parser
+of redis-py buffers bytes that belong to a page.
 
 Only the user of a socket closes it. After a close the system may give its descriptor to another file, and the user
-would take that file's bytes for a reply. So a pool that is closed only shuts down the sockets in use, and their users
-find the end of the stream.
+would read that file's bytes as a reply. So a pool that is closed only shuts down the sockets in use, and their users
+read the end of the stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from kvpage_server.client.wire.reply import Values, only
 
 
 class Deadline:
-    """The end of a call, `seconds` from now. It holds for the whole call: connects, sends, receives and retries."""
+    """The time at which a call ends, `seconds` after the object was created. It holds for the whole call: connects,
+    sends, receives and retries.
+
+    `error` makes the error of an exceeded deadline, if the default is not wanted.
+    """
 
     def __init__(self, seconds: float, error: Callable[[], DeadlineExceeded] | None = None) -> None:
         if not seconds > 0:
@@ -46,12 +50,14 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def part(self, node: Hashable, seconds: float) -> Deadline:
-        """Return the deadline of one of several servers: `seconds` from now, or this deadline if that is earlier."""
+        """Return the deadline for the part of `node`: `seconds` from now, or this deadline if that is earlier. Its
+        error names the node.
+        """
         seconds = min(seconds, self.left())
         return Deadline(seconds, lambda: self.late(node, f"did not answer within {seconds:.3g} s"))
 
     def left(self) -> float:
-        """Return the seconds left, more than 0. Raises DeadlineExceeded when none are."""
+        """Return the seconds left, more than 0. Raises DeadlineExceeded if no time is left."""
         left = self.seconds_left()
         if left <= 0:
             raise self.exceeded()
@@ -66,7 +72,9 @@ class Deadline:
         return self._error() if self._error else DeadlineExceeded(f"not done within {self._seconds:g} s")
 
     def late(self, node: Hashable, why: str) -> DeadlineExceeded:
-        """Return the error for one of several servers that is late."""
+        """Return the error for the server `node`, which is late for the reason `why`. The error has the time left of
+        this deadline.
+        """
         left = max(self.seconds_left(), 0)
         return DeadlineExceeded(f"{node} {why}; {left:.3g} of the call's {self._seconds:g} s left")
 
@@ -81,7 +89,7 @@ NONSENSE = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class PageConnection(AbstractConnection):
-    """A mixin that makes a connection class of redis-py non-blocking."""
+    """Mixin that makes a connection class of redis-py non-blocking. One user at a time sends requests on it."""
 
     _sock: socket.socket | None  # type: ignore[assignment]  # as redis-py uses it
     _deadline: Deadline
@@ -95,17 +103,21 @@ class PageConnection(AbstractConnection):
     # -- interface for redis-py's pool ---------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Do nothing. The pool calls this when it lends the connection; `open` connects instead."""
+        """Do nothing: redis-py's pool calls this when a connection is taken from it. `open` connects instead."""
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Return False. The pool calls this to find bytes of an earlier reply; `is_ready` checks for them instead."""
+        """Return False: redis-py's pool calls this to find bytes of an earlier reply. `is_ready` checks for them
+        instead.
+        """
         return False
 
     # -- connecting ------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
-        """Whether the connection is open, and no byte has arrived since its last reply. Otherwise it can't be used."""
+        """Whether the connection is open, and no byte has arrived since its last reply. Otherwise `open` has to connect
+        it again.
+        """
         if self._sock is None:
             return False
         try:
@@ -117,8 +129,10 @@ class PageConnection(AbstractConnection):
         return False
 
     def open(self, deadline: Deadline) -> None:
-        """Connect and authenticate, unless the connection is ready. Raises DeadlineExceeded, Disconnected, WrongReply,
-        Refused.
+        """Connect and authenticate until the deadline, unless the connection is ready.
+
+        Raises DeadlineExceeded, Disconnected, WrongReply for an invalid handshake, Refused, for example for a wrong
+        password, and Closed after `interrupt`.
         """
         if self.is_ready:
             return
@@ -152,24 +166,25 @@ class PageConnection(AbstractConnection):
         return sock
 
     def send_packed_command(self, command: bytes | Iterable[bytes], check_health: bool = True) -> None:
-        """Keep a part of redis-py's handshake. `read_response`, which redis-py calls next, sends it."""
+        """Keep a command of redis-py's handshake. `read_response`, which redis-py calls next, sends it."""
         self._unsent = [command] if isinstance(command, bytes) else list(command)
 
     def read_response(self, *args: Any, **options: Any) -> Any:
-        """Send the kept part of the handshake, and return its reply."""
+        """Send the command that `send_packed_command` has kept, and return its reply."""
         return self.converse(Request(lambda: iter(self._unsent), Values, only), self._deadline)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request[T], deadline: Deadline) -> T:
-        """Connect if necessary, send a request, and return its decoded reply. Raises any PageClientError. Each of them
-        closes the connection, except for Refused.
+        """Connect if necessary, send a request, and return its decoded reply.
+
+        Raises any PageClientError. Each of them closes the connection, except for Refused.
         """
         self.open(deadline)
         return self.converse(request, deadline)
 
     def converse(self, request: Request[T], deadline: Deadline) -> T:
-        """Do the same as `ask` on a connection that is open already."""
+        """Send a request and return its decoded reply, as `ask`, on a connection that is open already."""
         conversation = self.conversation(request)
         try:
             wait_through(conversation, deadline)
@@ -183,7 +198,9 @@ class PageConnection(AbstractConnection):
         return Conversation(self._sock, request)
 
     def interrupt(self) -> None:
-        """Interrupt the current exchange from another thread or task. The connection cannot be used afterwards."""
+        """Shut the socket down from another thread or task. Its user gets an error, and the connection cannot be used
+        afterwards.
+        """
         with self._ending:
             self.interrupted = True
             if self._sock is not None:
@@ -192,20 +209,20 @@ class PageConnection(AbstractConnection):
                     socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def disconnect(self, *args: Any, **options: Any) -> None:
-        """Close the socket, without racing `interrupt`."""
+        """Close the socket. A lock keeps `interrupt` from using it at the same time."""
         with self._ending:
             super().disconnect(*args, **options)  # type: ignore[no-untyped-call]
 
     def close_unless(self, over: bool) -> None:
-        """Close the connection if a conversation was not over: the next request would take its remaining bytes for a
-        reply.
+        """Close the connection unless its conversation is `over`: the next request would read the rest of a reply as
+        its own.
         """
         if not over:
             self.disconnect()
 
 
 def wait_through(conversation: Conversation[Any], deadline: Deadline) -> None:
-    """Drive a conversation to its end. Raises DeadlineExceeded, Disconnected, WrongReply."""
+    """Send and receive until a conversation has ended. Raises DeadlineExceeded, Disconnected, WrongReply."""
     poller = select.poll()
     poller.register(conversation.sock)
     steps = conversation.steps()
@@ -245,7 +262,10 @@ class PagePool(ConnectionPool):
     closed = False
 
     def lend(self) -> PageConnection:
-        """Return a connection, which the caller releases. Raises Closed; Disconnected if all connections are in use."""
+        """Return a connection of the pool, which the caller has to `release`.
+
+        Raises Closed after `close`, Disconnected if all connections are in use.
+        """
         try:
             connection = cast(PageConnection, self.get_connection())
         except redis.ConnectionError as error:
@@ -257,7 +277,7 @@ class PagePool(ConnectionPool):
 
     @contextmanager
     def lent(self) -> Iterator[PageConnection]:
-        """Yield a connection, and release it afterwards. Raises as `lend` and `in_use`."""
+        """Yield a connection of the pool, and release it afterwards. Raises as `lend` and `in_use`."""
         connection = self.lend()
         try:
             with self.in_use():
@@ -267,7 +287,9 @@ class PagePool(ConnectionPool):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Raise Closed instead of a Disconnected in the caller's block if the pool was closed."""
+        """Run the caller's ``with`` block. Raises Closed instead of a Disconnected of the block if the pool was
+        closed.
+        """
         try:
             yield
         except Disconnected as error:
@@ -312,7 +334,7 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a client of redis-py, which sends no commands of its own except its handshake.
+    """Return a redis-py client that sends no commands by itself except its handshake.
 
     Raises ValueError for a URL that is not redis://, rediss:// or unix://.
     """
@@ -321,9 +343,9 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
 
 
 def pause_before_retry(connection: PageConnection, failures: int, deadline: Deadline, error: Disconnected) -> float:
-    """Return the seconds to wait before a retry, by the redis-py Retry of the connection.
+    """Return the seconds to wait before retry number `failures`, by the redis-py Retry of the connection.
 
-    Raises `error` after the last retry, when the deadline would pass during the wait, and when the connection was
+    Raises `error` if no retry is left, if the deadline would pass during the wait, or if the connection was
     interrupted.
     """
     retry = connection.retry

@@ -1,8 +1,8 @@
-"""A request and its reply over a non-blocking socket. The exchange never waits: it yields the events that its driver
-has to wait for.
+"""A request and its reply over a non-blocking socket. The exchange never waits: it yields the poll events for which its
+caller has to wait.
 
-Plain sockets gather and scatter by themselves. TLS sockets can't, so their pieces are joined to records. The cipher
-copies every byte anyway.
+Plain sockets send several buffers and receive into several buffers with one system call. TLS sockets cannot, so their
+pieces are joined to records. The cipher copies every byte anyway.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _RECORD_BYTES = 64 * 1024  # bytes that one recv of a TLS socket takes at most
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[T]):
-    """A request to a server. It can be sent again, because each conversation makes new pieces and a new receiver."""
+    """A request to a server, and how its reply is received and decoded.
+
+    It can be sent again, because each conversation makes new pieces and a new receiver.
+    """
 
     pieces: Callable[[], Iterator[Piece | Chunk]]
     receiver: Callable[[], Receiver]
@@ -66,7 +69,8 @@ class Conversation(Generic[T]):
         self._broken = False
 
     def steps(self) -> Generator[int, int | None, None]:
-        """Send and receive, as far as possible without waiting. Raises Disconnected and WrongReply.
+        """Send and receive as far as possible without waiting, until the reply is complete. Raises Disconnected and
+        WrongReply.
 
         Yields the poll events to wait for, and receives the events that occurred. Yields 0 to give other tasks a turn.
         Replies are received even while bytes are left to send: a server may refuse early, and it may stop reading when
@@ -99,7 +103,7 @@ class Conversation(Generic[T]):
             calls += 1
 
     def _send(self) -> int:
-        """Send as many bytes as the socket takes. Return their number, -1 if it takes none now."""
+        """Send as many bytes as the socket accepts. Return their number, -1 if its buffer is full."""
         try:
             if not isinstance(self.sock, ssl.SSLSocket):
                 return self._outgoing.send(self.sock.fileno())
@@ -130,7 +134,9 @@ class Conversation(Generic[T]):
         return self._outgoing.done and self._receiver.done and not self._broken
 
     def result(self) -> T:
-        """Return the decoded reply. Raises Refused; WrongReply for a reply that does not fit, after which `over` is
+        """Return the decoded reply. Must be called after `steps` has ended.
+
+        Raises Refused for an error reply; WrongReply for a reply that does not fit the request, after which `over` is
         False.
         """
         try:

@@ -32,12 +32,14 @@ class Receiver(Protocol):
         """Whether all replies have arrived."""
 
     def receive(self, fd: int) -> int:
-        """Receive available bytes in one call. Return their number, 0 at the end of the stream, -1 if none are
-        available. Raises WrongReply.
+        """Receive available bytes in one system call.
+
+        Return their number, 0 at the end of the stream, -1 if none are available. Raises WrongReply for bytes that are
+        not RESP.
         """
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes that the caller has received. Raises WrongReply."""
+        """Parse bytes that the caller has received. Raises WrongReply for bytes that are not RESP."""
 
     def result(self) -> Any:
         """Return the reply, or the list of replies. Raises Refused for an error reply."""
@@ -54,7 +56,7 @@ def only(values: list[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory for a string: `head` for its first bytes, and `body` for the rest."""
+    """Memory that a string is received into: `head` for its first bytes, and `body` for the rest."""
 
     head: memoryview
     body: memoryview
@@ -66,11 +68,11 @@ class Place:
 
 
 class Arrived:
-    """The value of a string that was received into its place."""
+    """The value of a string that was received into the memory of its `Place`."""
 
 
 class OtherSize:
-    """The value of a string of another size than its place; its bytes were dropped."""
+    """The value of a string whose length differs from its `Place`. Its bytes were dropped."""
 
 
 Answer = Any  # bytes, memoryview, int, None, Refused; for a string with a place ARRIVED or OTHER_SIZE
@@ -78,13 +80,13 @@ ARRIVED, OTHER_SIZE = Arrived(), OtherSize()
 
 
 class Values:
-    """Receiver of `count` replies of any kind. Strings are bytes, or memoryviews of their own memory.
+    """Receiver of `count` replies of any kind. Strings become bytes, or memoryviews of their own memory.
 
     `result` raises the first error reply, or, with `with_errors`, returns it like other replies.
 
-    `places` has a place or None for each reply, and then no reply may be an array. A string is received into its place.
-    Behind it, at most the line and the head of the next string are received, so that only the kernel copies bodies.
-    Strings without a place are memoryviews, which distinguishes them from simple strings.
+    `places` has a `Place` or None for each reply, and then no reply may be an array. A string is received into its
+    `Place`. Behind it, at most the line and the head of the next string are received, so that only the kernel copies
+    bodies. Strings without a `Place` are memoryviews, which distinguishes them from simple strings.
     """
 
     def __init__(
@@ -138,15 +140,16 @@ class Values:
         return [*self._into, self._scratch[: self._wanted_behind()]] if self._into else [self._scratch]
 
     def _wanted_behind(self) -> int:
-        """Return the number of bytes to receive behind a long string. If the next string has a place, they end at its
-        body.
+        """Return the number of bytes to receive after a long string.
+
+        If the next string has a `Place`, these bytes end at its body.
         """
         after = len(self._values) + 1
         place = self._places[after] if self._places and after < len(self._places) else None
         return 2 + MAX_FRAME + len(place.head) if place else len(self._scratch)
 
     def _received(self, count: int) -> None:
-        """Parse `count` bytes, which are in the memory of `_buffers`, as far as possible."""
+        """Parse as far as possible after `count` bytes were received into the memory of `_buffers`."""
         count = self._fill(count)
         if count:
             self._data = b"".join((memoryview(self._data)[self._pos :], self._scratch[:count]))
@@ -159,7 +162,9 @@ class Values:
             self.done = True
 
     def _fill(self, count: int) -> int:
-        """Remove memory from `_into` that `count` received bytes have filled. Return the number of bytes behind it."""
+        """Remove the memory from `_into` that `count` received bytes have filled. Return the number of bytes
+        after it.
+        """
         while self._into and count >= len(self._into[0]):
             count -= len(self._into.pop(0))
         if self._into:
@@ -240,8 +245,9 @@ class Values:
         return OTHER_SIZE
 
     def _long(self, memory: list[memoryview], *, crlf: bool = True) -> Generator[None, None, None]:
-        """Copy the buffered part of a long string into `memory`, and let the rest be received there. With `crlf`, take
-        its end of line, too.
+        """Copy the buffered part of a long string into `memory`, and wait until the rest was received there.
+
+        With `crlf`, the CRLF that ends the string is parsed, too.
         """
         self._into = [part for part in memory if len(part)]
         while self._into and self._pos < len(self._data):

@@ -366,7 +366,7 @@ cdef class Bodies:
         self.next = CRLF
         self.left = 2
         if self.wanted != NULL:
-            reason = amiss(self.wanted + self.item, self.header, self.places + self.item, self.verify)
+            reason = mismatch(self.wanted + self.item, self.header, self.places + self.item, self.verify)
             if reason != FOUND:
                 self.miss(reason)
 
@@ -396,8 +396,8 @@ cdef Py_ssize_t crlf(const char *at, Py_ssize_t size) noexcept nogil:
     return -1
 
 
-cdef Reason amiss(const Name *name, const char *header, const Py_buffer *body, bint verify) noexcept nogil:
-    """Return the reason why a blob does not match its page's key, or FOUND."""
+cdef Reason mismatch(const Name *name, const char *header, const Py_buffer *body, bint verify) noexcept nogil:
+    """Return the reason why a blob does not belong to a page's key, or FOUND if it does."""
     cdef uint64_t digest
     if memcmp(header + AT_MAGIC, MAGIC, 4) or <uint8_t>header[AT_VERSION] != VERSION or header[AT_FLAGS]:
         return HEADER_WRONG

@@ -13,10 +13,10 @@ from kvpage_server.core.native.frames cimport Parser
 from kvpage_server.core.native.slots cimport Slot
 from kvpage_server.core.native.words cimport Words, object_at, view_of
 
-from kvpage_server.core.python.calls import PLAIN_REPLY_PIECES as _FEW
+from kvpage_server.core.python.calls import PLAIN_REPLY_PIECES as _PLAIN_REPLY_PIECES
 from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 
-cdef Py_ssize_t PLAIN_REPLY_PIECES = _FEW
+cdef Py_ssize_t PLAIN_REPLY_PIECES = _PLAIN_REPLY_PIECES
 cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 
 cdef extern from "Python.h":
@@ -151,7 +151,7 @@ cdef class Caller:
                 # Add its reply. A result that the caller has to process is returned.
                 if error is not None or PyList_GET_SIZE(pushed) or not client.fast_path_ok:
                     return left, words, row, reply, error
-                if not self.spells(reply, pieces):
+                if not self.encode_reply(reply, pieces):
                     return left, words, row, reply, None
                 words = None
             return None if self.parser.is_idle else (left, None, None, None, None)
@@ -159,7 +159,7 @@ cdef class Caller:
             if ended:
                 client.finished = ended
 
-    cdef bint spells(self, reply, list pieces) except -1:
+    cdef bint encode_reply(self, reply, list pieces) except -1:
         """Append a plain reply in wire format. Return False for another reply. A subclass of bytes has that format."""
         if PyBytes_CheckExact(reply):
             PyList_Append(pieces, bulk(<bytes>reply))
@@ -185,9 +185,9 @@ cdef bytes bulk(bytes text):
     """Return `text` as a bulk string."""
     cdef char line[FRAME]
     cdef Py_ssize_t size = PyBytes_GET_SIZE(text), begun = snprintf(line, FRAME, "$%zd\r\n", size)
-    cdef bytes spelt = PyBytes_FromStringAndSize(NULL, begun + size + 2)
-    cdef char *to = PyBytes_AS_STRING(spelt)
+    cdef bytes encoded = PyBytes_FromStringAndSize(NULL, begun + size + 2)
+    cdef char *to = PyBytes_AS_STRING(encoded)
     memcpy(to, line, begun)
     memcpy(to + begun, PyBytes_AS_STRING(text), size)
     to[begun + size], to[begun + size + 1] = c"\r", c"\n"
-    return spelt
+    return encoded

@@ -29,7 +29,7 @@ cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 cdef Py_ssize_t SEND_TURN = _SEND_TURN
 cdef Py_ssize_t SHORT = 512  # a piece with fewer bytes is joined with others
 cdef Py_ssize_t JOINED = 64 * 1024  # the most bytes of joined pieces
-cdef Py_ssize_t PLAIN_REPLY_PIECES = 64  # pieces for which an empty queue keeps memory
+cdef Py_ssize_t KEPT_PIECES = 64  # pieces for which an empty queue keeps memory
 
 
 cdef struct Waiting:  # a piece of the queue
@@ -221,7 +221,7 @@ cdef class Outbox:
             self.count -= self.first
             memmove(self.pieces, self.pieces + self.first, self.count * sizeof(Waiting))
             self.first = 0
-            if self.count == 0 and self.room > PLAIN_REPLY_PIECES:
+            if self.count == 0 and self.room > KEPT_PIECES:
                 free(self.pieces)
                 self.pieces = NULL
                 self.room = 0

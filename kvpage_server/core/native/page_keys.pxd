@@ -17,7 +17,7 @@ cdef class PageKeys:
     cdef Name *names  # the first name; in a part, it points into `held` of `whole`
     cdef readonly Py_ssize_t count  # number of names
 
-    cdef bytes spelt(self, char *(*put)(char *, const Name *) noexcept nogil)
+    cdef bytes encoded(self, char *(*put)(char *, const Name *) noexcept nogil)
 
 
 # Each function writes at `to`, and returns the end of the text: a number; a word; the frame of a word of `size` bytes;

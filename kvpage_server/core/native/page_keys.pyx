@@ -47,12 +47,12 @@ cdef class PageKeys:
         return some
 
     def words(self):
-        return self.spelt(put_name)
+        return self.encoded(put_name)
 
     def keys(self):
-        return self.spelt(put_key)
+        return self.encoded(put_key)
 
-    cdef bytes spelt(self, char *(*put)(char *, const Name *) noexcept nogil):
+    cdef bytes encoded(self, char *(*put)(char *, const Name *) noexcept nogil):
         """Return all keys, each written by `put`."""
         cdef Py_ssize_t i, room = 0
         cdef char *to

@@ -308,7 +308,7 @@ cdef inline int64_t number_at(words, Py_ssize_t i, int64_t most) except -2:
     return -1 if slot != NULL or text == NULL else number(text, size, most)
 
 
-cdef inline char *spell(char *at, const char *text, Py_ssize_t size) noexcept:
+cdef inline char *put_part(char *at, const char *text, Py_ssize_t size) noexcept:
     """Write a colon and a text at `at`. Return the end."""
     at[0] = c":"
     memcpy(at + 1, text, size)
@@ -327,14 +327,14 @@ cdef bytes read_name(words, Py_ssize_t first, Place *place):
     if text == NULL or not is_req_id(text, size):
         return None
     memcpy(key, b"kv", 2)
-    end = spell(end, text, size)
+    end = put_part(end, text, size)
     place.req_id = <uint16_t>size
     for i in range(1, NAME_WORDS):
         text = word_at(words, first + i, &size, &slot)
         value[i] = -1 if text == NULL or slot != NULL else number(text, size, most[i])
         if value[i] < 0:
             return None
-        end = spell(end, text, size)
+        end = put_part(end, text, size)
     place.layer, place.head = <uint16_t>value[1], <uint16_t>value[2]
     place.page, place.kv_type = <uint32_t>value[3], <uint8_t>value[4]
     return PyBytes_FromStringAndSize(key, end - key)

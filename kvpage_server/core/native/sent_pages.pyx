@@ -123,12 +123,12 @@ cdef class SentPages:
         return -1
 
     def as_words(self, Py_ssize_t start, unsigned long long ttl):
-        return self.spelt(start, b"", b"\r\n", ttl, None)
+        return self.encode(start, b"", b"\r\n", ttl, None)
 
     def as_blobs(self, Py_ssize_t start, bytes before, bytes after, unsigned long long ttl, unsigned long long created):
-        return self.spelt(start, before, after, ttl, pack_header(0, 0, 0, 0, 0, 0, 0, created, ttl, 0, 0))
+        return self.encode(start, before, after, ttl, pack_header(0, 0, 0, 0, 0, 0, 0, created, ttl, 0, 0))
 
-    cdef Chunk spelt(self, Py_ssize_t start, bytes before, bytes after, uint64_t ttl, bytes header):
+    cdef Chunk encode(self, Py_ssize_t start, bytes before, bytes after, uint64_t ttl, bytes header):
         """Return a chunk from page `start` on: words of a page command, or with a `header` keys and blobs.
 
         `header` has the fields that all pages share.

@@ -10,7 +10,7 @@ from libc.stdlib cimport free, realloc
 
 from kvpage_server.core.native.slots cimport Slot
 
-cdef Py_ssize_t PLAIN_REPLY_PIECES = 128  # words that have memory at first
+cdef Py_ssize_t FIRST_WORDS = 128  # words that have memory at first
 cdef Py_ssize_t TEXT = 1024  # bytes of text that have memory at first
 cdef Py_ssize_t SPARE = 1024 * 1024  # unused bytes of a text that are kept
 
@@ -28,7 +28,7 @@ cdef class Packed:
         if self.size + size >= self.text_room:  # not `>`, so that the text is not NULL if all words are empty
             self.text = <char *>resized(self.text, &self.text_room, self.size + size, TEXT, 1)
         if self.count == self.words_room:
-            self.words = <Word *>resized(self.words, &self.words_room, self.count + 1, PLAIN_REPLY_PIECES, sizeof(Word))
+            self.words = <Word *>resized(self.words, &self.words_room, self.count + 1, FIRST_WORDS, sizeof(Word))
         return 0
 
     cdef int add_slot(self, Slot slot) except -1:

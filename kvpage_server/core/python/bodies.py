@@ -1,10 +1,10 @@
-"""Bodies of pages: digests, keys and words of sent pages, the server's output queue, and the receiver of bodies.
+"""Bodies of pages: their digests, pages to send, the server's output queue, and the client's receiver of bodies.
 
 The receiver, `Bodies`, receives replies into scratch memory that stays in the processor's cache, parses them there, and
-copies bodies to their places. The rest of a long body is received in its place, together with no more bytes than the
-line before the next long body. So the kernel writes long bodies to their places, and they are not copied again. A body
-that is absent or has another length is reported as missing, and the bodies after it still arrive. Only a page's own
-body is written to its place.
+copies each body to the buffer that the caller gave for it. The rest of a long body is received directly into its
+buffer, together with no more bytes than the line before the next long body. So the kernel writes long bodies to their
+buffers, and they are not copied again. A body that is absent or has another length is reported as missing, and the
+bodies after it still arrive. Only a page's own body is written to its buffer.
 """
 
 from __future__ import annotations
@@ -39,17 +39,21 @@ from kvpage_server.page import (
 
 
 class Memory:
-    """Buffers of the caller, whose memory stays valid while this object exists."""
+    """Buffers of the caller as bytes, without copies. Their memory stays valid while this object exists."""
 
     def __init__(self, buffers: Sequence[Buffer], *, writable: bool = False) -> None:
-        """Raise Unusable for a buffer that can't be sent from or, with `writable`, received into."""
+        """Raise Unusable for a buffer that cannot be sent from, or that cannot be received into if `writable` is
+        set.
+        """
         self._views = [as_bytes(buffer, i, writable=writable) for i, buffer in enumerate(buffers)]
 
     def __len__(self) -> int:
         return len(self._views)
 
     def __getitem__(self, part: slice) -> Memory:
-        """Return consecutive buffers. The compiled core keeps all buffers valid while a part exists."""
+        """Return the buffers of a slice without gaps. In the compiled core, a slice keeps all buffers of the original
+        valid.
+        """
         some = Memory(())
         some._views = self._views[part]
         return some
@@ -78,10 +82,11 @@ def digest(pieces: Sequence[Buffer]) -> int:
 
 
 def fill_digests(headers: Buffer, pieces: Sequence[Buffer]) -> None:
-    """Write each page's digest into its header.
+    """Write the XXH3-64 of each page's body into its header.
 
-    `headers` are the 64-byte headers of all pages in one buffer. The pieces contain the bodies in the same order, each
-    body within one piece. Raise ValueError if the sizes do not match.
+    `headers` are the 64-byte headers of all pages in one writable buffer. `pieces` contain the bodies in the same
+    order, each body within one piece. Raise ValueError if the bytes of `pieces` are not exactly the body lengths of the
+    headers.
     """
     (table,) = Memory([headers], writable=True).views()
     left = Memory(pieces).views()
@@ -119,7 +124,7 @@ class BorrowedPiece(Protocol):
 
 
 class Outbox:
-    """Queue of pieces. Costs: amortised O(1) for each piece. Borrowed memory is not copied."""
+    """Output queue of a session: bytes and borrowed memory, which is not copied. Each piece costs amortised O(1)."""
 
     def __init__(self) -> None:
         # The queue, in three lists of the same length. The first `_gone` pieces were sent; their items are empty until
@@ -148,7 +153,8 @@ class Outbox:
         self._pieces += pieces
 
     def send(self, descriptor: int) -> int:
-        """Send queued output until the socket's buffer is full or the turn is over. Return the bytes sent.
+        """Send queued output until the socket's buffer is full or SEND_TURN bytes were sent. Return the number of
+        bytes.
 
         Raise OSError if nothing was sent. An error after some bytes is raised by the next call.
         """
@@ -170,7 +176,7 @@ class Outbox:
         return sent
 
     def next(self) -> list[bytes | memoryview]:
-        """Return the next buffers to send: up to MOST_PIECES, with up to SEND_BYTES together."""
+        """Return the next buffers to send: up to MOST_PIECES, with up to SEND_BYTES bytes together."""
         if not self._ends:
             return []
         first, ends = self._gone, self._ends
@@ -186,7 +192,7 @@ class Outbox:
         return buffers
 
     def sent(self, count: int) -> None:
-        """Remove `count` bytes that the kernel has accepted."""
+        """Remove `count` bytes that the kernel has accepted. Raise ValueError if the queue has fewer."""
         if not 0 <= count <= self.nbytes:
             raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
         self._sent += count
@@ -200,7 +206,7 @@ class Outbox:
             self._gone = gone
 
     def renew(self) -> None:
-        """Read the address of each piece's memory again, because it has changed."""
+        """Read the memory address of each piece again. The owner calls this after borrowed memory has moved."""
         self._buffers = _views(self._pieces)
 
     def clear(self) -> None:
@@ -217,7 +223,7 @@ def _views(pieces: Sequence[bytes | BorrowedPiece]) -> list[bytes | memoryview]:
 # -- Pages to send: words and bodies by turns, encoded in chunks of some pages -----------------------------------------
 
 
-def spelt(*words: bytes | int) -> bytes:
+def encode_words(*words: bytes | int) -> bytes:
     """Return words of a command in wire format."""
     texts = [word if isinstance(word, bytes) else b"%d" % word for word in words]
     return b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
@@ -237,17 +243,17 @@ class PageKeys:
         return PageKeys(self.names[part])
 
     def words(self) -> bytes:
-        """Return the five words of each key in wire format, as page commands take them: see `words_of`."""
+        """Return the five words of each key in wire format, in the order of `words_of`."""
         return b"".join(map(words_of, self.names))
 
     def keys(self) -> bytes:
         """Return each key as one word in wire format."""
-        return spelt(*map(bytes, self.names))
+        return encode_words(*map(bytes, self.names))
 
 
 def words_of(name: PageKey) -> bytes:
-    """Return the five words of a page's key in wire format: req_id, layer, head, page, kv_type."""
-    return spelt(name.req_id, name.layer, name.head, name.page, name.kv_type)
+    """Return the five words of a page's key in wire format (RESP bulk strings): req_id, layer, head, page, kv_type."""
+    return encode_words(name.req_id, name.layer, name.head, name.page, name.kv_type)
 
 
 PAGES_PER_CHUNK = 1024  # pages in a chunk
@@ -263,7 +269,7 @@ class Chunk:
 
 
 class SentPages:
-    """Pages to write to a server: for each a key, a body, and a shape of dtype, page_size and head_dim."""
+    """Pages to write to a server. Each is (key, body, dtype, page_size, head_dim)."""
 
     def __init__(self, pages: Sequence[tuple[PageKey, Buffer, int, int, int]]) -> None:
         """Raise Unusable for a body that can't be sent."""
@@ -281,7 +287,9 @@ class SentPages:
         return some
 
     def misfit(self) -> int:
-        """Return the index of the first page with an invalid shape, or a body of another size; -1 without one."""
+        """Return the index of the first page with an invalid dtype or shape, or with a body of another size; -1 if all
+        are valid.
+        """
         for i, ((dtype, page_size, head_dim), nbytes) in enumerate(zip(self.shapes, self.bodies.sizes(), strict=True)):
             if not (0 < page_size <= MAX_U32 and 0 < head_dim <= MAX_U32 and nbytes <= MAX_U32):
                 return i
@@ -290,20 +298,24 @@ class SentPages:
         return -1
 
     def as_words(self, start: int, ttl: int) -> Chunk:
-        """Return the words of some pages from `start` on, as a page command takes them. `ttl` is in seconds."""
+        """Return a chunk of pages from index `start` on, each as the ten words of KVPAGEMSET. `ttl` is in seconds.
+
+        `Chunk.stop` is the index of the next page that is not in the chunk.
+        """
         pieces: list[bytes | memoryview] = []
         stop = self._stop(start)
         before = b""
         for name, shape, body in self._some(start, stop):
-            pieces += [b"%b%b%b$%d\r\n" % (before, words_of(name), spelt(*shape, ttl), len(body)), body]
+            pieces += [b"%b%b%b$%d\r\n" % (before, words_of(name), encode_words(*shape, ttl), len(body)), body]
             before = b"\r\n"
         pieces.append(before)
         return Chunk(pieces, stop)
 
     def as_blobs(self, start: int, before: bytes, after: bytes, ttl: int, created: int) -> Chunk:
-        """Return keys and blobs of some pages from `start` on, with the same text before and after each page.
+        """Return a chunk of pages from index `start` on, each as two words: its key and its blob.
 
-        `ttl` is in seconds, `created` in unix milliseconds, both for the headers.
+        `before` and `after` are sent before and after each page, for example the other words of a SET. `ttl` is in
+        seconds, `created` in unix milliseconds; both are written into the headers.
         """
         pieces: list[bytes | memoryview] = []
         stop = self._stop(start)
@@ -311,19 +323,22 @@ class SentPages:
         for name, (dtype, page_size, head_dim), body in self._some(start, stop):
             about = dtype, name.kv_type, page_size, head_dim, name.layer, name.head, name.page
             header = pack_header(*about, created, ttl, len(body), checksum(body))
-            key = spelt(bytes(name))
+            key = encode_words(bytes(name))
             pieces += [b"%b%b$%d\r\n%b" % (between, key, len(header) + len(body), header), body]
             between = after + before
         pieces.append(after)
         return Chunk(pieces, stop)
 
     def _some(self, start: int, stop: int) -> zip[tuple[PageKey, tuple[int, int, int], memoryview]]:
-        """Return the key, the shape and the body of each page from `start` to before `stop`."""
+        """Return key, shape and body of the pages from index `start` to before `stop`."""
         part = slice(start, stop)
         return zip(self.names.names[part], self.shapes[part], self.bodies.views()[part], strict=True)
 
     def _stop(self, start: int) -> int:
-        """Return the end of a chunk from `start` on: up to PAGES_PER_CHUNK pages, until they have SEND_BYTES."""
+        """Return the index after the last page of a chunk that begins at `start`.
+
+        A chunk has up to PAGES_PER_CHUNK pages, and ends after the page that makes SEND_BYTES bytes of bodies.
+        """
         nbytes = 0
         for stop in range(start, min(start + PAGES_PER_CHUNK, len(self))):
             if nbytes >= SEND_BYTES:
@@ -345,8 +360,8 @@ LARGEST_STEP_BYTES = 1024 * 1024  # bytes received in place in one call
 class Bodies:
     """Receiver of the reply to a read of pages: an array of bulk strings, or without `array` one bulk string.
 
-    Each item's body is written to its place. With `names` the items are blobs, whose headers must name these pages.
-    With `verify` the bodies must match the checksums of their headers.
+    Body `i` is written to buffer `i` of `places`. With `names` the bulk strings are blobs, whose headers must belong to
+    these keys. With `verify` the bodies must match the checksums of their headers.
     """
 
     def __init__(self, places: Memory, *, array: bool, names: PageKeys | None = None, verify: bool = False) -> None:
@@ -373,7 +388,11 @@ class Bodies:
         return self._next is Bodies._take_nothing and not self._is_wrong
 
     def result(self) -> dict[int, str]:
-        """Return the reason of each missing item by index: absent, size, header or checksum. Raise ErrorAnswer."""
+        """Return the reason of each missing item, by index: "absent", "size", "header" or "checksum"; empty if none is
+        missing.
+
+        Must be called after `done`. Raise ErrorAnswer if the reply is an error.
+        """
         if self._error is not None:
             raise ErrorAnswer(self._error)
         return self._missed
@@ -381,7 +400,8 @@ class Bodies:
     def receive(self, fd: int) -> int:
         """Receive available bytes with one system call, and parse them.
 
-        Return their number, 0 at the end of the stream, -1 if none are available. Raise WrongAnswer, or OSError.
+        Return their number, 0 at the end of the stream, -1 if no bytes are available. Raise WrongAnswer for bytes that
+        are not the expected reply, or OSError.
         """
         direct = self._rest_of_long_body()
         self._make_room()
@@ -400,7 +420,9 @@ class Bodies:
         return count
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes that another function has received. Raise WrongAnswer."""
+        """Parse bytes that another function has received. Raise WrongAnswer for bytes that are not the expected
+        reply.
+        """
         rest = memoryview(data)
         while rest:
             self._make_room()
@@ -413,7 +435,10 @@ class Bodies:
     # -- buffers for the next bytes ----------------------------------------------------------------------------------
 
     def _rest_of_long_body(self) -> memoryview:
-        """Return the memory for missing bytes of the current body, up to LARGEST_STEP_BYTES; empty if they are few."""
+        """Return the memory for the missing bytes of the current body, up to LARGEST_STEP_BYTES.
+
+        Return empty memory if fewer than LONG_BYTES are missing: they are received into the scratch memory.
+        """
         if self._next is not Bodies._take_body or self._left < LONG_BYTES:
             return memoryview(b"")
         place = self._places[self._item]
@@ -426,7 +451,10 @@ class Bodies:
         self._start, self._end = 0, len(left)
 
     def _wanted(self, direct: memoryview) -> int:
-        """Return the number of bytes to receive into the scratch memory: up to the next long body."""
+        """Return the number of bytes to receive into the scratch memory: up to the line before the next long body.
+
+        `direct` is the memory of the current body that the same call receives into.
+        """
         wanted = MAX_FRAME
         item = self._item
         if self._next in (Bodies._take_body, Bodies._take_dropped, Bodies._take_crlf):
@@ -442,7 +470,7 @@ class Bodies:
     # -- parsers: each takes bytes from the start and returns their number, or -1 if it needs more ---------------------
 
     def _take(self) -> None:
-        """Parse the bytes in the scratch memory, except an incomplete line at the end."""
+        """Parse the bytes in the scratch memory. An incomplete line at the end stays there."""
         data, at = self._scratch, self._start
         while True:
             some = data[at : self._end]
@@ -550,7 +578,7 @@ class Bodies:
         return -1
 
     def _wrong(self, some: memoryview, item: int) -> WrongAnswer:
-        """Return the error for unexpected bytes. The reply cannot be completed any more."""
+        """Return the error for unexpected bytes `some` in place of `item`. The reply cannot be completed after it."""
         self._is_wrong = True
         return wrong_answer(item, len(self._places), bytes(some[:40]))
 
@@ -558,7 +586,7 @@ class Bodies:
         """Check a complete blob. Its CRLF follows."""
         self._next, self._left = Bodies._take_crlf, 2
         if self._names is not None:
-            reason = _amiss(self._names[self._item], self._header, self._places[self._item], self._verify)
+            reason = _mismatch(self._names[self._item], self._header, self._places[self._item], self._verify)
             if reason:
                 self._missed[self._item] = reason
 
@@ -574,8 +602,8 @@ class Bodies:
             self._next = Bodies._take_nothing
 
 
-def _amiss(name: PageKey, header: bytearray, body: memoryview, verify: bool) -> str | None:
-    """Return the reason why a blob does not match its page's key, "header" or "checksum", or None."""
+def _mismatch(name: PageKey, header: bytearray, body: memoryview, verify: bool) -> str | None:
+    """Return the reason why a blob does not belong to a page's key, "header" or "checksum"; None if it does."""
     magic, version, _, kv_type, flags, _, _, *place, _, _, size, reserved, digest = LAYOUT.unpack(header)
     if (magic, version, flags, reserved, size) != (MAGIC, VERSION, 0, 0, len(body)):
         return "header"

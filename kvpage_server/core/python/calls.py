@@ -1,8 +1,8 @@
-"""The fast path: calls of complete commands, one after another, as long as none needs a decision of the caller.
+"""The fast path: calls of complete commands, one after another, until one needs a decision of the session.
 
-The owner of the table defines the function and the number of words of each command. For a row with `asks`, the owner
-decides before each call whether it is made. A command that is not called is returned to the caller, and so is a reply
-that is not plain.
+The owner of the table defines the function and the number of words of each command. For a row with `asks`, it decides
+before each call whether the core may make it. A command that the core does not call is returned to the session, and so
+is a reply that `_is_plain` excludes.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Counts(Protocol):
 
 
 class Returned(NamedTuple):
-    """The reason why no more commands were called, one of four.
+    """The reason why the core stopped making calls, one of four.
 
-    The next command needs a decision: it is in `words`, without a `row`. Or the caller has to process the result of a
-    command: the command is in `words` and `row`. Or the time is over: `left` is 0. Otherwise the replies borrow so much
-    memory that they should be sent.
+    1. The next command needs a decision: it is in `words`, without a `row`. 2. The session has to process the result of
+    a command: the command is in `words` and `row`, its result in `reply` or `error`. 3. No time is left: `left` is 0.
+    4. Otherwise the replies borrow so much memory that they should be sent.
     """
 
     left: int  # calls that may still be made
@@ -68,9 +68,10 @@ class Returned(NamedTuple):
 
 
 class Caller:
-    """Caller of the fast path for one client.
+    """Maker of the fast path's calls for one client.
 
-    `may_run` is called with the client, a row's `what` and the words, `note_slow` with the same and the nanoseconds.
+    `may_run(client, what, words)` returns whether the core may make the call. `note_slow(client, what, words,
+    nanoseconds)` is called after a slow call. `what` is the field of the command's row.
     """
 
     def __init__(
@@ -97,11 +98,14 @@ class Caller:
         left: int,
         deadline: int,
     ) -> Returned | None:
-        """Make up to `left` calls, and append their replies to `pieces`. Return None if no command is left.
+        """Make up to `left` calls of complete commands, and append their replies to `pieces`. Return None if no command
+        is left.
 
-        `first` is a command that was taken from the parser before. `pushed` is not empty when other messages have to
-        follow the reply. With `ask`, `may_run` is called for all rows. Calls of at least `slow_from` ns are passed to
-        `note_slow`. A call that ends after `deadline`, in monotonic nanoseconds, is the last one.
+        `first` is a command that the session has already taken from the parser, or None. `pushed` is the session's list
+        of push messages, which have to follow the reply of the call that added them; a call that adds one is the last.
+        `counts_of` has the statistics by name. With `ask`, `may_run` is called for all rows, otherwise for rows with
+        `asks`. Calls of at least `slow_from` ns are passed to `note_slow`. A call that ends after `deadline`, in
+        monotonic nanoseconds, is the last one.
         """
         client, rows, words = self._client, self._rows, first
         if not pieces:
@@ -135,21 +139,23 @@ class Caller:
                 left = 0
             if error is not None or pushed or not client.fast_path_ok or not _is_plain(reply):
                 return Returned(left, words, row, reply, error)
-            spelt = _spelt(reply, client.protocol)
-            pieces += spelt
-            self._lent += lent(spelt)
+            encoded = _encode_reply(reply, client.protocol)
+            pieces += encoded
+            self._lent += lent(encoded)
             words = None
         return None if self._parser.is_idle else Returned(left)
 
 
 def _is_plain(reply: object) -> bool:
-    """Return whether the fast path can encode a reply: bytes, None, an int, or up to PLAIN_REPLY_PIECES pieces."""
+    """Return whether the fast path can encode a reply: bytes, None, an int, or a tuple of up to PLAIN_REPLY_PIECES
+    pieces.
+    """
     if type(reply) is tuple:
         return len(reply) <= PLAIN_REPLY_PIECES
     return isinstance(reply, bytes) or reply is None or type(reply) is int
 
 
-def _spelt(reply: bytes | int | tuple[Piece, ...] | None, protocol: int) -> tuple[Piece, ...]:
+def _encode_reply(reply: bytes | int | tuple[Piece, ...] | None, protocol: int) -> tuple[Piece, ...]:
     """Return a plain reply in wire format. A tuple and a subclass of bytes have that format already."""
     if isinstance(reply, tuple):
         return reply

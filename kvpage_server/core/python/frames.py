@@ -47,7 +47,9 @@ Command = list[Argument]
 
 
 class Words:
-    """Consecutive words of a command. They do not change, but the last words of the command can be dropped."""
+    """Words of a long command, or a slice of them without a copy. Single words cannot be changed, but the last ones
+    dropped.
+    """
 
     __slots__ = ("_all", "_range")
 
@@ -90,7 +92,10 @@ class Words:
         return f"Words({[*self]})"
 
     def __delitem__(self, where: slice) -> None:
-        """Drop the last words of the command, so that the memory of many words can be freed in steps."""
+        """Drop the last words of the command, so that the memory of many words can be freed in steps.
+
+        Raise TypeError if the slice has gaps, or does not end with the last word of the whole command.
+        """
         places = self._range[where]
         if places.step != 1 or places.stop != len(self._all):
             raise TypeError("only the last words of a command can be dropped")
@@ -106,7 +111,7 @@ _BLANK = re.compile(rb"(?:[ \t\r\0\v\f]{0,%d}\n)+" % MAX_LINE)  # lines without 
 
 
 class Scratch:
-    """Receive buffer that all parsers of a thread share. A parser copies bytes from it that it cannot parse yet."""
+    """Receive buffer of SCRATCH_SIZE bytes that all parsers of a thread share. Unparsed bytes are copied from it."""
 
     __slots__ = ("memory",)
 
@@ -115,10 +120,10 @@ class Scratch:
 
 
 class Parser:
-    """The parser of one connection.
+    """The parser of one connection's requests.
 
-    `hashed` has the names of commands whose long words get a digest while they are received. The *current* command is
-    the one that is not complete yet.
+    `arena` allocates the slots of long words. `hashed` has the names of commands whose long words are hashed while they
+    are received. The *current* command is the one that is not complete yet.
     """
 
     def __init__(
@@ -172,7 +177,9 @@ class Parser:
         return self._pos == len(self._data) and not self._missing and self._fault is None
 
     def give_up(self) -> Command:
-        """Return the complete words of the current command, and drop all other received bytes."""
+        """Return the complete words of the current command, and drop all other received bytes. Called before a
+        connection closes.
+        """
         self._slot = self._fault = None
         self._place = _NOWHERE
         self._data, self._pos = b"", 0
@@ -181,10 +188,11 @@ class Parser:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def receive(self, descriptor: int) -> int:
-        """Receive until a command is complete, no more bytes are available, or the turn is over. Return their number.
+        """Receive until a command is complete, no bytes are available, or RECEIVE_TURN bytes were received.
 
-        Return 0 at the end of the stream, -1 if no bytes are available. Must be called after `next` has returned None.
-        Raise OSError if nothing was received; an error after some bytes is raised by the next call.
+        Return the number of bytes, 0 at the end of the stream, -1 if no bytes are available. Must be called after
+        `next` has returned None. Raise OSError if nothing was received; an error after some bytes is raised by the next
+        call.
         """
         received = 0
         while received < RECEIVE_TURN:
@@ -204,7 +212,8 @@ class Parser:
         return received
 
     def _room(self) -> list[memoryview]:
-        """Return the buffers for the next bytes: the slot of the current long word, then the scratch memory.
+        """Return the buffers for the next bytes: the slot of the current long word, if many of its bytes are missing,
+        and a part of the scratch memory.
 
         Bytes in the scratch memory have to be copied. So only AHEAD bytes are received there after a long word, because
         the next word is probably long, too.
@@ -226,7 +235,7 @@ class Parser:
                 self._were_long = False
 
     def _completes(self) -> bool:
-        """Return whether `next` has a result: a complete command or an error, which is kept for `next`."""
+        """Return whether `next` can return a complete command or raise an error. An error is kept for `next`."""
         try:
             return self._is_whole()
         except (ProtocolError, MemoryError) as fault:
@@ -286,9 +295,9 @@ class Parser:
         return line is not None
 
     def _line(self, end: bytes, too_long: str) -> bytes | None:
-        """Return the line at `_pos`, and move `_pos` after it; None if it is incomplete.
+        """Return the line at `_pos` without its `end`, and move `_pos` after it; None if it is incomplete.
 
-        Raise ProtocolError with the message `too_long` above MAX_LINE bytes.
+        Raise ProtocolError with the message `too_long` for more than MAX_LINE bytes.
         """
         start = self._pos
         stop = self._data.find(end, start + self._scanned)
@@ -327,7 +336,7 @@ class Parser:
         return True
 
     def _take_short_words(self) -> None:
-        """Parse complete short words, up to the first that is long or needs an error. This is the fast loop."""
+        """Parse complete short words in a fast loop. It stops before a word that is long, incomplete or invalid."""
         data, pos, size, most = self._data, self._pos, self._size, self.limits
         for left in range(self._missing, 0, -1):
             line_end = data.find(_CRLF, pos, pos + _LONGEST_LINE)
@@ -355,7 +364,11 @@ class Parser:
         return word
 
     def _long_word(self) -> Slot | None:
-        """Copy received bytes of the current word, which is long, to its slot. Return the slot once it is complete."""
+        """Copy received bytes of the current word to its slot, which is allocated first. Return the slot once it is
+        complete, else None.
+
+        The word has KEEP_FROM bytes or more. Raise ProtocolError if no CRLF follows, MemoryError if there is no slot.
+        """
         if self._slot is None:
             self._slot = self._arena.allocate(self._length)
             self.receiving += self._slot.footprint
@@ -377,7 +390,9 @@ class Parser:
         return slot
 
     def _arrived(self, part: memoryview) -> None:
-        """Count, and if necessary hash, bytes of the current word that were written to its slot."""
+        """Count bytes of the current word that were written to its slot, and hash them if the command is in
+        `hashed`.
+        """
         if self._digest is not None:
             self._digest.update(part[: max(self._length - self._filled, 0)])
         self._filled += len(part)

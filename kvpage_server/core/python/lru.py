@@ -1,8 +1,8 @@
-"""Queues of units in columns: inserts and uses of a whole batch in one call.
+"""LRU queues of evictable units (blocks and strings), in columns: a batch of units is inserted or touched in one call.
 
-A unit has a place, and each of its fields is at that place in a column. A queue is a doubly linked ring of places, with
-a place of its own as head. Place 0 stands for no place. The owner defines the queues, and the queue of each unit: see
-`store/eviction/queues.py`.
+A unit has a *place*, an index of the columns; each column has one field of every unit. A queue is a doubly linked ring
+of places, with a place of its own as head. Place 0 stands for no place. The owner defines the queues, and the queue of
+each unit: see `store/eviction/queues.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ SLOT_BITS = 7  # a slot of time is 2**7 inserted units
 
 
 class Columns(NamedTuple):
-    """The columns, with one field of every place each. Times are in seconds, or in inserted units."""
+    """The columns, each with one field of every place. Times are in seconds, or in the number of units inserted until
+    then.
+    """
 
     before: array[int]  # place before it in its queue; 0 if it is in no queue
     after: array[int]  # place after it in its queue
@@ -31,11 +33,12 @@ class Columns(NamedTuple):
 def touch_many(
     places: dict[Any, int], columns: Columns, units: Sequence[Any], now: int, time: int, since: int
 ) -> tuple[list[Any], list[Any], list[tuple[int, int, int]]]:
-    """Move used units to the ends of their queues, unless their last counted use was at `since` or before.
+    """Move used units to the ends of their queues, except units that need a decision of the owner.
 
-    `now` becomes their last use in seconds, `time` the same in inserted units. Return three lists: units without a
-    place; units whose last counted use was at `since` or before, which are unchanged; and the moves as (queue, slot of
-    the use before, number of units in a row).
+    `places` has the place of each unit. `now` is the time of this use in seconds, `time` the same in inserted units. A
+    unit whose last counted use was at `since` or before is not moved, because the owner has to count this use. Return
+    three lists: units without a place; units that were not moved; and the moves as (queue, slot of time of the use
+    before, number of consecutive units). A slot of time has 2**SLOT_BITS inserted units.
     """
     new: list[Any] = []
     due: list[Any] = []
@@ -66,9 +69,11 @@ def enter(
     now: int,
     time: int,
 ) -> int:
-    """Insert new units at the end of a queue, each with one use. Units that have a place already are skipped.
+    """Insert new units at the end of the queue with head `queue`, each with one use. Units that have a place already
+    are skipped.
 
-    Each inserted unit increases `time` by one; the result is the last time. `free` has enough places for all of them.
+    `places` has the place of each unit, `units` the unit of each place, `free` the unused places, which must be enough.
+    `now` is in seconds. Each inserted unit increases `time` by one; the last time is returned.
     """
     for unit in new:
         if unit in places:
@@ -85,13 +90,13 @@ def enter(
 
 
 def _link_last(columns: Columns, place: int, queue: int) -> None:
-    """Insert a place at the end of a queue, before its head in the ring."""
+    """Insert a place at the end of a queue: before the queue's head in the ring."""
     last = columns.before[queue]
     columns.before[place], columns.after[place] = last, queue
     columns.after[last] = columns.before[queue] = place
 
 
 def _unlink(columns: Columns, place: int) -> None:
-    """Take a place out of its queue. A place in no queue is not changed, because place 0 is its own neighbour."""
+    """Remove a place from its queue. A place in no queue is not changed, because place 0 is its own neighbour."""
     before, after = columns.before[place], columns.after[place]
     columns.after[before], columns.before[after] = after, before

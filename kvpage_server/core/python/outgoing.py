@@ -1,4 +1,4 @@
-"""The output queue of the Python client, which takes pieces from an iterator when they can be sent."""
+"""The output queue of the Python client. It takes pieces from an iterator only when they can be sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Outgoing:
         self._fill()
 
     def send(self, fd: int) -> int:
-        """Send as many bytes as the kernel accepts in one call. Return their number, -1 if it accepts none now."""
+        """Send as many bytes as the kernel accepts in one call. Return their number, -1 if the socket's buffer is
+        full.
+        """
         count, nbytes = 0, -self._sent
         while count < min(len(self._some), PIECES) and nbytes < SEND_BYTES:
             nbytes += len(self._some[count])
@@ -38,7 +40,9 @@ class Outgoing:
         return sent
 
     def record(self) -> bytes:
-        """Return up to RECORD_BYTES of the next output as one bytes object. The caller reports them with `sent`."""
+        """Return up to RECORD_BYTES of the next output as one bytes object, for TLS. The caller calls `sent` after it
+        was sent.
+        """
         some, nbytes = [], -self._sent
         for piece in self._some:
             some.append(piece)
@@ -61,7 +65,7 @@ class Outgoing:
             self._fill()
 
     def _fill(self) -> None:
-        """Take the next pieces from the iterator, as many as one call can send. Set `done` if there are none."""
+        """Take pieces from the iterator, about as many as one call can send. Set `done` if there are none."""
         nbytes = 0
         for piece in self._pieces:
             views = Memory(piece.pieces if isinstance(piece, Chunk) else [piece]).views()

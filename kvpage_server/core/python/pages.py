@@ -1,7 +1,7 @@
-"""Batches of pages: from words to stored pages, and from names to found pages.
+"""Batches of pages: words of a command become stored pages, and names become found pages.
 
 A batch is processed in parts of a bounded number of pages. Each function does one step for all pages of a part: it
-parses and checks them, stores them, or finds them. The owner of the entries processes pages that need a decision: those
+parses and checks them, stores them, or finds them. The owner of the index processes pages that need a decision: those
 whose key has another kind of value, those whose block is an extent, and absent ones.
 """
 
@@ -36,7 +36,7 @@ class Put(NamedTuple):
 
 
 class PageSet:
-    """The set of pages of one block, as rows of bits (see `core.pieces`), and fields of its owner.
+    """The pages of one block, as a bitmap by row (see `core.pieces`), and fields that the index keeps for the block.
 
     Costs: O(1) for `add`, `discard` and `has`, O(rows log rows) for everything else.
     """
@@ -94,11 +94,13 @@ class PageSet:
         return bool(self._rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
 
     def each_row(self) -> Iterator[tuple[int, int]]:
-        """Return (row, bits) of every row with pages, in the order of a block's body. Later changes have no effect."""
+        """Return (row, bits) of every row with pages, in the order of a block's body. Later changes of the set have no
+        effect.
+        """
         return iter([(row, heads) for row, heads in sorted(self._rows.items()) if heads])
 
     def outline(self) -> tuple[int, int, int]:
-        """Return the last layer plus one, the last head plus one, and the planes as bits."""
+        """Return the last layer plus one, the last head plus one, and a bitmap of the planes (bit `kv_type`)."""
         layers = heads_end = planes = 0
         for row, heads in self._rows.items():
             if heads:
@@ -121,9 +123,9 @@ class PageSet:
 
 
 class PageNames:
-    """The names of up to `most` pages, parsed from five words each, from index `first` of the words on.
+    """The names of up to `most` pages, parsed from five words each, from word `first` on.
 
-    The constructor raises BadPage for the first name that breaks the contract.
+    The constructor raises BadPage for the first page with an invalid word.
     """
 
     width = NAME_WORDS  # words of a page
@@ -133,7 +135,9 @@ class PageNames:
         self._read(words, first, most, lambda words: self._names.append(page_name(words)))
 
     def _read(self, words: Sequence[Word], first: int, most: int, read: Callable[[Sequence[Word]], object]) -> None:
-        """Call `read` with the words of each page, until it returns False."""
+        """Call `read` with the words of each page, until it returns False. Raise BadPage for a page whose words it
+        rejects.
+        """
         stop = min(first + most * self.width, len(words))
         for start in range(first, stop, self.width):
             try:
@@ -159,19 +163,23 @@ class PageNames:
         return self._names[i].req_id, self._names[i].page
 
     def blocks(self) -> list[BlockName]:
-        """Return the blocks of the pages, once for consecutive pages of one block."""
+        """Return the blocks of the pages as (req_id, page id), once for consecutive pages of one block."""
         return [block for block, _ in self.runs(range(len(self)))]
 
     def runs(self, places: Sequence[int]) -> list[tuple[BlockName, list[int]]]:
-        """Return some indexes of pages, grouped into runs of the same block."""
+        """Group indexes of pages: return (block, indexes) for each run of consecutive indexes whose pages are in one
+        block.
+        """
         return [(block, [*some]) for block, some in groupby(places, self.block)]
 
 
 class NewPages(PageNames):
-    """Up to `most` pages to store, parsed from ten words each, as for `PageNames`. Each has its header in its slot.
+    """Up to `most` pages to store, parsed from ten words each, from word `first` on. Each body is in a slot, with its
+    header.
 
     The batch ends early after MOST_HASHED bytes were hashed. `now` is in unix milliseconds. With `strict`, a body must
-    have exactly the bytes of its shape. With `hashes`, headers get checksums.
+    have exactly the bytes of its shape. With `hashes`, headers get checksums. The constructor raises BadPage for the
+    first page with an invalid word, MemoryError if there is no slot for a short body.
     """
 
     width = PAGE_WORDS  # words of a page
@@ -186,7 +194,9 @@ class NewPages(PageNames):
         self._read(words, first, most, lambda words: self._describe(words, arena, now, strict, hashes))
 
     def _describe(self, words: Sequence[Word], arena: Arena, now: int, strict: bool, hashes: bool) -> bool:
-        """Parse a page, and write its header into its slot. Return whether the next may be hashed in this step."""
+        """Parse the words of a page, and write its header into its slot. Return False once MOST_HASHED bytes were
+        hashed.
+        """
         name, body = page_name(words), words[-1]
         size = body.size if type(body) is Slot else len(body)
         dtype, rows, columns, ttl = page_shape(words[NAME_WORDS:-1], size, strict=strict)
@@ -207,7 +217,9 @@ class NewPages(PageNames):
 
     @classmethod
     def one(cls, name: PageName, slot: Slot, expires: int) -> NewPages:
-        """Return a batch of one page, whose slot has its header."""
+        """Return a batch of one page, whose slot has its header already. `expires` is in unix milliseconds, 0 for
+        never.
+        """
         pages = cls.__new__(cls)
         pages._names, pages.slots, pages._expires = [name], [slot], [expires]
         return pages
@@ -226,14 +238,15 @@ class NewPages(PageNames):
         *,
         one_block: bool,
     ) -> Put:
-        """Store consecutive pages from index `at` on that need no decision and have the expiry of the first.
+        """Store consecutive pages from index `at` on that have the same expiry, until one needs a decision of the
+        owner.
 
-        `entries` are the values by key, `requests` the blocks by request and page id. Missing blocks are created with
-        `make`. Keys without a value before are appended to `fresh`, unless that is None.
+        `entries` is the index: values by key. `requests` has the blocks by request and page id; missing ones are
+        created with `make`. Keys that had no value are appended to `fresh`, unless that is None.
 
-        Stop before a page whose key has another value than a single page in memory, before a block that is not of type
-        `make` or is an extent, and with `one_block` before the second block. Nothing is stored if that is the first
-        page.
+        A page needs a decision if its key has another value than a single page in memory, if its block is not of type
+        `make` or is an extent, and with `one_block` if it belongs to a second block. If that is page `at`, nothing is
+        stored. Return `Put`, whose `stop` is the index of the first page that was not stored.
         """
         block, name, expires = PageSet(b"", 0), None, self._expires[at]
         blocks: list[PageSet] = []
@@ -285,9 +298,10 @@ def look_up(
 ) -> tuple[list[Slot | None], list[PageSet], list[int], list[int]]:
     """Find single pages in memory that have not expired at `now`, in unix milliseconds.
 
-    The keys are those from index `first` to before `stop`, but the search ends after the page that makes `most` bytes.
-    Return four lists: the value of each key, or None; the blocks of the values, once for consecutive pages; the indexes
-    of keys without an entry; and the indexes of keys with another entry.
+    `entries` is the index: values by key. The keys are those from index `first` to before `stop`, but the search ends
+    after the page that makes `most` bytes. Return four lists: the slot of each key, or None; the blocks of these slots,
+    once for consecutive slots; the indexes of keys without a value; and the indexes of keys with another value, which
+    includes expired pages.
     """
     found: list[Slot | None] = []
     blocks: list[PageSet] = []

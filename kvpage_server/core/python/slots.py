@@ -58,13 +58,15 @@ class SlotChunk:
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Part of a slot's memory. A view refers to this object, and this object to the slot, which so stays in use."""
+    """Part of a slot's memory. Memoryviews refer to this object, and this object to the slot, so the slot stays
+    in use.
+    """
 
     slot: Slot
 
 
 class Slot:
-    """The memory of one value.
+    """The memory of one value: header, frame, body and CRLF, see `core.regions`.
 
     `expires` is in unix milliseconds, 0 for never. `unit` is the block of a page, None for a string. `digest` is the
     XXH3-64 of a body that was hashed while it was received and is not stored yet, and 0 otherwise.
@@ -134,7 +136,7 @@ class Slot:
 
 
 class Part:
-    """Bytes of a slot's body as a piece of a reply. The slot stays in use while this object exists."""
+    """A range of a slot's body as a piece of a reply. The slot stays in use while this object exists."""
 
     __slots__ = ("size", "slot", "start")
 
@@ -196,7 +198,9 @@ class Arena:
         return Slot(chunk, start, size)
 
     def trim(self) -> None:
-        """Return empty chunks to their regions, and memory that was spare for long enough to the system."""
+        """Return empty chunks to their regions, and memory that was spare for SPARE_FOR to the system. The owner calls
+        this regularly.
+        """
         self._free_empty_chunks()
         self._regions.trim()
 
@@ -232,7 +236,9 @@ class Arena:
         self._empty[chunk] = None
 
     def _free_empty_chunks(self) -> None:
-        """Return up to _CHUNKS_PER_STEP empty chunks to their regions, so that other sizes can use the memory."""
+        """Return up to _CHUNKS_PER_STEP empty chunks to their regions, so that slots of other sizes can use the
+        memory.
+        """
         self._take_back()
         for chunk in [*islice(self._empty, _CHUNKS_PER_STEP)]:
             del self._empty[chunk], chunk.size_class.open[chunk]

@@ -168,7 +168,7 @@ def test_a_page_does_not_return_after_its_replacing_block(pages: PageClient, clu
 def test_both_encodings_of_page_deletions_are_equal(req_id: bytes, page_id: int, shape: BlockShape) -> None:
     scattered = Scattered((req_id, page_id), shape)
     singly = [*scattered.singly()]
-    slots, texts = scattered.spelled()
+    slots, texts = scattered.encode()
     assert texts == [bytes(piece) for one in singly for piece in one.pieces()]
     if not has_tag(req_id):
         assert slots == [slot_of(one.key) for one in singly]
