@@ -1,4 +1,5 @@
-"""HTTP for the engine's API and the server's web page: connection limits, checks of requests, and uvicorn's server.
+"""HTTP for the engine's API and the server's web page: connection limits, checks of requests, and a server based on
+uvicorn.
 
 This module needs uvicorn and starlette, and imports no other module of this project.
 """
@@ -45,7 +46,7 @@ SAFE_HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # names that no site can own
+RESERVED_SUFFIXES = (".localhost", ".local", ".internal", ".svc")  # names that no site can own
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
@@ -55,10 +56,14 @@ def own_names() -> frozenset[str]:
 
 
 class Guards:
-    """ASGI middleware that refuses requests of other sites, and adds headers to replies. Existing headers are kept."""
+    """ASGI middleware that refuses requests of other sites (403) and for other hosts (421), and adds headers to
+    replies.
+
+    A header that the reply has already is kept.
+    """
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
-        """Wrap an application. `names` are those of this machine; any IP address is accepted, too.
+        """Wrap an application. `names` are the host names of this machine; any IP address is accepted as Host, too.
 
         `origins` are sites, such as https://chat.example, whose pages may send requests, and whose names are accepted.
         """
@@ -96,7 +101,7 @@ def _is_own(hosts: list[str], names: Collection[str | None]) -> bool:
     if found is None:
         return False
     name = found[1].strip("[]").rstrip(".").lower()
-    return name in names or "." not in name or name.endswith(NOBODY_ELSES) or _is_address(name)
+    return name in names or "." not in name or name.endswith(RESERVED_SUFFIXES) or _is_address(name)
 
 
 def _is_address(name: str) -> bool:
@@ -108,7 +113,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_from_here(method: str, headers: Headers) -> bool:
-    """Return whether the request is from a page of this server, or from a link that the user followed."""
+    """Return whether a request is from a page of this server, from a program, or from a link that the user followed."""
     site = headers.get("sec-fetch-site", "none")
     if site not in ("none", "same-origin"):
         followed = headers.get("sec-fetch-mode") == "navigate"
@@ -133,7 +138,9 @@ BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # states of h11 between 
 
 
 class Unanswered(NamedTuple):
-    """Refusal of a request. `retry_after` is in seconds, or None if a retry does not help."""
+    """Refusal of a request: HTTP status, message and error code. `retry_after` is in seconds, None if a retry is
+    useless.
+    """
 
     status: int
     message: str
@@ -146,12 +153,14 @@ TOO_MANY = Unanswered(503, "too many connections", "too_many_connections", 1)
 
 
 class ConnectionTable:
-    """All connections, or those of one address, up to a limit."""
+    """Open connections, of the whole server or of one address, up to a limit. A connection with a complete request is
+    busy, any other one is silent.
+    """
 
     def __init__(self, limit: int) -> None:
         """Set the limit. At the limit, a new connection replaces the one that has been silent longest.
 
-        There is always a silent one, because requests are refused when more than 15/16 of the limit are not silent. A
+        There is always a silent one, because requests are refused when more than 15/16 of the limit are busy. A
         connection is silent until its request is complete, so incomplete requests do not exclude other clients.
         """
         self._limit = limit
@@ -164,7 +173,7 @@ class ConnectionTable:
 
     @property
     def full(self) -> bool:
-        """Whether a further request should be refused, because too many connections have one."""
+        """Whether a further request should be refused, because too many connections are busy."""
         return len(self._asked) > self._asked_limit
 
     def join(self, connection: HttpConnection) -> None:
@@ -187,7 +196,7 @@ class ConnectionTable:
 
 
 class ConnectionLimiter:
-    """Limiter of connections, in total and for each address."""
+    """Limits of the number of connections: in total, and for each address."""
 
     def __init__(
         self,
@@ -200,8 +209,8 @@ class ConnectionLimiter:
     ) -> None:
         """Allow `connections` in total, and `for_each` from one address.
 
-        `closed` is called with the reason when the limiter closes a connection. `refused` makes the reply to a refused
-        request. Paths in `always` are never refused.
+        `closed` is called with the reason, a word for metrics, when the limiter closes a connection. `refused` makes
+        the reply to a refused request. Requests for the paths in `always` are never refused.
         """
         self.closed = closed
         self.refused = refused
@@ -211,23 +220,25 @@ class ConnectionLimiter:
         self._addresses: dict[str, ConnectionTable] = {}
 
     def join(self, connection: HttpConnection, host: str) -> tuple[ConnectionTable, ConnectionTable]:
-        """Add a connection. Returns its tables: all connections, and those of its address."""
-        crowds = (self._everybody, self._addresses.setdefault(_address(host), ConnectionTable(self._for_each)))
-        for crowd in crowds:
-            crowd.join(connection)
-        return crowds
+        """Add a connection from `host`. Return its two tables: of all connections, and of its address."""
+        tables = (self._everybody, self._addresses.setdefault(_address(host), ConnectionTable(self._for_each)))
+        for table in tables:
+            table.join(connection)
+        return tables
 
     def leave(self, connection: HttpConnection, host: str) -> None:
         address = _address(host)
         self._everybody.leave(connection)
-        if (crowd := self._addresses.get(address)) is not None:
-            crowd.leave(connection)
-            if not crowd:
+        if (table := self._addresses.get(address)) is not None:
+            table.leave(connection)
+            if not table:
                 del self._addresses[address]
 
 
 def _address(host: str) -> str:
-    """Return the address that is counted: for IPv6 the /64 network, because a client has all its addresses."""
+    """Return the address under which connections of `host` are counted. For IPv6 it is the /64 network, because a
+    client has all of its addresses.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:  # a unix socket, or a connection that is closed already
@@ -236,7 +247,7 @@ def _address(host: str) -> str:
 
 
 class _Flow(FlowControl):
-    """Flow control that resumes reading only when all received bytes are parsed."""
+    """uvicorn's flow control, changed: it resumes reading only when all received bytes were parsed."""
 
     def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
@@ -248,14 +259,16 @@ class _Flow(FlowControl):
 
 
 class HttpConnection(H11Protocol):
-    """Connection of uvicorn with the limits of a `ConnectionLimiter`."""
+    """uvicorn's HTTP connection with the limits of a `ConnectionLimiter`, of silence, of headers and of unread
+    output.
+    """
 
-    def __init__(self, *args: Any, door: ConnectionLimiter, **options: Any) -> None:
+    def __init__(self, *args: Any, limiter: ConnectionLimiter, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._door = door
+        self._limiter = limiter
         self._app, self.app = self.app, self._answer
         self._host = ""
-        self._crowds: tuple[ConnectionTable, ...] = ()
+        self._tables: tuple[ConnectionTable, ...] = ()
         self._incoming = bytearray()  # received, and not parsed yet
         self._lines = 0  # number of lines of incomplete headers, or of a chunked body
         self._chunked = False  # whether the body has chunked transfer encoding
@@ -267,21 +280,21 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
         self.flow = _Flow(self)
         self._host = self.client[0] if self.client else ""
-        self._crowds = self._door.join(self, self._host)
+        self._tables = self._limiter.join(self, self._host)
         self._start_silence_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._incoming.clear()
         self._stop_silence_timer()
         self._read()
-        self._door.leave(self, self._host)
+        self._limiter.leave(self, self._host)
         super().connection_lost(exc)
 
     def drop(self, reason: str) -> None:
-        """Close the connection immediately."""
-        self._door.closed(reason)
-        for crowd in self._crowds:
-            crowd.leave(self)
+        """Close the connection immediately. `reason` is passed to the limiter's `closed`."""
+        self._limiter.closed(reason)
+        for table in self._tables:
+            table.leave(self)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -315,7 +328,7 @@ class HttpConnection(H11Protocol):
         return None
 
     def read_on(self) -> None:
-        """Continue reading, unless something is still to be parsed or answered."""
+        """Resume reading, unless received bytes wait to be parsed, or the application has paused it."""
         if not self._incoming and not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -328,7 +341,7 @@ class HttpConnection(H11Protocol):
         try:
             refusal = self._refusal(scope)
             if refusal:
-                response = self._door.refused(refusal)
+                response = self._limiter.refused(refusal)
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
             else:
@@ -336,16 +349,16 @@ class HttpConnection(H11Protocol):
         finally:
             self._requests -= 1
             if not self._requests:
-                for crowd in self._crowds:
-                    crowd.answered(self)
+                for table in self._tables:
+                    table.answered(self)
 
     def _note_asked(self) -> None:
         if self._requests and self.conn.their_state is not h11.SEND_BODY:
-            for crowd in self._crowds:
-                crowd.asked(self)
+            for table in self._tables:
+                table.asked(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse malformed bytes, and close the connection, which ends the reply to its current request."""
+        """Refuse malformed bytes, and close the connection. A reply that has begun is cut off."""
         if self.cycle:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -355,11 +368,13 @@ class HttpConnection(H11Protocol):
             self.transport.close()
 
     def _refusal(self, scope: Scope) -> Unanswered | None:
-        """Return the refusal of a request, or None."""
+        """Return the refusal of a request: for both body lengths, or for too many busy connections; None if it is
+        allowed.
+        """
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have used the other one
             return BOTH_LENGTHS
-        if any(crowd.full for crowd in self._crowds) and scope["path"] not in self._door.always:
+        if any(table.full for table in self._tables) and scope["path"] not in self._limiter.always:
             return TOO_MANY
         return None
 
@@ -392,7 +407,9 @@ MOST_KINDS = 256  # further kinds count as one
 
 
 class RateLimitedLog(logging.Filter):
-    """Log filter that passes an exception once a minute for each line that raises it, and all other records."""
+    """Log filter that passes records without an exception, and one record a minute for each line of code that
+    raises.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,21 +437,25 @@ def _place(error: BaseException) -> tuple[str, int]:
     return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace else ("", 0)
 
 
-SELDOM = RateLimitedLog()
+RATE_LIMITED_LOG = RateLimitedLog()
 
 
 # -- The server of uvicorn, with these connections, and without its signal handlers ------------------------------------
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which would end the process as if the signal had killed it."""
+    """uvicorn's server without its signal handlers, which would make the process exit as if the signal had killed
+    it.
+    """
 
-    def __init__(self, app: ASGIApp, door: ConnectionLimiter, *, grace: float) -> None:
-        """Configure uvicorn. At a stop, running requests have `grace` seconds to finish."""
+    def __init__(self, app: ASGIApp, limiter: ConnectionLimiter, *, grace: float) -> None:
+        """Configure uvicorn with the connection limits of `limiter`. When it stops, running requests have `grace`
+        seconds to finish.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[asyncio.Protocol]", partial(HttpConnection, door=door)),
+                http=cast("type[asyncio.Protocol]", partial(HttpConnection, limiter=limiter)),
                 h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
                 timeout_keep_alive=IDLE_SECONDS,
                 log_level="error",  # clients can cause warnings at will, and fill the disk
@@ -448,7 +469,7 @@ class HttpServer(uvicorn.Server):
         )
 
         for name in ("uvicorn.error", "asyncio"):
-            logging.getLogger(name).addFilter(SELDOM)
+            logging.getLogger(name).addFilter(RATE_LIMITED_LOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

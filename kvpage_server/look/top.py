@@ -56,7 +56,7 @@ class EngineSubscription:
                 message = self._channel.get_message(timeout=0)
                 if message is None:
                     break
-                self._engines.heard(message["channel"], message["data"])
+                self._engines.receive(message["channel"], message["data"])
         return self._engines.seen().connected
 
 

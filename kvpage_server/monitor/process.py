@@ -38,7 +38,7 @@ async def listen(entrance: Entrance, engines: Engines) -> None:
                 while True:
                     message = await channel.get_message(timeout=TURN_SECONDS)
                     if message is not None:
-                        engines.heard(message["channel"], message["data"])
+                        engines.receive(message["channel"], message["data"])
         await store.aclose()
         await asyncio.sleep(AGAIN_SECONDS)
 

@@ -1,1 +1,3 @@
-"""Sockets: sessions, listeners and their limits. The package imports the commands, and they do not import it."""
+"""Sockets: listeners, sessions, transports and memory limits of connections. `commands` does not import this
+package.
+"""

@@ -1,8 +1,8 @@
-"""The HTTP process next to the server: its start, its channel to the server, and its restart when it has ended.
+"""The HTTP process next to the server: its start, its channel to the server, and its restart after it has ended.
 
 The process gets the listening sockets for browsers and Prometheus, and one end of a channel. Over this channel it
-passes sockets to the server. The server begins a session on each of them: of the metrics user, or of a client at the
-given address, which authenticates as usual.
+passes sockets to the server, each with a text. The server begins a session on each of them: as the metrics user for the
+text MONITOR; otherwise the text is the address of a viewer, who authenticates as usual.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ log = logging.getLogger("kvpage")
 
 
 def missing() -> str:
-    """Return the instruction to install missing packages; empty if none is missing."""
+    """Return the instruction to install the packages that HTTP needs; empty if all are installed."""
     absent = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     return f"{absent[0]} is not installed: pip install '.[web]' in a checkout of kvpage" if absent else ""
 
 
 class Companion:
-    """The HTTP process, restarted whenever it has ended."""
+    """The HTTP process. `run` starts it, and starts it again after it has ended."""
 
     def __init__(
         self, listener: Listener, sockets: Sequence[socket.socket], token: str, origins: Sequence[str] = ()
     ) -> None:
-        """Take over the listening `sockets`. `token` authenticates viewers if the store needs no password.
+        """Take ownership of the listening `sockets`. `token` authenticates viewers if the store needs no password.
 
-        `origins` are the sites under which proxies serve the page.
+        `origins` are the sites, such as https://store.example, under which proxies serve the page.
         """
         self._listener = listener
         self._first = " ".join([token, *origins]).encode()  # the first message to each process
@@ -57,7 +57,10 @@ class Companion:
         )
 
     async def run(self) -> None:
-        """Run and restart the process until cancelled. Then end the process, and close the listening sockets."""
+        """Start the process, and start it again after a pause whenever it has ended, until this task is cancelled.
+
+        Then end the process, and close the listening sockets.
+        """
         pause = _FIRST_PAUSE
         try:
             while True:
@@ -76,7 +79,7 @@ class Companion:
                 sock.close()
 
     async def _live(self) -> int:
-        """Start a process, wait for its end, and return its exit code. Raises OSError."""
+        """Start a process, wait for its end, and return its exit code. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -107,7 +110,9 @@ class Companion:
             ours.close()
 
     def _take(self, channel: socket.socket) -> None:
-        """Receive a socket and begin its session. If the process has ended, stop watching the channel."""
+        """Receive a socket from the process, and begin a session on it. If the process has ended, stop watching the
+        channel.
+        """
         try:
             taken = take_over(channel)
         except BlockingIOError:
@@ -134,7 +139,7 @@ async def _notify(process: Process) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Wait for the end of the process, which its closed channel causes. Kill it after `_LAST_SECONDS`."""
+    """Wait for the end of the process, which ends because its channel is closed. Kill it after `_LAST_SECONDS`."""
     try:
         await asyncio.wait_for(process.wait(), _LAST_SECONDS)
     except TimeoutError:

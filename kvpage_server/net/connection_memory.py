@@ -1,7 +1,8 @@
 """Memory limits of connections: request size, unread output, and the order in which clients are closed.
 
 The server runs no more commands of a client while too much output waits for it (`Session._crowded`), so only
-subscriptions and single large replies can exceed this. A client that sends holds memory until its command is complete.
+subscriptions and single large replies can exceed the output limits. A client holds memory for a command that it has not
+sent completely.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ _GRACE = 1_000_000_000  # nanoseconds that `make_room` adds to the time since a 
 
 
 def keep_large_blocks_apart() -> None:
-    """Make glibc map each large block separately, so that its memory returns to the system when it is freed.
+    """Make glibc map each allocation of _LARGE bytes or more separately, so that it returns to the system when it is
+    freed.
 
-    By default glibc raises this threshold when it frees a large block, and allocates later ones between small blocks.
+    By default glibc raises this threshold when it frees a large allocation, and places later ones between small
+    allocations.
     """
     malloc.tune({malloc.MMAP_THRESHOLD: _LARGE})
 
@@ -42,7 +45,7 @@ def of_frames(config: Config) -> Limits:
 
 
 def hashed(server: Server) -> frozenset[bytes]:
-    """Return the commands whose long words the parser of a new connection hashes while they arrive."""
+    """Return the names of commands whose long words a new connection's parser hashes while they are received."""
     if not server.config.page_checksums:
         return frozenset()
     found = {word: spec for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes)}
@@ -51,7 +54,10 @@ def hashed(server: Server) -> frozenset[bytes]:
 
 
 def keep(client: Client) -> None:
-    """Check a client's memory after a change. Close the client above its limits, or others if all hold too much."""
+    """Enforce the memory limits after a change of a client's memory.
+
+    Close the client if it exceeds its own limits, or others if all connections together exceed maxmemory-clients.
+    """
     connection, config = client.connection, client.server.config
     limit = output_limit(client)
     if limit.hard and connection.outgoing > limit.hard:
@@ -73,9 +79,9 @@ def make_room(server: Server) -> None:
     """Close connections until all together hold no more than maxmemory-clients.
 
     The next one is always a connection of the user whose connections hold most together; connections that have not
-    authenticated count as one user. So many small connections of one user do not close a large one of another. Among
-    a user's connections, it is the one with the largest product of bytes and seconds since it last finished something,
-    plus one second. So a large upload outlives an idle connection that holds less. O(n log n) in connections.
+    authenticated count as one user. So many small connections of one user do not close a large one of another. Among a
+    user's connections, it is the one with the largest product of bytes and seconds since its last command or drained
+    output, plus one second. So a large upload outlives an idle connection that holds less. O(n log n) in connections.
     """
     now = time.monotonic_ns()
     of_user = defaultdict[bytes | None, list[Client]](list)
@@ -114,7 +120,9 @@ def overflown(client: Client) -> None:
 
 
 class ConnectionMemory:
-    """Memory of one connection. Output that is being sent counts against the connection, and evicts nothing."""
+    """Counted memory of one connection. Output in the arena counts as memory of the connection, and does not evict
+    keys.
+    """
 
     __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "kept", "postponed")
 
@@ -130,7 +138,7 @@ class ConnectionMemory:
         self.is_nothing = True  # no bytes of the connection are counted
 
     def settle(self) -> None:
-        """Report the bytes of incoming commands to the keyspace.
+        """Report the bytes of commands that were received and do not run yet to the keyspace.
 
         The command that runs now does not count, because its bytes belong to the store.
         """
@@ -141,19 +149,23 @@ class ConnectionMemory:
             self._look()
 
     def queue(self, size: int) -> None:
-        """Add bytes of a command that waits for EXEC. They count against the sender, too."""
+        """Add `size` bytes of a command that is queued for EXEC. They count as memory of the connection and of the
+        keyspace.
+        """
         self._queued += size
         self._keyspace.memory.receiving += size
         self._look()
 
     def unqueue(self) -> int:
-        """Stop counting the queued commands, and return their number of bytes."""
+        """Stop counting the commands that are queued for EXEC. Return their bytes."""
         queued = self._queued
         self.queue(-queued)
         return queued
 
     def account(self) -> None:
-        """Report the bytes of this connection to the server, and enforce the limits."""
+        """Report the bytes of this connection to the server, and enforce the memory limits, which may close
+        connections.
+        """
         client = self._client
         if client.gone:
             return
@@ -185,7 +197,7 @@ _LAST_WORDS = 10.0  # seconds for the client of a closing connection to read its
 
 
 class Watch:
-    """Periodic checks of all clients."""
+    """Periodic checks of all clients. The server's service calls `look`."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -194,10 +206,11 @@ class Watch:
         self._before = (time.monotonic(), 0, 0, 0)  # time, commands, bytes in and bytes out at the last check
 
     def look(self, now: float) -> Iterator[None]:
-        """Check all clients, in steps. `now` is in monotonic seconds.
+        """Check all clients, in steps: the caller lets other clients have a turn after each. `now` is in monotonic
+        seconds.
 
         Close broken connections, clients that are idle or above the soft limit of unread output for too long, and
-        closing clients that do not read their last replies. End a pause that is over, and measure the traffic.
+        closing clients that do not read their last replies. End a CLIENT PAUSE that is over, and measure the traffic.
         """
         server = self._server
         if server.pause is not None and server.pause.ends <= now:
@@ -219,7 +232,7 @@ class Watch:
             yield
 
     def _give_back_memory(self) -> None:
-        """Return free memory to the system after clients' memory has shrunk much."""
+        """Return freed memory to the system when the clients' memory has fallen below a quarter of its maximum."""
         held = self._server.in_flight
         self._most_held = max(self._most_held, held)
         if self._most_held > _MUCH and held < self._most_held // 4:
@@ -238,9 +251,10 @@ class Watch:
             self._server.rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
 
     def _end_slow_readers(self, clients: Iterable[Client], now: float, over: Mapping[Client, float]) -> None:
-        """Close clients that have exceeded their soft limit for its number of seconds.
+        """Close clients whose unread output has exceeded their soft limit for the limit's number of seconds.
 
-        `over` maps the clients that exceeded it at the last check to the time of the first such check.
+        `over` maps the clients that exceeded it at the last check to the time of the first such check. All times are in
+        monotonic seconds.
         """
         for client in clients:
             limit = output_limit(client)

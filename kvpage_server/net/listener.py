@@ -1,4 +1,6 @@
-"""Listening sockets for TCP, TLS and unix: they accept connections, refuse some, and begin sessions for the others."""
+"""Listening sockets for TCP, TLS and unix sockets: they accept connections, refuse some, and begin sessions for the
+others.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class Listener:
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def start(self) -> list[str]:
-        """Listen on the addresses of the configuration, and return the open ones as text.
+        """Listen on the addresses of the configuration. Return the open addresses as text, for the log.
 
         Raises ListenError if a required address cannot be opened, or if none can.
         """
@@ -75,14 +77,17 @@ class Listener:
         return named
 
     def _listen(self, port: int, begin: Accept) -> int:
-        """Listen on a port of every address, and return the port. 0 is any free one."""
+        """Listen on a port of every configured address, and return the port. Port 0 chooses a free one.
+
+        `begin` is called with the sockets of accepted connections.
+        """
         config = self._server.config
         opened = open_all(config.bind, port, config.tcp_backlog)
         self._sockets |= dict.fromkeys(opened, begin)
         return int(opened[0].getsockname()[1])
 
     def stop(self) -> None:
-        """Accept no more connections, and stop commands between their steps. `complete` completes writes."""
+        """Accept no more connections, and give running commands no more turns. `complete` completes writes."""
         self._line.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
@@ -95,7 +100,9 @@ class Listener:
             handshake.cancel()
 
     async def complete(self) -> None:
-        """Complete all-or-none writes, such as a batch of pages, after the clients have disconnected."""
+        """Wait until all-or-none writes, such as a batch of pages, are complete. Called after the clients have
+        disconnected.
+        """
         await self._line.completed(_COMPLETED_WITHIN)
 
     # -- accepting -------------------------------------------------------------------------------------------------
@@ -105,7 +112,7 @@ class Listener:
             self._loop.add_reader(sock, self._accept, sock)
 
     def _rest(self) -> None:
-        """Pause accepting, because the process is out of file descriptors."""
+        """Stop accepting for a moment, because the process has no file descriptors left."""
         log.warning("out of file descriptors with %d clients: see ulimit -n and maxclients", len(self._server.clients))
         for sock in self._sockets:
             self._loop.remove_reader(sock)
@@ -126,7 +133,7 @@ class Listener:
                     self._sockets[listening](sock)
 
     def take(self, sock: socket.socket, address: str, user: User | None, *, needs_password: bool) -> None:
-        """Begin a session on a socket from the HTTP process: as `user`, or for a viewer at `address`.
+        """Begin a session on a socket from the HTTP process: as `user`, or, if that is None, for a viewer at `address`.
 
         With `needs_password`, the viewer cannot log in as a user without a password.
         """
@@ -138,9 +145,10 @@ class Listener:
                 session.client.become(user or (None if needs_password else session.client.user))
 
     def _turn_away(self, sock: socket.socket, local: bool) -> bool:
-        """Refuse the connection with an error at the limit of clients, or in protected mode.
+        """Refuse a connection at the limit of clients, or in protected mode unless it is `local`. Send an error and
+        close it.
 
-        Returns whether it was refused.
+        Return whether it was refused.
         """
         server = self._server
         if len(server.clients) + len(self._handshakes) >= server.config.maxclients:
@@ -185,7 +193,7 @@ class Listener:
             sock.close()
 
     def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
-        """Begin a session with the peer at `address`.
+        """Begin a session on a connection from `address`.
 
         The caller passes the address, because a socket has none after its peer has disconnected.
         """
@@ -195,9 +203,9 @@ class Listener:
 
 @contextmanager
 def _closed_on_disconnect(sock: socket.socket) -> Iterator[None]:
-    """Make a socket non-blocking, and close it if the body raises OSError because the peer has disconnected.
+    """Make a socket non-blocking for the caller's ``with`` block, and close it if the block raises OSError.
 
-    Such a socket has no peer address, and nothing can be sent to it.
+    The peer has disconnected then: such a socket has no peer address, and nothing can be sent to it.
     """
     sock.setblocking(False)
     try:
@@ -207,9 +215,10 @@ def _closed_on_disconnect(sock: socket.socket) -> Iterator[None]:
 
 
 def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.socket]:
-    """Return sockets that listen on a port of the addresses. Raises ListenError.
+    """Return sockets that listen on a port of all `addresses`; port 0 chooses a free one.
 
-    An address that begins with '-' is left out if it cannot be opened.
+    An address that begins with '-' is left out if it cannot be opened. Raises ListenError if another one cannot be
+    opened, or if none can.
     """
     opened: list[socket.socket] = []
     for entry in addresses:
@@ -247,7 +256,9 @@ def _open(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def _open_unix(path: str, permissions: int, backlog: int) -> socket.socket:
-    """Return a listening unix socket. Clients cannot connect to it before its file has `permissions`."""
+    """Return a listening unix socket. Clients cannot connect to it before its file has `permissions`. Raises
+    ListenError.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
@@ -266,7 +277,7 @@ def _open_unix(path: str, permissions: int, backlog: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket file on which no process listens. Other files stay."""
+    """Remove the file of a unix socket on which no process listens. Files of other kinds stay."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return

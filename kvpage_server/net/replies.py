@@ -1,4 +1,8 @@
-"""The replies of a client in their order: complete ones, streamed ones, and pushes between them."""
+"""The replies of one client in the order of its commands: complete ones, streamed ones, and push messages between them.
+
+A streamed reply is a generator of parts (`Stream`). Most streams run in the client's turns and delay its next commands.
+A background reply runs while the next commands run, whose replies wait for its end.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,15 @@ log = logging.getLogger("kvpage")
 
 
 class Replies:
-    """Replies of one client. `pieces` are sent next."""
+    """The replies of one client that were not passed to the transport. `pieces` are sent next."""
 
     __slots__ = (
-        "_aside",
+        "_background",
         "_borrowed",
-        "_came",
         "_client",
         "_is_one",
         "_is_whole",
+        "_on_added",
         "_steps",
         "_waiting",
         "broken",
@@ -44,11 +48,11 @@ class Replies:
         "under_way",
     )
 
-    def __init__(self, client: Client, came: Callable[[], None]) -> None:
-        """Begin without replies. `came` is called after a background reply has added to `pieces`."""
+    def __init__(self, client: Client, on_added: Callable[[], None]) -> None:
+        """Begin without replies. `on_added` is called after a background reply was appended to `pieces`."""
         self._client = client
-        self._came = came
-        self._aside = deque[_BackgroundReply]()  # background replies, and the replies behind them
+        self._on_added = on_added
+        self._background = deque[_BackgroundReply]()  # background replies, and the replies behind them
         self.pieces: list[Piece] = []
         self.under_way = False  # a streamed reply is not complete
         self.broken = False  # `pieces` begin within a reply, and the part before them was sent
@@ -60,11 +64,11 @@ class Replies:
         self._waiting = 0  # bytes of messages since `pieces` and `pushed` were last empty
 
     def add(self, reply: Reply) -> bool:
-        """Add a command's reply. Return whether so much waits that it should be sent now."""
+        """Add the reply to a command. Return whether `pieces` are so many that the session should send them now."""
         silent, much = self._client.silence, False
         if not self.pieces:
             self._borrowed = 0
-        if self._aside or (type(reply) is Stream and reply.aside):
+        if self._background or (type(reply) is Stream and reply.aside):
             self._start_background_reply(reply, silent != 0)
             self._hush(silent)
             return False
@@ -103,31 +107,32 @@ class Replies:
 
     def _start_background_reply(self, reply: Reply, silent: bool) -> None:
         steps = reply.items if type(reply) is Stream else iter((reply,))
-        self._aside.append(_BackgroundReply(self._client, _silenced(steps) if silent else steps, self._gather))
-        self._aside[-1].go_on()
+        self._background.append(_BackgroundReply(self._client, _silenced(steps) if silent else steps, self._gather))
+        self._background[-1].go_on()
 
     def _gather(self) -> None:
-        """Append the completed background replies, in order."""
-        while self._aside and self._aside[0].is_over:
-            self.pieces += self._aside.popleft().pieces
-        self._came()
+        """Append completed background replies to `pieces`, up to the first incomplete one."""
+        while self._background and self._background[0].is_over:
+            self.pieces += self._background.popleft().pieces
+        self._on_added()
 
     @property
     def is_behind(self) -> bool:
         """Whether background replies must be sent first."""
-        return bool(self._aside)
+        return bool(self._background)
 
     def end_with(self, last_words: bytes) -> None:
-        """Add the last error of a connection, which is not the reply to a command."""
-        if self._aside:
+        """Add the last error before the connection is closed, which is not the reply to a command."""
+        if self._background:
             self._start_background_reply(Raw(last_words), False)
         else:
             self.pieces.append(last_words)
 
     def step(self, deadline: int) -> Wait | bool:
-        """Run steps of the current reply. Return a Wait, or whether time is left.
+        """Run up to _STEPS steps of the streamed reply, until `deadline` in monotonic nanoseconds.
 
-        Raises the exception of a step, which ends the reply.
+        Return a Wait if the reply has to wait for an event, otherwise whether time is left. Raises the exception of a
+        step, which ends the reply.
         """
         steps = self._steps
         assert steps is not None
@@ -150,7 +155,7 @@ class Replies:
         return True
 
     def push(self, message: Reply, *, now: bool) -> None:
-        """Queue a push: now, or after the reply that is in progress."""
+        """Queue a push message: before the next reply with `now`, otherwise after the streamed reply."""
         self.pushed.append(message)
         self._waiting = self.waiting + _size_of(message)
         if now:
@@ -158,7 +163,7 @@ class Replies:
 
     @property
     def waiting(self) -> int:
-        """Bytes of messages that wait for a reply to end, or for the disk."""
+        """Estimated bytes of push messages that wait for the end of a streamed reply, or until writes are on disk."""
         if not (self.pushed or self.pieces):
             self._waiting = 0
         return self._waiting
@@ -169,21 +174,25 @@ class Replies:
         self.pushed.clear()
 
     def drop(self) -> Iterator[Reply] | None:
-        """Drop all output of a closed connection. Return the steps that must be completed."""
-        self._aside.clear()
+        """Drop all output of a closed connection. Return the remaining steps of an all-or-none write, which must be
+        completed.
+        """
+        self._background.clear()
         self.pushed.clear()
         self.pieces.clear()
         return self.break_off()
 
     def break_off(self) -> Iterator[Reply] | None:
-        """Stop the streamed reply. Return the steps that must be completed, if there are any."""
+        """Stop the streamed reply. Return its remaining steps if it is an all-or-none write, which must be completed;
+        else None.
+        """
         steps = self._steps if self._is_whole else None
         self._steps, self.under_way = None, False
         return steps
 
 
 class _BackgroundReply:
-    """A reply whose steps run while the next commands of the client run."""
+    """A reply whose steps run on the event loop while the client's next commands run."""
 
     __slots__ = ("_client", "_steps", "_then", "is_over", "pieces")
 
@@ -195,7 +204,7 @@ class _BackgroundReply:
         self.is_over = False
 
     def go_on(self) -> None:
-        """Run steps until one waits or yields its turn, or the reply is complete."""
+        """Run steps until one waits for an event or yields its turn, or until the reply is complete."""
         try:
             for step in self._steps:
                 if type(step) is Wait:
@@ -214,14 +223,14 @@ class _BackgroundReply:
 
 
 def _size_of(message: Reply) -> int:
-    """Return the bytes of a message. Long values in it are encoded already, others count as `_SHORT`."""
+    """Return the bytes of a push message. A part that is not encoded yet counts as `_SHORT` bytes."""
     if isinstance(message, bytes):
         return len(message)
     return sum(map(_size_of, message)) if isinstance(message, tuple) else _SHORT
 
 
 def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """Yield the same steps without their replies, for a client that asked for silence."""
+    """Yield the same steps without their output, for a client with CLIENT REPLY OFF or SKIP. Waits are kept."""
     return (step if type(step) is Wait else () for step in steps)
 
 
@@ -229,7 +238,10 @@ def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
 
 
 class CommandRunner:
-    """The command runner of one client. It calls `send` when many bytes of replies wait."""
+    """Runner of one client's commands: the core calls fast-path commands, `execute` runs all others.
+
+    It adds their replies to `replies`, and calls `send` when many bytes of replies wait.
+    """
 
     def __init__(
         self, client: Client, parser: Parser, replies: Replies, load: ConnectionMemory, send: Callable[[], None]
@@ -251,10 +263,10 @@ class CommandRunner:
         return self._postponed is not None
 
     def run_pending(self, left: int, deadline: int) -> int | None:
-        """Run up to `left` commands, until `deadline` in nanoseconds of the monotonic clock.
+        """Run up to `left` received commands, until `deadline` in monotonic nanoseconds.
 
         Return how many commands may still run before the deadline, or None if no complete command is left. Raises
-        Paused, Postponed, ProtocolError, MemoryError.
+        Paused and Postponed for a command that has to wait, ProtocolError, MemoryError.
         """
         client, server, load = self._client, self._server, self._load
         if client.fast_path_ok and self._postponed is None and not server.monitors:
@@ -293,7 +305,9 @@ class CommandRunner:
         return left - 1 if client.finished <= deadline else 0
 
     def _take_over(self, command: Command, row: Callee, reply: Reply, error: Exception | None) -> None:
-        """Turn the result of a call on the fast path into replies."""
+        """Add the reply of a fast-path call that needs a decision. Raises Postponed if its values have to be loaded
+        first.
+        """
         try:
             finished = finish_call(self._client, row.what, command, reply, error)
         except Postponed as postponed:
@@ -327,11 +341,11 @@ class CommandRunner:
             self._send()
 
     def _put_off(self, command: Command, size: int, why: Postponed | Paused) -> None:
-        """Keep a command, which has `size` bytes in the arena, until it can run."""
+        """Keep a command until it can run, for the reason `why`. Its words have `size` bytes in the arena."""
         self._postponed, self._load.postponed = command, size
         self._hold = (why.hold or self._hold) if isinstance(why, Postponed) else None
         self._load.settle()
 
     def drop(self) -> None:
-        """Drop the pending command of a closed connection."""
+        """Drop the command of a closed connection that has not run yet."""
         self._postponed = self._hold = None

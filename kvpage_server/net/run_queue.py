@@ -1,8 +1,8 @@
-"""The run queue: clients with much work wait in it, so that clients with little work do not.
+"""The run queue: sessions with much work wait in it, so that sessions with little work are served soon.
 
-In every round of the event loop, each session runs the commands that have arrived, for one turn at most. A session that
-needs more stops reading and joins the queue; the whole queue gets at most `ROUND` per round. So a new client waits for
-little more than `ROUND`, however long the queue is.
+In every round of the event loop, each session runs the commands that have arrived, for one turn (`TURN`) at most. A
+session that needs more stops reading and joins the queue; the whole queue gets at most `ROUND` nanoseconds per round.
+So a new client waits for little more than `ROUND`, however long the queue is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("kvpage")
 
 
 class Waiting(Protocol):
-    """Member of the run queue: a session, or the remaining steps of a command."""
+    """Member of the run queue: a session, or the remaining steps of a disconnected client's command."""
 
     def take_turn(self) -> None:
         """Continue for one turn, and join the queue again if another turn is needed."""
@@ -40,11 +40,13 @@ class RunQueue:
         self._rests = 0
 
     def stop(self) -> None:
-        """Give clients no more turns. All-or-none steps are still completed."""
+        """Give sessions no more turns. Remaining steps of all-or-none writes are still completed."""
         self._stopped = True
 
     async def completed(self, within: float) -> None:
-        """Wait until all all-or-none steps are complete, for `within` seconds at most."""
+        """Wait until the steps passed to `finish` are complete, for `within` seconds at most. Then log an error, and
+        return.
+        """
         end = time.monotonic() + within
         while self._rests:
             if time.monotonic() > end:
@@ -55,7 +57,9 @@ class RunQueue:
             await asyncio.sleep(_LOOK)
 
     def join(self, waiting: Waiting) -> None:
-        """Append a session or steps that are not in the queue yet. After `stop`, sessions are not appended."""
+        """Append a session or remaining steps, which must not be in the queue yet. After `stop`, sessions are not
+        appended.
+        """
         if self._stopped and not isinstance(waiting, _Unfinished):
             return
         self._line.append(waiting)
@@ -81,19 +85,19 @@ class RunQueue:
             self._loop.call_soon(self._serve)
 
     def finish(self, steps: Iterator[Reply] | None) -> None:
-        """Complete the remaining steps of a disconnected client's command."""
+        """Run the remaining steps of a disconnected client's command in turns. None stands for no steps."""
         if steps is None:
             return
         self._rests += 1
         self.join(_Unfinished(self, steps))
 
     def note_completed(self) -> None:
-        """Note that a command is complete, or has failed."""
+        """Note that the steps of one call of `finish` are complete, or have failed."""
         self._rests -= 1
 
 
 class _Unfinished:
-    """The remaining steps of a disconnected client's command."""
+    """The remaining steps of a disconnected client's command, as a member of the run queue."""
 
     def __init__(self, line: RunQueue, steps: Iterator[Reply]) -> None:
         self._line = line

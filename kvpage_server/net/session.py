@@ -1,4 +1,4 @@
-"""The session of a client: it parses the received bytes, runs the commands, and sends their replies in order."""
+"""The session of a client: it parses received bytes, runs the commands, and sends their replies in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("kvpage")
 
 
 class Session:
-    """Session of one client. `open_transport` opens its transport. The module `states` describes its states."""
+    """Session of one client. `open_transport` creates its transport. The module `states` describes its states."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Session:
         self._transport = open_transport(self)
 
     def _move(self, event: SessionEvent) -> bool:
-        """Change the state after an event. Return whether the state is another one."""
+        """Change the state after an event. Return whether the new state differs from the old one."""
         before = self._state
         self._state = after(before, event)
         return self._state is not before
@@ -121,15 +121,16 @@ class Session:
             self._transport.ignore()
 
     def drained(self) -> None:
-        """Continue after the output has fallen to HIGH_WATER."""
+        """Continue after the unsent output has fallen to HIGH_WATER bytes."""
         self.client.finished = monotonic_ns()
         if self._move(SessionEvent.DRAINED):
             self._run()
 
     def lost(self) -> None:
-        """Close the session after the connection has ended.
+        """Close the session after its connection has ended.
 
-        This may happen during a notification of many clients, so the client is removed afterwards.
+        This may happen during a notification of many clients, so the client is removed from the server in a later
+        callback.
         """
         self._let_go()
         self._loop.call_soon(self._leave)
@@ -216,7 +217,9 @@ class Session:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the received commands, for one turn at most. Send the replies, and join the run queue if work remains."""
+        """Run the received commands, for one turn at most. Send their replies, and join the run queue if commands
+        remain.
+        """
         client, transport, replies, load = self.client, self._transport, self._replies, self._load
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
         stopped = False  # too much output waited; after the flush, less may wait
@@ -267,7 +270,7 @@ class Session:
             transport.attend()
 
     def _stumble(self, error: Exception) -> None:
-        """Handle a protocol error, a lack of memory, or a command that cannot run now."""
+        """Handle an exception of `run_pending`: a protocol error, a lack of memory, or a command that has to wait."""
         if isinstance(error, ProtocolError):
             self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
         elif isinstance(error, Paused):
@@ -283,13 +286,13 @@ class Session:
         self._end_with(b"-OOM the system has no memory left for this value\r\n")
 
     def _end_with(self, last_words: bytes) -> None:
-        """Send an error and close, because the start of the next command is unknown."""
+        """Send an error and close the connection, because the start of the next command is unknown."""
         self._replies.end_with(last_words)
         self._ending = True
         self._close()
 
     def _background_reply_added(self) -> None:
-        """Send completed background replies; close if the session is ending."""
+        """Send completed background replies. Close the connection if the session is ending."""
         if self._state is not GONE:
             (self._close if self._ending else self._flush)()
 
@@ -316,7 +319,9 @@ class Session:
             self._pause_end = None
 
     def _wait(self, wait: Wait) -> None:
-        """Wait for an event, such as a load from disk, in addition to the events that are awaited already."""
+        """Wait for one more event, such as a load from disk. The session continues after all events that it waits
+        for.
+        """
         self._move(SessionEvent.MUST_WAIT)
         if self._state is GONE:  # a send before this call may have failed
             return
@@ -328,9 +333,13 @@ class Session:
             self.abort()
 
     def _advance(self) -> None:
-        """Count an awaited event. After the last one, send the replies, or an error if their writes are not on disk."""
+        """Count an event that has occurred. After the last one, send the replies and continue.
+
+        If the client's changes cannot be written to disk, send an error instead of the replies, and close the
+        connection.
+        """
         self._awaited -= 1
-        if self._awaited or not self._move(SessionEvent.ALL_CAME):
+        if self._awaited or not self._move(SessionEvent.ALL_OCCURRED):
             return
         tiered = self._server.tiered
         if tiered is not None and tiered.behind.durable < self.client.durable_before_reply and tiered.behind.failing:
@@ -347,7 +356,9 @@ class Session:
             self._wait_for_a_turn()
 
     def _continue(self, deadline: int) -> bool:
-        """Run steps of the current reply. Return False if the turn is over, or if the reply has to wait."""
+        """Run steps of the streamed reply, and send its output. Return False if the turn is over, or if the reply has
+        to wait.
+        """
         try:
             done = self._replies.step(deadline)
         except Exception:
@@ -362,10 +373,10 @@ class Session:
 
     @property
     def _crowded(self) -> bool:
-        """Whether so much output waits that no more commands are run.
+        """Whether so much output is unsent that no more commands of the client should run.
 
-        A client may send a long pipeline before it reads the first reply. So up to `GENEROUS` bytes may wait, unless
-        the connections together hold too much memory.
+        A client may send a long pipeline before it reads the first reply. So up to `GENEROUS` bytes may be unsent,
+        unless the connections together hold too much memory.
         """
         waiting = self._transport.queued
         return waiting > HIGH_WATER and (waiting > GENEROUS or self._server.is_tight)
@@ -383,12 +394,14 @@ class Session:
             self._transport.write(pieces)
 
     def _note_durability(self, position: int) -> None:
-        """Note the changes that must be on disk before the client gets its reply."""
+        """Note the position of the write-behind queue up to which changes must be on disk before the client gets its
+        reply.
+        """
         if position != self._before:
             self.client.durable_before_reply = position
 
     def _is_held_back(self) -> bool:
-        """Return whether replies have to wait until changes are on disk. If so, start the wait."""
+        """Return whether replies have to wait until the client's changes are on disk. If so, start to wait for it."""
         tiered, durable_before_reply = self._server.tiered, self.client.durable_before_reply
         assert tiered is not None
         if tiered.behind.durable >= durable_before_reply:

@@ -9,7 +9,7 @@
     PAUSED   a command waits for the end of CLIENT PAUSE
              PAUSE_OVER -> IN_LINE
     WAITING  a command or reply waits, for example for the disk
-             ALL_CAME -> READING
+             ALL_OCCURRED -> READING
     GONE     the connection has ended; final
 
 MUST_WAIT leads to WAITING from every state but GONE, and LOST leads to GONE from every state. TURN, DRAINED and
@@ -26,7 +26,7 @@ from enum import Enum, auto
 
 
 class SessionState(Enum):
-    """State of a session; the module's docstring describes them. Only a `READING` session runs commands."""
+    """State of a session; the module's docstring describes each. Only a `READING` session runs commands."""
 
     READING = auto()
     IN_LINE = auto()
@@ -46,7 +46,7 @@ class SessionEvent(Enum):
     HELD_BACK = auto()  # a command has to wait for the end of CLIENT PAUSE
     PAUSE_OVER = auto()
     MUST_WAIT = auto()  # the session waits for one more event
-    ALL_CAME = auto()  # all events that the session has waited for have occurred
+    ALL_OCCURRED = auto()  # all events that the session has waited for have occurred
     LOST = auto()  # the connection has ended
 
 
@@ -58,14 +58,16 @@ MOVES: dict[SessionState, dict[SessionEvent, SessionState]] = {
     IN_LINE: {SessionEvent.TURN: READING, **_ALWAYS},
     CROWDED: {SessionEvent.DRAINED: READING, **_ALWAYS},
     PAUSED: {SessionEvent.PAUSE_OVER: IN_LINE, **_ALWAYS},
-    WAITING: {SessionEvent.ALL_CAME: READING, SessionEvent.HELD_BACK: WAITING, **_ALWAYS},
-    GONE: dict.fromkeys((SessionEvent.ALL_CAME, SessionEvent.HELD_BACK, *_ALWAYS), GONE),
+    WAITING: {SessionEvent.ALL_OCCURRED: READING, SessionEvent.HELD_BACK: WAITING, **_ALWAYS},
+    GONE: dict.fromkeys((SessionEvent.ALL_OCCURRED, SessionEvent.HELD_BACK, *_ALWAYS), GONE),
 }
 _WHENEVER = (SessionEvent.TURN, SessionEvent.DRAINED, SessionEvent.PAUSE_OVER)
 
 
 def after(state: SessionState, event: SessionEvent) -> SessionState:
-    """Return the state after an event. Raises RuntimeError if the event is an error in `state`."""
+    """Return the state that follows `state` after an event. Raises RuntimeError for an event that cannot occur in
+    `state`.
+    """
     to = MOVES[state].get(event)
     if to is None:
         if event not in _WHENEVER:

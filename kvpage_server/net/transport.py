@@ -1,7 +1,7 @@
 """Transports: the byte stream of a connection, over a plain socket or TLS.
 
 On a plain socket, the session's parser receives the bytes, and output is sent with gathered writes, without copies. A
-piece is kept until it is sent, so that its memory is not reused before.
+piece of output is kept until it is sent, so that its memory is not reused before.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Ends(NamedTuple):
 
 
 class SocketReader(Protocol):
-    """The session's interface for its transport."""
+    """Interface of the session that its transport calls."""
 
     def readable(self) -> None:
-        """Receive from the socket, which has data or was closed by the peer."""
+        """Receive from the socket, which has data, or whose peer has closed the connection."""
 
     def received(self, data: bytes) -> None:
         """Process received, decrypted bytes."""
 
     def drained(self) -> None:
-        """Continue after the output queue has fallen below the high-water mark."""
+        """Continue after the unsent output has fallen to HIGH_WATER bytes."""
 
     def lost(self) -> None:
         """Close the session after the connection has ended."""
@@ -50,13 +50,13 @@ class Transport(Protocol):
     ignored: bool  # nothing is received, because of `ignore`
 
     def write(self, pieces: list[Piece]) -> None:
-        """Queue pieces, and send them in order as fast as the peer reads."""
+        """Queue pieces of output. They are sent in order as fast as the peer reads."""
 
     def renew(self) -> None:
-        """Read the output's addresses again, because its memory may have moved."""
+        """Read the addresses of the output's memory again, because the memory has moved."""
 
     def ignore(self) -> None:
-        """Stop receiving: bytes stay in the kernel, so the peer slows down."""
+        """Stop receiving. Further bytes stay in the kernel's buffer, so the peer has to wait."""
 
     def attend(self) -> None:
         """Continue receiving."""
@@ -69,7 +69,7 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """Transport over a plain socket, which it owns. Its methods must be called in the loop's thread."""
+    """Transport over a plain socket, which it owns. Its methods must be called in the event loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reader: SocketReader) -> None:
         self._loop = loop
@@ -131,9 +131,9 @@ class SocketTransport:
         self._settle()
 
     def _settle(self) -> None:
-        """Watch for a writable socket while output is queued. Without output, finish a close.
+        """Watch for a writable socket while output is unsent. When all is sent, finish a close.
 
-        Call the reader's `drained` when crowded output has fallen to HIGH_WATER.
+        Call the reader's `drained` when the unsent output has fallen to HIGH_WATER bytes.
         """
         if self.queued:
             if not self._writing:
@@ -180,7 +180,7 @@ _PART = 256 * 1024  # bytes passed to the loop at a time, and the limit of its w
 
 
 class TLSTransport(asyncio.Protocol):
-    """Transport over TLS. After the handshake, `start` returns the session that reads it."""
+    """Transport over TLS. `start` is called after the handshake, and returns the session that receives the bytes."""
 
     def __init__(self, start: Callable[[], SocketReader]) -> None:
         self._start = start
@@ -252,9 +252,9 @@ class TLSTransport(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._reader.drained)
 
     def _take_part(self) -> bytes:
-        """Return a copy of the next bytes of the queue, because the loop may keep them longer than their owner does.
+        """Remove the next bytes from the queue, `_PART` at most, and return a copy of them.
 
-        The copy has at most `_PART` bytes.
+        A copy, because the loop may keep them after the memory is reused.
         """
         parts: list[bytes | memoryview] = []
         room = _PART

@@ -1,8 +1,9 @@
 """Queries of a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
 
-A `Reading` is a generator. It yields lists of commands and is sent their replies: bytes, integers, lists and maps as
-RESP3 has them, or the `ResponseError` of a refused command. It returns its result. Under an event loop, it runs in a
-thread, so a reading may take long, unless a single call of it holds the interpreter's lock for long.
+A `Reading` is a generator that does no I/O. It yields lists of commands, and is sent the list of their replies: bytes,
+integers, lists and maps as RESP3 has them, or the `ResponseError` of a refused command. Its return value is the result
+of the query. Under an event loop, its steps run in a thread, so they may take long, unless a single call in them holds
+the interpreter's lock for long.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COMMANDS_PER_ASYNC_PIPELINE = 32  # in an event loop, which other tasks share
 
 
 class QueriedStore(Protocol):
-    """Client of one server, or of several servers together."""
+    """Interface of a redis-py client of one server, or of several servers together."""
 
     def execute_command(self, *words: Any) -> Any:
         """Return the reply to a command. Raises RedisError."""
@@ -33,7 +34,10 @@ class QueriedStore(Protocol):
 
 
 def ask(store: QueriedStore, reading: Reading[T]) -> T:
-    """Return the result of a reading. `store` speaks RESP3. Raises RedisError when the store cannot be reached."""
+    """Execute a reading with a synchronous client, and return its result. `store` must use RESP3.
+
+    Raises RedisError when the store cannot be reached, and the exceptions of the reading.
+    """
     try:
         commands = next(reading)
         while True:
@@ -46,7 +50,7 @@ def ask(store: QueriedStore, reading: Reading[T]) -> T:
 
 
 async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
-    """Return the result of a reading, in an event loop. Raises as `ask`."""
+    """Execute a reading in an event loop with an asynchronous client, and return its result. Raises as `ask`."""
     answers: list[Any] | None = None
     while True:
         commands, ended, result = await asyncio.to_thread(_step, reading, answers)
@@ -58,7 +62,7 @@ async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
 
 
 def _step(reading: Reading[Any], answers: list[Any] | None) -> tuple[list[Command], bool, Any]:
-    """Return the next commands of a reading, whether it has ended, and its result.
+    """Send `answers` to a reading, None at its start. Return (next commands, whether it has ended, its result).
 
     The end is a value, because a future cannot raise StopIteration.
     """
@@ -77,17 +81,20 @@ def _pipelines(store: Any, commands: list[Command], at_once: int) -> Iterator[An
 
 
 def refused(answer: Any) -> bool:
-    """Return whether a reply is an error: the user may not run the command, or the server does not know it."""
+    """Return whether a reply is an error, because the user may not run the command, or the server does not have it."""
     return isinstance(answer, redis.ResponseError)
 
 
 def named(answer: dict[Any, Any]) -> dict[str, Any]:
-    """Return a map with its keys as text."""
+    """Return the map of a reply with its keys decoded as text."""
     return {key.decode() if isinstance(key, bytes) else key: value for key, value in answer.items()}
 
 
 def parts_of(answer: Any) -> list[dict[str, Any]]:
-    """Return the maps of a reply to KVPAGEINDEX: one for each block, or a single one with TOTAL; none if refused."""
+    """Return the maps in a reply to KVPAGEINDEX, with text keys: one for each block, or a single one with TOTAL.
+
+    The list is empty if the command was refused.
+    """
     return [] if refused(answer) else [named(part) for part in answer]
 
 

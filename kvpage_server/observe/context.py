@@ -1,4 +1,4 @@
-"""One agent's context as a row of blocks, and one block as its pages."""
+"""The blocks of one agent's context with their states, and the pages of one block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_PARTS = 64  # blocks of a request; the norms of more blocks are not comput
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a block of a context is stored, or why it is missing."""
+    """State of a block of a context: where it is stored, or why it is missing."""
 
     block: ContextBlock
     agents: tuple[str, ...]  # all agents that have it
@@ -36,7 +36,7 @@ class BlockPlace:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The pages of a block, as arrays of [layers, planes, heads]."""
+    """The pages of a block. `norms` is an array of [layers, planes, heads]."""
 
     name: bytes
     tokens: int  # rows of a page
@@ -50,7 +50,10 @@ class Pages:
 
 
 def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
-    """Return where the blocks of an agent's context are stored, in order, for the first MOST_BLOCKS of them."""
+    """Return the state of each block of an agent's context, in order, for the first MOST_BLOCKS blocks.
+
+    `holdings` has the agents of each block.
+    """
     blocks = agent.blocks[:MOST_BLOCKS]
     reasons = yield [[b"KVPAGEWHY", block.name] for block in blocks]
     indexes = yield [[b"KVPAGEINDEX", block.name, b"TOTAL"] for block in blocks]
@@ -62,7 +65,9 @@ def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
 
 
 def _stat(name: bytes, index: Any) -> Command:
-    """Return the command that reads the metadata of the block's first page."""
+    """Return the KVPAGESTAT command for the first page of a block. `index` is the reply to KVPAGEINDEX for the
+    block.
+    """
     first: dict[str, Any] = next(iter(parts_of(index)), {"page": 0, "planes": [0]})
     return [b"KVPAGESTAT", name, 0, 0, first["page"], int(first["planes"][0])]
 
@@ -85,9 +90,10 @@ def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any)
 
 
 def pages_of(name: bytes) -> Reading[Pages | None]:
-    """Return a block's pages with their norms; None if the block is not complete, or too large.
+    """Return the pages of a block with their norms, by the block's request id.
 
-    The pages are read in pieces of PIECE_BYTES, so a large block does not delay other clients.
+    Return None if the block is not complete, or exceeds MOST_BYTES or MOST_PAGES. The pages are read in pieces of
+    PIECE_BYTES, so a large block does not delay other clients.
     """
     (index,) = yield [[b"KVPAGEINDEX", name, b"TOTAL"]]
     if not all(total["blocks"] <= _MOST_PARTS and total["bytes"] <= MOST_BYTES for total in parts_of(index)):
@@ -131,7 +137,7 @@ _NUMPY = {
 
 
 def _norm(body: bytes, dtype: DType) -> float:
-    """Return the root of the mean square of a page's values; NaN without values."""
+    """Return the root of the mean square of a page's values; NaN if the page is empty."""
     raw = np.frombuffer(body, _NUMPY[dtype])
     bfloat16 = dtype is DType.BFLOAT16
     values = (raw.astype(np.uint32) << 16).view(np.float32) if bfloat16 else raw.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Statistics that engines publish: their identity, and the prompt tokens that each of their tiers supplied.
+"""Statistics that engines publish: their names, and the prompt tokens that each of their tiers supplied.
 
 Every few seconds, each engine publishes a JSON object on the channel of the user as which it has logged in. Any client
 that may publish there can send anything, so invalid messages are ignored, names are cut, and the number of engines is
@@ -27,7 +27,7 @@ SILENT_SECONDS = 16.0  # after which an engine counts as disconnected: three mis
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Use of a tier of an engine's memory since the engine's start."""
+    """Use of one tier of an engine since the engine's start."""
 
     hits: int = 0
     tokens: int = 0  # of prompts, that were not computed
@@ -54,22 +54,22 @@ class EngineFigures:
 
 @dataclass(frozen=True, slots=True)
 class EnginesSeen:
-    """All engines, or those of one user."""
+    """Figures of all engines, or of the engines of one user."""
 
     connected: list[EngineFigures]  # with recent messages, by name
     tokens: Mapping[str, int]  # of prompts by source, since the first message of each engine
 
 
 class Engines:
-    """The last messages of engines, and the sums of prompt tokens."""
+    """The last message of each engine, and the sums of prompt tokens by user. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tokens: dict[str, Counter[str]] = {"": Counter()}  # by user; "" for CHANNEL and for further users
         self._last: OrderedDict[tuple[str, str], tuple[float, EngineFigures]] = OrderedDict()  # by user and name
 
-    def heard(self, channel: bytes, raw: bytes) -> None:
-        """Process a message of an engine on a channel."""
+    def receive(self, channel: bytes, raw: bytes) -> None:
+        """Process the message `raw` that an engine has published on a channel. An invalid message is ignored."""
         now = parse(raw)
         if now is None:
             return
@@ -85,7 +85,7 @@ class Engines:
             self._last.popitem(last=False)
 
     def seen(self, by: str | None = None) -> EnginesSeen:
-        """Return the connected engines and prompt tokens of the user `by`; of all users for None."""
+        """Return the connected engines and the prompt tokens of the user `by`, or of all users if `by` is None."""
         since = self._clock() - SILENT_SECONDS
         found = [received for (user, _), (at, received) in self._last.items() if at >= since and by in (None, user)]
         counts = [each for user, each in self._tokens.items() if by in (None, user)]

@@ -51,10 +51,10 @@ class Manifest:
 
 
 def parse(key: bytes, raw: bytes) -> Manifest | None:
-    """Return the manifest at a key, from its whole value or from the first HEAD_BYTES or MOST_BYTES.
+    """Return the manifest at a key. `raw` is its whole value, or the first HEAD_BYTES or MOST_BYTES bytes of it.
 
-    None if it is damaged, or if more bytes of it are needed. Long names of the model and of the process that saved it
-    are cut.
+    Return None if it is damaged, or if more bytes of it are needed. Long names of the model and of the process that
+    saved it are cut to MOST_LETTERS.
     """
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
@@ -115,7 +115,9 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _block_tokens(tokens: int, blocks: int) -> int:
-    """Return the tokens per block for a manifest without this number: the usual number if it fits."""
+    """Return the tokens per block of a manifest that does not have this number: the usual number if it fits the
+    counts.
+    """
     usual = _USUAL_BLOCK
     return usual if (blocks - 1) * usual < tokens <= blocks * usual else -(-tokens // max(blocks, 1))
 
@@ -146,7 +148,7 @@ MOST_UNREADABLE = 10_000  # unreadable manifests that are read, in addition to t
 
 @dataclass(frozen=True, slots=True)
 class LookLimits:
-    """Numbers of agents, blocks and other requests that are read at most."""
+    """Largest numbers of agents, blocks and other requests that one read of the store returns."""
 
     agents: int = 2000
     blocks: int = 10_000
@@ -155,7 +157,7 @@ class LookLimits:
 
 @dataclass(frozen=True, slots=True)
 class ContextBlock:
-    """A block of contexts: all pages of the same tokens."""
+    """A block of one or more contexts: all pages of the same tokens."""
 
     name: bytes  # its request id
     tokens: int
@@ -198,7 +200,7 @@ class Agent:
 
     @property
     def found(self) -> int:
-        """Tokens that a load would find: those before the first missing block."""
+        """Tokens that a load would find: the tokens of the blocks before the first missing one."""
         return sum(block.tokens for block in takewhile(lambda block: block.complete, self.blocks))
 
     @property
@@ -209,7 +211,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A prefix that several agents have in common. A shorter prefix of it may be shared by more agents."""
+    """A prefix of contexts that several agents have in common. More agents may share a shorter prefix of it."""
 
     name: bytes  # of its last block, which identifies it
     tokens: int
@@ -225,9 +227,10 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class OtherRequest:
-    """A request that no manifest names: pages of another client, or blocks that are left from a context.
+    """A request id that no manifest names: pages of another client, or blocks that remain of a context.
 
-    Blocks of contexts without a name are one request for each label, with the request id of one of them.
+    Blocks of contexts without a name are one request for each label, with the request id of one of them. All sizes are
+    in bytes.
     """
 
     req_id: bytes
@@ -239,20 +242,23 @@ class OtherRequest:
 
 
 class KnownManifest(NamedTuple):
-    """A manifest as it was when it was read."""
+    """A manifest as an earlier read of the store has parsed it."""
 
     digest: bytes
     manifest: Manifest | None  # None if it is damaged
     at: float  # before it was read, in monotonic seconds
 
     def is_as_it_was(self, idle: Any) -> bool:
-        """Return whether it cannot have been written since. `idle` is its idle time, in whole seconds."""
+        """Return whether the manifest cannot have been written since it was read.
+
+        `idle` is the reply to OBJECT IDLETIME, in whole seconds.
+        """
         return isinstance(idle, int) and idle > time.monotonic() - self.at + 2
 
 
 @dataclass(slots=True)
 class Known:
-    """Results of earlier reads of the store, so that the next one needs few commands."""
+    """Results of earlier reads of a store, so that the next read needs few commands."""
 
     manifests: dict[bytes, KnownManifest] = field(default_factory=dict)
     requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # the most recently queried ones are last
@@ -261,7 +267,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Result of a read of the store. The largest agents and requests are first."""
+    """Result of a read of a store. The largest agents and requests, in bytes, are first."""
 
     agents: tuple[Agent, ...] = ()
     prefixes: tuple[SharedPrefix, ...] = ()
@@ -285,10 +291,11 @@ class _Looked:
 
 
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
-    """Return the agents, shared prefixes and other requests of a store.
+    """Return the agents, shared prefixes and other requests of a store, within `limits`.
 
     `known` has the results of earlier reads, and is updated. With it, only the newest keys and some of the others are
-    scanned for manifests, unused manifests are not read again, and some of the known requests are queried in turn.
+    scanned for manifests, manifests without a use since then are not read again, and some of the known requests are
+    queried in turn.
     """
     looked, known = _Looked(), Known() if known is None else known
     keys = yield from _manifest_keys(limits.agents + MOST_UNREADABLE, known, looked)
@@ -296,7 +303,9 @@ def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = N
 
 
 def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[bytes]]:
-    """Return keys of manifests, some of which may have been deleted."""
+    """Return the keys of at most `most` manifests. Some of the manifests may have been deleted since an earlier
+    read.
+    """
     if not known.cursor:
         keys = yield from _keys(b"manifest:*", b"string", most, "agents", looked)
         known.cursor = b"" if looked.cut else b"0"
@@ -312,7 +321,7 @@ def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[byt
 
 
 def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
-    """Return the contexts of one agent, for every model. Other agents that share its blocks are not read."""
+    """Return the contexts of one agent, one for each model. Other agents that share its blocks are not read."""
     looked, key, limits = _Looked(), PREFIX + agent_id, LookLimits(requests=0)
     pattern = literally(key) + b":*"
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
@@ -322,7 +331,7 @@ def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
 
 
 def literally(name: bytes) -> bytes:
-    """Return a pattern that matches this name alone."""
+    """Return a glob pattern that matches only this name."""
     return re.sub(rb"([*?\[\]\\])", rb"\\\1", name)
 
 
@@ -346,7 +355,10 @@ def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _
 
 
 def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) -> Reading[list[bytes]]:
-    """Return at most `most` keys that match, sorted. Add `what` to `looked.cut` if there are more."""
+    """Return at most `most` keys of the Redis type `kind` that match a pattern, sorted.
+
+    Add `what` to `looked.cut` if there are more.
+    """
     cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most, looked)
     if cursor != b"0" or len(found) > most:
         looked.cut.add(what)
@@ -356,9 +368,10 @@ def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) ->
 def _scan(
     pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int, looked: _Looked
 ) -> Reading[tuple[bytes, set[bytes]]]:
-    """Scan from a cursor, until there are more than `most` keys, with at most `turns` calls.
+    """Scan from a cursor with at most `turns` calls, until more than `most` keys were found.
 
-    Return the next cursor and the keys. The cursor is 0 at the end, and empty if the user may not scan.
+    Return the next cursor and the keys of the Redis type `kind` that match. The cursor is 0 at the end, and empty if
+    the user may not scan.
     """
     found = set[bytes]()
     for _ in range(turns):
@@ -379,7 +392,7 @@ def _manifests(
 ) -> Reading[tuple[list[Manifest], dict[bytes, int]]]:
     """Return at most `most` readable manifests at these keys, and idle seconds by key. Update `known`.
 
-    Other keys are removed from `known`.
+    Keys that are not in `keys` are removed from `known`.
     """
     for key in known.keys() - set(keys):
         del known[key]
@@ -409,9 +422,9 @@ def _manifests(
 def _update(
     known: dict[bytes, KnownManifest], keys: Sequence[bytes], left: int, looked: _Looked
 ) -> Reading[tuple[dict[bytes, int], int]]:
-    """Update `known` for these keys. Return the keys' idle seconds, and the rest of `left`.
+    """Read changed manifests at these keys into `known`. Return the keys' idle seconds, and the remaining bytes.
 
-    `left` limits the bytes that are read of manifests for which HEAD_BYTES are too few.
+    `left` is the number of bytes that may still be read of manifests for which HEAD_BYTES are too few.
     """
     answers = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
     idle = dict(zip(keys, answers, strict=True))
@@ -441,7 +454,7 @@ def _update(
 
 
 def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:
-    """Return at most `most` of the blocks that manifests name, by name."""
+    """Return at most `most` of the blocks that manifests name, with their sizes, by name."""
     sizes = {name: manifest.tokens_in(i) for manifest in found for i, name in enumerate(manifest.blocks)}
     if len(sizes) > most:
         looked.cut.add("blocks")
@@ -451,7 +464,7 @@ def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[di
 
 
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
-    """Return a block from the reply to KVPAGEINDEX with TOTAL: page 0 has the tokens, page 1 the state after them."""
+    """Return a block from the reply to KVPAGEINDEX with TOTAL. All its figures are 0 if the block is missing."""
     for total in parts_of(answer):
         return ContextBlock(name, tokens, total["bytes"], total["memory"], total["pages"], bool(total["complete"]))
     return ContextBlock(name, tokens)
@@ -460,7 +473,7 @@ def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
 def _requests(
     blocks: Mapping[bytes, ContextBlock], most: int, known: dict[bytes, OtherRequest], looked: _Looked
 ) -> Reading[list[OtherRequest]]:
-    """Return the requests that are not among these blocks, and update `known`."""
+    """Return the requests with pages that are not among `blocks`, at most `most` of them. Update `known`."""
     keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", looked)
     names = [name for key in keys if (name := key.removeprefix(b"kv:").removesuffix(b":index")) not in blocks]
     if len(names) > most:
@@ -479,7 +492,10 @@ def _requests(
 
 
 def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[bytes, str]]:
-    """Return the labels of blocks that have one, by name. Missing keys are not read, because that counts as a miss."""
+    """Return the labels of those blocks that have one, by block name.
+
+    Absent label keys are not read, because the store would count a miss.
+    """
     blocks = [name for name in names if _CHAIN_HASH.search(name)]
     if not blocks:
         return {}
@@ -491,7 +507,7 @@ def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[
 
 
 def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:
-    """Return the requests. Requests with the same label are merged into one."""
+    """Return the requests. Requests with the same label are merged into one, whose sizes are the sums."""
     found: dict[str | bytes, OtherRequest] = {}
     for one in requests:
         key = one.label or one.req_id
@@ -528,7 +544,10 @@ def _agent(
 def _prefixes(
     found: Sequence[Manifest], blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, tuple[str, ...]]
 ) -> list[SharedPrefix]:
-    """Return the prefixes that agents share. A prefix ends at a block that more agents have than any block after it."""
+    """Return the prefixes that several agents share, the largest savings of bytes first.
+
+    A prefix ends at a block that more agents have than any block after it.
+    """
     longest: Counter[bytes] = Counter()  # by block: the most agents that any next block has
     for manifest in found:
         for name, after in zip(manifest.blocks, manifest.blocks[1:], strict=False):

@@ -1,4 +1,4 @@
-"""The observer: it reads a store for all viewers of one user, at most once a second."""
+"""The observer: it reads a store for all viewers of one user, at most once a second for all of them together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MINUTES = 10
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Rates per second between two overviews, and the state at the end."""
+    """Rates per second in the time between two overviews, and the state at the end of it."""
 
     at: float  # unix seconds of the first overview, plus the monotonic seconds since then
     seconds: float  # between the two
@@ -49,7 +49,7 @@ class Moment:
 
 
 class History:
-    """Moments, the oldest first. At one a second, it holds the last ten minutes."""
+    """Moments of the last ten minutes at one a second, the oldest first."""
 
     def __init__(self) -> None:
         self.moments: deque[Moment] = deque(maxlen=60 * MINUTES)
@@ -57,7 +57,10 @@ class History:
         self._at = 0.0  # of the last overview, as `Moment.at` counts
 
     def add(self, now: Overview) -> Moment | None:
-        """Add an overview. Return the moment that it ends; None for the first one, and after a restart."""
+        """Add an overview. Return the moment between the last overview and this one.
+
+        Return None for the first overview, after a restart of the store, and after CONFIG RESETSTAT.
+        """
         before, self._last = self._last, now
         if before is None:
             self._at = now.at
@@ -101,7 +104,7 @@ def _between(before: Overview, now: Overview, at: float) -> Moment:
 
 
 def _slowest(before: Overview, now: Overview) -> dict[str, float]:
-    """Return the 99th percentile of the calls between two overviews, in seconds, by family of commands."""
+    """Return the 99th percentile of the duration of calls between two overviews, in seconds, by family of commands."""
     found = {}
     for name, calls in now.families.items():
         was = before.families.get(name)
@@ -121,7 +124,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Last(Generic[T]):
-    """The last value that was read, valid until `until`, in monotonic seconds. The lock is held during a read."""
+    """The last value that was read. It is used again until `until`, in monotonic seconds. The lock is held during a
+    read.
+    """
 
     value: T | None = None
     until: float = 0.0
@@ -129,13 +134,13 @@ class _Last(Generic[T]):
 
 
 class Observer:
-    """Reader of the data that the user of its connection may see.
+    """Reader of the parts of a store that the user of its connection may see. Viewers of the same user share it.
 
     Its methods raise RedisError if the store does not answer.
     """
 
     def __init__(self, store: redis.asyncio.Redis, user: str, engines: Engines) -> None:
-        """Read `store`, a client that has logged in as `user`.
+        """Read with `store`, a client that has logged in as `user`.
 
         A user with access to every key sees all `engines`, others only engines that have logged in as the same user.
         """
@@ -150,9 +155,9 @@ class Observer:
         self._next_login = time.monotonic() + LOGIN_SECONDS
 
     async def overview(self) -> Overview:
-        """Return the store's state in numbers, at most a second old. Each new overview is added to the history.
+        """Return the store's state in numbers, at most OVERVIEW_SECONDS old. Each new overview is added to `history`.
 
-        Raises AuthenticationError within LOGIN_SECONDS after the store has disabled the user or changed the password:
+        Raises AuthenticationError at most LOGIN_SECONDS after the store has disabled the user or changed its password:
         connections that have logged in before stay open, as in Redis.
         """
         last = self._overview
@@ -175,8 +180,8 @@ class Observer:
     async def holdings(self) -> Holdings:
         """Return the memory by agent.
 
-        It is at most five seconds old, or two hundred times the duration of the last read if that is longer. It is read
-        again when more than half of the keys have been removed.
+        The result is at most HOLDINGS_SECONDS old, or two hundred times the duration of the last read if that is
+        longer. It is read again when more than half of the keys have been removed.
         """
         last = self._holdings
         async with last.lock:
@@ -189,16 +194,16 @@ class Observer:
             return last.value
 
     async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
-        """Return the contexts of an agent, one for each model, with the places of their blocks.
+        """Return the contexts of an agent, one for each model, each with the states of its blocks.
 
-        The list is empty if the agent is unknown.
+        The list is empty if the store has no agent of this name.
         """
         holdings = await self.holdings()
         found = [agent for agent in holdings.agents if agent.agent_id == agent_id]
         return [(agent, await self.read(context_of(agent, holdings))) for agent in found]
 
     async def read(self, reading: Reading[T]) -> T:
-        """Return the result of a reading, over the user's connection."""
+        """Execute a reading over the user's connection, and return its result."""
         return await ask_async(self.store, reading)
 
     async def close(self) -> None:

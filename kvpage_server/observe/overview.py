@@ -3,8 +3,8 @@
 >>> overview = ask(store, overview_of_store())
 >>> overview.memory.used, overview.traffic.hit_ratio, overview.misses["evicted"]
 
-Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO returns little to a user without access to every
-key. `everything` is false then, and omitted fields are 0 or empty.
+Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO returns few fields to a user without access to
+every key. Then `everything` is false, and omitted fields are 0 or empty.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ BOUNDS = tuple(float(f"{2**power / 1e9:.6g}") for power in range(FIRST_BOUND, LA
 
 
 class NotAStore(Exception):
-    """Error: the server is another Redis; the message has its mode and version."""
+    """Error: the server is no kvpage-server but another Redis. The message has its mode and version."""
 
 
 _FULL = 0.95  # share of the space for values on disk
 
 
 def _of(name: str, default: Any = 0) -> Any:
-    """Return a field of a dataclass that `_read` reads from the field `name` of INFO."""
+    """Declare a dataclass field that `_read` fills from the INFO field `name`, converted to the type of `default`."""
     return field(default=default, metadata={"read": lambda received: type(default)(received.get(name) or default)})
 
 
 def _read(kind: Callable[..., F], received: Mapping[str, str], **others: Any) -> F:
-    """Return a record of a dataclass, from its fields in INFO and from `others`."""
+    """Return a record of the dataclass `kind`, from the fields of INFO in `received` and from `others`."""
     return kind(
         **{each.name: each.metadata["read"](received) for each in fields(cast(Any, kind)) if each.metadata}, **others
     )
 
 
 def hit_ratio(hits: float, misses: float) -> float | None:
-    """Return the share of reads that were hits; None if there were no reads."""
+    """Return the share of reads that were hits, from 0 to 1; None if there were no reads."""
     return hits / (hits + misses) if hits + misses else None
 
 
 @dataclass(frozen=True, slots=True)
 class CallFigures:
-    """Calls of a command or of a family of commands, or commits and fetches of the disk.
+    """Durations of the calls of a command or of a family of commands, or of commits and fetches of the disk tier.
 
     `within[i]` of them took at most BOUNDS[i] seconds. It is empty if INFO has no histogram.
     """
@@ -62,7 +62,7 @@ class CallFigures:
     within: tuple[int, ...] = ()
 
     def since(self, before: CallFigures) -> CallFigures:
-        """Return the calls since an earlier overview."""
+        """Return the figures of the calls after an earlier overview, whose figures are `before`."""
         return CallFigures(
             self.count - before.count,
             self.seconds - before.seconds,
@@ -72,7 +72,9 @@ class CallFigures:
         )
 
     def percentile(self, share: float) -> float:
-        """Return the seconds in which a share (0 to 1) of the calls ended, rounded up to a bound; 0 without calls."""
+        """Return the seconds within which a share (0 to 1) of the calls ended, rounded up to one of BOUNDS; 0 without
+        calls.
+        """
         wanted = share * self.count
         found = next((bound for bound, calls in zip(BOUNDS, self.within, strict=False) if calls >= wanted), BOUNDS[-1])
         return found if self.count else 0.0
@@ -90,7 +92,7 @@ class ServerFigures:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Memory in bytes. `used` counts against `limit` (0: none).
+    """Memory of the store in bytes. `used` counts against `limit` (0: none).
 
     `live`, `spare` and `fragmentation` together are the arena: slots in use, chunks kept for the next values, and free
     slots between slots in use.
@@ -217,7 +219,9 @@ class Overview:
 
 
 def overview_of_store() -> Reading[Overview]:
-    """Return the overview from INFO. Raises NotAStore, and ResponseError if the user may not call INFO."""
+    """Return the overview from INFO. Raises NotAStore if the server is no kvpage-server, ResponseError if the user may
+    not call INFO.
+    """
     (answer,) = yield [[b"INFO", b"EVERYTHING"]]
     if refused(answer):
         raise answer
@@ -225,7 +229,7 @@ def overview_of_store() -> Reading[Overview]:
 
 
 def parse(info: str) -> Overview:
-    """Parse the reply to INFO EVERYTHING. Raises NotAStore."""
+    """Parse the reply to INFO EVERYTHING. Raises NotAStore if it is not from kvpage-server."""
     received = dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
     if "kvpage_version" not in received:
         raise NotAStore(f"{received.get('redis_mode', 'some')} Redis {received.get('redis_version', '')}".strip())
@@ -296,7 +300,7 @@ _CLOSED = {
 
 
 def _fields(value: str) -> dict[str, str]:
-    """Parse `a=1,b=2`. A pattern is the last field, because it may contain commas."""
+    """Parse `a=1,b=2` into a dict. The field `pattern` is the last one, because it may contain commas."""
     before, pattern, rest = value.partition("pattern=")
     found = dict(item.split("=", 1) for item in before.split(",") if "=" in item)
     return found | ({"pattern": rest} if pattern else {})
