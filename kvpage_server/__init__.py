@@ -1,3 +1,3 @@
-"""A server that speaks the Redis protocol and keeps KV pages. It does not import MLX."""
+"""A server that speaks the Redis protocol and stores KV pages. It does not import MLX."""
 
 __version__ = "0.1.0"

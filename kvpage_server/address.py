@@ -22,10 +22,10 @@ def urls_of(servers: str) -> list[str]:
 
 
 def with_credentials(urls: str, user: str = "", password: str = "") -> str:
-    """Return the URL, or the list of URLs, with user and password.
+    """Return a URL, or a comma-separated list of URLs, with user and password inserted.
 
-    An empty argument keeps the URL's part. A URL without a password gets that of the environment. Raises ValueError for
-    an invalid URL.
+    An empty argument keeps the URL's own part. A URL without a password gets the password of the environment. Raises
+    ValueError for an invalid URL.
     """
     return ",".join(_with_credentials(url, user, password) for url in urls_of(urls))
 
@@ -45,7 +45,7 @@ def _with_credentials(url: str, user: str, password: str) -> str:
 
 
 def user_of(urls: str) -> str:
-    """Return the user of a store's URL, or of the first of a list."""
+    """Return the user name in a store's URL, or in the first one of a list; "default" if there is none."""
     return unquote(urlsplit(urls_of(urls)[0]).username or "default")
 
 

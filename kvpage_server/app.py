@@ -69,7 +69,9 @@ logger = logging.getLogger("kvpage")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the server. Exits with 1 if the configuration or an address is refused."""
+    """Run the server until it is stopped. Exit with status 1 if the configuration is invalid, or if an address or a
+    file cannot be used.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     fit_streams()
     if words[:1] in (["--help"], ["-h"]):
@@ -129,7 +131,7 @@ def _usage() -> str:
 
 
 def _check(config: Config) -> None:
-    """Raise the errors of a start, as far as possible without access to the store."""
+    """Raise the errors that a start would raise, as far as they can be found without access to the store."""
     if config.metrics_port and (lacks := missing()):
         raise ConfigError(f"metrics-port: {lacks}")
     if isinstance(config.maxdisk, int) and 0 < config.maxdisk < SMALLEST_DISK:
@@ -142,7 +144,7 @@ def _check(config: Config) -> None:
 
 
 def _check_addresses(config: Config) -> None:
-    """Raise ListenError if this machine does not have an address of the configuration.
+    """Raise ListenError if this machine does not have a configured address.
 
     Ports are not tried, because the server whose configuration is checked may be running.
     """
@@ -154,7 +156,9 @@ def _check_addresses(config: Config) -> None:
 
 
 def _upstream(config: Config) -> Upstream | None:
-    """Return the cluster behind this server, if it is a gateway. Raises ConfigError."""
+    """Return the connection to the cluster behind this server if it is a gateway, otherwise None. Raises
+    ConfigError.
+    """
     if config.store != "cluster":
         if config.cluster_nodes:
             raise ConfigError(f"cluster-nodes needs `store cluster`, and store is {config.store}")
@@ -171,7 +175,7 @@ def _upstream(config: Config) -> Upstream | None:
 
 
 def _open_store(config: Config) -> Keyspace:
-    """Open the keyspace with the values on disk. Raises DiskError, DiskFull."""
+    """Create the keyspace. With a disk tier, load the index of the values on disk. Raises DiskError, DiskFull."""
     if config.store != "tiered":
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
     began = time.monotonic()
@@ -191,7 +195,8 @@ def _open_store(config: Config) -> Keyspace:
 
 
 def _within_file_size(maxdisk: int) -> int:
-    """Return `maxdisk`, 0 for no limit, lowered to the size that the system allows for a file (`ulimit -f`).
+    """Return the limit `maxdisk` in bytes, 0 for no limit, lowered to the size that the system allows for a file
+    (`ulimit -f`).
 
     As with `maxdisk`, LMDB then keeps the space that it needs for removals.
     """
@@ -222,7 +227,10 @@ def _load_users(server: Server) -> None:
 
 
 async def serve(server: Server, upstream: Upstream | None) -> None:
-    """Serve until a signal or SHUTDOWN. Raises ListenError; DiskError if values could not be written to disk."""
+    """Serve clients until a signal or SHUTDOWN, then save the store.
+
+    Raises ListenError if an address cannot be opened; DiskError if values could not be written to disk.
+    """
     loop = asyncio.get_running_loop()
     stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set
@@ -277,7 +285,7 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
 
 
 async def _end_service(server: Server, listener: Listener) -> None:
-    """Accept no more commands, and send the replies of the executed ones."""
+    """Stop to run commands, close the clients after their replies were sent, and complete all-or-none writes."""
     listener.stop()
     if server.tiered is not None:
         await server.tiered.behind.settle()
@@ -307,13 +315,15 @@ def _write_pid(path: Path) -> None:
 
 
 def _renew(server: Server) -> None:
-    """Notify every session that borrowed bytes of its output have moved."""
+    """Make every session read the addresses of its output again, because borrowed memory has moved."""
     for client in server.clients.values():
         client.connection.renew()
 
 
 def _have_descriptors(config: Config) -> None:
-    """Raise the limit of file descriptors to the number that maxclients needs, as far as the system allows."""
+    """Raise the limit of file descriptors to the number that maxclients needs. If the system allows fewer, lower
+    maxclients.
+    """
     wanted = config.maxclients + _OWN_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -326,7 +336,7 @@ def _have_descriptors(config: Config) -> None:
 
 
 def _calm_the_collector() -> None:
-    """Freeze existing objects, and raise the thresholds of the garbage collector.
+    """Exclude existing objects from garbage collection, and raise the thresholds of the collector.
 
     Pages have no reference cycles, and a collection that visits millions of them would stall every client. New objects
     are visited twice, in generations of some ten thousand: each collection takes about a millisecond.

@@ -1,4 +1,4 @@
-"""`kvpage bench`: the speed of page transfers on this machine. The benchmarks of the repository use it, too."""
+"""`kvpage bench`: the speed of page transfers on this machine. The benchmarks of the repository import it, too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ REQ_ID = b"kvpage-bench"
 
 
 class BatchMemory:
-    """Memory of one batch: the source of writes and the destination of reads, both ``[count, nbytes]``."""
+    """Memory of one batch: `written` is the source of writes, `read` the destination of reads, both uint8 ``[count,
+    nbytes]``.
+    """
 
     def __init__(self, count: int, nbytes: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -52,7 +54,9 @@ class BatchMemory:
         self.read: Array = np.zeros_like(self.written)
 
     def spoil(self) -> None:
-        """Set the first and the last byte of every item of `read` to a wrong value."""
+        """Set the first and the last byte of every item of `read` to a wrong value, so that `check` finds items that
+        were not read.
+        """
         self.read[:, 0] = ~self.written[:, 0]
         self.read[:, -1] = ~self.written[:, -1]
 
@@ -63,7 +67,9 @@ class BatchMemory:
 
 
 class Work:
-    """Batches of `count` items of `nbytes` each, with different keys for each of `generations`."""
+    """The batches of one benchmark: `count` items of `nbytes` each, with different keys in each of `generations`
+    batches.
+    """
 
     def __init__(self, kind: str, count: int, nbytes: int, generations: int) -> None:
         self.name = f"{count} {kind} of {spell(nbytes)}"
@@ -81,7 +87,7 @@ class Work:
 
 
 class PageWork(Work):
-    """Pages of bytes, with eight heads, two planes, and as many layers as `count` needs."""
+    """Batches of pages of uint8, with eight heads, two planes, and as many layers as `count` needs."""
 
     def __init__(self, count: int, nbytes: int, generations: int) -> None:
         super().__init__("pages", count, nbytes, generations)
@@ -116,7 +122,7 @@ class Blocks(Work):
 
 
 def spell(nbytes: int) -> str:
-    """Return bytes as text: "64 KiB", "5.6 MiB"."""
+    """Return a number of bytes as text: "64 KiB", "5.6 MiB"."""
     return f"{nbytes / (1 << 10):.4g} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.2g} MiB"
 
 
@@ -184,12 +190,14 @@ class Figures:
 
 
 def measure_writes(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
-    """Write one generation after another for `seconds`. `cpu` returns the CPU seconds of the server."""
+    """Write one batch after another for `seconds`, after one unmeasured round. `cpu` returns the CPU seconds of the
+    server.
+    """
     return _measure(store.write, work, seconds, cpu)
 
 
 def measure_reads(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
-    """Read one generation after another for `seconds`. Raises AssertionError for wrong bytes."""
+    """Read one batch after another for `seconds`, after one unmeasured round. Raises AssertionError for wrong bytes."""
     return _measure(store.read, work, seconds, cpu, check=True)
 
 
@@ -235,7 +243,10 @@ Generation = tuple[int, int, int, int]  # generation, connection, number of item
 
 
 def _move(buffers: list[memoryview], step: Callable[[list[memoryview]], int], most: int) -> None:
-    """Pass all buffers to `step`, `sendmsg` or `recvmsg_into`, at most `most` bytes in a call. Raises EOFError."""
+    """Pass all buffers to `step`, which is `sendmsg` or `recvmsg_into`, at most `most` bytes in a call.
+
+    Raises EOFError if the peer has closed the connection.
+    """
     ends = list(accumulate(map(len, buffers)))
     moved = at = 0
     while at < len(buffers):
@@ -303,7 +314,9 @@ def _main(address: str) -> None:
 
 
 class RawClient:
-    """Client of the raw server, with the interface of a store, on one or more connections."""
+    """Client of the raw server, with the interface of `Store`, on one or more connections. Each transfers a part of a
+    batch.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], address: str, connections: int) -> None:
         self.pid = process.pid
@@ -339,7 +352,7 @@ class RawClient:
                 pass
 
     def close(self) -> None:
-        """Close the connections, for which the server frees their batches."""
+        """Close the connections. The raw server then frees the batches that it keeps for them."""
         for sock in self._sockets:
             sock.close()
         self._threads.shutdown()
@@ -357,7 +370,7 @@ def _connect(address: str) -> socket.socket:
 
 @contextmanager
 def start_raw(*, unix: bool = False) -> Iterator[Callable[[int], RawClient]]:
-    """Start the raw server; yield a function that connects to it."""
+    """Start the raw server as a process. Yield a function that returns a client with a number of connections."""
     with tempfile.TemporaryDirectory() as directory:
         address = str(Path(directory, "raw")) if unix else "0"
         command = [sys.executable, "-m", "kvpage_server.bench", address]
@@ -376,7 +389,7 @@ def start_raw(*, unix: bool = False) -> Iterator[Callable[[int], RawClient]]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Measurements of one kind of call, on each server and on raw sockets."""
+    """Measurements of one kind of call: on each server, and on raw sockets as the upper bound."""
 
     work: str
     op: str  # write or read
@@ -422,7 +435,7 @@ def write_json(rows: list[Row], path: Path) -> None:
 
 
 def write_plot(rows: list[Row], path: Path) -> None:
-    """Plot GB/s as a bar for each row and server, and as a mark for raw sockets. Needs matplotlib."""
+    """Write a chart: GB/s as a bar for each row and server, and as a mark for raw sockets. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     servers = list(rows[0].figures)
@@ -456,7 +469,7 @@ _KEYS_PER_DELETE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Work, and the options of the client that does it."""
+    """The batches of one benchmark, and the options of the client that transfers them."""
 
     make: Callable[[int], Work]  # from a number of generations
     total: int  # bytes of a batch
@@ -512,12 +525,16 @@ class Target:
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
     def room(self) -> int:
-        """Return the bytes of pages that may be stored at a time: at most half of `maxmemory`."""
+        """Return the bytes of pages that a benchmark may store at a time: _HELD, or half of `maxmemory` if that is
+        less.
+        """
         limit = int(self._admin.info("memory").get("maxmemory", 0))
         return min(_HELD, limit // 2) if limit else _HELD
 
     def unix_socket(self) -> str | None:
-        """Return the path of the server's unix socket if it exists on this machine, otherwise None."""
+        """Return the path of the server's unix socket; None if it has none, or the path does not exist on this
+        machine.
+        """
         try:
             path = self._admin.config_get("unixsocket").get("unixsocket")
         except redis.ResponseError:  # the user may not call CONFIG
@@ -525,7 +542,9 @@ class Target:
         return path if path and Path(path).is_socket() else None
 
     def run(self, case: Case, work: Work, seconds: float) -> tuple[Figures, Figures]:
-        """Measure writes and reads; delete the data afterwards."""
+        """Measure the writes and the reads of a case, for `seconds` each, and return both figures. Delete the data
+        afterwards.
+        """
         url = f"unix://{self.unix_socket()}" if case.unix else self.url
         with PageClient(url, connections=case.connections, verify=case.verify, deadline=60) as client:
             store = ClientStore(client)
@@ -543,10 +562,10 @@ class Target:
 
 
 def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot: Path | None, out: Console) -> None:
-    """Measure the servers in turns; print and write the results.
+    """Measure the servers of `urls` in turns. Print a table, and write JSON and a chart if files are given.
 
-    Each kind of call is measured for `seconds`. Raises PageClientError or RedisError when a server is lost or refuses,
-    ModuleNotFoundError when matplotlib is needed and missing.
+    Each kind of call is measured for `seconds`. Raises PageClientError or RedisError when a server cannot be reached or
+    refuses a command, ModuleNotFoundError when matplotlib is needed and missing.
     """
     if plot:
         importlib.import_module("matplotlib")

@@ -16,7 +16,7 @@ from typing import Any
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read. Raises OSError, also for a directory, a pipe, a socket and a device."""
+    """Open a regular file to read, without waiting. Raises OSError, also for a directory, pipe, socket or device."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -48,7 +48,7 @@ class TooMuchError(ValueError):
 
 
 def parse(raw: bytes, *, containers: int, strings: int, values: int) -> Any:
-    """Return the value of a JSON text in UTF-8, within the bounds of `check`.
+    """Return the value of a JSON text in UTF-8, after it has passed `check` with these bounds.
 
     Raises ValueError with the reason for other text, and also for a number that is not finite, a name that an object
     has twice, and lists or objects that are nested too deeply for Python's parser.
@@ -61,9 +61,10 @@ def parse(raw: bytes, *, containers: int, strings: int, values: int) -> Any:
 
 
 def check(raw: bytes, *, containers: int, strings: int, values: int) -> None:
-    """Raise TooMuchError for more lists and objects, strings (names included) or commas than these bounds.
+    """Raise TooMuchError for a JSON text with more lists and objects, strings (names included) or commas than these
+    bounds.
 
-    Also raise it for a number of 400 digits. Invalid JSON may pass.
+    Also raise it for a number of 400 digits or more. The text is not parsed, so invalid JSON may pass.
     """
     found_containers = quotes = commas = 0
     inside = False  # whether the next piece begins in a string

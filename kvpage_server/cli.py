@@ -47,7 +47,7 @@ _OF_A_GATEWAY = "; look into the cluster by its own URL, as valkey-cluster://HOS
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command, and exit: with 1 if something is missing or damaged, with 2 if the store cannot be reached or
+    """Run a command, and exit: with status 1 if data is missing or damaged, with 2 if the store cannot be reached or
     refuses a command.
     """
     with ends_quietly("kvpage"):
@@ -98,7 +98,9 @@ def _ask_cluster(args: argparse.Namespace) -> int:
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
-    """Run the command for several servers as one store, because an agent's blocks are on all of them."""
+    """Run the command for several servers as one store, because an agent's blocks are on all of them. Return the exit
+    code.
+    """
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
         several = MultiStore(stores, by_segment([*stores]))
@@ -109,8 +111,9 @@ def _ask_as_one(args: argparse.Namespace) -> int:
 def _shown(
     store: redis.Redis | MultiStore | PagesOnStrings, args: argparse.Namespace, several: MultiStore | None = None
 ) -> int:
-    """Run the command, and return the exit code: 2 if one of the servers of `several`, which form `store`, did not
-    answer.
+    """Run the command on `store`, and return the exit code.
+
+    It is 2 if `store` consists of the servers `several`, and one of these did not answer.
     """
     if args.show in (ls, stat, verify, why, top):
         leave_no_trace(store)
@@ -142,7 +145,9 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
 
 
 def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
-    """Run the command for each server, and yield its exit code. A dump of each has a directory of its own."""
+    """Run the command for each server, and yield its exit code. With `dump`, each server gets a directory of its
+    own.
+    """
     for url in urls:
         of_one = argparse.Namespace(**{**vars(args), "url": url, "watch": None})
         if args.show is dump:
@@ -156,7 +161,7 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
 
 
 def _failed(args: argparse.Namespace, url: str, failure: Exception) -> int:
-    """Report the failure of one server, with --json also as an object. Return the exit code."""
+    """Report the failure of one server on stderr, and with --json also as an object. Return the exit code."""
     gone = isinstance(failure, NO_ANSWER)
     why = f"cannot reach {shown(url)}: {failure}" if gone else str(failure)
     if getattr(args, "json", False) is True:  # of `bench` and `replay` it is a file
@@ -165,7 +170,10 @@ def _failed(args: argparse.Namespace, url: str, failure: Exception) -> int:
 
 
 def _url(args: argparse.Namespace) -> str:
-    """Return the store's URL, with user and password. Raises ValueError, LookError."""
+    """Return the store's URL from the options and the environment, with user and password.
+
+    Raises ValueError for an invalid URL, LookError if no password can be asked for.
+    """
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
     if args.askpass:

@@ -33,7 +33,9 @@ class PatternTooLong(ValueError):
 
 @lru_cache(maxsize=512)
 def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
-    """Return the function that tests whether bytes match the whole `pattern`. Raises PatternTooLong."""
+    """Compile a pattern: return a function whose result is true if bytes match the whole pattern. Raises
+    PatternTooLong.
+    """
     if len(pattern) > LONGEST:
         raise PatternTooLong(f"a pattern has at most {LONGEST} bytes, got {len(pattern)}")
     if pattern == b"*":
@@ -57,19 +59,19 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
 
 
 def literal(pattern: bytes) -> bytes | None:
-    """Return the only name that a pattern matches, if it has no wildcards; a backslash quotes the next byte."""
+    """Return the only name that a pattern matches; None if it has wildcards. A backslash quotes the next byte."""
     plain = re.sub(rb"\\(.)", b"", pattern, flags=re.DOTALL)
     return None if _SPECIAL.search(plain) else re.sub(rb"\\(.)", rb"\1", pattern, flags=re.DOTALL)
 
 
 def opening_of(pattern: bytes) -> bytes | None:
-    """Return the prefix that a matching name must have, if the pattern is a prefix and a star."""
+    """Return the prefix of a pattern that is a prefix and a star; None for any other pattern."""
     opening = pattern[:-1]
     return opening if pattern[-1:] == b"*" and opening and not _SPECIAL.search(opening) else None
 
 
 def channel_glob(pattern: bytes) -> Matches:
-    """Return the test for channels: as in Redis, a single star does not match the empty name."""
+    """Compile a pattern for channel names. As in Redis, a single star does not match the empty name."""
     return bool if pattern == b"*" else glob(pattern)
 
 
@@ -78,7 +80,7 @@ def _everything(_: bytes) -> bool:
 
 
 def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
-    """Yield the pattern's elements in order: `_STAR`, or the regular expression of one byte."""
+    """Yield the elements of a pattern in order: `_STAR`, or the regular expression of one byte."""
     pos, size = 0, len(pattern)
     while pos < size:
         char = pattern[pos : pos + 1]
@@ -99,7 +101,9 @@ def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
 
 
 def _class(pattern: bytes, pos: int, ignore_case: bool) -> tuple[bytes, int]:
-    """Return the regular expression of the class at `pos`, and the position after the class."""
+    """Return the regular expression of the class, such as [a-z], whose members begin at `pos`, and the position after
+    it.
+    """
     size = len(pattern)
     negated = pattern[pos : pos + 1] == b"^"
     pos += negated
@@ -152,7 +156,7 @@ T = TypeVar("T")
 
 
 class Patterns(Generic[T]):
-    """Patterns in the order of adding, each with a value."""
+    """Glob patterns in the order of adding, each with a value. `matching` finds all patterns that match a name."""
 
     def __init__(self) -> None:
         self._all: dict[bytes, T] = {}  # in the order of adding
@@ -175,7 +179,7 @@ class Patterns(Generic[T]):
         return self._all.get(pattern)
 
     def add(self, pattern: bytes, value: T, matches: Matches) -> None:
-        """Set the value of a pattern. `matches` is the compiled pattern."""
+        """Set the value of a pattern, which is added if necessary. `matches` is the compiled pattern."""
         if pattern in self._all:
             self._forget(pattern)
         opening = opening_of(pattern)

@@ -1,4 +1,4 @@
-"""The same numbers in three memory layouts.
+"""Conversions of a block's body between three memory layouts.
 
 ========= ===================================================================================================
 canonical a block's body: ``[layer, plane, head, token, dim]``, one after the other
@@ -29,12 +29,13 @@ VLLM_VECTOR = 16  # contiguous bytes of a key
 
 
 def raw_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype of unsigned integers as wide as elements of `dtype`, little-endian like bodies."""
+    """Return the little-endian numpy dtype of unsigned integers that are as wide as elements of `dtype`."""
     return np.dtype(f"<u{dtype.itemsize}")
 
 
 def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
-    """Return the planes of each layer by kv_type, each a view ``[heads, tokens, dim]`` of `body`.
+    """Split a block's body into MLX arrays: for each layer, the planes by kv_type, each a view ``[heads, tokens, dim]``
+    of `body`.
 
     Raises PageError if `body` does not have the length of a block of `shape`.
     """
@@ -55,7 +56,7 @@ def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
 
 
 def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytearray:
-    """Return the body of a block with these planes; the inverse of `to_mlx`.
+    """Return the body of a block, a copy, from its planes by layer and kv_type. It is the inverse of `to_mlx`.
 
     The arrays may have any dtype as wide as their plane's, and any strides. Raises PageError if one is missing or has
     another shape or width.
@@ -78,9 +79,9 @@ def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytear
 
 
 def keys_to_vllm(keys: Array) -> Array:
-    """Return ``[..., tokens, dim]`` as ``[..., dim/x, tokens, x]``; leading axes, such as heads or blocks, stay.
+    """Return keys ``[..., tokens, dim]`` in vLLM's layout ``[..., dim/x, tokens, x]``; x elements are 16 bytes.
 
-    Raises PageError unless dim is a multiple of x.
+    Leading axes, such as heads or blocks, are not changed. Raises PageError unless dim is a multiple of x.
     """
     *leading, tokens, dim = keys.shape
     x = VLLM_VECTOR // keys.itemsize
@@ -92,9 +93,10 @@ def keys_to_vllm(keys: Array) -> Array:
 
 
 def keys_from_vllm(keys: Array) -> Array:
-    """Return ``[..., dim/x, tokens, x]`` as ``[..., tokens, dim]``: a copy, unless `keys` is from `keys_to_vllm`.
+    """Return keys in vLLM's layout ``[..., dim/x, tokens, x]`` as ``[..., tokens, dim]``.
 
-    Raises PageError unless the last axis holds 16 bytes.
+    The result is a copy, unless `keys` is a view from `keys_to_vllm`. Raises PageError unless the last axis has 16
+    bytes.
     """
     *leading, groups, tokens, x = keys.shape
     if x * keys.itemsize != VLLM_VECTOR:

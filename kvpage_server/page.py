@@ -52,7 +52,7 @@ _FIELDS = {
 
 
 def header_fields(*names: str) -> struct.Struct:
-    """Return a struct of these fields of a header, in the header's order; of all fields without arguments."""
+    """Return a struct that reads only these fields of a header, in the header's order; all fields without arguments."""
     passed_over = {name: f"{struct.calcsize('<' + code)}x" for name, code in _FIELDS.items()}
     wanted = names or tuple(_FIELDS)
     return struct.Struct("<" + "".join(_FIELDS[n] if n in wanted else passed_over[n] for n in _FIELDS))
@@ -74,11 +74,11 @@ _KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0
 
 
 class PageError(ValueError):
-    """Error: a key, header, body or argument breaks the page contract; the message names it and the allowed values."""
+    """Error: a key, header, body or argument breaks the page contract. The message names it and the allowed values."""
 
 
 class DType(IntEnum):
-    """Element types of a body; the value is the header's dtype byte. A number never changes its meaning."""
+    """Element types of a body. The value is the dtype byte of the header. A number never changes its meaning."""
 
     FLOAT16 = 1
     FLOAT32 = 2
@@ -139,9 +139,9 @@ class KVType(IntEnum):
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:
-    """Return `value` if ``low <= value <= high``. Raises PageError with the field and the range otherwise.
+    """Return `value` if ``low <= value <= high``. Raises PageError with `name` and the range otherwise.
 
-    Raises TypeError for another type than int, because a float would be narrowed.
+    Raises TypeError for a value that is no integer, because a float would be narrowed.
     """
     try:
         number = index(value)
@@ -165,7 +165,7 @@ def check_req_id(req_id: bytes) -> bytes:
 
 
 def check_dtype(value: int) -> DType:
-    """Return the DType of a number. Raises PageError with the allowed numbers for another one."""
+    """Return the DType with a number. Raises PageError with the allowed numbers for any other number."""
     try:
         return DType(value)
     except ValueError:
@@ -194,7 +194,9 @@ class PageKey:
 
     @classmethod
     def parse(cls, key: bytes) -> PageKey:
-        """Return the PageKey of `key`. Raises PageError if `key` is not a page key in canonical form."""
+        """Parse a page key. Raises PageError if `key` is not in canonical form, that is with numbers without leading
+        zeros.
+        """
         found = _KEY.match(key)
         if not found:
             raise PageError("a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}, numbers without leading zeros")
@@ -203,7 +205,7 @@ class PageKey:
 
 
 def index_key(req_id: bytes) -> bytes:
-    """Return the read-only key of the set of a request's page keys."""
+    """Return the key ``kv:{req_id}:index`` of the read-only set of a request's page keys. Raises PageError."""
     return b"kv:%b:index" % check_req_id(req_id)
 
 
@@ -234,14 +236,14 @@ def pack_header(
     digest: int,
     flags: int = 0,
 ) -> bytes:
-    """Return the 64 bytes of a header. Its fields, those of PageHeader, must have been checked."""
+    """Return the 64 bytes of a header. The arguments are fields of PageHeader. They are not checked here."""
     about = dtype, kv_type, flags, page_size, head_dim, layer, head, page
     return LAYOUT.pack(MAGIC, VERSION, *about, created_ms, ttl, body_size, 0, digest)
 
 
 @dataclass(frozen=True, slots=True)
 class PageHeader:
-    """The fields of the 64 little-endian bytes before a body."""
+    """The fields of the 64-byte header before a body. The constructor raises PageError for a field out of range."""
 
     dtype: DType
     kv_type: int
@@ -317,7 +319,9 @@ class PageHeader:
         return self.page_size * self.head_dim * self.dtype.itemsize
 
     def names(self, key: PageKey) -> bool:
-        """Return whether this is the header of the page with `key` (req_id is not in the header)."""
+        """Return whether the header belongs to the page with `key`. The request id is not compared, because headers do
+        not have it.
+        """
         return (self.layer, self.head, self.page, self.kv_type) == (key.layer, key.head, key.page, key.kv_type)
 
 
@@ -371,7 +375,7 @@ def decode_page(blob: Buffer, *, verify: bool = True) -> tuple[PageHeader, memor
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One kind of tensor of a block: ``[layers, heads, page_size, head_dim]`` of one dtype."""
+    """The tensor of one kv_type of a block: ``[layers, heads, page_size, head_dim]`` of one dtype."""
 
     kv_type: int
     dtype: DType
@@ -385,7 +389,11 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Shape of a block: all pages of one ``(req_id, page_id)``. Order of its body: layer, plane, head, token, dim."""
+    """Shape of a block, which is all pages of one ``(req_id, page_id)``. The order of its body is layer, plane, head,
+    token, dim.
+
+    The constructor raises PageError for an invalid shape.
+    """
 
     layers: int
     heads: int
@@ -432,7 +440,7 @@ class BlockShape:
         raise PageError(f"kv_type must be one of {[int(p.kv_type) for p in self.planes]}, got {kv_type}")
 
     def page_spans(self) -> Iterator[slice]:
-        """Yield the range of each page in the body, in order."""
+        """Yield the byte range of each page in the body, in the order of the body."""
         start = 0
         for _ in range(self.layers):
             for plane in self.planes:
@@ -442,7 +450,7 @@ class BlockShape:
                     start += size
 
     def page_span(self, layer: int, head: int, kv_type: int) -> slice:
-        """Return the range of a page in the body. Raises PageError for a page outside the block's shape."""
+        """Return the byte range of a page in the body. Raises PageError for a page outside the block's shape."""
         check_range("layer_idx", layer, 0, self.layers - 1)
         check_range("head_idx", head, 0, self.heads - 1)
         wanted = self.plane(kv_type)
@@ -465,13 +473,17 @@ SEGMENT = 4  # blocks of a segment after the first one
 
 
 def first_of(index: int, together: int) -> int:
-    """Return the index of the first block of the segment of block `index`. `together` is the length of a segment."""
+    """Return the index of the first block of the segment that contains block `index` of a prompt.
+
+    `together` is the number of blocks of a segment. Block 0 is a segment of its own.
+    """
     return index - (index - 1) % together if index else 0
 
 
 def tag_of(names: Sequence[str], index: int, together: int) -> str:
-    """Return the tag before the name of block `index` in keys: the name of its segment's first block, in braces.
+    """Return the tag before the name of block `index` in its keys: the name of its segment's first block, in braces.
 
-    A segment has `together` blocks; 0 means that there is one server, and no tag.
+    `names` are the names of the prompt's blocks. A segment has `together` blocks; 0 means that there is one server, and
+    the tag is empty.
     """
     return f"{{{names[first_of(index, together)]}}}" if together else ""

@@ -1,4 +1,6 @@
-"""`kvpage replay`: recorded requests, simulated with the store's policies, to compare their hit ratios."""
+"""`kvpage replay`: a trace of recorded requests, simulated with the store's eviction policies, to compare hit
+ratios.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,19 @@ _MOST_BLOCKS = 1_000_000  # of a prompt
 
 
 class TraceError(ValueError):
-    """Error: a line does not have the format; the message has the line and the reason."""
+    """Error: a line of a trace does not have the format. The message has the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedPrompt:
-    """Prompt of a trace: its time in seconds, and its blocks from the start."""
+    """A prompt of a trace: its time in seconds, and the names of its blocks from the start."""
 
     second: int
     blocks: list[bytes]
 
 
 def read_trace(path: Path) -> list[TracedPrompt]:
-    """Return all requests in order. Raises TraceError, OSError."""
+    """Return all prompts of a trace file in order. Raises TraceError for an invalid line or an empty file, OSError."""
     names: dict[int, bytes] = {}
     requests = []
     with open_regular(path) as lines:
@@ -86,7 +88,9 @@ _NEVER = -1  # the next request of a block without one
 
 
 def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """Return the best possible outcome of a trace with a capacity in blocks. O(n log n) in the requested blocks."""
+    """Simulate the best possible policy, which knows the future, with a capacity in blocks. O(n log n) in the requested
+    blocks.
+    """
     outcome = Outcome()
     due = _next_uses(trace)
     there: dict[bytes, int] = {}  # stored blocks, with the index of their next request
@@ -111,7 +115,7 @@ def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
 
 
 def _next_uses(trace: Sequence[TracedPrompt]) -> list[list[int]]:
-    """Return the index of the next request for each block of each request; _NEVER without one."""
+    """Return for each block of each prompt the index of the next prompt that requests it; _NEVER if there is none."""
     following: dict[bytes, int] = {}
     found = []
     for index in range(len(trace) - 1, -1, -1):
@@ -128,7 +132,7 @@ def _next_uses(trace: Sequence[TracedPrompt]) -> list[list[int]]:
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a trace, in blocks."""
+    """Result of a simulation, in numbers of blocks."""
 
     asked: int = 0  # requested blocks
     hits: int = 0  # blocks of prompts before the first missing one
@@ -145,7 +149,7 @@ Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # from a trace an
 
 
 def simulate(make: Callable[[], Queues], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """Return the outcome of a trace under a policy, with a capacity in blocks."""
+    """Simulate a trace with a capacity in blocks. `make` creates the eviction policy."""
     policy, outcome = make(), Outcome()
     there: set[bytes] = set()
     for request in trace:
@@ -155,7 +159,7 @@ def simulate(make: Callable[[], Queues], trace: Sequence[TracedPrompt], capacity
 
 
 def enter(policy: Queues, there: set[bytes], blocks: list[bytes], second: int, capacity: int, outcome: Outcome) -> None:
-    """Store the blocks of a prompt, and evict others if necessary."""
+    """Store the blocks of a prompt at time `second`, and evict others if necessary. `there` are the stored blocks."""
     policy.now = second
     new = [block for block in blocks if block not in there]
     for block in blocks:
@@ -170,7 +174,7 @@ def enter(policy: Queues, there: set[bytes], blocks: list[bytes], second: int, c
 
 
 def _evict(policy: Queues, there: set[bytes], most: int) -> int:
-    """Evict blocks until at most `most` are left. Returns the number of evicted blocks."""
+    """Evict blocks in the policy's order until at most `most` are left. Return the number of evicted blocks."""
     before = len(there)
     if before > most:
         for victim in policy.victims():
@@ -183,7 +187,9 @@ def _evict(policy: Queues, there: set[bytes], most: int) -> int:
 
 
 def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """Simulate a store that evicts nothing: without free space, a block and all blocks behind it are refused."""
+    """Simulate a store that evicts nothing: without free space, it refuses a block and all blocks after it in the
+    prompt.
+    """
     outcome = Outcome()
     there: set[bytes] = set()
     for request in trace:
@@ -198,7 +204,7 @@ def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome
 
 
 def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
-    """Count the requested blocks, and the hits before the first missing one."""
+    """Add a prompt's blocks to the requested ones, and those before the first missing one to the hits."""
     outcome.asked += len(request.blocks)
     for block in request.blocks:
         if block not in there:
@@ -225,7 +231,7 @@ class NodeLoad:
 
 @dataclass(slots=True)
 class Spread:
-    """Outcome of a trace on several nodes, with segments of `segment` blocks."""
+    """Result of a simulation on several nodes, with segments of `segment` blocks."""
 
     segment: int
     loads: list[NodeLoad]
@@ -244,7 +250,7 @@ class Spread:
 
     @property
     def busiest_by_prompts(self) -> float:
-        """Prompts on the busiest node, divided by the mean of all nodes."""
+        """Prompts with blocks on the busiest node, divided by the mean of all nodes."""
         return _over_mean([load.prompts for load in self.loads])
 
 
@@ -260,9 +266,10 @@ def simulate_nodes(
     segment: int,
     lose_at: int | None = None,
 ) -> Spread:
-    """Simulate a trace on `nodes` nodes with `capacity` blocks in all.
+    """Simulate a trace on `nodes` nodes, which have a capacity of `capacity` blocks together. `make` creates a policy.
 
-    Before request `lose_at`, the node with the most blocks loses all of them, as after a restart.
+    A prompt is divided into segments of `segment` blocks. Before prompt number `lose_at`, the node with the most blocks
+    loses all of them, as after a restart.
     """
     policies, there = [make() for _ in range(nodes)], [set[bytes]() for _ in range(nodes)]
     found, room = Spread(segment, [NodeLoad() for _ in range(nodes)]), max(capacity // nodes, 1)
@@ -293,7 +300,7 @@ def _places(blocks: Sequence[bytes], nodes: int, segment: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Outputs of the results: the terminal, and files for JSON and for a picture, if requested."""
+    """Outputs of the results: the terminal, and files for JSON and for a chart, if they are requested."""
 
     terminal: Console
     json: Path | None = None
@@ -302,7 +309,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Outcome of one trace under one policy, with a capacity in blocks."""
+    """Result of the simulation of one policy, with a capacity in blocks."""
 
     policy: str
     capacity: int
@@ -322,7 +329,7 @@ def table(replays: list[Replay], block_bytes: int) -> Table:
 
 
 def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path) -> None:
-    """Write all outcomes, in blocks. `ratio` is the share of requested blocks that are hits."""
+    """Write all results to a JSON file, in blocks. `ratio` is the share of requested blocks that were hits."""
     rows = [
         {"policy": replay.policy, "capacity": replay.capacity, "ratio": replay.outcome.ratio, **asdict(replay.outcome)}
         for replay in replays
@@ -334,7 +341,7 @@ def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path)
 
 
 def write_plot(title: str, replays: list[Replay], path: Path) -> None:
-    """Plot the prefix hit ratio over the capacity, with a line for each policy. Needs matplotlib."""
+    """Write a chart of the prefix hit ratio over the capacity, with a line for each policy. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -361,14 +368,16 @@ def write_plot(title: str, replays: list[Replay], path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SpreadReplay:
-    """Outcomes of one trace on several nodes: without a failure, and with the loss of a node in the middle."""
+    """Results of the same trace on several nodes: without a failure, and with the loss of a node's blocks in the
+    middle.
+    """
 
     whole: Spread
     with_loss: Spread
 
     @property
     def lost(self) -> int:
-        """Blocks that are computed again because of the loss."""
+        """Blocks that have to be computed again because of the loss: the difference of the hits."""
         return self.whole.outcome.hits - self.with_loss.outcome.hits
 
     def figures(self) -> dict[str, float]:
@@ -407,7 +416,9 @@ def write_spread_json(trace: Path, nodes: int, capacity: int, replays: list[Spre
 
 
 def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> None:
-    """Plot the balance of nodes, and the nodes of a prompt, over the segment's size. Needs matplotlib."""
+    """Write a chart of the balance of nodes, and of the nodes of a prompt, over the size of segments. Needs
+    matplotlib.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -452,9 +463,10 @@ def run(
     block_bytes: int,
     to: Destination,
 ) -> None:
-    """Replay a trace under each policy with each capacity; print and write the results.
+    """Simulate a trace under each policy with each capacity in blocks. Print a table, and write the requested files.
 
-    Raises TraceError, OSError, and ModuleNotFoundError when matplotlib is needed and missing.
+    `block_bytes` converts blocks to bytes in the table. Raises TraceError, OSError, and ModuleNotFoundError when
+    matplotlib is needed and missing.
     """
     requests = _read(trace, to)
     pairs = [(policy, capacity) for policy in policies for capacity in capacities]
@@ -470,7 +482,7 @@ def run(
 
 
 def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destination) -> None:
-    """Replay a trace on several nodes with each segment size; print and write the results.
+    """Simulate a trace on several nodes with each size of segments. Print a table, and write the requested files.
 
     Raises as `run`.
     """
@@ -491,7 +503,7 @@ def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destin
 
 
 def _read(trace: Path, to: Destination) -> list[TracedPrompt]:
-    """Return the requests of a trace, and print their number. Raises as `run`."""
+    """Return the prompts of a trace, and print their number. Raises as `run`."""
     if to.plot:
         importlib.import_module("matplotlib")
     requests = read_trace(trace)

@@ -1,4 +1,6 @@
-"""The encoder of replies in RESP2 and RESP3: values in, pieces of bytes out, without I/O. `core` parses requests."""
+"""The encoder of replies in RESP2 and RESP3: Python values become pieces of bytes, without I/O. `core` parses
+requests.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def simple(text: str) -> Raw:
 
 
 class ReplyError(Exception):
-    """Error reply. The first word of its message is the code that clients evaluate."""
+    """Error reply of a command. The first word of its message is the code that clients evaluate, for example ERR."""
 
     @property
     def line(self) -> bytes:
@@ -42,7 +44,9 @@ class ReplyError(Exception):
 
 
 def bare(error: ReplyError) -> ReplyError:
-    """Return the error after its traceback was removed, because the frames of the traceback keep the command alive."""
+    """Remove the traceback and context of an error reply, and return it. The frames of a traceback keep the command in
+    memory.
+    """
     error.__traceback__ = error.__context__ = None
     return error
 
@@ -71,7 +75,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Postponed reply: `start` receives the function to call when the wait is over.
+    """A reply that is not available yet. `start` is called with a function, which it calls when the reply is available.
 
     `now`, if given, does the awaited work synchronously. It is called within a transaction, which does not wait.
     """
@@ -82,10 +86,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Array whose items are made while it is sent; with `length` None, a single reply that takes long to make.
+    """A reply that takes long: an array of `length` items that are made while it is sent; with `length` None, a single
+    reply.
 
     Each step of `items` is a limited piece of work, after which other clients have their turn. An empty tuple is a step
-    without output, and a `Wait` a step that has to wait.
+    without output, and a `Wait` a step that has to wait for an event.
     """
 
     length: int | None
@@ -95,7 +100,9 @@ class Stream:
 
 
 def encode(value: Reply, protocol: int, out: list[Piece]) -> None:
-    """Append the pieces of `value` in RESP `protocol` (2 or 3) to `out`. Raise TypeError if RESP has no type for it."""
+    """Append the pieces of a reply in RESP `protocol` (2 or 3) to `out`. Raises TypeError if RESP has no type for the
+    value.
+    """
     kind = type(value)
     if kind is Raw:
         out.append(value)

@@ -28,9 +28,10 @@ logger = logging.getLogger("kvpage")
 
 
 def greet(server: Server, addresses: list[str], http: list[str], token: str) -> None:
-    """Log limits, access rules and addresses.
+    """Log the limits, the access rules and the addresses of a server that has started.
 
-    `addresses` are those for clients, `http` those of the web page, which needs the `token` if no password is set.
+    `addresses` are those for clients, `http` those of the web page. `token` is logged if no password and no web-token
+    is set.
     """
     config, users = server.config, server.users
     limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
@@ -96,7 +97,7 @@ def _only_local(addresses: list[str]) -> bool:
 
 
 async def renew_when(renewing: asyncio.Event, server: Server) -> None:
-    """Reopen the log file and reload the certificates whenever the event is set, until cancelled."""
+    """Reopen the log file and reload the certificates whenever the event is set (by SIGHUP), until cancelled."""
     while True:
         await renewing.wait()
         renewing.clear()
@@ -120,7 +121,7 @@ async def _renew_log(server: Server) -> None:
 
 
 async def _renew_certificates(server: Server) -> None:
-    """Load certificates for new connections; open ones continue. Clients are served meanwhile."""
+    """Load the configured certificates again, on a thread. New connections use them, open connections do not change."""
     if not server.config.tls_port:
         return
     asked = copy(server.config)
@@ -146,9 +147,9 @@ AGAIN_AFTER = 1.0  # seconds after an error
 
 
 def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
-    """Yield the periodic tasks, which never end.
+    """Yield the coroutines of the periodic tasks, which run until they are cancelled.
 
-    They delete expired keys, evict after `maxmemory` is lowered, and disconnect clients above their limits.
+    They delete expired keys, evict after `maxmemory` was lowered, and close clients that exceed their limits.
     """
     yield _again(partial(_sweep, server))
     yield _again(partial(_shrink, server))
@@ -156,7 +157,9 @@ def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
 
 
 async def _again(work: Callable[[], Awaitable[None]]) -> None:
-    """Run an endless task, and restart it after an error."""
+    """Run a periodic task without end. After an exception, log it, and start the task again after AGAIN_AFTER
+    seconds.
+    """
     while True:
         try:
             await work()
@@ -173,7 +176,7 @@ async def _sweep(server: Server) -> None:
 
 
 async def _shrink(server: Server) -> None:
-    """Evict as soon as `maxmemory` is lowered, and not only at the next write. A pause postpones this."""
+    """Evict as soon as `maxmemory` is lowered, and not only at the next write. CLIENT PAUSE postpones this."""
     memory = server.keyspace.memory
     most = memory.maxmemory
     while True:

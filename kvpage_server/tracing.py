@@ -31,7 +31,9 @@ _ENDS = (CancelledError, GeneratorExit)  # exceptions that end a span without be
 
 
 class TraceSpan:
-    """Span of a trace. As a context manager, it is the parent of spans that start within it, and ends at exit."""
+    """Span of a trace, which records nothing. As a context manager, it is the parent of spans that start within, and
+    ends at exit.
+    """
 
     __slots__ = ()
 
@@ -42,7 +44,9 @@ class TraceSpan:
         pass
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context in which new spans are children of this one, which continues after it, until `end`."""
+        """Return a context manager in which new spans are children of this one. The span continues after it, until
+        `end`.
+        """
         return nullcontext()
 
     def set(self, **attributes: Value) -> None:
@@ -52,7 +56,9 @@ class TraceSpan:
         """Add to counters, each of which is an attribute."""
 
     def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
-        """End the span now, or `at` a time of `time.perf_counter()`. Only the first call counts."""
+        """End the span now, or `at` a time of `time.perf_counter()`. Only the first call has an effect. `error` marks
+        it as failed.
+        """
 
 
 UNSEEN = TraceSpan()
@@ -60,7 +66,9 @@ _inner: ContextVar[TraceSpan] = ContextVar("span", default=UNSEEN)
 
 
 def span(name: str, *, client: bool = False, began: float | None = None) -> TraceSpan:
-    """Start a span, now or at the time `began` of `time.perf_counter()`; `client`: for a request to another process."""
+    """Start a span, now or at the time `began` of `time.perf_counter()`. `client` marks a request to another
+    process.
+    """
     tracer = _tracer() if INSTALLED else None
     if tracer is None:
         return UNSEEN
@@ -74,12 +82,14 @@ def current() -> TraceSpan:
 
 
 def is_seen(some: TraceSpan) -> bool:
-    """Return whether a span is recorded. If not, its attributes need not be computed."""
+    """Return whether a span is recorded. If not, the caller need not compute its attributes."""
     return isinstance(some, _Seen) and some.is_recording
 
 
 def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[object]:
-    """Return a context in which new spans belong to the trace of HTTP `headers`, unless a span is active."""
+    """Return a context manager in which new spans belong to the trace that HTTP `headers` name, unless a span is
+    active.
+    """
     if not INSTALLED or _tracer() is None or trace.get_current_span().get_span_context().is_valid:
         return nullcontext()
     carrier = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
@@ -87,7 +97,7 @@ def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[
 
 
 def flush() -> None:
-    """Export the spans that have ended, for at most `FLUSH_SECONDS`, before a process exits."""
+    """Export all spans that have ended, in at most `FLUSH_SECONDS`. Called before a process exits."""
     if INSTALLED and hasattr(provider := trace.get_tracer_provider(), "force_flush"):
         flushing = Thread(target=provider.force_flush, daemon=True)
         flushing.start()

@@ -15,11 +15,14 @@ _MOST_BYTES = 16 << 20  # size limit of a PEM file
 
 
 class CertificateError(ValueError):
-    """Configured certificates that can't be used. The message names the parameter, the file and the reason."""
+    """Error: configured certificates cannot be used. The message names the parameter, the file and the reason."""
 
 
 def load(config: Config) -> ssl.SSLContext | None:
-    """Return the TLS context for the configured certificates; None without TLS. Raises CertificateError."""
+    """Return the TLS context for the configured certificates; None if tls-port is 0.
+
+    Raises CertificateError if a file is missing, damaged, or does not fit the others.
+    """
     if not config.tls_port:
         return None
     if not config.tls_cert_file or not config.tls_key_file:
@@ -58,8 +61,10 @@ def _load_own(made: ssl.SSLContext, config: Config) -> None:
 
 
 def _read(path: str, label: str) -> bytes:
-    """Return the content of a PEM file. Raises OSError or ValueError, also for files that OpenSSL would wait for, or
-    refuse without a reason.
+    """Return the content of a PEM file that contains a `label` such as CERTIFICATE.
+
+    Raises OSError, or ValueError for a file that is not regular, too large, or without the label. OpenSSL would wait
+    for some of these files, and refuse others without a reason.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

@@ -58,7 +58,10 @@ _LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix soc
 
 
 def check_paths(config: Config) -> None:
-    """Raise ConfigError, which names the parameter, the path and the reason, if a path cannot be written."""
+    """Check that the configured files and directories can be written, without changing them.
+
+    Raises ConfigError, which names the parameter, the path and the reason.
+    """
     for name, value in (("pidfile", config.pidfile), ("logfile", config.logfile)):
         if value:
             _check_file(name, Path(value).absolute())
@@ -105,7 +108,9 @@ _REMOVED = {"cluster-config": _NO_MAPS, "cluster-node": _NO_MAPS}  # former para
 
 
 class ConfigError(ValueError):
-    """An unknown parameter or an invalid value. The message names the parameter, its place, and the allowed values."""
+    """Error: unknown parameter or invalid value. The message names the parameter, its line if it is in a file, and the
+    allowed values.
+    """
 
 
 def option(
@@ -123,7 +128,7 @@ def option(
 
 @dataclass
 class Config:
-    """Every parameter, with its default."""
+    """All parameters of the server, with their defaults. Fields without `option` are no parameters."""
 
     port: int = option(
         integer(0, 65535), 9221, "TCP port; 0 takes a free one, or none if tls-port or unixsocket is given"
@@ -262,7 +267,7 @@ class Config:
         return [declared.name for declared in cls.parameters().values() if declared.metadata["kind"] is path]
 
     def set(self, name: str, values: Sequence[str]) -> None:
-        """Set a parameter to a value in words, as in a line of the file. Raises ConfigError."""
+        """Set a parameter to a value that is given as words, as in a line of the file. Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
             hint = f"; {instead}" if (instead := _REMOVED.get(name.lower())) else ""
@@ -275,14 +280,14 @@ class Config:
         setattr(self, declared.name, kind.add(getattr(self, declared.name), value) if kind.add else value)
 
     def split(self, name: str, value: str) -> list[str]:
-        """Return the words of a value in one string, as in CONFIG SET."""
+        """Return the words of a value that is given as one string, as in CONFIG SET."""
         kind = self.parameters()[name].metadata["kind"]
         if kind is quotas:
             return value.split() or [""]
         return value.split() if kind in (words, output_limits) else [value]
 
     def change(self, name: str, value: str) -> None:
-        """Change a parameter to a value in one string, as in CONFIG SET. Raises ConfigError."""
+        """Change a parameter to a value that is given as one string, as in CONFIG SET. Raises ConfigError."""
         declared = self.parameters()[name]
         if declared.metadata["kind"].whole:
             setattr(self, declared.name, getattr(Config(), declared.name))
@@ -294,15 +299,15 @@ class Config:
 
     def words(self, name: str) -> list[str]:
         """Return a parameter's value as the words of a line."""
-        return self.spelled(name, self.value(name))
+        return self.words_of(name, self.value(name))
 
     @classmethod
-    def spelled(cls, name: str, value: Any) -> list[str]:
-        """Return any value of a parameter as the words of a line."""
+    def words_of(cls, name: str, value: Any) -> list[str]:
+        """Return a given value of a parameter as the words of a line of the file."""
         return list(cls.parameters()[name].metadata["kind"].write(value))
 
     def get(self, name: str) -> str:
-        """Return a parameter's value for CONFIG GET: the value in effect if the parameter is `auto`."""
+        """Return a parameter's value as CONFIG GET shows it. For a value `auto` it is the number in effect."""
         return str(self.in_effect[name]) if name in self.in_effect else " ".join(self.words(name))
 
     @classmethod
@@ -311,13 +316,16 @@ class Config:
 
     @classmethod
     def is_shown(cls, name: str, *, to_administrator: bool) -> bool:
-        """Return whether CONFIG GET shows a parameter."""
+        """Return whether CONFIG GET shows a parameter, to an administrator or to other users."""
         metadata = cls.parameters()[name].metadata
         return not metadata["hidden"] and (to_administrator or not metadata["secret"])
 
     @property
     def client_memory(self) -> int:
-        """Bytes that all connections together may hold; 0 for no limit. A share is at least one large page."""
+        """Bytes that all connections together may hold (maxmemory-clients); 0 for no limit.
+
+        A share of maxmemory is at least the size of one large page.
+        """
         if isinstance(self.maxmemory_clients, str):
             share = int(self.maxmemory_clients.rstrip("%"))
             return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _GREAT_PAGE)
@@ -325,12 +333,12 @@ class Config:
 
     @property
     def largest_command(self) -> int:
-        """Bytes of the largest command that is accepted; a client with a larger one is closed."""
+        """Bytes of the largest command that the server accepts. It closes a client that sends a larger one."""
         of_all = [self.client_memory] if self.client_memory else []
         return min(self.proto_max_bulk_len, self.client_query_buffer_limit, *of_all)
 
     def load(self, path: Path) -> None:
-        """Set the parameters in all lines of a file. Raises ConfigError, which names file and line, and OSError."""
+        """Set the parameters in all lines of a file. Raises OSError, or ConfigError, which names file and line."""
         self.file = path.absolute()
         for number, name, values in read_lines(path):
             try:
@@ -340,8 +348,9 @@ class Config:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield number, name and values of each line of a configuration file, without comments. Raises ConfigError,
-    OSError.
+    """Yield (line number, name, values) for each line of a configuration file that is not empty or a comment.
+
+    Raises OSError, or ConfigError for a line with unbalanced quotes.
     """
     for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith(b"#"):
@@ -356,9 +365,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def from_arguments(arguments: Sequence[str]) -> Config:
-    """Return the configuration of a command line as that of redis-server: an optional file, then `--name value ...`.
+    """Return the configuration from the arguments of redis-server: an optional file, then `--name value ...`.
 
-    Raises ConfigError, OSError.
+    Raises ConfigError for an unknown parameter or an invalid value, OSError for a file that cannot be read.
     """
     config = Config()
     rest = list(arguments)
@@ -396,9 +405,10 @@ _MIB = 1 << 20
 
 
 def choose_defaults(config: Config) -> None:
-    """Choose the parameters that were not given, and list them in `config.chosen`.
+    """Choose maxmemory and dir for a server without a configuration file, unless they were given on the command line.
 
-    Relative file names on the command line refer to the directory in which the server was started.
+    The chosen parameters are listed in `config.chosen`. Relative file names on the command line refer to the directory
+    in which the server was started, so they become absolute.
     """
     if config.file is not None:
         return
@@ -414,7 +424,7 @@ def choose_defaults(config: Config) -> None:
 
 
 def enter_data_directory(config: Config) -> None:
-    """Create the directory that the server chose, if it chose one, and change to it. Raises ConfigError.
+    """Create the directory that `choose_defaults` has chosen, if any, and change to it. Raises ConfigError.
 
     Log a warning about a store in the directory in which the server was started: an older version may have created it,
     and its user should not think that it is lost.
@@ -436,15 +446,16 @@ def enter_data_directory(config: Config) -> None:
 
 
 def data_directory() -> Path:
-    """Return the server's directory in the user's directory for data: XDG_DATA_HOME on Linux, Application Support on
+    """Return the server's directory in the user's data directory: XDG_DATA_HOME on Linux, Application Support on
     macOS.
     """
     return user_data_path("kvpage", appauthor=False).absolute()
 
 
 def default_maxdisk(directory: Path) -> int:
-    """Return the bytes that a store in this directory may take with `maxdisk auto`: half of the sum of its file and the
-    free space, but at least the size of its file, and SMALLEST_DISK.
+    """Return the bytes that a store in this directory may take with `maxdisk auto`.
+
+    That is half of the sum of its file and the free space, but at least the size of its file, and SMALLEST_DISK.
     """
     file = directory / FILE
     holds = file.stat().st_size if file.exists() else 0
@@ -452,7 +463,11 @@ def default_maxdisk(directory: Path) -> int:
 
 
 def default_memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:
-    """Return the bytes of memory that this process may use: the machine's, or a smaller limit of a control group."""
+    """Return the bytes of memory that this process may use: those of the machine, or a smaller limit of a control
+    group.
+
+    `own` is the file that lists the control groups of the process, `groups` the directory of all control groups.
+    """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_limits(own, groups)])
 

@@ -1,5 +1,6 @@
-"""Kinds of parameters: functions that read a value from words, and write it back. A ValueError names the allowed
-values.
+"""Kinds of parameters: functions that parse a value from words, and convert it back to words.
+
+Parsers raise ValueError, which names the allowed values.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from kvpage_server.glob import glob
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Functions that read a parameter's value from words, and write it back as words.
+    """Kind of a parameter: `read` parses a value from the words of a line, `write` converts it back to words.
 
-    If a parameter may have several lines, `add` joins a line's value to the values before. If the kind is `whole`,
-    CONFIG SET replaces all of them.
+    If a parameter may have several lines, `add` merges a line's value with the values of the lines before. If the kind
+    is `whole`, CONFIG SET replaces all of them.
     """
 
     read: Callable[[list[str]], Any]
@@ -33,7 +34,7 @@ def _one(words: list[str]) -> str:
 
 
 def _parts(words: list[str]) -> list[str]:
-    """Return the words of a value that may have several. A single word is split at spaces, as in CONFIG SET."""
+    """Return the words of a value that may have several words. A single word is split at spaces, as in CONFIG SET."""
     return words[0].split() if len(words) == 1 else words
 
 
@@ -53,8 +54,9 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g"
 
 
 def _bytes(word: str, instead: str = "") -> int:
-    """Parse a number of bytes, with or without a unit. Raises ValueError, which also names the other value that is
-    allowed `instead`.
+    """Parse a number of bytes, with or without a unit such as mb.
+
+    Raises ValueError. Its message also names `instead`, another allowed value, if that is not empty.
     """
     found = re.fullmatch(r"([0-9]{1,18})([A-Za-z]*)", word)
     if not found or found[2].lower() not in _UNITS:
@@ -64,7 +66,7 @@ def _bytes(word: str, instead: str = "") -> int:
 
 
 def memory(low: int = 0) -> Kind:
-    """Return the kind of numbers of bytes, at least `low`, with or without a unit."""
+    """Return the kind of sizes: numbers of bytes, at least `low`, with or without a unit such as mb."""
 
     def read(words: list[str]) -> int:
         size = _bytes(_one(words))
@@ -149,7 +151,9 @@ def _read_memory_or_share(words: list[str]) -> int | str:
 
 
 class OutputLimit(NamedTuple):
-    """A limit of unread replies in bytes: never above `hard`, and above `soft` only for `seconds`. 0 is no limit."""
+    """Limit of unread replies in bytes: never above `hard`, and above `soft` only for `seconds`. 0 stands for no
+    limit.
+    """
 
     hard: int
     soft: int

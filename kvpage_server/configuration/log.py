@@ -20,12 +20,14 @@ _NOBODY_READS = (errno.EIO, errno.EPIPE)  # errors of a closed terminal, and of 
 
 
 def start(config: Config) -> None:
-    """Start the log that is configured. Raises OSError if its file cannot be written."""
+    """Start to log as configured: level, file and format. Raises OSError if the log file cannot be opened."""
     logging.basicConfig(level=LEVELS[config.loglevel], handlers=[_handler(config)])
 
 
 def reopen(config: Config) -> None:
-    """Open the log's file again, as it may have been moved. If this fails, keep the open one, and raise OSError."""
+    """Open the log file again, because it may have been renamed. Raises OSError if this fails, and keeps the open
+    file.
+    """
     handler, root = _handler(config), logging.getLogger()
     old = list(root.handlers)
     root.handlers[:] = [handler]
@@ -53,10 +55,12 @@ class _File(logging.FileHandler):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Standard error. A closed terminal or pipe does not stop the server."""
+    """Log handler for standard error. A closed terminal or pipe does not stop the server."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop this record and all later ones if the terminal or pipe is closed."""
+        """Discard this record and all later ones if the terminal or pipe is closed. Report other errors as `logging`
+        does.
+        """
         error = sys.exception()
         if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
             super().handleError(record)
@@ -71,7 +75,7 @@ def _for_people() -> LogLines:
 
 
 class JSONLines(logging.Formatter):
-    """A formatter that writes JSON objects: time, level, message, and the fields of `extra={"facts": {...}}`."""
+    """Formatter that writes JSON objects: time, level, message, and the fields of `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {

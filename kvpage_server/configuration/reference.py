@@ -63,14 +63,14 @@ def reference() -> str:
 def _rows() -> Iterator[str]:
     default = Config()
     for name, declared in Config.parameters().items():
-        value = " ".join(map(_spelled, default.words(name)))
+        value = " ".join(map(_with_unit, default.words(name)))
         allowed = _allowed(declared.metadata["kind"])
         when = "running" if Config.is_mutable(name) else "start"
         yield f"| `{name}` | {f'`{value}`' if value else ''} | {declared.metadata['doc']} | {allowed} | {when} |\n"
 
 
-def _spelled(word: str) -> str:
-    """Return a word, with its unit if it is a number of whole mebibytes or gibibytes."""
+def _with_unit(word: str) -> str:
+    """Return a word; if it is a number of whole mebibytes or gibibytes, with its unit."""
     size = int(word) if word.isdigit() else 0
     for unit, shift in (("gb", 30), ("mb", 20)):
         if size and size % (1 << shift) == 0:
@@ -79,7 +79,9 @@ def _spelled(word: str) -> str:
 
 
 def _allowed(kind: Kind) -> str:
-    """Return the allowed values, from the error for "?", which nearly all kinds refuse; empty for any text."""
+    """Return the allowed values of a kind, from its error for "?", which nearly all kinds refuse; empty for any
+    text.
+    """
     try:
         kind.read(["?"])
     except ValueError as error:

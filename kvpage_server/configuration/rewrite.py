@@ -19,8 +19,9 @@ _PLAIN = re.compile(rb"[!#-&(-\[\]-~]+\Z")  # printable, without quotes, backsla
 
 
 def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
-    """Return the file `old` with the values of `config`, and with `users`, in the form of ACL LIST, in place of its
-    `user` lines.
+    """Return the content of a configuration file with the values of `config`.
+
+    `old` is its content before. `users` are lines in the form of ACL LIST, which replace its `user` lines.
     """
     default, lines = Config(), old.splitlines()
     new: dict[int, list[bytes]] = {}  # replacements of lines, by their index in `lines`
@@ -48,7 +49,10 @@ Found = list[list[bytes] | None]  # the lines that replace each old one; None if
 
 
 def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
-    """Return the lines of a parameter with one value: in place of its first line, or new."""
+    """Return the lines of a parameter with one value: (replacements of its old lines, lines to append).
+
+    The first old line gets the value, others are removed. `old` has the parsed old lines, None for invalid ones.
+    """
     if not old:
         return [], [] if config.words(name) == Config().words(name) else [_line(name, config)]
     first, *others = old
@@ -57,7 +61,11 @@ def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Fou
 
 
 def _parts(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
-    """Return the lines of a parameter with named parts. Each line has the same parts as before."""
+    """Return the lines of a parameter with named parts, such as quotas: (replacements of its old lines, lines to
+    append).
+
+    Each old line keeps its parts. `old` has the parsed old lines, None for invalid ones.
+    """
     value: Mapping[str, object] = config.value(name)
     default: Mapping[str, object] = Config().value(name)
     left = dict(value)
@@ -81,7 +89,9 @@ def _lines(name: str, config: Config, parts: Mapping[str, object]) -> list[bytes
 
 
 def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) -> tuple[Found, list[bytes]]:
-    """Return the lines of users, each in the place of the user's old line, or new."""
+    """Return the lines of users: (replacements of the old `user` lines, which are at the indexes `at`, and lines to
+    append).
+    """
     left = {line.split(b" ")[1]: b" ".join(map(_quote, line.split(b" "))) for line in users}
     found: Found = []
     for number in at:
@@ -92,7 +102,9 @@ def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) ->
 
 
 def _parsed(line: bytes) -> Config | None:
-    """Return the defaults with the value of a line; None if it is not valid. `given` has the names of its parts."""
+    """Return a Config with the value of a line, or None if the line is invalid. `given` has the names of the line's
+    parts.
+    """
     name, *values = (word.decode("utf-8", "surrogateescape") for word in _words(line))
     config = Config()
     try:
@@ -109,13 +121,13 @@ def _words(line: bytes) -> list[bytes]:
 
 
 def _name(line: bytes) -> str:
-    """Return the parameter that a line sets; empty for a comment."""
+    """Return the name of the parameter that a line sets, in lower case; empty for a comment."""
     words = _words(line) if not line.lstrip().startswith(b"#") else []
     return words[0].decode("utf-8", "replace").lower() if words else ""
 
 
 def _line(name: str, config: Config, parts: Mapping[str, object] | None = None) -> bytes:
-    words = config.words(name) if parts is None else config.spelled(name, parts)
+    words = config.words(name) if parts is None else config.words_of(name, parts)
     return b" ".join([name.encode(), *(_quote(word.encode("utf-8", "surrogateescape")) for word in words)])
 
 

@@ -1,4 +1,6 @@
-"""`kvpage dump`, `kvpage restore` and `kvpage inspect`: requests to the server, and output."""
+"""`kvpage dump`, `kvpage restore` and `kvpage inspect`: they call the functions of this package, and print the
+results.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ from kvpage_server.system.text import as_size, how_many
 
 @dataclass(slots=True)
 class Holding:
-    """Summary of the pages of one request in a dump, or of the plain strings."""
+    """Summary of the pages of one request in a dump, or of all plain strings."""
 
     blocks: set[int] = field(default_factory=set)
     count: int = 0  # pages or strings
@@ -84,9 +86,12 @@ Done = Callable[[int], None]  # called with the number of newly processed bytes
 def inspect(
     path: Path, requests: Collection[bytes] = (), *, verify: bool = False, done: Done = lambda count: None
 ) -> Inspected:
-    """Return the metadata of the files of a directory, or of one file; with `verify`, hash their data, too.
+    """Return the metadata of all files of a dump's directory, or of one file. With `verify`, hash the data and compare
+    checksums.
 
-    Raises DumpError for a directory without a dump, OSError.
+    With `requests`, only pages of these request ids are summarised. Damage is listed in `corrupt`, and does not stop
+    the inspection. `done` is called with the bytes of each processed file. Raises DumpError for a directory without a
+    dump, OSError.
     """
     found, files = Inspected(None), [path]
     if path.is_dir():
@@ -126,7 +131,7 @@ def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -
 
 
 def _corrupt(contents: FileContents) -> Iterator[str]:
-    """Yield the keys of pages and strings that do not match their checksum."""
+    """Yield the keys of a file's pages and strings that do not match their checksums, as text."""
     with opened(contents) as file:
         for span in contents.spans:
             entry = span.entry
@@ -139,7 +144,7 @@ _MOST_LISTED = 100  # failures in the output
 
 
 def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Run `kvpage dump`. Returns whether everything was dumped."""
+    """Run `kvpage dump`. Return whether all selected keys were dumped. Raises DumpError."""
     if "kvpage_version" not in server.info("server"):
         raise DumpError("only a kvpage-server can be dumped, this is another Redis")
     selection = Selection(_requests(args), os.fsencode(args.match))
@@ -160,14 +165,14 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def _keys(server: redis.Redis, selection: Selection) -> int | None:
-    """Return the number of keys to dump; None if that needs a scan of all keys."""
+    """Return the number of keys to dump, for the progress bar; None if that needs a scan of all keys."""
     if selection.requests:
         return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
     return server.dbsize() if selection.match == b"*" else None
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Run `kvpage restore`. Returns whether everything was restored."""
+    """Run `kvpage restore`. Return whether the dump is finished and all of its keys were restored. Raises DumpError."""
     evicted = server.info("stats").get("evicted_keys", 0)
     nbytes = size_of(args.directory)
     started = time.monotonic()
@@ -199,7 +204,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def run_inspect(args: argparse.Namespace) -> bool:
-    """Run `kvpage inspect`. Returns whether everything can be read and, with --verify, is intact."""
+    """Run `kvpage inspect`. Return whether all files are readable and, with --verify, undamaged. Raises DumpError."""
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
     if requests and not found.planes and not found.corrupt.count:
@@ -285,7 +290,7 @@ def _counted(what: Amount) -> str:
 
 
 def _none(fate: str, failures: Failures) -> bool:
-    """Print the failures, one per line. Returns whether there are none."""
+    """Print failures, one per line, after the headline "N `fate`:". Return whether there are no failures."""
     if failures.count:
         out.print(f"[red]{failures.count:,} {fate}:[/]")
         for text in failures.texts[:_MOST_LISTED]:
@@ -301,7 +306,7 @@ def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:
 
 @contextmanager
 def _bar(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr, if it is a terminal; yield the function that advances it."""
+    """Show a progress bar on stderr if that is a terminal. Yield the function that advances it by a count."""
     console = Console(stderr=True)
     counted = DownloadColumn() if in_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())

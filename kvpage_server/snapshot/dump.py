@@ -1,11 +1,11 @@
 """The dump of a running server's keys into a directory.
 
 Strings are read before pages. Clients write a string that refers to pages (a seal, a manifest) after the pages. So a
-write during the dump may add a page without its seal, but no seal without its pages. A file is collected in memory, and
-written while the next one is collected.
+write during the dump may add a page without its seal, but no seal without its pages. The tensors of a file are
+collected in memory, and written while those of the next file are collected.
 
-A directory with files of a dump is brought up to date. A file stays if the server still has all its values, unchanged.
-All other values are written to new files.
+An existing dump in the directory is updated. A file stays if the server still has all its values, unchanged. All other
+values are written to new files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _SAME_MOMENT = 2000  # milliseconds: the TTL of a restored block is in whole sec
 
 
 def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
-    """Return whether the server has all values of a file, unchanged. A page without a checksum counts as changed."""
+    """Return whether the server has all values of a file, unchanged, with the same expiry. A page without a checksum
+    counts as changed.
+    """
     entries = [span.entry for span in contents.spans]
     pages = [entry for entry in entries if isinstance(entry, PageTensor)]
     strings = [entry for entry in entries if isinstance(entry, String)]
@@ -76,7 +78,11 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
 
 
 def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
-    """Return whether `expires_ms` is the expiry of a key that had `left_ms` left at the start of the file's dump."""
+    """Return whether two expiries are equal: `expires_ms`, in unix milliseconds of the server, and `left_ms`
+    milliseconds after the start of the file's dump.
+
+    Both may be FOREVER. A difference of up to _SAME_MOMENT milliseconds is accepted.
+    """
     if FOREVER in (left_ms, expires_ms):
         return left_ms == expires_ms
     return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT
@@ -90,7 +96,7 @@ Done = Callable[[int], None]  # called with the number of newly processed keys
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The keys to dump: the pages of some requests, the keys that match a pattern, or all."""
+    """The keys to dump: the pages of some request ids, or the keys that match a glob pattern; by default all keys."""
 
     requests: tuple[bytes, ...] = ()
     match: bytes = b"*"
@@ -126,10 +132,12 @@ def dump(
     file_bytes: int = FILE_BYTES,
     done: Done = lambda count: None,
 ) -> Dumped:
-    """Write the server's keys into a directory, which is created if necessary.
+    """Write the server's keys into a directory, which is created if necessary. Return the counts.
 
-    With `update`, bring a finished dump up to date. Raises DumpError for a directory with another dump, OSError, and
-    the errors of `kvpage_server.client.errors`.
+    With `update`, update a finished dump in the directory; an unfinished one is continued in any case. A new file is
+    begun after about `file_bytes` bytes. `done` is called with numbers of processed keys. Raises DumpError for a
+    directory with another dump, or with a finished one without `update`; OSError; and the errors of
+    `kvpage_server.client.errors`.
     """
     private_directory(path)
     with format.locked(path, to_write=True):
@@ -138,14 +146,16 @@ def dump(
 
 
 def _size(group: list[Tensor]) -> tuple[int, ...]:
-    """Return the bytes of tensors, the numbers of tensors and pages, and the bytes of their names."""
+    """Return the size of a list of tensors: (bytes of data, tensors, pages, bytes of names)."""
     entries = [tensor.entry for tensor in group]
     pages, names = sum(len(entry.checksums) for entry in entries), sum(len(entry.name) for entry in entries)
     return sum(tensor.nbytes for tensor in group), len(group), pages, names
 
 
 def _divided(group: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors of a block together, or one by one if they are too many for a header."""
+    """Yield the tensors of a block together in one list, or in lists of one tensor if they are too many for a file's
+    header.
+    """
     if any(map(gt, _size(group)[1:], _MOST_OF_FILE)):
         return ([tensor] for tensor in group)
     return iter([group])
@@ -195,7 +205,9 @@ class _Dump:
     # -- existing files ------------------------------------------------------------------------------------------------
 
     def _unchanged(self, files: list[Path]) -> Iterator[tuple[str, str]]:
-        """Yield the names and digests of the files that stay."""
+        """Yield name and digest of the files whose values the server still has, unchanged. Note the tensors in them as
+        kept.
+        """
         for file, contents in format.read_all(files, None):
             if isinstance(contents, BadFile) or contents.bad:
                 continue
@@ -219,7 +231,10 @@ class _Dump:
     # -- new files -----------------------------------------------------------------------------------------------------
 
     def _full(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield the tensors of each file. Tensors of a block stay together, unless they are too many for a header."""
+        """Yield (kind, tensors) for each new file. `groups` has the tensors of each block or string.
+
+        The tensors of a block stay in one file, unless they are too many for a header.
+        """
         tensors: dict[str, Tensor] = {}  # by name, because a scan may return a key twice
         used, most = _size([]), (self._file_bytes, *_MOST_OF_FILE)
         for group in chain.from_iterable(map(_divided, groups)):
@@ -233,7 +248,7 @@ class _Dump:
             yield kind, list(tensors.values())
 
     def _strings(self) -> Iterator[list[Tensor]]:
-        """Yield the selected plain strings, one tensor each."""
+        """Yield the tensor of each selected plain string that no kept file has. Nothing if requests are selected."""
         if self._selection.requests:
             return
         for found in self._store.strings(self._selection.match):
@@ -250,7 +265,7 @@ class _Dump:
                 self._done(len(keys))
 
     def _pages(self) -> Iterator[list[Tensor]]:
-        """Yield the planes and pages of each selected block."""
+        """Yield the tensors of each selected block, without pages that a kept file has."""
         requests: Iterable[bytes] = self._selection.requests or chain.from_iterable(self._store.requests())
         for blocks in batches(self._wanted(self._store.blocks(requests, self._selection.match)), BATCH_BYTES):
             keys = list(chain.from_iterable(blocks))
@@ -261,7 +276,9 @@ class _Dump:
             self._done(len(keys))
 
     def _wanted(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
-        """Yield the pages of each block that no kept file has, and their approximate bytes."""
+        """Yield the page keys of each block that no kept file has, and the approximate cost of their transfer in
+        bytes.
+        """
         for keys, nbytes in blocks:
             wanted = [key for key in keys if not self._is_kept(key)] if self._kept else keys
             self._done(len(keys) - len(wanted))
@@ -269,7 +286,9 @@ class _Dump:
                 yield wanted, nbytes + len(wanted) * KEY_COSTS
 
     def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
-        """Return the intact pages of a block, and strings that have replaced pages since the listing."""
+        """Return the tensors of a block's undamaged pages, and of strings that have replaced pages since they were
+        listed.
+        """
         pages, strings = [], []
         for key, value in block:
             try:
@@ -296,5 +315,8 @@ class _Dump:
         return Tensor(String(key, len(data), self._left(expires_ms), checksum(data)), [data])
 
     def _left(self, expires_ms: int) -> int:
-        """Return the TTL that a key had when the dump began, in milliseconds; 0 if it had expired, FOREVER for none."""
+        """Return the TTL in milliseconds that a key had when the dump began, from its expiry in unix milliseconds.
+
+        The TTL is 0 if the key had expired. A key without an expiry has FOREVER (-1) for both.
+        """
         return expires_ms if expires_ms == FOREVER else max(expires_ms - self._began_ms, 0)

@@ -1,4 +1,4 @@
-"""The format of a dump: its directory, its files, their entries, and the encoding of keys and planes.
+"""The format of a dump: its directory, its safetensors files, the tensors in them, and the encoding of their names.
 
 This module does not access a server.
 """
@@ -34,16 +34,16 @@ NOT_WRITTEN = "its bytes are not those that were written"
 
 
 class DumpError(ValueError):
-    """Error: a directory cannot be dumped into or restored from; the message has the reason and a remedy."""
+    """Error: a directory cannot be dumped into or restored from. The message has the reason and a remedy."""
 
 
 class BadFile(DumpError):
-    """Error: a file is incomplete, corrupt, or not from `kvpage dump`; the message does not name the file."""
+    """Error: a file is incomplete, damaged, or not from `kvpage dump`. The message does not name the file."""
 
 
 @dataclass(slots=True)
 class Failures:
-    """Files, pages and strings that were omitted: their number, and the texts of the first ones with the reasons."""
+    """Omitted files, pages or strings: their number, and a text with name and reason for each of the first ones."""
 
     count: int = 0
     texts: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ _FOREIGN = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as surroga
 
 
 def text_of(raw: bytes) -> str:
-    """Return bytes as text, readable where they are UTF-8. `bytes_of` is its inverse."""
+    """Return bytes as text: UTF-8 stays readable, other bytes and `%` become `%XX`. `bytes_of` is the inverse."""
     text = raw.replace(b"%", b"%25").decode("utf-8", "surrogateescape")
     return _FOREIGN.sub(lambda found: f"%{ord(found[0]) - 0xDC00:02X}", text)
 
@@ -103,7 +103,7 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class Geometry(NamedTuple):
-    """Common fields of all pages of a tensor."""
+    """Fields that all pages of a tensor have in common."""
 
     dtype: DType
     page_size: int
@@ -112,7 +112,7 @@ class Geometry(NamedTuple):
 
 
 class WrittenPages(NamedTuple):
-    """Fields of pages from the time when they were stored, by layer and head."""
+    """Header fields of pages that are set when a page is stored. Each list is by layer and head."""
 
     created_ms: list[int]
     ttl: list[int]  # seconds given at the write
@@ -121,7 +121,9 @@ class WrittenPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """The pages of one tensor: a page, or a plane of a block. Lists are by layer and head."""
+    """Description of one tensor: a single page, or a plane of a block (all its pages of one kv_type). Lists are by
+    layer and head.
+    """
 
     first: PageKey  # key of the first page
     grid: tuple[int, int]  # numbers of layers and heads
@@ -132,7 +134,7 @@ class PageTensor:
 
     @property
     def is_plane(self) -> bool:
-        """Whether the tensor is a plane; a single page has its key as the name."""
+        """Whether the tensor is a plane of a block. Otherwise it is a single page."""
         return len(self.checksums) > 1
 
     @property
@@ -153,7 +155,9 @@ class PageTensor:
 
     @property
     def shape(self) -> list[int]:
-        """``[layers, heads, page_size, head_dim]``, ``[page_size, head_dim]``, or ``[bytes]`` without a shape."""
+        """``[layers, heads, page_size, head_dim]`` of a plane, ``[page_size, head_dim]`` of a page, or ``[bytes]`` if a
+        body does not have the length of its shape.
+        """
         _, page_size, head_dim, body_size = self.geometry
         if not self.fits:
             return [body_size]
@@ -165,7 +169,7 @@ class PageTensor:
         return self.geometry.body_size
 
     def key(self, number: int) -> PageKey:
-        """Return the key of a page, by its number in the tensor."""
+        """Return the key of page `number`, counted in the order of the bodies in the tensor."""
         layer, head = divmod(number, self.grid[1])
         first = self.first
         return PageKey(first.req_id, first.layer + layer, first.head + head, first.page, first.kv_type)
@@ -175,7 +179,7 @@ class PageTensor:
         return map(self.key, range(len(self.checksums)))
 
     def header(self, number: int) -> PageHeader:
-        """Return the header of a page as it was stored, by its number in the tensor."""
+        """Return the header of page `number` as the server has stored it."""
         dtype, page_size, head_dim, body_size = self.geometry
         key, written = self.key(number), self.written
         checksum = 0 if written.unchecked[number] else self.checksums[number]
@@ -249,7 +253,7 @@ Entry = PageTensor | String
 
 
 def _folded(values: list[Any]) -> Any:
-    """Return one value if all are equal, otherwise the list."""
+    """Return the only value if all values are equal, otherwise the list. This shortens the notes."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -261,7 +265,7 @@ def _unfolded(value: Any, count: int, kind: type[T]) -> list[T]:
 
 
 def entry_of(name: str, note: str, nbytes: int, most_pages: int = MAX_BLOCK_PAGES) -> Entry:
-    """Return the entry of a tensor of `nbytes` bytes, from its note in the metadata.
+    """Return the description of a tensor of `nbytes` bytes, from `note`, its JSON text in the file's metadata.
 
     Raises ValueError, KeyError, TypeError or AttributeError for a malformed note, a note of another tensor, or more
     than `most_pages` pages.
@@ -334,7 +338,7 @@ def _checksum(digest: Any) -> int:
 
 
 class FoundPage(NamedTuple):
-    """Page from the server."""
+    """A page that was read from the server."""
 
     key: PageKey
     header: PageHeader
@@ -343,7 +347,7 @@ class FoundPage(NamedTuple):
 
 
 def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
-    """Yield the tensors of a block's pages."""
+    """Yield the tensors of a block's pages: one for a complete plane, otherwise one for each page."""
     pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
     for _, plane in groupby(pages, lambda page: page.key.kv_type):
         some = list(plane)
@@ -352,7 +356,7 @@ def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
 
 
 def _is_whole(plane: list[FoundPage]) -> bool:
-    """Return whether these are all pages of a plane, with one geometry."""
+    """Return whether these are all pages of a plane, from layer 0 and head 0 on, with the same geometry."""
     last, first = plane[-1].key, plane[0].header
     geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
     return MAX_BLOCK_PAGES >= len(plane) == (last.layer + 1) * (last.head + 1) and all(
@@ -403,7 +407,7 @@ _GATHER = 512  # pieces of one writev; IOV_MAX is 1024
 
 
 class Tensor(NamedTuple):
-    """An entry and its bytes, in pieces."""
+    """The description of a tensor, and its data in pieces."""
 
     entry: Entry
     pieces: list[memoryview]
@@ -414,7 +418,7 @@ class Tensor(NamedTuple):
 
 
 class EntrySpan(NamedTuple):
-    """An entry, and the range of its tensor in the data."""
+    """The description of a tensor, and its byte range in the data of a file."""
 
     entry: Entry
     start: int
@@ -433,7 +437,7 @@ class DumpOf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
-    """The header of a file."""
+    """The contents of a file's header."""
 
     path: Path
     size: int  # bytes of the whole file
@@ -448,7 +452,7 @@ class FileContents:
 
 
 def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
-    """Write a file, which appears complete or not at all. Raises OSError."""
+    """Write a file of a dump from tensors. It appears complete or not at all. Return its contents. Raises OSError."""
     tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
     facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
     metadata = {"digest": _NO_DIGEST, **facts}
@@ -489,7 +493,7 @@ def _digest_field(digest: str) -> bytes:
 
 
 def _digest(header: bytes) -> str:
-    """Return the digest of a header with zeros in place of the digest."""
+    """Return the XXH3-64 of a header, which must have zeros in place of its digest, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(header)
 
 
@@ -497,7 +501,10 @@ def _digest(header: bytes) -> str:
 
 
 def read_contents(path: Path) -> FileContents:
-    """Return the header of a file; its data is not read. Raises BadFile."""
+    """Read and check the header of a file. Its data is not read. Raises BadFile if the file is unusable.
+
+    A tensor with a malformed note is listed in `bad`.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -520,7 +527,10 @@ def read_contents(path: Path) -> FileContents:
 
 
 def _contents(path: Path, size: int, text: bytes) -> FileContents:
-    """Return the contents of a header. Raises BadFile, KeyError, TypeError, ValueError or AttributeError."""
+    """Return the contents of a file of `size` bytes from the text of its header.
+
+    Raises BadFile, KeyError, TypeError, ValueError or AttributeError.
+    """
     header, metadata = _header(text)
     digest = str(metadata.get("digest"))
     if not _is_intact(text, digest):
@@ -548,7 +558,7 @@ def _contents(path: Path, size: int, text: bytes) -> FileContents:
 
 
 def _header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tensors and the metadata. Raises BadFile."""
+    """Parse the text of a header. Return the fields of each tensor, and the metadata. Raises BadFile, ValueError."""
     try:
         header = bounded.parse(text, containers=3 * MAX_TENSORS, strings=8 * MAX_TENSORS, values=12 * MAX_TENSORS)
     except bounded.TooMuchError as error:
@@ -574,7 +584,10 @@ def _is_intact(header: bytes, digest: str) -> bool:
 
 
 def _end_of(fields: dict[str, Any], begin: int) -> int:
-    """Return the end of a tensor's data. Raises ValueError or KeyError if it has another start or length."""
+    """Return the end of a tensor's data, from its fields in the header. `begin` is the end of the tensor before it.
+
+    Raises ValueError if the data does not start at `begin`, or if its length does not fit its shape; KeyError.
+    """
     numbers, shape, dtype = fields["data_offsets"], fields["shape"], fields["dtype"]
     if dtype not in _ITEMSIZE:
         raise ValueError(f"{dtype!r:.40} is no type of elements of a dump")
@@ -588,7 +601,7 @@ def _end_of(fields: dict[str, Any], begin: int) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return a text for an error of a header or a note."""
+    """Return the text for an exception that a malformed header or note has caused."""
     if isinstance(error, KeyError):
         return f"it has no field {error.args[0]!r:.40}"
     return f"{error}"[:200] if isinstance(error, ValueError) else "one of its fields has a value of another type"
@@ -606,7 +619,7 @@ def opened(contents: FileContents) -> Iterator[BufferedReader]:
 
 
 def read_data(file: BufferedReader, contents: FileContents, start: int, stop: int) -> memoryview:
-    """Return the bytes of a file's data from `start` up to `stop`. Raises BadFile."""
+    """Return bytes `start` to before `stop` of a file's data. Raises BadFile if they cannot be read."""
     data = np.empty(stop - start, np.uint8).data
     filled = 0
     while filled < len(data):
@@ -621,7 +634,9 @@ def read_data(file: BufferedReader, contents: FileContents, start: int, stop: in
 
 
 def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Iterator[bool]:
-    """Yield whether each page of a tensor, or the string, matches its checksum. Reads some megabytes at a time."""
+    """Yield for each page of a tensor, or for the string, whether it matches its checksum. Some megabytes are read at a
+    time.
+    """
     size = span.entry.body_size
     for number, digest in enumerate(span.entry.checksums):
         found, start = xxhash.xxh3_64(), span.start + number * size
@@ -644,7 +659,7 @@ _DIRECTORY_MEMBERS = 8  # most lists and objects in dump.json; it has fewer
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Content of dump.json, which every finished dump has."""
+    """The contents of dump.json, which every finished dump has."""
 
     dumped_ms: int  # start of the dump, in unix milliseconds of the server
     selection: str
@@ -653,7 +668,10 @@ class Summary:
 
 @contextmanager
 def locked(path: Path, *, to_write: bool) -> Iterator[None]:
-    """Lock a directory against writers, and with `to_write` also against readers. Raises DumpError, OSError."""
+    """Lock a dump's directory: against writers, and with `to_write` also against readers.
+
+    Raises DumpError if another process uses it, OSError.
+    """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -666,7 +684,7 @@ def locked(path: Path, *, to_write: bool) -> Iterator[None]:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Return the content of dump.json; None if there is none. Raises BadFile, which names dump.json."""
+    """Return the contents of dump.json, or None if the file does not exist. Raises BadFile, which names dump.json."""
     try:
         raw = read_regular(path / SUMMARY, _MAX_SUMMARY)
         fields = bounded.parse(raw, containers=_DIRECTORY_MEMBERS, strings=2 * _MAX_FILES, values=_MAX_FILES)
@@ -691,19 +709,19 @@ def read_summary(path: Path) -> Summary | None:
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Declare the dump finished. Raises OSError."""
+    """Write dump.json, which declares the dump finished. Raises OSError."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(summary)}, indent=1).encode() + b"\n"
     with replacing(path / SUMMARY) as file:
         file.write(text)
 
 
 def dump_files(path: Path) -> list[Path]:
-    """Return the files with names of a dump, in the order of writing: pages before strings."""
+    """Return the files of a directory with names of a dump, sorted: pages before strings, each by number."""
     return sorted(file for file in path.iterdir() if _FILE.match(file.name))
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of the files with names of a dump, as far as they can be read. Raises OSError."""
+    """Return the sum of bytes of a directory's files with names of a dump, without unreadable ones. Raises OSError."""
     nbytes = 0
     for file in dump_files(path):
         with suppress(OSError):
@@ -712,12 +730,12 @@ def size_of(path: Path) -> int:
 
 
 def new_numbers(path: Path) -> Iterator[int]:
-    """Return the numbers for new files, in order, after those of existing files."""
+    """Return an iterator of numbers for new files, in order, which begins after the numbers of existing files."""
     return count(1 + max((int(found[1]) for file in path.iterdir() if (found := _FILE.match(file.name))), default=0))
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Delete files; directories with such names stay. Raises OSError."""
+    """Delete files, and flush their directories to disk. Directories among them stay. Raises OSError."""
     parents = set()
     for file in files:
         if file.is_dir() and not file.is_symlink():
@@ -729,7 +747,10 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
-    """Yield each file with its header or error. With `summary`, another digest is an error."""
+    """Yield each file with the contents of its header, or with the BadFile error of an unusable file.
+
+    With `summary`, a file whose digest differs from that in dump.json is unusable, too.
+    """
     for file in files:
         try:
             contents = read_contents(file)
@@ -742,7 +763,10 @@ def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[P
 
 
 def files_of(path: Path, summary: Summary | None) -> list[Path]:
-    """Return the files of a dump, pages before strings. Raises DumpError if there is no dump, OSError."""
+    """Return the files of a dump, pages before strings: those in `summary`, or without it those in the directory.
+
+    Raises DumpError if there is no dump, OSError.
+    """
     if summary is not None:
         return [path / name for name in sorted(summary.files)]
     files = dump_files(path)

@@ -1,9 +1,9 @@
 """The restore of a dump into a running server.
 
 A part of a file is read, hashed and planned while the previous part is sent. Values that do not match their checksum
-are not sent. Bad files, bad entries and refused values are omitted and reported; all others are restored. Complete
-blocks are sent with KVBLOCKSET, other values with SET. Strings are last, so that the pages exist when a string refers
-to them (a seal, a manifest).
+are not sent. Damaged files, damaged values and refused values are omitted and reported; all others are restored.
+Complete blocks are sent with KVBLOCKSET, other values with SET. Strings are last, so that the pages exist when a string
+refers to them (a seal, a manifest).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PART_PAGES = 20_000
 
 
 class Slice(NamedTuple):
-    """Pages from `first` up to `stop` of a tensor; 0 up to 1 for a string."""
+    """Pages `first` to before `stop` of a tensor. For a string, 0 and 1."""
 
     span: EntrySpan
     first: int
@@ -68,7 +68,7 @@ class Slice(NamedTuple):
 
 
 def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """Yield the parts of tensors, each a list of slices.
+    """Group tensors of a file into parts that fit into memory. Each part is a list of slices.
 
     The planes of a block are in the same part unless they have more than `most_bytes`, or more pages than a block may
     have. So a part has at most PART_BYTES, or one block, or one body.
@@ -88,7 +88,9 @@ def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
 
 
 def _together(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """Yield lists of slices that belong in the same part: the slices of a block, or a single one; strings last."""
+    """Yield lists of slices that must be in the same part: the planes of a block, or a single slice. Strings are
+    last.
+    """
     blocks: dict[tuple[bytes, int], list[Slice]] = defaultdict(list)
     strings: list[Slice] = []
     for span in spans:
@@ -111,7 +113,7 @@ def _cut(plane: Slice) -> Iterator[Slice]:
 
 
 def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -> list[memoryview]:
-    """Return the bytes of each slice. Adjacent slices are read together. Raises BadFile."""
+    """Return the bytes of each slice of a part. Adjacent slices are read with one call. Raises BadFile."""
     bodies = [memoryview(b"")] * len(part)
     order = sorted(range(len(part)), key=lambda number: part[number].start)
     at = 0
@@ -133,7 +135,7 @@ MAX_LEFT_MS = MAX_TTL * 1000  # four million years: a server may refuse a longer
 
 
 class Item(NamedTuple):
-    """Page or string to set under its key."""
+    """A page or string that is sent with SET. The pieces of a page's value are header and body."""
 
     key: bytes
     value: list[Piece]
@@ -142,7 +144,7 @@ class Item(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block to set whole, or page by page if that is not possible."""
+    """A complete block that is sent whole with KVBLOCKSET, or, if that is not possible, its `pages` with SET."""
 
     req_id: bytes
     page: int
@@ -158,7 +160,7 @@ class PlannedBlock(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Entries to send, and entries to omit."""
+    """The values of a part to send, and counts of the values to omit."""
 
     blocks: list[PlannedBlock] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -167,7 +169,11 @@ class Plan:
 
 
 def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Plan:
-    """Return the plan for slices and their bytes, `age_ms` after the start of their TTLs."""
+    """Return the plan for the slices of a part and their bytes.
+
+    `age_ms` is the time in milliseconds by which TTLs are reduced, because they count from the start of the file's
+    dump.
+    """
     made = Plan()
     blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
     for piece, body in zip(part, bodies, strict=True):
@@ -191,7 +197,7 @@ def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Pl
 
 
 def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
-    """Yield the pages of a slice, or the string, that match their checksums."""
+    """Yield the pages of a slice, or the string, that match their checksums. Add the others to `made.corrupt`."""
     entry, size = piece.span.entry, piece.span.entry.body_size
     for number in range(piece.first, piece.stop):
         start = (number - piece.first) * size
@@ -203,7 +209,7 @@ def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
 
 
 def _item(entry: Entry, number: int, body: memoryview) -> Item:
-    """Return the item of a page of a tensor, or of a string."""
+    """Return the item of page `number` of a tensor, or of a string, with its body."""
     left = min(entry.ttl_left_ms[number], MAX_LEFT_MS)
     if isinstance(entry, PageTensor):
         return Item(bytes(entry.key(number)), [bytes(entry.header(number)), body], left, True)
@@ -211,7 +217,7 @@ def _item(entry: Entry, number: int, body: memoryview) -> Item:
 
 
 def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
-    """Yield the items that have not expired, with the TTL that is left."""
+    """Yield the items that have not expired, with their TTL reduced by `age_ms`. Count the others in `made.expired`."""
     for item in items:
         left = item.ttl_left_ms
         if left == FOREVER:
@@ -223,7 +229,7 @@ def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
 
 
 def _shape(planes: list[PageTensor]) -> BlockShape | None:
-    """Return the shape of a block with these planes; None if they are not a block."""
+    """Return the shape of the block that consists of these planes; None if they are not all planes of the same size."""
     first = planes[0]
     page_size = first.geometry.page_size
     if any((plane.is_plane, plane.grid, plane.geometry.page_size) != (True, first.grid, page_size) for plane in planes):
@@ -236,7 +242,7 @@ def _shape(planes: list[PageTensor]) -> BlockShape | None:
 
 
 def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
-    """Yield the parts of a block's body in its order, by layer and plane, from the planes."""
+    """Yield the pieces of a block's body in its order (layer, then plane). `planes` has the bytes of each plane."""
     for layer in range(layers):
         for plane in planes:
             nbytes = len(plane) // layers
@@ -272,16 +278,17 @@ def restore(
     replace: bool = False,
     done: Done = lambda count: None,
 ) -> Restored:
-    """Send a dump, or the pages of some of its requests, to a server. With `replace`, replace existing keys.
+    """Send the values of a dump, or only the pages of some request ids, to a server. Return the counts.
 
-    Raises DumpError for a directory without a dump, OSError, and the errors of `kvpage_server.client.errors`.
+    Existing keys are kept, or with `replace` overwritten. `done` is called with numbers of processed bytes. Raises
+    DumpError for a directory without a dump, OSError, and the errors of `kvpage_server.client.errors`.
     """
     with format.locked(path, to_write=False):
         return _Restore(store, path, frozenset(requests), replace).run(done)
 
 
 class _Write(NamedTuple):
-    """Value that waits to be sent: a block, a page or a string."""
+    """Keys and size of a queued write whose reply has not arrived yet: a block, a page or a string."""
 
     keys: list[bytes]
     are_pages: bool
@@ -309,7 +316,7 @@ class _Restore:
         return self._restored
 
     def _plans(self) -> Iterator[tuple[int, Plan]]:
-        """Yield the bytes and the plan of each part of each file."""
+        """Yield the bytes and the plan of each part of each file. Report damaged files and values."""
         summary, corrupt = self._read_summary(), self._restored.corrupt
         for file, contents in format.read_all(format.files_of(self._path, summary), summary):
             if isinstance(contents, BadFile):
@@ -331,7 +338,7 @@ class _Restore:
                 corrupt.add(f"{file.name}: {error}")
 
     def _read_summary(self) -> Summary | None:
-        """Return dump.json. If it is unusable, report it; the files are then restored like an unfinished dump."""
+        """Return the contents of dump.json, or None. An unusable one is reported, and the dump counts as unfinished."""
         try:
             summary = format.read_summary(self._path)
         except BadFile as error:
@@ -344,7 +351,7 @@ class _Restore:
         return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.first.req_id in self._requests)
 
     def _fits(self, span: EntrySpan) -> bool:
-        """Return whether the server accepts a page of the tensor, or the string, in one command. Report it if not."""
+        """Return whether the server accepts each page of a tensor, or the string, in one command. Report it if not."""
         entry = span.entry
         nbytes = entry.body_size + (HEADER_SIZE if isinstance(entry, PageTensor) else len(entry.key))
         if nbytes <= self._largest - _AROUND_BYTES:

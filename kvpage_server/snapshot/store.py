@@ -1,4 +1,6 @@
-"""Commands of a dump and a restore to a running server: many per round trip, with values as borrowed memory."""
+"""Requests of a dump and a restore to a running server: many commands per round trip, with values as borrowed
+memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ T = TypeVar("T")
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items, which must not be None. Two of them are in memory at a time."""
+    """Yield the items of an iterator, which a thread computes one item ahead. So two items are in memory. No item may
+    be None.
+    """
     with ThreadPoolExecutor(1, "kvpage-ahead") as thread:
         coming = thread.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -39,7 +43,7 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 @dataclass(slots=True)
 class Amount:
-    """Numbers of pages and plain strings, and their bytes."""
+    """Numbers of dumped or restored pages and plain strings, and their bytes."""
 
     pages: int = 0
     strings: int = 0
@@ -66,7 +70,7 @@ _USUAL_LARGEST = 64 << 20  # bytes of a command, for a server that does not repo
 
 
 class Value(NamedTuple):
-    """A key's value, or its first bytes, and its expiry in the server's unix milliseconds, -1 for never."""
+    """A key's value, or the first bytes of it, and its expiry in unix milliseconds of the server, -1 for none."""
 
     key: bytes
     data: memoryview
@@ -74,7 +78,7 @@ class Value(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Page keys of a block, by layer, plane and head, and the bytes of all its pages."""
+    """Keys of a block's pages, by layer, plane and head, and the bytes of all its pages."""
 
     keys: list[PageKey]
     nbytes: int
@@ -89,7 +93,7 @@ class Written(Enum):
 
 
 class Writes:
-    """Queue of writes that are sent together. Values are not copied."""
+    """Queue of write commands that are sent together. Values are not copied."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -97,7 +101,9 @@ class Writes:
         self.nbytes = 0
 
     def set(self, key: bytes, value: Sequence[Piece], ttl_left_ms: int, *, only_new: bool) -> None:
-        """Queue SET of a value in pieces; with `only_new`, only if the key does not exist."""
+        """Queue a SET of a value in pieces, with a TTL in milliseconds or FOREVER. With `only_new`, existing keys are
+        kept.
+        """
         options: list[bytes | int] = [b"PX", ttl_left_ms] if ttl_left_ms != FOREVER else []
         options += [b"NX"] if only_new else []
         size = sum(map(len, value))
@@ -106,7 +112,7 @@ class Writes:
         self._added(size)
 
     def set_block(self, req_id: bytes, page: int, shape: BlockShape, ttl: int, body: Sequence[Piece]) -> None:
-        """Queue KVBLOCKSET of a body in pieces; `ttl` is in seconds, 0 for none."""
+        """Queue a KVBLOCKSET of a block's body in pieces. `ttl` is in seconds, 0 for none."""
         planes = [number for plane in shape.planes for number in (plane.kv_type, int(plane.dtype), plane.head_dim)]
         numbers = (shape.layers, shape.heads, shape.page_size, ttl, len(shape.planes), *planes)
         given: list[bytes | int] = [b"KVBLOCKSET", req_id, page, *numbers]
@@ -120,9 +126,9 @@ class Writes:
 
 
 class RunningStore:
-    """Connection to a running server. Reads do not count as uses of keys.
+    """Connection to a running server. Its reads do not count as uses of keys for the eviction policy.
 
-    Raises the errors of `kvpage_server.client.errors`, and ValueError for an invalid URL.
+    Methods raise the errors of `kvpage_server.client.errors`, the constructor also ValueError for an invalid URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -137,7 +143,7 @@ class RunningStore:
         self._pool.close()
 
     def ask(self, commands: Sequence[bytes]) -> list[Any]:
-        """Return the replies to commands that are sent together. Raises Refused when one of them is an error."""
+        """Send commands together, and return their replies. Raises Refused if one of the replies is an error."""
         return self._ask(list(commands), len(commands))
 
     def _ask(self, pieces: list[Piece], replies: int, *, with_errors: bool = False) -> list[Any]:
@@ -167,7 +173,7 @@ class RunningStore:
             yield [key.removeprefix(b"kv:").removesuffix(b":index") for key in keys]
 
     def blocks(self, requests: Iterable[bytes], match: bytes) -> Iterator[Listed]:
-        """Yield the blocks of requests, with the page keys that match."""
+        """Yield the blocks of requests, each with the keys of its pages that match a glob pattern."""
         left = iter(requests)
         while some := list(islice(left, _REQUESTS)):
             yield from self._blocks(some, match)
@@ -186,7 +192,9 @@ class RunningStore:
                 ((cursor, keys),) = self.ask([_sscan(req_id, int(cursor), match)])
 
     def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes] | Refused]:
-        """Return the page keys that each block ``(req_id, page_id)`` has, or the error if the user may not know."""
+        """Return the keys of the pages that each block ``(req_id, page_id)`` has, or Refused if the user may not list
+        them.
+        """
         # SSCAN of an index key proceeds block by block, starting with this cursor's page id
         replies = self._look([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
         suffixes = [b":%d" % page for _, page in blocks]
@@ -198,7 +206,7 @@ class RunningStore:
         ]
 
     def strings(self, match: bytes) -> Iterator[list[tuple[bytes, int]]]:
-        """Yield lists of keys that are not pages, with the lengths of their values."""
+        """Yield lists of (key, length of its value) for matching keys that are not pages."""
         for keys in self._scan(b"MATCH", match):
             plain = self._without_pages(keys)
             yield list(zip(plain, self.ask([command(b"STRLEN", key) for key in plain]), strict=True))
@@ -221,7 +229,7 @@ class RunningStore:
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
-        """Return the values of existing keys, each with its expiry, both read atomically."""
+        """Return the values of those keys that exist. A value and its expiry are read atomically."""
         # in parts, because a block may have more pages than a client can watch
         return list(chain.from_iterable(map(self._values, _parts_of(keys, _KEYS_PER_QUERY))))
 
@@ -238,31 +246,33 @@ class RunningStore:
         return _living(keys, [data], [expires])
 
     def look(self, key: PageKey) -> tuple[bool, Value | None]:
-        """Return whether a key is a page's, and its value, both read atomically; None if it was removed."""
+        """Return whether the value of a page's key is a page, and the value or None if it was removed. Both are read
+        atomically.
+        """
         name = bytes(key)
         data, expires, is_page = self._at_one_moment(name, command(b"SISMEMBER", index_key(key.req_id), name))
         found = _living([name], [data], [expires])
         return bool(is_page), found[0] if found else None
 
     def _at_one_moment(self, key: bytes, *others: bytes) -> list[Any]:
-        """Return a key's value and expiry, and the replies to other commands, from one transaction."""
+        """Return a key's value, its expiry, and the replies to other commands, all from one transaction."""
         asked = [command(b"MULTI"), command(b"GET", key), command(b"PEXPIRETIME", key), *others, command(b"EXEC")]
         replies: list[Any] = self.ask(asked)[-1]
         return replies
 
     def headers(self, keys: Sequence[bytes]) -> list[Value]:
-        """Return the headers of the pages that exist."""
+        """Return the headers of those pages that exist, as values of 64 bytes."""
         asked = [command(b"GETRANGE", key, 0, HEADER_SIZE - 1) + command(b"PEXPIRETIME", key) for key in keys]
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _living(keys, replies[::2], replies[1::2])
 
     def are_there(self, keys: Sequence[bytes]) -> list[bool | Refused]:
-        """Return for each key whether it exists, or the error if the user may not know."""
+        """Return for each key whether it exists, or Refused if the user may not read it."""
         replies = self._look([command(b"TYPE", key) for key in keys])
         return [reply if isinstance(reply, Refused) else reply != b"none" for reply in replies]
 
     def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool | Refused]:
-        """Return for each group of keys whether one of them exists, or the error if the user may not know."""
+        """Return for each group of keys whether one of them exists, or Refused if the user may not read them."""
         parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _KEYS_PER_QUERY)]
         found: list[bool | Refused] = [False] * len(groups)
         for (i, _), reply in zip(parts, self._look([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
@@ -271,7 +281,9 @@ class RunningStore:
         return found
 
     def _look(self, commands: Sequence[bytes]) -> list[Any]:
-        """Return the replies to commands that are sent together; a reply may be a Refused with NOPERM."""
+        """Send commands together, and return their replies. A reply may be a Refused with NOPERM; other errors are
+        raised.
+        """
         replies = self._ask(list(commands), len(commands), with_errors=True)
         for reply in replies:
             if isinstance(reply, Refused) and reply.code != "NOPERM":
@@ -279,7 +291,7 @@ class RunningStore:
         return replies
 
     def write(self, writes: Writes) -> list[Written | Refused]:
-        """Send the writes, and return their outcomes: Refused for a value that the server refuses.
+        """Send queued writes. Return the outcome of each: a Written, or Refused if the server refuses this value.
 
         Raises Refused if the server refuses all writes at present, for example with MISCONF.
         """
@@ -310,7 +322,7 @@ def _parts_of(keys: Sequence[bytes], most: int) -> list[Sequence[bytes]]:
 
 
 def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
-    """Return the existing values, with their expiry from PEXPIRETIME."""
+    """Return the values of existing keys. `expires_ms` are the replies to PEXPIRETIME."""
     return [
         Value(key, memoryview(value), expires)
         for key, value, expires in zip(keys, values, expires_ms, strict=True)
@@ -319,7 +331,7 @@ def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[i
 
 
 def _map(reply: Any) -> dict[str, Any]:
-    """Return a map reply as a dict; in RESP2 it is an array."""
+    """Return a map reply as a dict with text keys. In RESP2 the reply is an array."""
     items = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {name.decode(): value for name, value in items}
 
@@ -329,7 +341,7 @@ def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
 
 
 def _index_of(key: bytes) -> bytes | None:
-    """Return the index key that lists a page's key."""
+    """Return the index key that lists the pages of a page key's request; None if `key` is not a page key."""
     try:
         return index_key(PageKey.parse(key).req_id)
     except PageError:

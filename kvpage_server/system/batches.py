@@ -9,7 +9,10 @@ T = TypeVar("T")
 
 
 def batches(sized: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
-    """Yield lists of items of at most `most` bytes, from pairs of an item and its size; a larger item is alone."""
+    """Group items into lists of at most `most` bytes, in order. `sized` yields pairs of an item and its bytes.
+
+    An item of more than `most` bytes is in a list of its own.
+    """
     some: list[T] = []
     total = 0
     for thing, nbytes in sized:

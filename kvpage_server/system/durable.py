@@ -1,4 +1,5 @@
-"""Files that survive a crash or a power failure: they appear complete or not at all, and their names stay.
+"""Files that survive a crash or a power failure: each appears complete or not at all, and its name stays in its
+directory.
 
 A file is written under a temporary name, flushed to disk and renamed; then its directory is flushed. A temporary name
 ends with `.tmp`, and its file is locked while a process writes it. So a `.tmp` file without a lock is left from a
@@ -27,12 +28,14 @@ log = logging.getLogger("kvpage")
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Open a file, as an opener of `open`. Only the owner can use a file that it creates."""
+    """Open a file and return its descriptor, as the `opener` of `open`. A file that it creates belongs to the owner
+    only.
+    """
     return os.open(path, flags, _PRIVATE_FILE)
 
 
 def private_directory(path: Path) -> None:
-    """Create a directory and its missing parents, for the owner only. Raises OSError."""
+    """Create a directory and its missing parents, with rights for the owner only. Raises OSError."""
     try:
         path.mkdir(_PRIVATE_DIRECTORY, exist_ok=True)
     except FileNotFoundError:
@@ -43,7 +46,7 @@ def private_directory(path: Path) -> None:
 
 
 def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
-    """Remove all rights except `leave` from an existing file, or log a warning. /dev/null stays unchanged.
+    """Remove all rights except `leave` from an existing regular file. Log a warning if they cannot be changed.
 
     Raises OSError if `file` does not exist.
     """
@@ -56,7 +59,7 @@ def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
 
 
 def flush(descriptor: int) -> None:
-    """Flush a file through the disk's own cache, which fsync does not do on macOS. Raises OSError."""
+    """Flush a file to disk, also through the disk's own cache, which fsync does not do on macOS. Raises OSError."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
@@ -74,7 +77,8 @@ def flush_directory(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces `path` on success; otherwise `path` is unchanged.
+    """Yield a new file, which replaces `path` when the caller's ``with`` block ends; after an exception, `path` is
+    unchanged.
 
     Only the owner may read it. With `keep_group`, owner and group keep their rights to `path`. Raises OSError.
     """
@@ -95,7 +99,7 @@ def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
 
 
 def remove(path: Path) -> bool:
-    """Remove a file durably. Returns whether it existed. Raises OSError."""
+    """Remove a file, and flush its directory to disk. Return whether the file existed. Raises OSError."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -105,7 +109,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> int:
-    """Delete temporary files that crashes left, but not locked ones. Returns the number of deleted files."""
+    """Delete temporary files that crashed processes have left. Locked ones stay. Return the number of deleted files."""
     removed = 0
     for path in directory.glob(f".*{_UNFINISHED}"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
@@ -116,7 +120,9 @@ def remove_unfinished(directory: Path) -> int:
 
 
 def _create(path: Path) -> tuple[BinaryIO, Path]:
-    """Create a temporary file in the directory of `path`, locked as long as it is open."""
+    """Create a temporary file in the directory of `path`, locked as long as it is open. Return the file and its
+    path.
+    """
     while True:
         descriptor, name = mkstemp(_UNFINISHED, f".{path.stem}-", path.parent)
         file, unfinished = os.fdopen(descriptor, "r+b"), Path(name)

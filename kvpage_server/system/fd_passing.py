@@ -1,4 +1,4 @@
-"""Transfer of sockets from one process to another over a channel, each with a short text."""
+"""Passing of sockets from one process to another over a unix socket, the channel, each with a short text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ _WORDS = 128  # bytes of the text, which is cut or padded with zeros
 
 
 def hand_over(channel: socket.socket, sock: socket.socket, words: str) -> None:
-    """Send a socket and a text to the other process. The caller closes its own descriptor. Raises OSError."""
+    """Send a socket and a text of up to 128 bytes to the other process. The caller closes its own descriptor. Raises
+    OSError.
+    """
     message = words.encode("utf-8", "surrogateescape")[:_WORDS].ljust(_WORDS, b"\0")
     if socket.send_fds(channel, [message], [sock.fileno()]) < _WORDS:
         raise OSError("the channel is full")
 
 
 def take_over(channel: socket.socket) -> tuple[socket.socket, str] | None:
-    """Return the next socket and its text; None if the other process has ended. Raises OSError."""
+    """Receive the next socket and its text; return None if the other process has ended. Raises OSError."""
     message, descriptors, _, _ = socket.recv_fds(channel, _WORDS, 1)
     if not message or not descriptors:
         return None

@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc for freed memory. With another C library, these functions do nothing."""
+"""Settings of glibc's malloc for freed memory. With another C library, these functions have no effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IS_THERE = hasattr(_libc, "gnu_get_libc_version")
 
 
 def tune(settings: Mapping[int, int]) -> bool:
-    """Set parameters of mallopt(3) for this process. Returns whether all were set."""
+    """Set parameters of mallopt(3) for this process, by their numbers. Return whether all were set."""
     return IS_THERE and all(_libc.mallopt(setting, value) for setting, value in settings.items())
 
 

@@ -19,7 +19,9 @@ _SIMILAR = {**dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)), "�
 
 
 def fit_streams() -> None:
-    """Replace characters that the encoding of an output stream lacks, and read ASCII input as UTF-8, its superset."""
+    """Make output streams replace characters that their encoding lacks, and read ASCII input as UTF-8, which includes
+    ASCII.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
@@ -37,7 +39,11 @@ def _codec(stream: TextIOWrapper) -> str:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return ASCII for characters that the encoding lacks: a similar one for a decoration, JSON's escape for others."""
+    """Return ASCII text for characters that an encoding lacks: a similar character for a decoration, JSON's escape for
+    others.
+
+    This is the error handler of codecs that `fit_streams` uses.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -53,7 +59,8 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 @contextmanager
 def ends_quietly(program: str) -> Iterator[None]:
-    """Exit with a line on Ctrl-C, and without one when a pipe on standard output is closed.
+    """Run the caller's ``with`` block. Exit with a line on stderr on Ctrl-C, and without one when the pipe on standard
+    output is closed.
 
     Characters that the encoding of the output lacks are replaced.
     """
@@ -71,13 +78,15 @@ def ends_quietly(program: str) -> Iterator[None]:
 
 
 def say(program: str, message: str, code: int) -> int:
-    """Print a message of a program on stderr, in one line. Returns `code`."""
+    """Print a message on stderr, in one line after the name of the program. Return `code`, for the exit."""
     print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
-    """Return the message for a missing package of an extra. Raises the error if the module is part of the project."""
+    """Return the message for a missing package of an extra of pip. Raise `error` again if the missing module is
+    ours.
+    """
     package = (error.name or "").partition(".")[0]
     if package in ("", "kvpage_server", "engine"):
         raise error

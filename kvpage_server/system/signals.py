@@ -32,7 +32,9 @@ if hasattr(signal, "SIGRTMIN"):
 
 
 def begin() -> None:
-    """Ignore the signals without a meaning for a server. Until `attend`, the others end it immediately."""
+    """Ignore the signals that have no meaning for a server. Until `attend` is called, the other signals end the
+    process.
+    """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -40,7 +42,11 @@ def begin() -> None:
 
 
 def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: Callable[[], None]) -> None:
-    """Make a loop call `stop` with the number of a signal of `STOP`, and `renew` when a service gets SIGHUP."""
+    """Make the event loop handle signals: call `stop` with the number of a signal of `STOP`, and `renew` when a service
+    gets SIGHUP.
+
+    With a terminal, call `stop` also when the terminal is closed.
+    """
     for number in STOP:
         loop.add_signal_handler(number, stop, number)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -67,7 +73,9 @@ def finish(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _terminal() -> int | None:
-    """Return a descriptor of the controlling terminal, also if the streams are redirected; None for a service."""
+    """Return a descriptor of the controlling terminal, also if the streams are redirected; None if there is none, as in
+    a service.
+    """
     try:
         return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
@@ -77,11 +85,12 @@ def _terminal() -> int | None:
 def _look(
     loop: asyncio.AbstractEventLoop, terminal: int, watch: select.poll, hang_up: Callable[[], None], in_front: bool
 ) -> None:
-    """Check periodically whether the terminal has been closed, and stop the server if it was in the foreground.
+    """Check whether the terminal has been closed, and call `hang_up` if the server was in the foreground. Repeat this
+    every second.
 
     The system sends SIGHUP only to the session leader. A shell forwards it. If make is the session leader, as in a
     window or an ssh session that runs only make, it forwards nothing, and waits for the server. A server in the
-    background continues. `in_front` is whether it was in the foreground at the last check.
+    background continues. `in_front` is whether the server was in the foreground at the last check.
     """
     if watch.poll(0):
         if in_front:

@@ -34,10 +34,15 @@ out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty(
 
 
 class FittingTable(Table):
-    """Table that drops columns and then cuts text to fit into a terminal. Without a terminal, it folds long text."""
+    """Table that fits into the terminal: it removes columns, and then cuts text. Without a terminal, it wraps long
+    text.
+    """
 
     def __init__(self, drop: Sequence[str]) -> None:
-        """Take the headers of columns in the order in which they are dropped; the others follow, the last first."""
+        """Create a table without columns. `drop` has the headers of columns in the order in which they are removed.
+
+        After them, the other columns are removed, the last one first; the first column always stays.
+        """
         super().__init__(box=None, header_style="bold", pad_edge=False)
         self._drop = drop
 
@@ -48,7 +53,7 @@ class FittingTable(Table):
         return Table.__rich_console__(shown, console, options)
 
     def _fitting(self, room: int) -> list[Column]:
-        """Return copies of the columns that fit into `room` characters, each with its width."""
+        """Return copies of the columns that fit into `room` characters, each with its width set."""
         columns = [*self.columns]
         rest = [column for column in reversed(columns[1:]) if column.header not in self._drop]
         dropped = iter([*(column for name in self._drop for column in columns if column.header == name), *rest])
@@ -83,9 +88,9 @@ def _least_width(column: Column) -> int:
 
 
 def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Table:
-    """Return a table with numbers in the columns from `numbers_from` on.
+    """Return a table with these column headers. The columns from index `numbers_from` on are aligned to the right.
 
-    A narrow terminal drops the columns of `drop` in their order, then the last ones.
+    A narrow terminal removes the columns of `drop` in their order, then the last ones.
     """
     made = FittingTable(drop)
     for i, column in enumerate(columns):
@@ -103,7 +108,7 @@ def print_json(found: Any) -> None:
 
 
 def readable(name: bytes | str, most: int | None = None) -> Text:
-    """Return a name from outside, such as a request id, with escapes for unprintable characters.
+    """Return a name from a client, such as a request id, with escapes for unprintable characters.
 
     It is cut to `most` characters.
     """
@@ -112,14 +117,14 @@ def readable(name: bytes | str, most: int | None = None) -> Text:
 
 
 def when(unix_ms: int) -> str:
-    """Return a time and its age as text."""
+    """Return a time and its age as text. `unix_ms` is in unix milliseconds."""
     at = datetime.fromtimestamp(unix_ms / 1000)
     ago = time.time() - unix_ms / 1000
     return f"{at:%Y-%m-%d %H:%M:%S} ({for_people(ago)} ago)" if ago >= 1 else "just now"
 
 
 def for_people(seconds: float) -> str:
-    """Return a duration in its two largest units, without units that are zero."""
+    """Return a duration in seconds as text: its two largest units that are not zero, for example "2 h 5 min"."""
     seconds = int(seconds)
     units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
     shown = [f"{count} {unit}" for unit, count in units.items() if count]

@@ -21,7 +21,9 @@ def monotonic_ms() -> int:
 
 
 class Durations:
-    """Durations of one kind of work. `histogram[i]` counts durations from 2**(i-1) up to 2**i nanoseconds."""
+    """Histogram of the durations of one kind of work. `histogram[i]` counts those from 2**(i-1) to below 2**i
+    nanoseconds.
+    """
 
     __slots__ = ("histogram", "nanoseconds")
 
@@ -40,7 +42,9 @@ class Durations:
 
 
 def within(histogram: Sequence[int]) -> str:
-    """Return the number of durations below 2**FIRST nanoseconds, and below each power of two up to 2**LAST."""
+    """Return counts as text, separated by "/": the durations below 2**FIRST nanoseconds, below the next power of two,
+    and so on up to 2**LAST.
+    """
     return "/".join(map(str, [*accumulate(histogram)][FIRST : LAST + 1]))
 
 
@@ -48,7 +52,7 @@ def within(histogram: Sequence[int]) -> str:
 
 
 def how_many(count: int, noun: str) -> str:
-    """Return a count with its noun: "1 block", "12,000 blocks". `noun` takes an s when there are several."""
+    """Return a count with its noun: "1 block", "12,000 blocks". `noun` is singular, and gets an s for other counts."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -66,7 +70,7 @@ def as_size(nbytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes for unprintable characters.
+    """Return text with escapes for unprintable characters.
 
     Unprintable are control and invisible characters, line ends, characters that reverse the direction of writing, and
     bytes that are not UTF-8.
@@ -88,7 +92,7 @@ _CONTINUES = "    "
 
 
 class LogLines(logging.Formatter):
-    """Formatter that escapes unprintable characters.
+    """Log formatter that escapes unprintable characters.
 
     A message may contain names that clients chose. A line end in a name could forge a record, and an escape sequence
     could control the terminal that shows the log. A message takes one line, and the lines of a traceback are indented.
@@ -103,7 +107,7 @@ class LogLines(logging.Formatter):
 
 
 def log_to_standard_error(layout: str) -> None:
-    """Write warnings and errors to standard error in a layout of `logging.Formatter`."""
+    """Write log records of warnings and errors to standard error, in a format of `logging.Formatter`."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogLines(layout))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

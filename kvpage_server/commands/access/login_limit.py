@@ -25,7 +25,7 @@ _MOST_ADDRESSES = 10_000
 
 
 class TooMany(Exception):
-    """The refusal of an attempt from an address that has sent too many wrong passwords."""
+    """Error: an attempt to log in is refused, because its address has sent too many wrong passwords."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -40,7 +40,9 @@ class _Failures:
     next_try: float = 0.0  # time of the next attempt, likewise
 
     def left(self, now: float) -> float:
-        """Return the number of failures that are not forgiven yet; fractional, as forgiving is continuous."""
+        """Return the number of failures that are not forgiven yet. It is fractional, because time forgives
+        continuously.
+        """
         return max(0.0, self.count - (now - self.counted) / _FORGIVEN_SECONDS)
 
     def are_many(self, now: float) -> bool:
@@ -48,7 +50,7 @@ class _Failures:
 
 
 class LoginLimiter:
-    """Failed AUTHs by address."""
+    """Failed logins by address, and the delays that follow from them."""
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, _Failures] = OrderedDict()  # in order of the last failure
@@ -57,7 +59,10 @@ class LoginLimiter:
         return len(self._failures)
 
     def take_turn(self, address: str) -> float:
-        """Return the seconds that an attempt from an address ("host:port") has to wait, usually 0. Raises TooMany."""
+        """Return the seconds that an attempt to log in from an address ("host:port") has to wait, usually 0.
+
+        Called before each attempt. Raises TooMany if it would have to wait for more than _LONGEST_SECONDS.
+        """
         found = self._failures.get(_network(address))
         now = time.monotonic()
         if found is None or not found.are_many(now):
@@ -82,7 +87,9 @@ class LoginLimiter:
 
 
 def _network(address: str) -> str:
-    """Return the name under which failures are counted: the host, for IPv6 its /64 network, or a unix socket's path."""
+    """Return the name under which the failures of an address are counted: the host, for IPv6 its /64 network, or the
+    path of a unix socket.
+    """
     host = address.rpartition(":")[0]
     if not host.startswith("["):
         return host

@@ -101,30 +101,32 @@ ABSENT = _read(_BY_CATEGORIES)  # categories by name; a subcommand is named `con
 
 # -- Rights to keys: glob patterns, each with the right to read, to write, or both -------------------------------------
 
-_SPELT = {READ: b"%R~", WRITE: b"%W~", READ | WRITE: b"~"}
+_SIGNS = {READ: b"%R~", WRITE: b"%W~", READ | WRITE: b"~"}
 _ACCESSES = (READ, WRITE, READ | WRITE)
 
 
 class _Rights(NamedTuple):
-    """The rights to the keys of one pattern."""
+    """The rights to the keys that match one pattern."""
 
     open_ended: bool  # whether every name that begins with a match is a match, too
     accesses: frozenset[int]
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Return whether the rights allow `access` to a matching key, or to all keys with a KeyPrefix."""
+        """Return whether the rights include `access` to a key that matches the pattern, or to all keys with a
+        KeyPrefix.
+        """
         if type(key) is KeyPrefix and not self.open_ended:
             return False
         return any(given & access == access for given in self.accesses)
 
 
-def spelt(access: int, pattern: bytes) -> bytes:
-    """Return the rule that gives access to the keys of a pattern, for example `%R~news:*`."""
-    return _SPELT[access] + pattern
+def rule_of(access: int, pattern: bytes) -> bytes:
+    """Return the ACL rule that gives `access` to the keys of a pattern, for example `%R~news:*`."""
+    return _SIGNS[access] + pattern
 
 
 class KeyRules:
-    """Key patterns and the rights to them, in the order in which they were given."""
+    """A user's key patterns and the rights to their keys, in the order in which they were given."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[bytes, int], None] = {}
@@ -134,7 +136,7 @@ class KeyRules:
         return bool(self._given)
 
     def __bytes__(self) -> bytes:
-        return b" ".join(spelt(access, pattern) for pattern, access in self._given)
+        return b" ".join(rule_of(access, pattern) for pattern, access in self._given)
 
     def copy(self) -> KeyRules:
         new = KeyRules()
@@ -142,7 +144,7 @@ class KeyRules:
         return new
 
     def add(self, pattern: bytes, access: int, matches: Matches) -> None:
-        """Give a right to the keys of a pattern. `matches` is the compiled pattern."""
+        """Give `access` to the keys of a pattern. `matches` is the compiled pattern."""
         before = self._rights.get(pattern)
         accesses = {access} if before is None else before.accesses | {access}
         self._rights.add(pattern, _Rights(_is_open_ended(pattern), frozenset(accesses)), matches)
@@ -153,7 +155,7 @@ class KeyRules:
         return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Return whether the rules allow `access` to a key, or to all keys with a KeyPrefix."""
+        """Return whether a pattern gives `access` to a key, or to all keys with a KeyPrefix."""
         return any(rights.cover(key, access) for rights in self._rights.matching(key))
 
     def readable(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -193,7 +195,7 @@ Change = Callable[["User"], None]  # applies a rule; raises RuleError
 
 
 def has_spaces(word: bytes) -> bool:
-    """Return whether a name or pattern has white space or a null character, which would end a word of an ACL file.
+    """Return whether a name or pattern has white space or a NUL, which would separate words of an ACL file.
 
     Redis refuses the same characters.
     """
@@ -201,11 +203,11 @@ def has_spaces(word: bytes) -> bool:
 
 
 class RuleError(ValueError):
-    """A rule that is invalid, or has no effect after the rules before it."""
+    """Error: an ACL rule is invalid, or has no effect after the rules before it."""
 
 
 class Denial(NamedTuple):
-    """A missing right: to a command, a key or a channel."""
+    """A missing right of a user: to a command, a key or a channel."""
 
     kind: str  # command, key or channel
     what: bytes
@@ -215,7 +217,7 @@ class Denial(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The error reply, in the words of Redis, which do not name the key."""
+        """The error reply, with the text of Redis, which does not name the key."""
         if self.kind == "command":
             return f"NOPERM {self.verbose}"
         return f"NOPERM No permissions to access a {self.kind}"
@@ -238,7 +240,9 @@ def digest(password: bytes) -> str:
 
 
 class User:
-    """A user and its rights. `commands` has the commands that it may run, `rules` the rules that they follow from."""
+    """A user and its rights. `commands` has the names of the commands that it may run, `rules` the ACL rules that
+    result in them.
+    """
 
     enabled = False
     no_password = False  # any password is accepted
@@ -269,11 +273,13 @@ class User:
         return self.keys.all(access)
 
     def may_use(self, key: bytes, access: int) -> bool:
-        """Return whether the user has `access` to a key, or to all keys with a KeyPrefix."""
+        """Return whether the user has `access` (READ, WRITE or both) to a key, or to all keys with a KeyPrefix."""
         return self.keys.cover(key, access)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
-        """Return whether the user may use a channel. With `as_pattern`, `channel` must equal one of its patterns."""
+        """Return whether the user may use a channel. With `as_pattern`, `channel` is a pattern, and must equal one of
+        the user's patterns.
+        """
         if as_pattern:
             return self.every_channel or channel in self.channels
         return any(True for _ in self.channels.matching(channel))
@@ -286,18 +292,20 @@ class User:
         return self.enabled and (self.no_password or any(known))
 
     def denial(self, spec: Spec, args: Sequence[Argument]) -> Denial | None:
-        """Return the missing right for a command with these arguments; None if it is allowed."""
+        """Return the first right that the user lacks for a command with these arguments; None if the command is
+        allowed.
+        """
         return next(filter(None, self.checks(spec, args)), None)
 
     def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
-        """Yield a Denial if the command is not allowed, then a Denial or None for each key and channel.
+        """Yield a Denial if the command is not allowed, then for each of its keys and channels a Denial or None.
 
-        `cost` is the cost of each.
+        Each step compares one key or channel with up to `cost` patterns, so that the caller can stop between two.
         """
         if spec.name not in self.commands:
             yield Denial("command", spec.name.encode(), spec.name, self.name)
         if spec.all_keys and not self.may_use_all(spec.access):
-            yield Denial("command", spec.name.encode(), spec.name, self.name, spelt(spec.access, b"*"))
+            yield Denial("command", spec.name.encode(), spec.name, self.name, rule_of(spec.access, b"*"))
         if not self.may_use_all(READ | WRITE):
             for key, access in spec.uses_of(args):
                 yield None if self.may_use(key, access) else Denial("key", bytes(key), spec.name, self.name)
@@ -314,11 +322,16 @@ class User:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def changed(self, rules: Iterable[bytes]) -> User:
-        """Return a copy of the user, changed by rules. Raises RuleError, which names the rule."""
+        """Return a copy of the user after the ACL rules were applied. Raises RuleError, which names the first invalid
+        rule.
+        """
         return self.after((rule, change_of(rule)) for rule in rules)
 
     def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """Return a copy of the user, changed by the results of `change_of`. Raises RuleError, which names the rule."""
+        """Return a copy of the user after changes. Each change is a rule and the result of `change_of` for it.
+
+        Raises RuleError, which names the first invalid rule.
+        """
         user = copy(self)
         user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
         user.keys, user.channels = self.keys.copy(), self.channels.copy()
@@ -333,7 +346,7 @@ class User:
         return user
 
     def become(self, other: User) -> None:
-        """Take over the rights and passwords of another user. The name stays."""
+        """Copy the rights and passwords of another user to this one. The name is not changed."""
         vars(self).update(vars(other) | {"name": self.name})
 
     def enable(self, enabled: bool) -> None:
@@ -350,7 +363,7 @@ class User:
         del self.passwords[hashed]
 
     def forget_passwords(self, *, then_any: bool) -> None:
-        """Remove all passwords. Then no password is accepted, or with `then_any` any password."""
+        """Remove all passwords. After that no password is accepted, or with `then_any` any password."""
         self.passwords.clear()
         self.no_password = then_any
 
@@ -379,7 +392,10 @@ class User:
         self.channels.add(b"*", b"*", glob(b"*"))
 
     def _allow(self, name: str, *, allowed: bool) -> None:
-        """Apply +name or -name: a command, a subcommand (`container|sub`), or a @category. Raises RuleError."""
+        """Apply the rule +name or -name to a command, a subcommand (`container|sub`), or a @category.
+
+        Raises RuleError for an unknown name.
+        """
         if name == "@all":
             self.every_command, self.rules = allowed, {}
             self.commands = {*TABLE, *ABSENT} if allowed else set()
@@ -430,9 +446,9 @@ class User:
 
 
 def change_of(rule: bytes) -> Change:
-    """Return the change that a rule makes to a user. An invalid rule raises RuleError when the change is applied.
+    """Return the function that applies an ACL rule to a user. If the rule is invalid, the function raises RuleError.
 
-    Compiling a long pattern takes some milliseconds.
+    This call compiles the rule's pattern, which takes some milliseconds if it is long.
     """
     word = rule.lower()
     if word in _WORDS:
@@ -448,7 +464,10 @@ def _refuse(why: str, user: User) -> None:
 
 
 def _argued(rule: bytes, word: bytes) -> Change:
-    """Return the change that a rule with an argument makes. Raises RuleError, PatternTooLong."""
+    """Return the function that applies a rule with an argument. `word` is the rule in lower case.
+
+    Raises RuleError, or PatternTooLong.
+    """
     sign = rule[:1]
     found = _KEY_RULE.match(rule)
     if (found or sign == b"&") and has_spaces(rule):
@@ -472,7 +491,11 @@ def _argued(rule: bytes, word: bytes) -> Change:
 
 @cache
 def _commands_named(name: str) -> frozenset[str]:
-    """Return the commands that a rule names, including those of Redis that do not exist here. Raises RuleError."""
+    """Return the names of the commands that a rule's name or @category includes, also of Redis commands that do not
+    exist here.
+
+    Raises RuleError for an unknown name.
+    """
     if name[:1] == "@":
         if name[1:] not in CATEGORIES:
             raise RuleError(_UNKNOWN)

@@ -28,7 +28,9 @@ log = logging.getLogger("kvpage")
 
 
 class UserFileError(ValueError):
-    """An invalid line of an aclfile or a configuration. The message has its place and the reason."""
+    """Error: a line of an aclfile or a `user` line of the configuration is invalid. The message has its place and the
+    reason.
+    """
 
 
 def _open_default() -> User:
@@ -49,14 +51,15 @@ class Users:
         return self.by_name[DEFAULT]
 
     def authenticate(self, name: bytes, password: bytes) -> User | None:
-        """Return the user of that name; None if it does not exist or does not accept the password."""
+        """Return the user of that name if it accepts the password; None if it does not, or does not exist."""
         user = self.by_name.get(name)
         return user if user is not None and user.accepts(password) else None
 
     def set(self, name: bytes, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """Create or change a user, and return it. Apply all of the rules or none. Raises RuleError.
+        """Create or change a user, and return it. Either all changes are applied or none. Raises RuleError.
 
-        The user's object stays the same, so the change applies to its clients at once.
+        A change is a rule and the result of `change_of` for it. The user's object stays the same, so the changes apply
+        to its connections immediately.
         """
         if not name:
             raise RuleError("Usernames can't be empty")
@@ -73,21 +76,21 @@ class Users:
         return user
 
     def require_password(self, password: str) -> None:
-        """Set the only password of the default user; with an empty one, any password is accepted."""
+        """Set the only password of the default user. If it is empty, the default user accepts any password."""
         raw = password.encode("utf-8", "surrogateescape")
         self.default.forget_passwords(then_any=not raw)
         if raw:
             self.default.passwords[digest(raw)] = None
 
     def load(self, lines: Iterable[tuple[str, list[bytes]]]) -> None:
-        """Replace the users, as `loading` does. Raises UserFileError."""
+        """Replace all users, as `loading`, but in one step. Raises UserFileError."""
         for _ in self.loading(lines):
             pass
 
     def loading(self, lines: Iterable[tuple[str, list[bytes]]]) -> Iterator[None]:
-        """Replace all users in steps, one for each line. A line has its place, and its words after `user`.
+        """Replace all users, in steps of one line each. A line is its place for errors, and its words after `user`.
 
-        The default user stays if it has no line. An invalid line raises UserFileError, and then nothing is changed.
+        The default user stays if it has no line. An invalid line raises UserFileError, and then no user is changed.
         """
         loaded, absent = dict[bytes, User](), set[str]()
         for where, words in lines:
@@ -108,14 +111,16 @@ class Users:
         self._absent |= absent
 
     def warn_of_absent(self) -> None:
-        """Log the commands in rules that Redis has and this server does not, each once."""
+        """Log a warning that names the commands in rules that Redis has and this server does not. Each is logged
+        once.
+        """
         named = self._absent - self._warned_of
         if named:
             self._warned_of |= named
             log.warning("rules of users name commands of Redis that do not exist here: %s", ", ".join(sorted(named)))
 
     def load_file(self, path: Path) -> None:
-        """Replace the users with those of an aclfile. Raises UserFileError, OSError."""
+        """Replace all users with those of an aclfile. Raises UserFileError for an invalid line, OSError."""
         self.load(lines_of(path))
 
     def lines(self) -> list[bytes]:
@@ -124,7 +129,10 @@ class Users:
 
 
 def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
-    """Return the place and the words of each line of an aclfile. Raises UserFileError, OSError."""
+    """Return the lines of an aclfile, each as its place for errors, and its words after `user`.
+
+    Raises UserFileError for another line, OSError.
+    """
     lines = []
     for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
         words = line.split()
@@ -138,14 +146,14 @@ def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
 
 
 def save_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write an aclfile, whole or not at all. Raises OSError."""
+    """Write an aclfile. If this fails with OSError, the old file is unchanged."""
     with replacing(path, keep_group=True) as file:
         file.writelines(line + b"\n" for line in lines)
 
 
 @dataclass(slots=True)
 class Refusal:
-    """An entry of ACL LOG: a refused attempt of a user, and the number of its repetitions."""
+    """An entry of ACL LOG: a refused command or login of a user, and the number of its repetitions."""
 
     reason: str  # auth, command, key or channel
     context: str  # toplevel or multi
@@ -160,7 +168,7 @@ class Refusal:
 
 
 class Refusals:
-    """The last refusals for ACL LOG, newest first. `limit` returns the number of entries to keep."""
+    """The last refusals, for ACL LOG, newest first. `limit` returns the number of entries to keep."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self.entries: deque[Refusal] = deque()
@@ -172,7 +180,9 @@ class Refusals:
         self.total = dict.fromkeys(("auth", "cmd", "key", "channel"), 0)  # for INFO
 
     def note(self, reason: str, context: str, what: bytes, user: bytes, client: str) -> None:
-        """Count a refusal, and add it to ACL LOG."""
+        """Count a refusal, and add it to ACL LOG. An equal refusal within _SAME_WITHIN seconds increases the count of
+        its entry.
+        """
         self.total["cmd" if reason == "command" else reason] += 1
         what, user, now = what[:_LONGEST], user[:_LONGEST], time.monotonic()
         for entry in self.entries:
