@@ -1,8 +1,8 @@
-"""A codec for each kind of mlx-lm's caches: its arrays, and their conversion to blocks and back.
+"""A codec for each kind of mlx-lm's caches: it describes the arrays of a layer, and converts them to blocks and back.
 
-A kind keeps either a row for each token, so that every prefix can be cut out (:class:`TokenLayer`), or a state that is
-valid only where it was taken (:class:`StateLayer`). A CacheList is split into its caches. A kind without a codec is
-refused.
+A cache has either a row for each token, so that every prefix of it can be used (:class:`TokenLayer`), or a state that
+is valid only at the position where it was captured (:class:`StateLayer`). A CacheList is split into its caches. A kind
+without a codec is refused.
 
 Contains: a module for each codec, and their shared parts. Excludes: models, and the ids of blocks.
 """
@@ -24,9 +24,9 @@ CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, Chunk
 
 
 def describe(index: int, cache: Any) -> Layer:
-    """Return the codec of a cache that has seen some tokens, in the layer `index` of the model.
+    """Return the codec of a cache that has processed some tokens, for the layer with index `index` of the model.
 
-    Raises UnsupportedCacheError, which names the layer and its kind, for a cache without a codec.
+    Raises UnsupportedCacheError, which names the layer and the kind of its cache, if there is no codec.
     """
     for codec in CODECS:
         if type(cache) is codec.KIND:  # a subclass may have more state

@@ -1,4 +1,6 @@
-"""ArraysCache: the state of a convolution or a recurrence, with the same size for every context length."""
+"""Codec of ArraysCache: the state of a convolution or a recurrence, which has the same size for every context length.
+And the splitting of CacheLists.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from .codec import CacheStateError, Matrices, StateLayer, UnsupportedCacheError,
 
 @dataclass(frozen=True, slots=True)
 class ArraysLayer(StateLayer):
-    """Codec of arrays ``[1, dim]``, ``[1, rows, dim]`` or ``[1, heads, rows, dim]``, the n-th in the n-th plane."""
+    """Codec of up to six arrays ``[1, dim]``, ``[1, rows, dim]`` or ``[1, heads, rows, dim]``. Array n is stored in
+    plane n.
+    """
 
     KIND: ClassVar[type] = ArraysCache
     RECURRENT: ClassVar[bool] = True
@@ -38,13 +42,13 @@ class ArraysLayer(StateLayer):
         return ArraysCache(len(self.shapes))
 
     def matrices(self, end: int) -> tuple[Matrices, ...]:
-        """Return the shapes of the state, which are the same after any number of tokens."""
+        """Return the shapes of the state. They do not depend on `end`, the number of tokens."""
         return tuple(
             Matrices(plane, *(1, 1, *shape[1:])[-3:-1]) for plane, shape in zip(self.planes, self.shapes, strict=True)
         )
 
     def capture(self, cache: ArraysCache) -> tuple[mx.array, ...]:
-        """Return a copy of the state of a cache that holds one sequence.
+        """Return a copy of the state of a cache with one sequence.
 
         Raises CacheStateError for a state of another shape: some states grow with the first tokens.
         """
@@ -71,10 +75,10 @@ def nesting(cache: Any) -> Nesting:
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
-    """Return all caches, and in place of a CacheList its caches."""
+    """Return all caches in order. A CacheList is replaced by the caches in it."""
     return [part for cache in caches for part in (parts(cache.caches) if type(cache) is CacheList else [cache])]
 
 
 def assemble(nestings: Iterable[Nesting], remaining: Iterator[Any]) -> list[Any]:
-    """Invert `parts`: take the caches for `nestings` from `remaining`."""
+    """Return caches with the given nestings, made of the caches in `remaining`, in order: the inverse of `parts`."""
     return [next(remaining) if inner is None else CacheList(*assemble(inner, remaining)) for inner in nestings]

@@ -1,7 +1,8 @@
-"""ChunkedKVCache: keys and values of the last tokens, cut at the front before every step of the model.
+"""Codec of ChunkedKVCache: keys and values of the last tokens. mlx-lm cuts off the oldest ones before every step of the
+model.
 
-Attention extends back to the beginning of the current chunk. Earlier rows are also kept: they add zeros to its sums,
-and the order of summation determines the last bits.
+Attention extends back to the beginning of the current chunk. Earlier rows are also stored: they add zeros to the sums,
+and the order of summation determines the last bits of the results.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from .codec import CacheStateError, Matrices, StateLayer, join, plane_of
 @dataclass(frozen=True, slots=True)
 class ChunkedLayer(StateLayer):
     """Codec of a cache that has, after n tokens, K and V of the last min(n, chunk): ``[heads, rows, head_dim]``, the
-    oldest first. A layer that keeps nothing has no planes."""
+    oldest first.
+
+    A layer without arrays has no planes.
+    """
 
     KIND: ClassVar[type] = ChunkedKVCache
     heads: tuple[int, ...]  # in each plane
@@ -43,9 +47,9 @@ class ChunkedLayer(StateLayer):
         return tuple(Matrices(plane, heads, rows) for plane, heads in zip(self.planes, self.heads, strict=True))
 
     def capture(self, cache: ChunkedKVCache) -> tuple[mx.array, ...]:
-        """Return a copy of the state of a cache that holds one sequence.
+        """Return a copy of the rows of a cache with one sequence.
 
-        Raises CacheStateError for a cache that was trimmed to less than its chunk.
+        Raises CacheStateError for a cache that was trimmed to fewer rows than its chunk.
         """
         if not self.planes:
             return ()

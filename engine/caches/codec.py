@@ -1,4 +1,4 @@
-"""The interface of a codec, which stores and restores one kind of cache.
+"""The interface of a codec, which stores and restores one kind of mlx-lm's caches.
 
 To add a kind, write a module in this package with a frozen dataclass that derives from :class:`TokenLayer` or
 :class:`StateLayer`, and add the class to CODECS in ``engine.caches``. Nothing else changes: names, files, pages and
@@ -38,15 +38,15 @@ MLX_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
 class UnsupportedCacheError(TypeError):
-    """Error: a kind of cache cannot be stored and restored exactly; the message names it."""
+    """Error: a kind of cache cannot be stored and restored exactly. The message names the kind."""
 
 
 class CacheStateError(ValueError):
-    """Error: a cache of a supported kind does not have the usual content for its number of tokens."""
+    """Error: the content of a cache is not the usual one of its kind for its number of tokens."""
 
 
 class Matrices(NamedTuple):
-    """Shape of a layer's array in one plane: ``[heads, rows, plane.head_dim]``, a page for each head."""
+    """Shape of one array of a layer, which is one plane: ``[heads, rows, plane.head_dim]``. Each head is a page."""
 
     plane: Plane
     heads: int
@@ -62,8 +62,8 @@ class Matrices(NamedTuple):
 
 
 def plane_of(kv_type: int, array: mx.array) -> Plane:
-    """Return the plane that holds `array`, whose last axis is a page's row. Raises UnsupportedCacheError for its
-    dtype.
+    """Return the plane for an array, whose last axis is a row of a page. Raises UnsupportedCacheError for an
+    unsupported dtype.
     """
     try:
         return Plane(int(kv_type), DTYPES[array.dtype], array.shape[-1])
@@ -76,11 +76,11 @@ def plane_of(kv_type: int, array: mx.array) -> Plane:
 
 
 def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]]:
-    """Split each plane ``[1, heads, >= edges[-1], dim]`` at `edges`: return copies ``[heads, rows, dim]``, a list for
-    each two neighbours of `edges`, in the order of the planes.
+    """Copy the rows between each two neighbours of `edges` (token positions) from planes ``[1, heads, >= edges[-1],
+    dim]``.
 
-    Planes with rows of the same size and dtype are copied together, because there are many: a context of 32 blocks in
-    48 layers has 3,072 copies.
+    Return for each two neighbours a list with a copy ``[heads, rows, dim]`` of each plane. Planes with rows of the same
+    size and dtype are copied together, because there are many: a context of 32 blocks in 48 layers has 3,072 copies.
     """
     if len(edges) < 2:
         return []
@@ -98,10 +98,11 @@ def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]
 
 
 def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
-    """Return ``[1, heads, capacity, dim]`` with the first `tokens` tokens of the pieces, then zeros up to the capacity
-    that mlx-lm would allocate.
+    """Concatenate pieces ``[heads, rows, dim]`` of one plane to a buffer ``[1, heads, capacity, dim]`` of mlx-lm's
+    cache.
 
-    All pieces except the last one are used completely.
+    It has the first `tokens` tokens, then zeros up to the capacity that mlx-lm would allocate. All pieces except the
+    last one are used completely.
     """
     *full, last = pieces
     heads, _, dim = last.shape
@@ -114,19 +115,21 @@ def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
 
 
 def _split(plane: mx.array, edges: Sequence[int]) -> list[mx.array]:
-    """Return the rows of a plane between the edges, as words. Nothing is copied yet."""
+    """Return the rows of a plane between each two neighbours of `edges`, as elements of the dtype `_word`, without a
+    copy.
+    """
     rows = plane.view(_word(plane))[0, :, edges[0] : edges[-1]]
     return cast(list[mx.array], mx.split(rows, [edge - edges[0] for edge in edges[1:-1]], axis=1))
 
 
 def _word(array: mx.array) -> mx.Dtype:
-    """Return the largest type in which rows can be copied: on a CPU, MLX copies strided arrays value by value."""
+    """Return the largest dtype as which rows can be copied. On a CPU, MLX copies strided arrays element by element."""
     row = array.shape[-1] * array.itemsize
     return next((word for word in (mx.uint64, mx.uint32, mx.uint16) if row % word.size == 0), array.dtype)
 
 
 class CacheCodec(ABC):
-    """Description of one cache of one layer: its arrays, as planes of pages. A codec contains no cache."""
+    """Description of one cache of one layer: its arrays, as planes of pages. It contains no data of the cache."""
 
     __slots__ = ()
     KIND: ClassVar[type]  # exactly mlx-lm's class: a subclass may have more state
@@ -136,8 +139,9 @@ class CacheCodec(ABC):
     @classmethod
     @abstractmethod
     def describe(cls, cache: Any) -> Self:
-        """Return the codec of a cache that has seen some tokens. Raises UnsupportedCacheError for a cache that
-        it does not support.
+        """Return the codec of a cache that has processed some tokens.
+
+        Raises UnsupportedCacheError for a cache that the codec does not support.
         """
 
     @abstractmethod
@@ -146,38 +150,40 @@ class CacheCodec(ABC):
 
     @abstractmethod
     def matrices(self, tokens: int, /) -> tuple[Matrices, ...]:
-        """Return the shapes of the planes, for `tokens` tokens or for the state after them."""
+        """Return the shape of each plane, for `tokens` tokens, or for the state after them."""
 
     @property
     def packed(self) -> tuple[int, int] | None:
-        """The bits of a value and the values in a group; None if the cache is not quantised."""
+        """Bits of a quantised value, and number of values in a group; None if the cache is not quantised."""
         return None
 
 
 class TokenLayer(CacheCodec):
-    """Codec of a cache with a row for each token, so that every prefix can be cut out."""
+    """Codec of a cache with a row for each token, so that every prefix of it can be used."""
 
     __slots__ = ()
 
     @abstractmethod
     def arrays(self, cache: Any) -> tuple[mx.array, ...]:
-        """Return the arrays of a cache with one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
+        """Return the arrays of a cache with one sequence, one for each plane: ``[1, heads, >= offset, dim]``."""
 
     @abstractmethod
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> Any:
-        """Return a cache with the first `tokens` tokens of the `pieces`, ``[heads, rows, dim]`` for each plane."""
+        """Return a cache with the first `tokens` tokens of the `pieces`. Each piece has an array ``[heads, rows, dim]``
+        for each plane.
+        """
 
 
 class StateLayer(CacheCodec):
-    """Codec of a cache with a state, which is valid only at the position where it was taken."""
+    """Codec of a cache with a state, which is valid only at the position where it was captured."""
 
     __slots__ = ()
 
     @abstractmethod
     def capture(self, cache: Any) -> tuple[mx.array, ...]:
-        """Return a copy of the state of a cache that holds one sequence, one array for each plane.
+        """Return a copy of the state of a cache with one sequence, one array for each plane.
 
-        Raises CacheStateError for a cache whose content does not match its kind and number of tokens.
+        Raises CacheStateError for a cache whose content does not fit its kind and number of tokens.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""KVCache: keys and values of every token. Their dimensions may differ, as in latent attention.
+"""Codec of KVCache: keys and values of every token. Their dimensions may differ, as in latent attention.
 
 The values may be empty: the index of sparse attention has only keys. Then they have no plane.
 """
@@ -19,8 +19,9 @@ from .codec import Matrices, TokenLayer, join, plane_of
 
 @dataclass(frozen=True, slots=True)
 class FullLayer(TokenLayer):
-    """Codec of ``[heads, tokens, head_dim]`` in the planes K and V, or only in K. A layer that keeps nothing has no
-    planes."""
+    """Codec of ``[heads, tokens, head_dim]`` in the planes K and V, or only in K. A layer without arrays has no
+    planes.
+    """
 
     KIND: ClassVar[type] = KVCache
     heads: tuple[int, ...]  # of keys and of values

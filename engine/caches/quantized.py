@@ -1,4 +1,6 @@
-"""QuantizedKVCache: packed values with scales and biases. They are never quantised again."""
+"""Codec of QuantizedKVCache: packed values with scales and biases. They are stored as they are, without another
+quantisation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer(TokenLayer):
     """Codec of six planes: K and V packed in uint32, ``[heads, tokens, head_dim * bits / 32]``, then the scales and
-    biases of K and of V, ``[heads, tokens, head_dim / group_size]`` in the model's dtype."""
+    biases of K and of V, ``[heads, tokens, head_dim / group_size]`` in the model's dtype.
+    """
 
     KIND: ClassVar[type] = QuantizedKVCache
     heads: tuple[int, ...]  # in each plane
@@ -58,8 +61,8 @@ class QuantizedLayer(TokenLayer):
 
 
 def quantised(cache: Any, group_size: int, bits: int) -> Any:
-    """Return an empty cache with values of `bits` bits in place of an empty KVCache, also within a CacheList. Return
-    other caches unchanged.
+    """Return an empty QuantizedKVCache in place of an empty KVCache, also within a CacheList. Other caches are returned
+    unchanged.
     """
     if type(cache) is CacheList:
         return CacheList(*(quantised(part, group_size, bits) for part in cache.caches))

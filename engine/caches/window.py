@@ -1,7 +1,7 @@
-"""RotatingKVCache: keys and values of the last tokens, in a ring.
+"""Codec of RotatingKVCache: keys and values of the last tokens, in a ring buffer.
 
-The state is stored in temporal order, so that pages do not depend on the beginning of the ring. The ring's index is
-stored with it, because sums over a rotated ring differ in their last bits.
+The state is stored in temporal order, so that pages do not depend on the position of the ring's beginning. The ring's
+index is stored with it, because sums over a rotated ring differ in their last bits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _INDEX = Plane(int(KVType.K_SCALES), DType.UINT32, 1)  # the plane of the ring's
 @dataclass(frozen=True, slots=True)
 class WindowLayer(StateLayer):
     """Codec of a cache that has, after n tokens, K and V of the last min(n, window): ``[heads, rows, head_dim]``, the
-    oldest first. The next plane has the ring's index: the end of the youngest row. A layer that keeps nothing has no
-    planes."""
+    oldest first.
+
+    A further plane has the ring's index: the end of the youngest row. A layer without arrays has no planes.
+    """
 
     KIND: ClassVar[type] = RotatingKVCache
     heads: tuple[int, ...]  # in each plane
@@ -62,7 +64,7 @@ class WindowLayer(StateLayer):
         return keys, values, mx.array([[[index]]], mx.uint32)
 
     def restore(self, state: Sequence[mx.array], end: int) -> RotatingKVCache:
-        """Return the cache after `end` tokens, with its ring rotated as before."""
+        """Return the cache after `end` tokens, with its ring rotated as at the time of `capture`."""
         cache = self.empty()
         if not self.planes:
             return cache

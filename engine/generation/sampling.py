@@ -1,4 +1,4 @@
-"""mlx-lm's sampling, with a separate key for every answer.
+"""Samplers as mlx-lm's, with a separate random key for every answer.
 
 mlx-lm's samplers share one random generator, so an answer's random numbers depend on the other answers in the batch.
 Here an answer with a seed is always the same.
@@ -20,11 +20,11 @@ LEAST_TOP_P = 1e-6  # the likeliest token of a large vocabulary has a higher pro
 
 
 def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> Sampler | None:
-    """Return a sampler that draws from the likeliest tokens with a total probability of `top_p`, at `temperature`.
+    """Return a sampler for one answer, to be used on one thread. None stands for the likeliest token.
 
-    Without `seed`, the system's random generator seeds it. If `top_p` is below LEAST_TOP_P or `temperature` below COLD,
-    return None, which stands for the likeliest token. A sampler is for one thread and one answer. Raises ValueError for
-    values out of range.
+    It draws at `temperature` from the likeliest tokens with a total probability of `top_p`. Without `seed`, the
+    system's random generator seeds it. The result is None if `top_p` is below LEAST_TOP_P or `temperature` below COLD.
+    Raises ValueError for a negative `temperature`, or a `top_p` outside 0 to 1.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
@@ -45,19 +45,20 @@ def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> 
 
 
 class SamplerError(ValueError):
-    """A sampler's result is no token."""
+    """Error: the result of a caller's sampler is not a token id of the model."""
 
 
 class Guarded:
-    """Wrapper of a caller's sampler. It stores an exception, or a value that is no token, which `check` raises later.
-    Until then the batch continues with a token that is not used."""
+    """Wrapper of a caller's sampler, for use in a batch. It stores an exception of the sampler, or a result that is not
+    a token id, until `check` raises it. Until then the batch continues with a token that is not used.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._drawn: deque[mx.array | Exception] = deque()  # sampled but not yet checked, two at most
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Return a token id ``[1]`` for log-probabilities ``[1, vocabulary]``; it is always an id of the vocabulary."""
+        """Return a token id ``[1]`` for log-probabilities ``[1, vocabulary]``. It is always an id of the vocabulary."""
         try:
             drawn = self._sampler(logprobs)
             if not isinstance(drawn, mx.array) or drawn.shape != (1,) or not mx.issubdtype(drawn.dtype, mx.integer):
@@ -69,7 +70,9 @@ class Guarded:
         return mx.clip(drawn, 0, logprobs.shape[-1] - 1)
 
     def check(self, token: int) -> None:
-        """Raise the stored error of the next token, if there is one. `token` is the id that the batch has used."""
+        """Raise the stored error of the next sampled token, if there is one. `token` is the id with which the batch has
+        continued.
+        """
         drawn = self._drawn.popleft()
         if isinstance(drawn, Exception):
             raise drawn

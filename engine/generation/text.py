@@ -1,4 +1,4 @@
-"""The text of tokens: the bytes of one token, and the continuation of a prompt by the tokens of an answer."""
+"""The text of tokens: the bytes of one token, and the text of an answer after a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a single 
 
 
 class Detokenizer(Protocol):
-    """The interface of mlx-lm's StreamingDetokenizer that the engine uses."""
+    """Interface of mlx-lm's StreamingDetokenizer that the engine uses."""
 
     @property
     def text(self) -> str:
@@ -32,8 +32,9 @@ class Detokenizer(Protocol):
 
 
 class TokenText:
-    """Spelling of one tokenizer's tokens. A token without an entry in the vocabulary, such as a padding row of the
-    model, has no text."""
+    """Conversion of one tokenizer's tokens to text. A token without an entry in the vocabulary, such as a padding row
+    of the model, has no text.
+    """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
@@ -45,8 +46,9 @@ class TokenText:
             self._spell = _sentence_piece
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes that a token adds to a text; None for a part of a character, if the tokenizer does not
-        provide its bytes.
+        """Return the bytes of UTF-8 that a token adds to a text.
+
+        Return None for a part of a character if the tokenizer does not provide its bytes.
         """
         piece = self.piece(token)
         if piece is None:
@@ -58,21 +60,22 @@ class TokenText:
         return None if REPLACEMENT in text else text.encode()
 
     def piece(self, token: int) -> str | None:
-        """Return the vocabulary's entry for a token; None if there is none."""
+        """Return the entry of the vocabulary for a token id; None if there is none."""
         if token >= len(self._tokenizer) and not getattr(self._tokenizer, "is_fast", False):
             return None  # tokenizers in Python raise all kinds of errors
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
         return piece
 
     def as_generated(self) -> Detokenizer:
-        """Return a detokenizer for the text that mlx_lm.generate makes, which drops the first space."""
+        """Return a detokenizer whose text equals that of mlx_lm.generate, without the first space."""
         detokenizer = self._tokenizer.detokenizer
         size = len(detokenizer.tokenmap) if self._spell else None
         return _Known(detokenizer, lambda token: self.piece(token) is not None and (size is None or token < size))
 
     def after(self, prompt: Sequence[int]) -> Detokenizer:
-        """Return a detokenizer for the continuation of a prompt: the text of prompt and answer without the text
-        of the prompt. A character that the prompt begins and the answer completes belongs to the answer.
+        """Return a detokenizer for an answer: its text is that of prompt and answer, without the text of the prompt.
+
+        A character that the prompt begins and the answer completes belongs to the answer.
         """
         if self._spell:
             return _Bytes(self, prompt)
@@ -84,19 +87,20 @@ class TokenText:
 
 
 def rendering(tokenizer: TokenizerWrapper) -> Callable[[list[dict[str, Any]], bool], str]:
-    """Return a function that renders messages with the tokenizer's chat template, in this process. Its second argument
-    says whether to add the beginning of the next answer."""
+    """Return a function that renders messages with the tokenizer's chat template, in this process.
+
+    Its second argument says whether to add the beginning of the next answer.
+    """
     return lambda messages, asks: str(
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
     )
 
 
 def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
-    """Return whether the chat template puts a space before an answer, in addition to the answer's own. If it does, a
-    space at the beginning of an answer is removed from the reply, so that the next prompt has the same tokens.
+    """Return whether the chat template puts a space before an answer, in addition to the answer's own.
 
-    `render` renders messages, with the beginning of the next answer if its second argument is true. If it raises an
-    exception, return False.
+    If it does, the API removes a space at the beginning of an answer from the reply, so that the next prompt has the
+    same tokens. `render` is a function from `rendering`. If it raises an exception, return False.
     """
     asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": " b"}
     try:
@@ -107,7 +111,7 @@ def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -
 
 
 class _Known:
-    """Wrapper of mlx-lm's detokenizer that skips the tokens it cannot spell."""
+    """Wrapper of mlx-lm's detokenizer that skips tokens without text."""
 
     def __init__(self, detokenizer: Any, known: Callable[[int], bool]) -> None:
         self._detokenizer = detokenizer
@@ -126,7 +130,7 @@ class _Known:
 
 
 class _Bytes:
-    """Detokenizer of a continuation, for tokenizers that provide the bytes of each token."""
+    """Detokenizer of an answer, for tokenizers that provide the bytes of each token."""
 
     def __init__(self, tokens: TokenText, prompt: Sequence[int]) -> None:
         self.text = ""
@@ -147,8 +151,9 @@ class _Bytes:
 
 
 class _Windowed:
-    """Detokenizer of a continuation, for other tokenizers. It decodes new tokens together with the tokens before them,
-    and removes the text of the latter."""
+    """Detokenizer of an answer, for other tokenizers. It decodes new tokens together with some tokens before them, and
+    removes the text of the latter.
+    """
 
     def __init__(self, tokens: TokenText, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
         self.text = ""
@@ -170,7 +175,9 @@ class _Windowed:
         self._read(0)
 
     def _read(self, most: int) -> None:
-        """Add the text of the held tokens. A character may be incomplete for `most` tokens."""
+        """Add the text of the held tokens. Up to `most` held tokens may be an incomplete character, which stays
+        held.
+        """
         text = self._decode([*self._before, *self._held])
         if text.endswith(REPLACEMENT) and len(self._held) <= most:
             return
@@ -179,7 +186,7 @@ class _Windowed:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return the byte for each character of the alphabet of byte-level vocabularies, which is GPT-2's."""
+    """Return the byte of each character in the alphabet of byte-level vocabularies, which is that of GPT-2."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -190,7 +197,10 @@ assert _ALPHABET.keys() == set(ByteLevel.alphabet())
 
 
 def _byte_level(piece: str) -> bytes:
-    """Decode a piece like the tokenizers package: bytes if it has only characters of the byte alphabet, else text."""
+    """Return the bytes of a vocabulary entry as the tokenizers package decodes it.
+
+    An entry with a character outside of the byte alphabet is text.
+    """
     try:
         return bytes([_ALPHABET[character] for character in piece])
     except KeyError:
@@ -224,7 +234,7 @@ class AnswerText:
 
     @property
     def text(self) -> str:
-        """The whole text of a finished answer, without a stop string and the text after it."""
+        """The whole text of the answer, without the stop string and the text after it. Final after `finish`."""
         return self._text
 
     def add(self, token: int) -> None:
@@ -233,7 +243,7 @@ class AnswerText:
             self._look()
 
     def finish(self) -> None:
-        """End the text: no token follows, so text that was held back is final."""
+        """End the text, because no token follows. Text that was held back becomes final."""
         if not self.stopped:
             self._detokenizer.finalize()
             self._look()
@@ -257,7 +267,7 @@ class AnswerText:
         self._held = 0 if self.stopped else self._beginning_of_a_stop()
 
     def _beginning_of_a_stop(self) -> int:
-        """Return the length of the longest end of the text that is the beginning of a stop string."""
+        """Return the length in characters of the longest end of the text with which a stop string may begin."""
         lengths = range(min(self._longest - 1, len(self._text)), 0, -1)
         ends = (length for length in lengths if any(word.startswith(self._text[-length:]) for word in self._stop))
         return next(ends, 0)

@@ -10,7 +10,7 @@ MAX_TOKEN_IDS = 2**32  # a chain hash covers four bytes of each id
 
 
 class PromptError(ValueError):
-    """A prompt that the model cannot process."""
+    """Error: the model cannot process a prompt."""
 
 
 class EmptyPromptError(PromptError):
@@ -18,15 +18,17 @@ class EmptyPromptError(PromptError):
 
 
 class PromptTooLongError(PromptError):
-    """A prompt that leaves no room for an answer in the model's context."""
+    """Error: a prompt leaves no room for an answer in the model's context."""
 
 
 class UnknownTokenError(PromptError):
-    """A prompt with an id that is not in the model's vocabulary."""
+    """Error: a prompt has an id that is not in the model's vocabulary, or is not a sequence of ids."""
 
 
 def token_ids(tokens: Any, vocabulary: int = MAX_TOKEN_IDS) -> list[int]:
-    """Return `tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for any other value."""
+    """Return `tokens`, a sequence or an array, as a list of ids below `vocabulary`. Raises UnknownTokenError if that is
+    not possible.
+    """
     tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # elements of an array are not of the type int
     if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | bytearray | memoryview | Mapping):
         raise UnknownTokenError(f"a prompt in tokens is a sequence of their ids, got {type(tokens).__name__}")
@@ -40,7 +42,7 @@ def token_ids(tokens: Any, vocabulary: int = MAX_TOKEN_IDS) -> list[int]:
 
 
 def _token_id(token: Any) -> int:
-    """Convert a scalar of an array to an int. Raises UnknownTokenError for a bool or another type of value."""
+    """Return a scalar of an array as an int. Raises UnknownTokenError for a bool or a value that is not an integer."""
     try:
         if isinstance(token, bool):
             raise TypeError
@@ -50,7 +52,10 @@ def _token_id(token: Any) -> int:
 
 
 def check_prompt(tokens: Sequence[int], vocabulary: int, context: int | None) -> None:
-    """Raise EmptyPromptError, PromptTooLongError or UnknownTokenError for a prompt that the model cannot process."""
+    """Raise EmptyPromptError, PromptTooLongError or UnknownTokenError for a prompt that the model cannot process.
+
+    `vocabulary` is the number of token ids, `context` the length of the model's context in tokens, None if unlimited.
+    """
     if not tokens:
         raise EmptyPromptError("a prompt has at least one token")
     if context and len(tokens) >= context:
@@ -59,7 +64,9 @@ def check_prompt(tokens: Sequence[int], vocabulary: int, context: int | None) ->
 
 
 def check_answer(max_tokens: int, stop: Sequence[str], logprobs: int, vocabulary: int) -> None:
-    """Raise ValueError for limits that an answer cannot have."""
+    """Raise ValueError for a limit that an answer cannot have: `max_tokens` below 1, an empty stop string, or too many
+    `logprobs`.
+    """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     if not all(stop):
@@ -69,8 +76,9 @@ def check_answer(max_tokens: int, stop: Sequence[str], logprobs: int, vocabulary
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of `text`, encoded as by mlx_lm.generate. Raises UnknownTokenError if UTF-8 cannot encode
-    it."""
+    """Return the token ids of a text, encoded as by mlx_lm.generate. Raises UnknownTokenError if it is not valid
+    Unicode.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can contain

@@ -1,4 +1,4 @@
-"""Generators for prompts that mlx-lm cannot batch, and for short questions in one pass.
+"""Generators: one for prompts that mlx-lm cannot batch, and one that computes short questions in one pass.
 
 Both have the methods of mlx-lm's BatchGenerator. `UnbatchedGenerator.next` adds a token to every answer and a chunk to
 one prompt, in rotation. So a long prompt delays the others by no more than a chunk, and a short prompt waits for one
@@ -40,13 +40,16 @@ class _Question:
 
 
 class OnePassGenerator:
-    """mlx-lm's BatchGenerator, with one pass for the first token of a single short question after a context."""
+    """mlx-lm's BatchGenerator, with one addition: a single short question after a restored context gets its first token
+    in one pass of the model instead of two.
+    """
 
     def __init__(
         self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int, short: int = SHORT_TOKENS
     ) -> None:
-        """Start a batch. `prefill_step_size` is the number of tokens in a chunk of a prompt; `short` is the most tokens
-        of a question that takes one pass."""
+        """Create a generator without prompts. `prefill_step_size` is the number of tokens in a chunk of a prompt,
+        `short` the largest number of tokens of a question that is computed in one pass.
+        """
         self._model = model
         self._short = short
         self._stop_tokens = frozenset(stop_tokens)
@@ -65,7 +68,7 @@ class OnePassGenerator:
         all_tokens: Sequence[Sequence[int]],
         samplers: Sequence[Sampler | None],
     ) -> list[int]:
-        """Add prompts, as in BatchGenerator, and return their uids."""
+        """Add prompts, as in mlx-lm's BatchGenerator, and return their uids."""
         uids = []
         for parts, left, cache, before, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
             uids.append(next(self._uids))
@@ -76,7 +79,10 @@ class OnePassGenerator:
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """Advance all answers by a token and the prompts by a chunk. A single waiting question gets its first token."""
+        """Advance all answers by a token and the prompts by a chunk. A single short question gets its first token.
+
+        Return the progress of prompts, and the next tokens of answers.
+        """
         prompts, tokens = self._batch.next()
         prompts = [self._ours(response) for response in prompts]
         tokens = [self._ours(response) for response in tokens]
@@ -92,7 +98,7 @@ class OnePassGenerator:
         return prompts, tokens
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[list[Any], list[int]]]:
-        """Return the caches of these sequences, and the tokens that they hold."""
+        """Return for each of these uids the cache, and the tokens that the cache has."""
         found = self._batch.extract_cache([self._inner[uid] for uid in uids if uid in self._inner])
         waiting = {question.uid: (question.cache, question.before) for question in self._questions}
         return {self._outer[uid]: held for uid, held in found.items()} | {
@@ -135,7 +141,7 @@ class OnePassGenerator:
         return replace(response, uid=self._outer[response.uid])
 
     def _answer(self, question: _Question) -> NextToken:
-        """Return the first token of an answer. The batch continues from it, unless it is the last one."""
+        """Compute a question in one pass, and return the first token of its answer. The batch continues after it."""
         with mx.stream(generation_stream):
             logprobs = logprobs_after(self._model, mx.array(question.tokens), question.cache)
             token = cast(int, (question.sampler or likeliest)(logprobs).item())
@@ -163,7 +169,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """The next token of an answer; with the last token, the context of the answer."""
+    """The next token of an answer. The last token also has the cache of prompt and answer."""
 
     uid: int
     token: int
@@ -187,7 +193,7 @@ class _Sequence:
 
 
 class UnbatchedGenerator:
-    """Generator that runs each prompt separately, in turns."""
+    """Generator that runs the model for one prompt at a time, in turns."""
 
     def __init__(
         self,
@@ -198,8 +204,11 @@ class UnbatchedGenerator:
         quantised_from: int = 0,
         quantised: Callable[[list[Any]], list[Any]] = list,
     ) -> None:
-        """Start without prompts. `prefill_step_size` is the number of tokens in a chunk of a prompt. An empty cache is
-        passed to `quantised` when `quantised_from` tokens of its prompt are computed, or all but the last token."""
+        """Create a generator without prompts. `prefill_step_size` is the number of tokens in a chunk of a prompt.
+
+        A new cache is passed to `quantised` when `quantised_from` tokens of its prompt were computed, or all but the
+        last token.
+        """
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)
         self._chunk = prefill_step_size
@@ -221,7 +230,7 @@ class UnbatchedGenerator:
         """Add prompts after the tokens in their caches, and return their uids. No chunk of a prompt crosses the end of
         one of its `segments`.
 
-        The generator takes ownership of the caches.
+        `all_tokens` are the tokens that each cache has. The generator takes ownership of the caches.
         """
         added = []
         for parts, left, cache, tokens, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
@@ -233,7 +242,9 @@ class UnbatchedGenerator:
         return [sequence.uid for sequence in added]
 
     def next(self) -> tuple[list[Progress], list[NextToken]]:
-        """Advance every answer by a token, then one prompt by a chunk."""
+        """Advance every answer by a token, then one prompt by a chunk. Return the progress of the prompt, and the next
+        tokens.
+        """
         self._steps += 1
         if self._steps % 512 == 0:
             mx.clear_cache()
@@ -243,7 +254,7 @@ class UnbatchedGenerator:
             return [self._read(self._prompts.popleft())] if self._prompts else [], tokens
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[list[Any], list[int]]]:
-        """Return the caches of these sequences, and the tokens that they hold."""
+        """Return for each of these uids the cache, and the tokens that the cache has."""
         return {
             sequence.uid: (sequence.cache, sequence.tokens)
             for sequence in (*self._prompts, *self._answers)
@@ -258,7 +269,9 @@ class UnbatchedGenerator:
         """Do nothing."""
 
     def _read(self, sequence: _Sequence) -> Progress:
-        """Compute the next chunk of a prompt, or sample the first token of its answer."""
+        """Compute the next chunk of a prompt, or, if only its last token is left, sample the first token of its
+        answer.
+        """
         segment = sequence.segments[0]
         if len(sequence.segments) == 1:
             self._sample(sequence, mx.array(segment))
@@ -283,7 +296,7 @@ class UnbatchedGenerator:
             sequence.cache, sequence.whole = self._quantised(sequence.cache), 0
 
     def _generate(self, sequence: _Sequence) -> NextToken:
-        """Return the token that was sampled last, and start to compute the token after it."""
+        """Return the token that was sampled in the last step, and start to compute the next one."""
         upcoming, logprobs = sequence.upcoming, sequence.logprobs
         assert upcoming is not None
         assert logprobs is not None
@@ -298,18 +311,22 @@ class UnbatchedGenerator:
         return NextToken(sequence.uid, token, logprobs[0], reason, sequence.cache, sequence.tokens)
 
     def _sample(self, sequence: _Sequence, tokens: mx.array) -> None:
-        """Start to compute the token that follows `tokens`."""
+        """Start to compute the token that follows `tokens` ``[n]``."""
         sequence.logprobs = logprobs_after(self._model, tokens, sequence.cache)
         sequence.upcoming = sequence.sampler(sequence.logprobs)
         mx.async_eval(sequence.upcoming)  # type: ignore[no-untyped-call]
 
 
 def logprobs_after(model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
-    """Add `tokens` ``[n]`` to the cache, and return the log-probabilities of the next token, ``[1, vocabulary]``."""
+    """Run the model for `tokens` ``[n]``, which the cache then has. Return the log-probabilities of the next token,
+    ``[1, vocabulary]``.
+    """
     logits: mx.array = model(tokens[None], cache=cache)[:, -1]
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def likeliest(logprobs: mx.array) -> mx.array:
-    """Return the likeliest token ids ``[batch]``, as the sampler for temperature 0."""
+    """Return the likeliest token ids ``[batch]`` for log-probabilities ``[batch, vocabulary]``: the sampler of
+    temperature 0.
+    """
     return mx.argmax(logprobs, axis=-1)

@@ -16,11 +16,11 @@ Arrays = tuple[tuple[mx.array, ...], ...]  # [layer][plane] is [heads, rows, hea
 
 
 class BlockError(ValueError):
-    """Error: blocks with invalid counts, shapes or ids."""
+    """Error: blocks have invalid counts, shapes or ids."""
 
 
 class IncompatibleBlocksError(BlockError):
-    """Error: blocks of another model, dtype or block size."""
+    """Error: blocks were made by another model, or with another dtype or block size."""
 
 
 def check_agent_id(agent_id: str) -> str:
@@ -32,11 +32,11 @@ def check_agent_id(agent_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """The caches of `tokens` consecutive tokens in every layer. A block never changes, so that holders can share it.
+    """The caches of `tokens` consecutive tokens in every layer. A block never changes, so several owners can share it.
 
-    ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i keeps a row for each token:
-    keys (after rotary embedding), then values. It is empty for a layer that carries a state instead. ``state`` has the
-    states after the block's last token; None if they were not taken there. ``inner[n]`` has the states after n of its
+    ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i has a row for each token:
+    keys (after rotary embedding), then values. It is empty for a layer with a state. ``state`` has the states of the
+    layers after the block's last token; None if they were not captured. ``inner[n]`` has the states after its first n
     tokens, fewer than all, because a prompt may end within a block.
     """
 
@@ -48,7 +48,7 @@ class KVBlock:
 
     @property
     def states(self) -> dict[int, Arrays]:
-        """The states, by the number of tokens of this block before each, in order."""
+        """All states of the block, by the number of its tokens before each, in order."""
         end = {} if self.state is None else {self.tokens: self.state}
         return dict(sorted(self.inner.items())) | end
 
@@ -57,7 +57,7 @@ class KVBlock:
         return sum(array.nbytes for layer in (*self.layers, *chain(*self.states.values())) for array in layer)
 
     def with_state(self, after: int, state: Arrays) -> KVBlock:
-        """Return a copy of this block with the state after `after` of its tokens."""
+        """Return a copy of the block that also has the state after the first `after` of its tokens."""
         if after == self.tokens:
             return replace(self, state=state)
         return replace(self, inner={**self.inner, after: state})
@@ -65,7 +65,7 @@ class KVBlock:
     def validate(self, spec: ModelCacheSpec, end: int) -> None:
         """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` requires.
 
-        `end` is the position after the block's last token.
+        `end` is the position in the context after the block's last token.
         """
         _check(self.layers, spec.token_shapes(self.tokens), spec, "a block")
         for after, state in self.states.items():
@@ -86,10 +86,11 @@ def _check(arrays: Arrays, shapes: Shapes, spec: ModelCacheSpec, what: str) -> N
 
 
 def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
-    """Return the arrays of `shapes`, evaluated, as views of `memory`, which holds their bytes in canonical order.
+    """Return arrays of these shapes as views of `memory`, a uint8 array with their bytes in the order of a block's
+    body.
 
-    Only arrays at an address that is not aligned for their dtype are copied. Raises BlockError for a `memory` of
-    another length.
+    They are evaluated. Only arrays at an address that is not aligned for their dtype are copied. Raises BlockError for
+    a `memory` of another length.
     """
     needed = sum(kept.nbytes for layer in shapes for kept in layer)
     if memory.size != needed:
@@ -112,7 +113,7 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
 
 
 def block_names(tokens: Sequence[int], spec: ModelCacheSpec, agent_id: str = "") -> tuple[str, ...]:
-    """Return the chain hashes of all blocks of an agent's `tokens`, including a partial last one."""
+    """Return the chain hashes of all blocks of an agent's context with these tokens, including a partial last block."""
     chain = spec.chain(agent_id, tokens)
     names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, chain)
     if tail := tokens[len(names) * spec.block_tokens :]:
@@ -122,7 +123,7 @@ def block_names(tokens: Sequence[int], spec: ModelCacheSpec, agent_id: str = "")
 
 
 def states_of(blocks: Sequence[KVBlock]) -> dict[int, Arrays]:
-    """Return the states of consecutive blocks from the beginning of a context, by position, in order."""
+    """Return the states in a context's first blocks, by position in the context, in order."""
     starts = accumulate((block.tokens for block in blocks), initial=0)
     return {
         start + after: state
@@ -133,9 +134,9 @@ def states_of(blocks: Sequence[KVBlock]) -> dict[int, Arrays]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgentBlocks:
-    """An agent's context: its tokens and their blocks; all blocks are full except the last one.
+    """An agent's context: its tokens and their blocks. All blocks except the last one are full.
 
-    Its owner holds one reference on each of its blocks and releases them with ``pool.free(agent_blocks.block_ids)``.
+    Its owner has one reference on each block in the pool, and drops them with ``pool.free(agent_blocks.block_ids)``.
     """
 
     agent_id: str
@@ -163,12 +164,12 @@ class AgentBlocks:
 
     @property
     def states(self) -> dict[int, Arrays]:
-        """The states by the position after which they were taken, in order."""
+        """All states, by the position in the context after which they were captured, in order."""
         return states_of(self.blocks)
 
     @property
     def stored_states(self) -> list[int]:
-        """The positions of the states that tiers below memory store.
+        """Positions of the states that tiers below memory store.
 
         A state within a block that is one token after another state is left out. It would save the computation of one
         token, and take as many bytes as the other.
@@ -177,21 +178,23 @@ class AgentBlocks:
         return [position for position in taken if position in ends or position - 1 not in taken]
 
     def reusable(self, spec: ModelCacheSpec, limit: int) -> int:
-        """Return the number of its first tokens, at most `limit`, with which a cache can be reconstructed.
+        """Return how many of the first tokens, at most `limit`, a cache can be restored with.
 
-        If all layers keep a row for each token, this can be any number; otherwise only a position with a state.
+        If all layers have a row for each token, this is `limit` or all tokens; otherwise the last position with a
+        state.
         """
         if not spec.has_state:
             return min(limit, len(self))
         return max((position for position in self.states if position <= limit), default=0)
 
     def reusable_for(self, spec: ModelCacheSpec, prompt: Sequence[int]) -> int:
-        """Return the number of tokens of `prompt` that need not be computed with these blocks. At least one is left to
-        compute."""
+        """Return how many tokens of `prompt` need not be computed if these blocks are restored. At least one is always
+        computed.
+        """
         return self.reusable(spec, min(common_prefix(self.tokens, prompt), len(prompt) - 1))
 
     def validate(self, spec: ModelCacheSpec) -> None:
-        """Raise IncompatibleBlocksError unless a model with `spec` can continue from these blocks."""
+        """Raise IncompatibleBlocksError unless a model with `spec` can continue after these blocks."""
         if self.fingerprint != spec.fingerprint:
             raise IncompatibleBlocksError(
                 f"the blocks of agent {self.agent_id!r} have the fingerprint {self.fingerprint:016x}, "

@@ -1,9 +1,10 @@
-"""The tree of contexts in memory: every prompt and answer, named or not, as a resume point for any later prompt.
+"""The tree of contexts in memory. Every prompt and answer, named or not, can be continued by any later prompt of its
+tenant.
 
 A node is a block of keys and values, and its children are the blocks that follow it in some context. The last block of
 a context may be partial; then its node is a leaf. A tenant's contexts begin at the tenant's own root, so tenants share
-nothing, and private blocks are below a parent of their own (see `Chain`). A prompt takes the longest beginning that any
-context has in common with it, to the token.
+nothing, and private blocks are below a parent of their own (see `Chain`). A prompt reuses the longest prefix that it
+has in common with any context, to the token.
 """
 
 from __future__ import annotations
@@ -41,25 +42,28 @@ class _Node:
         return bytes.fromhex(self.name)
 
     def usable(self, common: int, has_state: bool) -> int:
-        """Return how many of its first `common` tokens a prompt can reuse: up to a state, if layers carry one."""
+        """Return how many of the block's first `common` tokens a prompt can reuse: up to a state, if layers have
+        one.
+        """
         if not has_state:
             return common
         return max((after for after in self.block.states if after <= common), default=0)
 
     def covers(self, other: _Node) -> bool:
-        """Return whether it can replace `other` for every prompt: it begins with the tokens of `other`, and has its
-        states."""
+        """Return whether the node can replace `other` for every prompt: its tokens begin with those of `other`, and it
+        has its states.
+        """
         same = self.tokens[: len(other.tokens)] == other.tokens
         return same and self.block.states.keys() >= other.block.states.keys()
 
 
 class ContextTree:
-    """Contexts of one model in memory, at most `max_bytes` in their blocks.
+    """Contexts of one model in memory. Their blocks have at most `max_bytes` together.
 
     Each block has a reference in the pool, under HOLDER, so that a context outlives its agent. The eviction policy is
     that of the page server, `allkeys-prefix`: the least valuable leaf is evicted first. A prompt counts as one use of
-    every block that it finds. A block that it adds counts as not reused yet. A partial block that a longer one contains
-    is dropped.
+    every block that it reuses. A block that it adds counts as not reused yet. A partial block that a longer one
+    contains is dropped.
 
     Not thread-safe: its owner has a lock.
     """
@@ -81,7 +85,9 @@ class ContextTree:
         return len(self._nodes)
 
     def names(self, agent_id: str, tokens: Sequence[int]) -> tuple[str, ...]:
-        """Return the chain hashes of the blocks of the agent's `tokens`, including a partial last one."""
+        """Return the chain hashes of the blocks of an agent's context with these tokens, including a partial last
+        block.
+        """
         agent, named, names = self._named
         if agent != agent_id or named is not tokens:
             names = block_names(tokens, self._spec, agent_id)
@@ -89,10 +95,11 @@ class ContextTree:
         return names
 
     def find(self, agent_id: str, tokens: Sequence[int]) -> AgentBlocks | None:
-        """Return the blocks with the longest beginning of `tokens` that can be reused. None if there is none.
+        """Return the blocks with the longest prefix of `tokens` that can be reused; None if there is none. Counts as a
+        use.
 
-        The last block may continue differently from `tokens`: `AgentBlocks.reusable_for` returns the number of usable
-        tokens. The blocks are shared with the caller, under `agent_id`.
+        The last block may differ from `tokens` after some tokens: `AgentBlocks.reusable_for` returns the number of
+        usable tokens. The caller gets a reference on each block, under `agent_id`, and has to free it.
         """
         path = self._path(self._spec.chain(agent_id, tokens), tuple(tokens))
         if not path:
@@ -106,9 +113,10 @@ class ContextTree:
         return AgentBlocks(agent_id, held, blocks, self._spec.fingerprint)
 
     def adopt(self, context: AgentBlocks) -> AgentBlocks:
-        """Add a context. Return it with known blocks in place of its own.
+        """Add a context, and evict other blocks if necessary. Return the context with blocks of the tree in place of
+        equal ones.
 
-        The returned blocks are shared with the caller, under the agent's name. The caller still holds its own blocks.
+        The caller gets a reference on each returned block, under the agent's name, and keeps those on its own blocks.
         Raises ValueError if blocks of `context` were freed.
         """
         chain, start, path = self._spec.chain(context.agent_id, context.tokens), 0, list[_Node]()
@@ -124,15 +132,16 @@ class ContextTree:
         return replace(context, blocks=tuple(blocks))
 
     def unstored(self, context: AgentBlocks) -> int:
-        """Return how many tokens of a context are in blocks that were not given to a tier below, or that have left the
-        tree."""
+        """Return how many tokens of a context are in blocks that were not saved to a tier below, or that are not in the
+        tree any more.
+        """
         names = self.names(context.agent_id, context.tokens)
         nodes = (self._nodes.get(name) for name in names)
         pairs = zip(nodes, context.blocks, strict=True)
         return sum(block.tokens for node, block in pairs if not (node and node.stored))
 
     def stored_reach(self, agent_id: str, tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` are in blocks that were given to a tier below."""
+        """Return how many of the first `tokens` are in blocks that were saved to a tier below."""
         chain, path = self._spec.chain(agent_id, tokens), list[_Node]()
         while (node := self._child(self._parent(chain, path), self._rest(tokens, path))) and node.stored:
             path.append(node)
@@ -143,29 +152,29 @@ class ContextTree:
         )
 
     def mark_stored(self, context: AgentBlocks) -> None:
-        """Note that the blocks of a context were given to a tier below."""
+        """Note that the blocks of a context were saved to a tier below."""
         for name in self.names(context.agent_id, context.tokens):
             if node := self._nodes.get(name):
                 node.stored = True
 
     def label(self, context: AgentBlocks, label: str) -> None:
-        """Set the text that people see for a context, for the case that it is stored later."""
+        """Set the label of a context without a name: the text that people see for it if it is saved later."""
         if node := self._nodes.get(self.names(context.agent_id, context.tokens)[-1]):
             node.label = label
 
     def label_of(self, context: AgentBlocks) -> str:
-        """Return the text that people see for a context of the tree; empty if there is none."""
+        """Return the label of a context; empty if it has none."""
         node = self._nodes.get(self.names(context.agent_id, context.tokens)[-1])
         return node.label if node else ""
 
     @property
     def idle(self) -> float | None:
-        """Seconds since the last use of the block that is evicted next; None when empty."""
+        """Seconds since the last use of the block that is evicted next; None if the tree is empty."""
         victim = self._victim
         return None if victim is None else time.monotonic() - victim.used
 
     def evict(self) -> bool:
-        """Evict the least valuable leaf. Return whether there was one."""
+        """Evict the least valuable leaf. Return False if the tree is empty."""
         victim = self._victim
         if victim is None:
             return False
@@ -174,7 +183,9 @@ class ContextTree:
         return True
 
     def forget(self, context: AgentBlocks) -> None:
-        """Drop the last blocks of a context, up to one that an agent holds or that another context extends."""
+        """Drop the last blocks of a context, back to a block that an agent references or that another context
+        continues.
+        """
         held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
         for name in reversed(self.names(context.agent_id, context.tokens)):
             node = self._nodes.get(name)
@@ -193,7 +204,7 @@ class ContextTree:
     # -- searching -------------------------------------------------------------------------------------------------
 
     def _path(self, chain: Chain, prompt: tuple[int, ...]) -> list[_Node]:
-        """Return the nodes from the root on with the longest usable beginning of `prompt`, without its last token."""
+        """Return the nodes from the root on with the longest usable prefix of `prompt` without its last token."""
         size, limit = self._spec.block_tokens, len(prompt) - 1
         path: list[_Node] = []
         while len(path) * size < limit:
@@ -213,22 +224,23 @@ class ContextTree:
         return []
 
     def _parent(self, chain: Chain, path: Sequence[_Node]) -> str:
-        """Return the parent of the node that follows a path."""
+        """Return the name of the parent for a node that follows the nodes of `path`."""
         return chain.parent(len(path), path[-1].name if path else None)
 
     def _rest(self, tokens: Sequence[int], path: Sequence[_Node]) -> tuple[int, ...]:
-        """Return the tokens of the block that follows a path."""
+        """Return the tokens of the block that follows the nodes of `path`."""
         start = len(path) * self._spec.block_tokens
         return tuple(tokens[start : start + self._spec.block_tokens])
 
     def _child(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
-        """Return the child with exactly these tokens."""
+        """Return the child of `parent` with exactly these tokens; None if there is none."""
         at, siblings = self._place(parent, tokens)
         return siblings[at] if at < len(siblings) and siblings[at].tokens == tokens else None
 
     def _nearest(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
-        """Return the child of which most of `tokens` can be reused, preferably a stored one; None if none can be
-        reused."""
+        """Return the child of `parent` that saves the computation of most of `tokens`, of equal ones one that was
+        saved; None if none saves any.
+        """
         best, nearest = 0, None
         for side in self._sides(parent, tokens):
             for node in side:
@@ -241,7 +253,9 @@ class ContextTree:
         return nearest
 
     def _sides(self, parent: str, tokens: tuple[int, ...]) -> tuple[list[_Node], list[_Node]]:
-        """Return the children after and before `tokens` in order, with the most tokens in common first."""
+        """Return the children after `tokens` and those before, in sorted order. In both, those with the most common
+        tokens are first.
+        """
         at, siblings = self._place(parent, tokens)
         return siblings[at : at + MOST_NEIGHBOURS], siblings[max(0, at - MOST_NEIGHBOURS) : at][::-1]
 
@@ -252,13 +266,16 @@ class ContextTree:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def _known(self, node: _Node) -> _Node:
-        """Return the node of this name in the tree if it covers `node`, otherwise `node`."""
+        """Return the tree's node of the same name if it covers `node`, otherwise `node`."""
         known = self._nodes.get(node.name)
         return known if known and known.covers(node) else node
 
     def _put(self, node: _Node) -> _Node:
-        """Add a node in place of the one with its name, unless the latter covers it, or is the only one of the two with
-        a state at its end. Return the node in the tree, which is a longer one if that covers it."""
+        """Add a node, and return the node of the tree for its tokens.
+
+        It replaces the node of the same name, unless that covers it, or is the only one of both with a state at its
+        end. If a longer sibling covers it, that is returned instead. Shorter siblings that it covers are dropped.
+        """
         known = self._nodes.get(node.name)
         if known and (known.covers(node) or (known.block.state is not None and node.block.state is None)):
             return known
@@ -282,8 +299,7 @@ class ContextTree:
         return node
 
     def _drop(self, node: _Node) -> None:
-        """Remove a node from the tree. The caller removes its key from the eviction policy, or adds a node with this
-        key."""
+        """Remove a node from the tree. The caller updates the eviction policy."""
         del self._nodes[node.name]
         at, siblings = self._place(node.parent, node.tokens)
         del siblings[at]
@@ -293,8 +309,9 @@ class ContextTree:
         self._pool.free([node.block.block_id], HOLDER)
 
     def _add(self, path: Sequence[_Node]) -> None:
-        """Add the blocks of a context. Only new blocks count as used. If they replace a shorter one, a client continues
-        this context, and they count as used again."""
+        """Add the nodes of a context. Only new nodes count as used. If they replace a shorter node, a client continues
+        this context, and they count as used again.
+        """
         size = len(self._nodes)
         put = list(map(self._put, path))
         new = [node for node in put if node.key not in self._order]
@@ -312,7 +329,7 @@ class ContextTree:
 
     @property
     def _victim(self) -> _Node | None:
-        """The node that is evicted next; None when empty."""
+        """The node that is evicted next; None if the tree is empty."""
         victim = next(self._order.victims(), None)
         if victim is None:
             return None

@@ -1,4 +1,4 @@
-"""Conversion of blocks to mlx-lm's caches and back, bit for bit."""
+"""Conversion of blocks to mlx-lm's caches and back. No bit changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def empty(spec: ModelCacheSpec) -> Cache:
 
 
 def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
-    """Return `cache`, which the model has filled, with the same layers quantised as in `spec`."""
+    """Return a filled cache with those layers quantised that are quantised in `spec`."""
     return assemble(
         spec.nesting,
         (
@@ -36,8 +36,8 @@ def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
 def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:
     """Return caches, one for each layer, with the first `tokens` tokens of `blocks`.
 
-    Lazy: each block is copied once, in the model's first step. Raises BlockError if the blocks have fewer tokens, or
-    if layers carry a state and none was taken at `tokens`.
+    The arrays are lazy: each block is copied once, in the model's first step. Raises BlockError if the blocks have
+    fewer tokens, or if layers have a state and none was captured at `tokens`.
     """
     held = sum(block.tokens for block in blocks)
     if not 0 < tokens <= held:
@@ -61,7 +61,7 @@ def _state_at(blocks: Sequence[KVBlock], tokens: int) -> Arrays:
 
 
 def capture(spec: ModelCacheSpec, cache: Sequence[Any]) -> Arrays:
-    """Return evaluated copies of the states in `cache`, which holds one sequence, after its last token."""
+    """Return evaluated copies of the layers' states in `cache`, which has one sequence, after its last token."""
     state = tuple(
         layer.capture(held) if isinstance(layer, StateLayer) else ()
         for layer, held in zip(spec.layers, parts(cache), strict=True)
@@ -82,10 +82,10 @@ def extract(
 ) -> tuple[KVBlock, ...]:
     """Return blocks with evaluated copies of the tokens from `start` to `tokens`. The last block may be partial.
 
-    `cache` holds one sequence of `tokens` tokens, ``[1, heads, >= tokens, dim]`` per plane; further rows are ignored.
-    `block_ids`, one for each block, name them in the pool. If layers carry a state, each block gets the `states`, by
-    position, that were captured in it, and the last block the current state. With `full`, only full blocks are made,
-    and the current state is left out.
+    `cache` has one sequence of `tokens` tokens, ``[1, heads, >= tokens, dim]`` per plane; further rows are ignored.
+    `block_ids`, one for each block, are their ids in the pool. If layers have a state, each block gets the captured
+    `states`, by position, that are within it, and the last block the current state. With `full`, only full blocks are
+    made, and the current state is left out.
 
     Raises BlockError for a wrong number of ids, for a layer that is missing, of another kind or geometry, or of another
     number of tokens, and for a `start` within a block; CacheStateError for a cache that was trimmed too far.
@@ -109,7 +109,9 @@ def extract(
 
 
 def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> list[Arrays]:
-    """Return lazy copies of the rows between each two neighbours of `edges`."""
+    """Return lazy copies of the rows between each two neighbours of `edges` (positions), for layers with a row for each
+    token.
+    """
     held = [
         layer.arrays(part) if isinstance(layer, TokenLayer) else ()
         for layer, part in zip(spec.layers, parts(cache), strict=True)
@@ -119,7 +121,7 @@ def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> lis
 
 
 def _check(spec: ModelCacheSpec, cache: Sequence[Any], tokens: int) -> None:
-    """Raise BlockError unless all layers are present, of their kind, and hold `tokens` tokens."""
+    """Raise BlockError unless all layers are present and of the expected kind, and each has `tokens` tokens."""
     held = parts(cache)
     if len(held) != len(spec.layers):
         raise BlockError(f"a cache of {spec.model_id!r} has {len(spec.layers)} layers, got {len(held)}")

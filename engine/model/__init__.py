@@ -1,4 +1,4 @@
-"""The model: the load from its directory, its identity, and the trial of its behaviour in a batch.
+"""The model: its loading from a directory, its identity, and the trial of its results in a batch.
 
 Contains: properties of a model. Excludes: prompts, contexts, tiers, and the engines.
 """

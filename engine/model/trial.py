@@ -1,11 +1,11 @@
-"""The trial of a model: are its results the same in a batch as alone, and for a question in one pass as in two?
+"""The trial of a model: does it compute the same in a batch as alone, and a question in one pass as in two?
 
-Prompts of different lengths are padded to run in one batch, and some models let the padding into their state. Some
+Prompts of different lengths are padded to run in one batch, and some models include the padding in their state. Some
 models compute several tokens after a context by another mask or formula than one token. Only a trial reveals this. Both
 are tried at the beginning of a context and, if layers have windows, beyond the window.
 
-A trial takes about thirty steps of the model, most of one token, and twice that if there are windows. A long context
-is not computed: its caches repeat the rows of a short context, with noise.
+A trial takes about thirty steps of the model, most of one token, and twice that if there are windows. A long context is
+not computed: its caches repeat the rows of a short context, with noise.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ Start = Callable[[], list[Any]]  # returns new caches to continue from
 
 
 class Trial:
-    """Trial of a model with caches of `layers`, nested as in `nesting`. `computed` are its caches after a few tokens.
+    """Trial of a model, which is run when the model is loaded.
 
-    `vocabulary` is the number of tokens.
+    `layers` are the codecs of its caches, `nesting` their nesting in CacheLists. `computed` are its caches after a few
+    tokens. `vocabulary` is the number of token ids.
     """
 
     def __init__(
@@ -65,17 +66,18 @@ class Trial:
         self._computed = computed
 
     def batches(self) -> bool:
-        """Return whether each prompt has the same results in a batch of mlx-lm as alone."""
+        """Return whether each prompt has the same results in a batch of mlx-lm as alone, within rounding."""
         begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
         if self._sees_range:
             begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])
         return all(self._batches(starts) for starts in begun)
 
     def resumes(self) -> bool:
-        """Return whether a question has the same results in one pass as in two, of which the second has its last token.
+        """Return whether a question after a context has the same results in one pass as in two, of which the second has
+        its last token.
 
         A recurrence accumulates rounding errors: a small error at the first token can change the sixth one. So with
-        recurrent layers the limit is the one of float32.
+        recurrent layers the limit of the error is that of float32.
         """
         recurrent = any(layer.RECURRENT for layer in self._layers)
         limit = _LIMITS[mx.float32] if recurrent else self._limit
@@ -84,8 +86,8 @@ class Trial:
         answer = [[token] for token in self._answers[0][: _FOLLOWING - 1]]
         return all(
             _error(
-                self._said(self._begun(at), [[*rest, last], *answer]),
-                self._said(self._begun(at), [rest, [last], *answer])[1:],
+                self._logprobs(self._begun(at), [[*rest, last], *answer]),
+                self._logprobs(self._begun(at), [rest, [last], *answer])[1:],
             )
             <= limit
             for at in starts
@@ -102,13 +104,13 @@ class Trial:
             return False
         for start, prompt, answer, together in zip(starts, self._prompts, self._answers, found, strict=True):
             following = [[token] for token in answer[: len(together) - 1]]
-            alone = self._said(start(), [prompt[:-1], prompt[-1:], *following])
+            alone = self._logprobs(start(), [prompt[:-1], prompt[-1:], *following])
             if not _error(together, alone[1:]) <= self._limit:  # "not <=", so that nan fails, too
                 return False
         return True
 
     def _together(self, starts: Sequence[Start]) -> list[mx.array]:
-        """Return the log-probabilities of each answer in a batch, ``[compared, vocabulary]``."""
+        """Return the log-probabilities of each answer when all prompts run in a batch, ``[compared, vocabulary]``."""
         seen = [list[mx.array]() for _ in starts]
         generator = BatchGenerator(self._model)
 
@@ -132,8 +134,10 @@ class Trial:
             generator.close()
         return [mx.stack(steps[:count]) for steps, count in zip(seen, _COMPARED, strict=True)]
 
-    def _said(self, cache: list[Any], given: Sequence[Sequence[int]]) -> mx.array:
-        """Return the log-probabilities after each item of `given`, in one pass for each, ``[given, vocabulary]``."""
+    def _logprobs(self, cache: list[Any], given: Sequence[Sequence[int]]) -> mx.array:
+        """Run the model once for each item of `given`. Return the log-probabilities after each, ``[given,
+        vocabulary]``.
+        """
         logprobs = [
             logprobs_after(self._model, mx.array(list(tokens)), cache)[0].astype(mx.float32) for tokens in given
         ]
@@ -143,8 +147,10 @@ class Trial:
         return assemble(self._nesting, (layer.empty() for layer in self._layers))
 
     def _begun(self, at: int | None) -> list[Any]:
-        """Return caches with content: the computed ones or, with `at`, of a made-up context that ends `at` tokens from
-        the end of a window."""
+        """Return caches with content: the computed ones, or with `at` those of a simulated context.
+
+        The simulated context ends `at` tokens after the end of a window, or before it if `at` is negative.
+        """
         held = zip(self._layers, parts(self._computed), strict=True)
         return assemble(self._nesting, (self._grown(i, layer, cache, at) for i, (layer, cache) in enumerate(held)))
 
@@ -165,18 +171,18 @@ class Trial:
 
 
 def _tokens(seed: int, count: int, vocabulary: int) -> list[int]:
-    """Return `count` tokens from the whole vocabulary."""
+    """Return `count` pseudo-random token ids below `vocabulary`."""
     return [(7919 * (64 * seed + i) + 104729 * i * i) % vocabulary for i in range(1, count + 1)]
 
 
 def _limit(model: nn.Module) -> float:
-    """Return the limit of `_error` for the coarsest dtype of the model."""
+    """Return the largest accepted result of `_error` for the coarsest dtype of the model."""
     dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
     return next((limit for dtype, limit in _LIMITS.items() if dtype in dtypes), _LIMITS[mx.float32])
 
 
 def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
-    """Return a sampler that records the log-probabilities and returns the tokens of `answer`."""
+    """Return a sampler that appends the log-probabilities to `seen`, and returns the tokens of `answer` in order."""
 
     def sample(logprobs: mx.array) -> mx.array:
         seen.append(logprobs[0].astype(mx.float32))
@@ -186,8 +192,9 @@ def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
 
 
 def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
-    """Return ``[heads, count, dim]``: the first rows or, if there are too few, repeated rows with noise, so that they
-    differ."""
+    """Return ``[heads, count, dim]``: the first rows or, if there are too few, repeated rows with noise, so that no two
+    are equal.
+    """
     again = mx.concatenate([rows] * -(-count // rows.shape[1]), axis=1)[:, :count]
     if count <= rows.shape[1]:
         return again
@@ -196,7 +203,7 @@ def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
 
 
 def _error(found: mx.array, right: mx.array) -> float:
-    """Return the root mean square error of log-probabilities, in standard deviations of `right`."""
+    """Return the root mean square difference of log-probabilities, in standard deviations of `right`."""
     finite = mx.isfinite(right)  # some models exclude some tokens
     count = finite.sum()
     mean = mx.where(finite, right, 0).sum() / count

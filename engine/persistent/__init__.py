@@ -1,4 +1,5 @@
-"""Persistent memory: state that survives across the steps of a graph, declared, sliced, grown, and stored as pages.
+"""Persistent memory: variables of a graph that keep their values from step to step. They are declared, sliced, grown,
+and stored as pages.
 
 Contains: the modules for programs, and the errors and dtypes that all parts share. Excludes: agents, and language
 models.

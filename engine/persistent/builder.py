@@ -30,14 +30,16 @@ from .parser import parse_expression
 
 @dataclass(frozen=True, slots=True)
 class VariableRef:
-    """A declared variable. Brackets select a part of it."""
+    """A reference to a declared variable. Brackets select a part of it."""
 
     name: str
 
     def __getitem__(
         self, indices: int | str | VariableRef | slice | tuple[int | str | VariableRef | slice, ...]
     ) -> nodes.Access:
-        """Return an access, for example ``K[l, 0:t]`` or ``K["l", "0..t"]``. ``K[()]`` is the whole variable."""
+        """Return an access to a part, for example ``K[l, 0:t]`` or ``K["l", "0..t"]``. ``K[()]`` is the whole
+        variable.
+        """
         given = indices if isinstance(indices, tuple) else (indices,)
         return nodes.Access(self.name, tuple(_index(index) for index in given))
 
@@ -63,8 +65,10 @@ class GraphBuilder:
         indices: Sequence[str] = (),
         reference: str | None = None,
     ) -> VariableRef:
-        """Declare a variable that each step initialises: with the model's tensor, `init` or zeros. `reference`
-        corresponds to @ref and @pattern.
+        """Declare a variable that is initialised at the begin of each step: with the model's tensor, `init` or zeros.
+
+        `reference` is the name of the model's tensor, as in @ref and @pattern. With `indices` it is a family of
+        tensors.
         """
         return self._declare(
             nodes.Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
@@ -79,7 +83,9 @@ class GraphBuilder:
         indices: Sequence[str] = (),
         reference: str | None = None,
     ) -> VariableRef:
-        """Declare a tensor of the model or, with `indices`, a family of tensors."""
+        """Declare a tensor of the model or, with `indices`, a family of tensors. `reference` is the tensor's name in
+        the model.
+        """
         return self._declare(
             nodes.Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference)
         )
@@ -96,7 +102,11 @@ class GraphBuilder:
         auto_dim: Sequence[str] = (),
         fixed: Mapping[str, int] | None = None,
     ) -> VariableRef:
-        """Declare a variable that keeps its value from step to step."""
+        """Declare a variable that keeps its value from step to step.
+
+        With `table`, it has a tensor for each value of its `indices`. `auto_dim` names the indices that grow its
+        dimensions. `fixed` has the limits of indices.
+        """
         limits = tuple((fixed or {}).items())
         return self._declare(
             nodes.Declaration(
@@ -106,7 +116,7 @@ class GraphBuilder:
 
     @contextmanager
     def block(self, name: str) -> Iterator[Body]:
-        """Define a block. Calls of the yielded body add its statements."""
+        """Define a block. The caller's ``with`` block adds statements to the yielded body."""
         body = Body()
         yield body
         self._blocks.append(nodes.Block(name, body.statements()))
@@ -120,7 +130,7 @@ class GraphBuilder:
 
 
 class Body:
-    """Statements of a block or a loop, in the order of the calls."""
+    """Statements of a block or a loop. Each method appends one statement."""
 
     def __init__(self) -> None:
         self._statements: list[nodes.Statement] = []
@@ -145,7 +155,9 @@ class Body:
     def loop(
         self, name: str, variable: str, start: int | str | VariableRef, stop: int | str | VariableRef
     ) -> Iterator[Body]:
-        """Define a loop. Calls of the yielded body add its statements. `stop` is exclusive."""
+        """Define a loop over `variable` from `start` to before `stop`. The caller's ``with`` block adds statements to
+        the yielded body.
+        """
         body = Body()
         yield body
         self._statements.append(nodes.Loop(name, variable, _expression(start), _expression(stop), body.statements()))

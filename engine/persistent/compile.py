@@ -1,4 +1,4 @@
-"""The compiler: it makes Python functions of a graph's statements.
+"""The compiler: it converts the statements of a graph to Python functions, once before the first step.
 
 Contains: operations, their calls, and the actions of a step. Excludes: declarations, and a store.
 """
@@ -39,15 +39,16 @@ from .variables import Action, Frame, Tensors, Variable, arithmetic, constant
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. ``result`` selects the dtype of the result:
+    """An operation that graphs can call with ``op``. ``result`` selects the dtype of the result:
 
     * ``same``: the dtype of the arguments, which must be the same for all;
-    * ``float``: the same as ``same``, and it must be a float type;
+    * ``float``: as ``same``, and it must be a float type;
     * ``first``: the dtype of the first argument;
     * ``target``: the dtype of the target variable;
     * otherwise the dtype with this name.
 
-    ``parameters`` are the types of named parameters. Parameters in ``required`` have no default.
+    ``compute`` is the function. ``arity`` are the allowed numbers of arguments. ``parameters`` are the types of named
+    parameters. Parameters in ``required`` have no default.
     """
 
     compute: Callable[..., mx.array]
@@ -58,7 +59,7 @@ class Op:
 
 
 def relu(x: mx.array, *, alpha: float = 0.0, clamp_max: float = math.inf) -> mx.array:
-    """Return `x` where it is above 0, otherwise ``alpha * x``, and at most `clamp_max`."""
+    """Return `x` where it is above 0, and ``alpha * x`` elsewhere, but at most `clamp_max`."""
     zero = mx.array(0, dtype=x.dtype)
     rectified = mx.maximum(x, zero) if alpha == 0 else mx.where(x > zero, x, x * mx.array(alpha, dtype=x.dtype))
     return rectified if clamp_max == math.inf else mx.minimum(rectified, mx.array(clamp_max, dtype=x.dtype))
@@ -73,13 +74,13 @@ def softmax(x: mx.array, *, axis: int = -1) -> mx.array:
 
 
 def rms_norm(x: mx.array, weight: mx.array, *, eps: float = 1e-5) -> mx.array:
-    """Normalise the last axis by its root mean square, and multiply it by `weight`."""
+    """Divide the last axis of `x` by its root mean square, and multiply it by `weight`."""
     return mx.fast.rms_norm(x, weight, eps)
 
 
 def rope(x: mx.array, *, offset: int = 0, dims: int = 0, base: float = 10000.0, traditional: bool = False) -> mx.array:
     """Apply the rotary position embedding to ``[heads, dim]`` at position `offset`, or to ``[tokens, heads, dim]`` from
-    this position on.
+    position `offset` on.
 
     `dims` elements of each head are rotated; 0 stands for all.
     """
@@ -102,12 +103,14 @@ def reshape(x: mx.array, *, shape: tuple[int, ...]) -> mx.array:
 
 
 def take(table: mx.array, indices: mx.array) -> mx.array:
-    """Return the rows of `table` at `indices`, as in the lookup of an embedding."""
+    """Return the rows of `table` at `indices`, as in the lookup of an embedding. The shape is that of `indices`, then
+    of a row.
+    """
     return mx.take(table, indices, axis=0)
 
 
 def argmax(x: mx.array, *, axis: int = -1) -> mx.array:
-    """Return the index of the largest element along an axis. Of equal elements, the first counts."""
+    """Return the index of the largest element along an axis, of equal elements the first one."""
     return mx.argmax(x, axis=axis)
 
 
@@ -118,12 +121,13 @@ def is_finite(x: mx.array) -> mx.array:
 def attn(
     q: mx.array, k: mx.array, v: mx.array, wq: mx.array | None = None, *, scale: float = 0.0, causal: bool = False
 ) -> mx.array:
-    """Compute the attention of queries to keys and values: ``[tokens, kv heads, dim]``, or ``[kv heads, dim]`` for one
-    token.
+    """Compute the attention of queries to keys and values. `k` and `v` are ``[tokens, kv heads, dim]``, or ``[kv heads,
+    dim]`` for one token.
 
-    `q` is ``[heads, dim]`` for one token, or ``[n, heads, dim]``. With `wq`, it is ``[n, heads * dim]``, and is first
-    multiplied by `wq`. The result has the shape and dtype of `q`. Heads share keys as in grouped-query attention. A
-    `scale` of 0 stands for ``1 / sqrt(dim)``. With `causal`, the last query has the position of the last key.
+    `q` is ``[heads, dim]`` for one query, or ``[n, heads, dim]``. With `wq`, it is ``[n, heads * dim]``, and is first
+    multiplied by `wq`. The result has the shape and dtype of `q`. Several query heads share a key head, as in
+    grouped-query attention. A `scale` of 0 stands for ``1 / sqrt(dim)``. With `causal`, the last query has the position
+    of the last key.
     """
     if k.ndim == 2:
         k, v = mx.expand_dims(k, 0), mx.expand_dims(v, 0)
@@ -175,7 +179,11 @@ OPS: dict[str, Op] = {
 
 
 def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
-    """Return the dtype of an operation's result. Raises DTypeError for arguments that it does not accept."""
+    """Return the dtype of an operation's result. `dtypes` are those of the arguments, `target` that of the target
+    variable.
+
+    Raises DTypeError for arguments that the operation does not accept.
+    """
     if op.result == "target":
         return target
     if op.result in DTYPES:
@@ -192,15 +200,19 @@ def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DTyp
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of an operation: constants, and getters of the parameters that a step computes."""
+    """Named parameters of one call of an operation: `fixed` ones are known to the compiler, `counted` ones are
+    functions that return the value in a step.
+    """
 
     fixed: dict[str, Any]
     counted: dict[str, Callable[[Frame], Any]]
 
 
 def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting) -> Parameters:
-    """Return the parameters of a statement. Raises UnknownNameError for an unknown, repeated or missing one, and
-    DTypeError for one of another type."""
+    """Return the named parameters of a statement. `scope` are the variables of the enclosing loops.
+
+    Raises UnknownNameError for an unknown, repeated or missing parameter, and DTypeError for a value of another type.
+    """
     given = dict(statement.parameters)
     unknown = [name for name in given if name not in op.parameters]
     if unknown or len(given) < len(statement.parameters):
@@ -218,7 +230,10 @@ def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting
 def call(
     compute: Callable[..., mx.array], gets: Sequence[Callable[[Frame], mx.array]], parameters: Parameters
 ) -> Callable[[Frame], mx.array]:
-    """Return a function that computes an operation in a step. The usual cases have shorter functions of their own."""
+    """Return a function that computes an operation in a step. `gets` return the arguments.
+
+    The usual cases, without computed parameters, have shorter functions.
+    """
     counted = parameters.counted
     computed = partial(compute, **parameters.fixed) if parameters.fixed else compute
     if counted:
@@ -271,17 +286,21 @@ Scope = frozenset[str]  # the variables of the enclosing loops
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Getters of integers in a step. A name is a loop variable, otherwise an integer scalar, otherwise a size of the
-    model."""
+    """Compiler of expressions for integers, such as indices and bounds, to functions that return their values in a
+    step.
+
+    A name is a loop variable, otherwise an integer scalar, otherwise a size of the model.
+    """
 
     variables: Mapping[str, Variable]
     sizes: Mapping[str, int]
     tensors: Tensors
 
     def selection(self, access: Access, layout: Layout, scope: Scope) -> Callable[[Frame], tuple[int | slice, ...]]:
-        """Return a function that returns the indices of an access to persistent memory in a step.
+        """Return a function that returns the indices and slices of an access to persistent memory in a step.
 
-        Raises RankError or NegativeIndexError.
+        `layout` is the variable's layout, `scope` are the variables of the enclosing loops. Raises RankError or
+        NegativeIndexError.
         """
         given, names = access.indices or (), layout.names
         if len(given) > len(names):
@@ -306,8 +325,10 @@ class Counting:
         return lambda frame: slice(start and start(frame), stop and stop(frame))
 
     def count(self, expression: Expression, scope: Scope, layout: Layout | None = None) -> Count:
-        """Return a function that returns the value of an expression in a step. Within a slice of the table `layout`,
-        the name of an index stands for the length along it, or for its count.
+        """Return a function that returns the value of an expression in a step.
+
+        Within a slice of the persistent variable `layout`, the name of one of its indices stands for the present length
+        along this index. Raises DTypeError or UnknownNameError for a name that is no integer.
         """
         if isinstance(expression, int):
             return lambda frame: expression
@@ -319,7 +340,9 @@ class Counting:
         return lambda frame: arithmetic(operation, left(frame), right(frame))
 
     def is_known(self, expression: Expression, scope: Scope) -> bool:
-        """Return whether an expression has the same value in every step, because it has only numbers and sizes."""
+        """Return whether an expression has the same value in every step, because it consists of numbers and sizes of
+        the model.
+        """
         if isinstance(expression, Name):
             variable = self.variables.get(expression.text)
             hidden = expression.text in scope or (variable is not None and variable.is_index)
@@ -379,8 +402,10 @@ def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozen
 
 
 def selected_rank(access: Access, layout: Layout) -> int:
-    """Return the number of dimensions of a read. Each scalar index drops an axis, but if all auto_dim indices are
-    scalars, they select the whole tensor.
+    """Return the number of dimensions of a read of persistent memory.
+
+    Each scalar index removes an axis. But if all auto_dim indices are scalars, they select the whole tensor, and remove
+    none.
     """
     given = access.indices or ()
     table, auto = given[: len(layout.indices)], given[len(layout.indices) :]
@@ -391,7 +416,7 @@ def selected_rank(access: Access, layout: Layout) -> int:
 
 
 def _is_known(access: Access, layout: Layout) -> bool:
-    """Return whether the sizes of a read are known before the step."""
+    """Return whether the sizes of the result of a read are known before the step."""
     given = [*(access.indices or ()), *[Slice(None, None)] * len(layout.indices)][: len(layout.indices)]
     lengths = [_is_fixed(index, layout.limit(name)) for name, index in zip(layout.indices, given, strict=True)]
     return not layout.auto and all(lengths)
@@ -415,13 +440,19 @@ Get = Callable[[Frame], mx.array]
 def compile_graph(
     graph: nodes.Graph, variables: Mapping[str, Variable], sizes: Mapping[str, int], tensors: Tensors
 ) -> list[Action]:
-    """Return the actions of a step, in order. Raises a GraphError with the position of the error."""
+    """Compile a graph. Return the actions of the block ``entry``, which a step runs in order.
+
+    `sizes` are those of the model, `tensors` its tensors. Raises a GraphError with the position of the error in the
+    text.
+    """
     check_cycles(graph)
     return _Compiler(graph, variables, sizes, tensors).block("entry")
 
 
 def check_cycles(graph: nodes.Graph) -> None:
-    """Raise UnknownNameError for an undefined block, BlockCycleError for blocks that branch in a cycle."""
+    """Raise UnknownNameError for a branch to an undefined block, BlockCycleError for blocks that branch to each other
+    in a cycle.
+    """
     blocks = {block.name: block for block in graph.blocks}
     done: set[str] = set()
 
@@ -455,7 +486,7 @@ class _Compiler:
         self._counting = Counting(self.variables, self.sizes, self.tensors)
 
     def block(self, name: str) -> list[Action]:
-        """Return the actions of a block. The blocks that it branches to are compiled first."""
+        """Return the actions of a block. Blocks to which it branches are compiled first."""
         if name not in self._blocks:
             (block,) = [block for block in self.graph.blocks if block.name == name]
             self._blocks[name] = self._body(block.body, frozenset())
@@ -587,7 +618,7 @@ class _Compiler:
         select = self._counting.selection(access, layout, scope)
         rank = selected_rank(access, layout)
         if rank != len(target.shape):
-            raise RankError(f"{_spelt(access)} has {rank} dimensions, {to} has {len(target.shape)}", access.at)
+            raise RankError(f"{_as_text(access)} has {rank} dimensions, {to} has {len(target.shape)}", access.at)
         return Action(lambda frame: put(frame, frame.memory.tables[name].read(select(frame))), what, to, access.at)
 
     def _write(self, statement: nodes.Write, scope: Scope) -> Action:
@@ -638,7 +669,10 @@ class _Compiler:
         return variable
 
     def _target(self, name: str, at: Place | None) -> Variable:
-        """Return a variable to which values may be assigned. Raises UnknownNameError or AccessError."""
+        """Return a variable that an operation may assign a value to.
+
+        Raises UnknownNameError if it does not exist, AccessError if it is persistent or from the model.
+        """
         variable = self._variable(name, at)
         if variable.section == "persistent":
             raise AccessError(f"{name} is persistent: cache.write puts values into it", at)
@@ -647,7 +681,11 @@ class _Compiler:
         return variable
 
     def _persistent(self, access: nodes.Access, *, bare: bool = False) -> Layout:
-        """Return the layout that a cache statement refers to; `bare` permits a table's name without brackets."""
+        """Return the layout of the persistent variable that a cache statement accesses. `bare` permits a table's name
+        without brackets.
+
+        Raises UnknownNameError, AccessError or RankError.
+        """
         variable = self._variable(access.name, access.at)
         if variable.section != "persistent":
             raise AccessError(
@@ -661,7 +699,10 @@ class _Compiler:
         return layout
 
     def _getter(self, access: nodes.Access, scope: Scope) -> tuple[Get, DType]:
-        """Return a function that returns the value of a variable in a step, and the dtype of the value."""
+        """Return a function that returns the accessed value in a step, and the dtype of the value.
+
+        Raises UnknownNameError, AccessError or RankError.
+        """
         if access.name in scope:
             raise AccessError(f"{access.name} is a loop variable, which is an index and no value", access.at)
         variable = self._variable(access.name, access.at)
@@ -681,7 +722,9 @@ class _Compiler:
         return self.tensors.entry_getter(variable, counts), variable.dtype
 
     def _putter(self, target: Variable) -> Callable[[Frame, mx.array], None]:
-        """Return a function that checks the dtype and shape of a value, and assigns the value to a variable."""
+        """Return a function that assigns a value to a variable in a step, after it has checked the value's dtype and
+        shape.
+        """
         name, dtype, shape, rank = target.name, target.dtype.mlx, target.shape, len(target.shape)
         elastic = name in self._elastic
 
@@ -703,5 +746,5 @@ class _Compiler:
             raise DTypeError(f"{what} gives {dtype.name}, {target.name} is {target.dtype.name}", at)
 
 
-def _spelt(access: nodes.Access) -> str:
+def _as_text(access: nodes.Access) -> str:
     return access.name if access.indices is None else f"{access.name}[...]" if access.indices else f"{access.name}[]"

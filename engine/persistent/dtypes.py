@@ -1,4 +1,4 @@
-"""The element types of the language, their dtypes in MLX and in pages, and integers that wrap."""
+"""The element types of the graph language, their dtypes in MLX and in pages, and wrapping integers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class DType:
         return int(self.mlx.size)
 
     def wrap(self, value: int) -> int:
-        """Return `value` modulo the number of values of this type, within its range."""
+        """Return `value` modulo the number of values of this integer type, within the range of the type."""
         assert self.range
         low, high = self.range
         return (value - low) % (high - low + 1) + low
 
     def literal(self, value: bool | int | float) -> bool | int | float | None:
-        """Return the value of a literal in this type; None if it has another kind or is out of range.
+        """Convert a literal of the graph's text to this type. Return None if its kind does not fit or it is out of
+        range.
 
         Only a literal with a point or an exponent, inf and nan are floats. 0 and 1 are also bools.
         """
@@ -48,7 +49,7 @@ class DType:
         return value if fits else None
 
     def full(self, shape: tuple[int, ...], value: bool | int | float | None) -> mx.array:
-        """Return an array in which every element is `value`; zeros for None."""
+        """Return an array of `shape` in which every element is `value`, or zero if `value` is None."""
         if value is None:
             return mx.zeros(shape, dtype=self.mlx)
         return mx.full(shape, self.number(value), dtype=self.mlx)
@@ -87,5 +88,5 @@ WORDS: dict[str, Any] = {"true": True, "false": False, "inf": math.inf, "nan": m
 
 
 def named(mlx: mx.Dtype) -> str:
-    """Return the language's name of an MLX dtype; MLX's own name if the language has none."""
+    """Return the graph language's name of an MLX dtype, or MLX's name if the language has none."""
     return next((dtype.name for dtype in DTYPES.values() if dtype.mlx == mlx), str(mlx).removeprefix("mlx.core."))

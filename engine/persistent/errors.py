@@ -39,9 +39,10 @@ class PersistentError(Exception):
 
 
 class GraphError(PersistentError, ValueError):
-    """Error in a graph, or in one of its steps. `at` is the position in its text, None without a text.
+    """Error: a graph is invalid, or one of its steps failed. `at` is the position in the graph's text, None without a
+    text.
 
-    A step that raises it leaves persistent memory as it was before.
+    A step that raises it leaves persistent memory as it was before the step.
     """
 
     def __init__(self, message: str, at: Place | None = None) -> None:
@@ -58,23 +59,23 @@ class ParseError(GraphError):
 
 
 class DeclarationError(GraphError):
-    """Error: a declaration has attributes that contradict each other, or declares a name again."""
+    """Error: the attributes of a declaration contradict each other, or a name is declared twice."""
 
 
 class UnknownNameError(GraphError):
-    """Error: the name of a variable, size, block, operation, parameter, attribute or dtype is unknown."""
+    """Error: there is no variable, size, block, operation, parameter, attribute or dtype of this name."""
 
 
 class DTypeError(GraphError):
-    """Error: a value does not have the required dtype, or @init does not have the dtype of its variable."""
+    """Error: a value does not have the required dtype, or the literal of @init does not fit the variable's dtype."""
 
 
 class RankError(GraphError):
-    """Error: the number of indices, arguments or dimensions is not the declared one."""
+    """Error: the number of indices, arguments or dimensions differs from the declared number."""
 
 
 class ShapeError(GraphError):
-    """Error: a value has the right rank, but not the right sizes."""
+    """Error: a value has the declared number of dimensions, but other sizes."""
 
 
 class DimError(GraphError):
@@ -90,7 +91,7 @@ class SliceRangeError(GraphError):
 
 
 class GrowthError(GraphError):
-    """Error: an index, a count or a size exceeds the limit of @fixed, of MLX, or of this machine's memory."""
+    """Error: an index, a count or a size exceeds a limit: of @fixed, of MLX, or of this machine's memory."""
 
 
 class SliceWriteError(GraphError):
@@ -102,7 +103,7 @@ class SliceResetError(GraphError):
 
 
 class AccessError(GraphError):
-    """Error: an access that a name's section does not permit, such as a write to a constant."""
+    """Error: the section of a variable does not permit the access, for example a write to a constant."""
 
 
 class BlockCycleError(GraphError):
@@ -114,13 +115,15 @@ class OperationError(GraphError):
 
 
 class InputError(PersistentError, ValueError):
-    """Error: an inserted value is missing, is for no dynamic variable, or has the wrong dtype or shape; or there is no
-    value to fetch."""
+    """Error: an inserted value is missing, has no dynamic variable, or has the wrong dtype or shape; or a variable has
+    no value to fetch.
+    """
 
 
 class ModelError(PersistentError, ValueError):
-    """Error: a tensor of the graph is missing or has another dtype or shape, a size is out of range, or the file of the
-    model cannot be loaded."""
+    """Error: a tensor of the model is missing or has another dtype or shape, a size is out of range, or the file cannot
+    be loaded.
+    """
 
 
 class DeviceError(PersistentError):
@@ -128,7 +131,7 @@ class DeviceError(PersistentError):
 
 
 class BrokenExecutorError(PersistentError):
-    """Error: MLX failed during a step; this executor's memory is not reliable any more."""
+    """Error: MLX failed during a step, so the executor's memory may be damaged. It cannot be used any more."""
 
 
 class StoreError(PersistentError):
@@ -140,11 +143,11 @@ class NoInstanceError(StoreError):
 
 
 class WrongProgramError(StoreError):
-    """Error: another program made the instance: another graph, other sizes or another model."""
+    """Error: another program has saved the instance: another graph, other sizes or another model."""
 
 
 class ConflictError(StoreError):
-    """Error: another process has saved this instance since it was last read or written here."""
+    """Error: another process has saved this instance since this process last read or saved it."""
 
 
 class DamagedError(StoreError):

@@ -1,4 +1,4 @@
-"""A graph as data: declarations, blocks and their statements. The parser and the builder make graphs.
+"""A graph as data: declarations, blocks and their statements. The parser and the builder create graphs.
 
 The comparison of two graphs ignores the positions in their texts.
 """
@@ -14,7 +14,7 @@ from .errors import Place
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Base of all nodes. `at` is the position in the text, None without a text."""
+    """Base class of all nodes of a graph. `at` is the position in the graph's text, None without a text."""
 
     at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -28,7 +28,7 @@ class Name(_Placed):
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic(_Placed):
-    """Two integers and one of ``+ - * / %``; ``/`` rounds down."""
+    """An arithmetic expression: two integers and one of the operators ``+ - * / %``. ``/`` rounds down."""
 
     operator: str
     left: Expression
@@ -40,7 +40,7 @@ Expression: TypeAlias = int | Name | Arithmetic
 
 @dataclass(frozen=True, slots=True)
 class Slice(_Placed):
-    """``start..stop``, with `start` and without `stop`. None is the beginning or the end."""
+    """The slice ``start..stop``: it includes `start` and excludes `stop`. None stands for the beginning or the end."""
 
     start: Expression | None
     stop: Expression | None
@@ -51,7 +51,9 @@ Index: TypeAlias = Expression | Slice
 
 @dataclass(frozen=True, slots=True)
 class Access(_Placed):
-    """A variable or, with `indices`, a part of it. `indices` is empty for ``K[]``, and None for ``K``."""
+    """An access to a variable, or with `indices` to a part of it. `indices` is empty for ``K[]``, and None for
+    ``K``.
+    """
 
     name: str
     indices: tuple[Index, ...] | None = None
@@ -62,10 +64,11 @@ Value: TypeAlias = "Expression | float | str | tuple[Value, ...]"
 
 @dataclass(frozen=True, slots=True)
 class Declaration(_Placed):
-    """A variable of a section, or one that `assign` declares, which is volatile.
+    """Declaration of a variable in a section, or by `assign`, which declares a volatile variable.
 
-    ``indices`` are the names in parentheses. Indices in ``auto_dim`` grow the tensor's own dimensions, the others
-    belong to a table. ``reference`` is the name of the model's tensor, with ``{index}`` in place of each index.
+    ``indices`` are the names in parentheses. Indices in ``auto_dim`` enlarge the tensor's own dimensions, all others
+    select a tensor of a table. ``fixed`` has the limits of indices. ``reference`` is the name of the model's tensor,
+    with ``{index}`` in place of each index.
     """
 
     section: str
@@ -118,8 +121,10 @@ class Loop(_Placed):
 
 @dataclass(frozen=True, slots=True)
 class Branch(_Placed):
-    """``branch condition then otherwise``, or ``branch then``. When that block returns, the step continues after the
-    branch."""
+    """The statement ``branch condition then otherwise``, or ``branch then`` without a condition.
+
+    When the block that it runs has returned, the step continues after the branch.
+    """
 
     condition: str | None
     then: str
@@ -149,7 +154,7 @@ class Write(_Placed):
 
 @dataclass(frozen=True, slots=True)
 class Increment(_Placed):
-    """``cache.increment amount name``; a decrement is an increment by less than 0."""
+    """The statement ``cache.increment amount name``. A decrement has a negative amount."""
 
     name: str
     amount: int = 1
@@ -167,13 +172,13 @@ Statement: TypeAlias = Assign | Operation | Transfer | Loop | Branch | Return | 
 
 @dataclass(frozen=True, slots=True)
 class Block(_Placed):
-    """Statements with a name. A step begins in the block ``entry``."""
+    """A named list of statements. A step begins in the block ``entry``."""
 
     name: str
     body: tuple[Statement, ...]
 
     def statements(self) -> Iterator[Statement]:
-        """Yield all statements, also the statements within loops."""
+        """Yield all statements of the block, also those within loops."""
         yield from _flat(self.body)
 
 

@@ -20,15 +20,16 @@ ATTRIBUTES = ("init", "table", "fixed", "auto_dim", "pattern", "ref")
 
 
 def parse(text: str, name: str = "<graph>") -> nodes.Graph:
-    """Parse `text`. Errors have `name` as the name of the text.
+    """Parse the text of a graph. `name` is the name of the text in error messages.
 
-    Raises ParseError, DeclarationError or UnknownNameError with the line, the column and a caret.
+    Raises ParseError, DeclarationError or UnknownNameError. The message has line, column, and a caret under the
+    position.
     """
     return _parse(text, name, "start")  # type: ignore[no-any-return]
 
 
 def parse_file(path: Path) -> nodes.Graph:
-    """Parse the graph in a file. Raises the errors of `parse`, OSError, and UnicodeDecodeError if it is not UTF-8."""
+    """Parse the graph in a file. Raises as `parse`, and OSError, or UnicodeDecodeError if the file is not UTF-8."""
     return parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -84,10 +85,10 @@ def _refuse(error: UnexpectedInput, source: Source) -> NoReturn:
         found, expected = "the end of the text", getattr(error, "accepts", None) or set()
         lines = source.text.rstrip().splitlines() or [""]
         at = Place(source, len(lines), len(lines[-1]) + 1)
-    raise ParseError(f"unexpected {found}, expected {_spelt(expected)}", at) from None
+    raise ParseError(f"unexpected {found}, expected {_as_list(expected)}", at) from None
 
 
-def _spelt(terminals: Sequence[str] | set[str]) -> str:
+def _as_list(terminals: Sequence[str] | set[str]) -> str:
     words = {
         "NAME": "a name",
         "INT": "an integer",
@@ -106,7 +107,7 @@ def _spelt(terminals: Sequence[str] | set[str]) -> str:
 
 @v_args(meta=True)
 class _ToGraph(Transformer[Token, Any]):
-    """Transformer of lark's tree to a Graph, with a method for each rule of the grammar."""
+    """Transformer of lark's syntax tree to a Graph. It has a method for each rule of the grammar."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -250,8 +251,10 @@ class _ToGraph(Transformer[Token, Any]):
 
 
 def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place) -> tuple[str, Any]:
-    """Return the field of a Declaration that an attribute sets, and its value. Raises UnknownNameError or
-    DeclarationError."""
+    """Return the name of the Declaration's field that an attribute sets, and the field's value.
+
+    Raises UnknownNameError for an unknown attribute, DeclarationError for wrong arguments.
+    """
     if name not in ATTRIBUTES:
         raise UnknownNameError(f"there is no attribute @{name}, only {', '.join(f'@{a}' for a in ATTRIBUTES)}", at)
     if name == "table":

@@ -1,4 +1,4 @@
-"""`kvpage-engine run`: steps of a graph, from the saved state of its instance."""
+"""`kvpage-engine run`: it runs steps of a graph, from the saved state of its instance on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .storage import PersistentStore
 
 
 def run(args: argparse.Namespace) -> int:
-    """Resume or create the instance, run the steps, save it, and print its memory. Return 1 after an error, else 0."""
+    """Resume or create the instance, run the steps, save it, and print its persistent memory. Return 1 after an error,
+    else 0.
+    """
     try:
         store = PersistentStore(args.url)
         try:
@@ -55,7 +57,7 @@ def _row(name: str, rows: mx.array, step: int) -> mx.array:
 
 
 def _table(executor: Executor, title: str) -> Table:
-    """Return persistent memory as a table with a row for each variable."""
+    """Return persistent memory as a table for the terminal, with a row for each variable."""
     printed = Table(title=title, title_justify="left")
     for heading in ("name", "type", "indices", "shape", "entries", "bytes", "value"):
         printed.add_column(heading, justify="right" if heading in ("entries", "bytes") else "left")

@@ -42,7 +42,9 @@ _SIZE = re.compile("[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Sizes and tensors by name."""
+    """Sizes of dimensions and tensors of constants, both by name. The constructor raises ModelError for a size out of
+    range.
+    """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     tensors: Mapping[str, mx.array] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Model:
 
     @classmethod
     def load(cls, path: Path, sizes: Mapping[str, int] | None = None) -> Self:
-        """Return a model with the tensors of a safetensors file.
+        """Load a model from a safetensors file.
 
         Entries of the file's metadata with 1 to 18 digits are sizes: dimensions by name, as `layers`. An entry of
         `sizes` replaces one of the same name. Raises ModelError for a file that is not safetensors, a size above
@@ -69,7 +71,7 @@ class Model:
         return cls(named | dict(sizes or {}), tensors)
 
     def digest(self) -> str:
-        """Return a digest of the names, dtypes, shapes and bytes of all tensors: 128 bits, in hex."""
+        """Return a hash of the names, dtypes, shapes and bytes of all tensors: 128 bits, in hexadecimal."""
         digest = xxhash.xxh3_128()
         for name, array in sorted(self.tensors.items()):
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
@@ -99,10 +101,10 @@ class Device(Enum):
 
 
 class Simulator:
-    """A graph with its model and, optionally, a store of its instances.
+    """A compiled graph with its model and, optionally, a store for its instances. Executors run it.
 
-    Raises a GraphError with the position of the error, ModelError for tensors that are missing or do not match their
-    declarations, and DeviceError for an unsupported dtype or a missing device.
+    The constructor raises a GraphError with the position of the error, ModelError for tensors that are missing or do
+    not match their declarations, and DeviceError for an unsupported dtype or a missing device.
     """
 
     def __init__(
@@ -124,23 +126,26 @@ class Simulator:
     @cached_property
     def fingerprint(self) -> int:
         """A 64-bit hash of everything that makes two instances interchangeable: the graph without its layout and
-        comments, the sizes, and the tensors of the model."""
+        comments, the sizes, and the tensors of the model.
+        """
         identity = [FORMAT, repr(self.graph), sorted(self.model.sizes.items()), self.model.digest()]
         return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest(), "little")
 
     def make_executor(self, instance: str | None = None, *, autosave: int = 0, trace: bool = False) -> Executor:
         """Return an executor with new persistent memory.
 
-        With the name of an `instance` it can be saved, and saves itself after every `autosave` steps; 0 stands for
-        never. Raises StoreError if there is no store, and for a name that is not 1 to 128 of ``A-Z a-z 0-9 . _ -``.
+        With `instance`, a name, the executor can be saved, and it saves itself after every `autosave` steps; 0 stands
+        for never. With `trace`, it records the events of each step. Raises StoreError if there is no store, and for a
+        name that is not 1 to 128 of ``A-Z a-z 0-9 . _ -``.
         """
         return Executor(self, self._stored(instance) if instance is not None else None, autosave, trace)
 
     def resume(self, instance: str, *, autosave: int = 0, trace: bool = False) -> Executor:
-        """Return an executor that continues from the last save of the instance.
+        """Return an executor that continues from the last save of an instance. The arguments are as for
+        `make_executor`.
 
-        Raises NoInstanceError, WrongProgramError, DamagedError, ConflictError if another process saves the instance
-        all the time, and redis.RedisError if the server does not answer.
+        Raises NoInstanceError if none is saved, WrongProgramError, DamagedError, ConflictError if another process saves
+        the instance all the time, and redis.RedisError if the server does not answer.
         """
         executor = Executor(self, self._stored(instance), autosave, trace)
         executor._load()
@@ -152,12 +157,12 @@ class Simulator:
         return self.store.instance(instance, self.fingerprint)
 
     def memory(self) -> Memory:
-        """Return persistent memory in its state before the first step."""
+        """Return new persistent memory, in its state before the first step."""
         return Memory(variable.layout for variable in self.variables.values() if variable.section == "persistent")
 
 
 class Executor:
-    """One instance of a graph. `insert` the dynamic inputs, `step`, and `fetch` the results.
+    """One instance of a graph. A caller inserts the dynamic inputs, runs a step, and fetches the results.
 
     A step that raises leaves persistent memory as it was before. Threads must not share an executor.
     """
@@ -179,16 +184,16 @@ class Executor:
             self.memory = simulator.memory()
 
     def insert(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        """Set the values of dynamic variables for the next step: arrays of their dtype and shape, or numbers.
+        """Set the values of dynamic variables for the next step: arrays of the declared dtype and shape, or numbers.
 
-        Raises InputError.
+        Raises InputError for an unknown variable, or a value of another dtype or shape.
         """
         given = {**(values or {}), **more}
         checked = {name: self._checked(name, value) for name, value in given.items()}
         self._inserted.update(checked)
 
     def step(self) -> None:
-        """Run the entry block of the graph once, and clear the dynamic variables.
+        """Run the block ``entry`` of the graph once. The inserted values are removed afterwards.
 
         Raises InputError for a missing input, a GraphError with the position of the failed statement,
         BrokenExecutorError if MLX failed. An autosave, after the step, raises ConflictError if another process has
@@ -226,7 +231,8 @@ class Executor:
             self._save_if_possible()
 
     def fetch(self, name: str) -> mx.array:
-        """Return the value of a variable. Persistent and constant variables always have one, others only after a step.
+        """Return the value of a variable. Persistent and constant variables always have one, others only after a
+        successful step.
 
         Raises UnknownNameError, and InputError for a variable without a value. Variables of `assign` never have one.
         """
@@ -248,17 +254,19 @@ class Executor:
         return found
 
     def trace(self) -> list[Event]:
-        """Return the events of the last step's statements. Raises InputError without tracing, and unless the last step
-        succeeded."""
+        """Return an event for each statement of the last step. Raises InputError without `trace`, and after a failed
+        step.
+        """
         if self._frame is None or self._frame.trace is None:
             raise InputError("there is a trace after a step, for make_executor(trace=True)")
         return list(self._frame.trace)
 
     def save(self) -> SavedPages:
-        """Store all changes since the last save atomically: a reader finds all of them or the state before.
+        """Store all changes since the last save atomically: a reader finds either all of them, or the state before.
 
-        Raises StoreError without an instance, BrokenExecutorError after a failure of MLX, ConflictError if another
-        process has saved the instance, and redis.RedisError.
+        Return the number and the bytes of the written pages. Raises StoreError if the executor has no instance,
+        BrokenExecutorError after a failure of MLX, ConflictError if another process has saved the instance, and
+        redis.RedisError.
         """
         if self._stored is None:
             raise StoreError("this executor has no instance to save: make_executor(NAME)")
@@ -270,7 +278,8 @@ class Executor:
 
     def export(self, path: Path) -> None:
         """Write persistent memory to a safetensors file, with one tensor for each variable. The tensor of a table has
-        all its entries."""
+        all its entries.
+        """
         with mx.stream(self.simulator.device.mlx):
             names = [*self.memory.scalars, *self.memory.tables]
             metadata = {"fingerprint": f"{self.simulator.fingerprint:016x}", "steps": str(self.steps)}
@@ -285,7 +294,9 @@ class Executor:
         self.steps = steps
 
     def _save_if_possible(self) -> None:
-        """Save after a step. Count a failure of the server, and log the first one in a row."""
+        """Save after a step. If the server fails, count it in `unsaved`, and log the first failure of several in a
+        row.
+        """
         failures = self.unsaved
         try:
             self.save()
@@ -298,9 +309,9 @@ class Executor:
                 log.warning("step %d is saved again, after %d failures", self.steps, failures)
 
     def _evaluate(self, compute: Any) -> None:
-        """Evaluate arrays. An error, such as a lack of memory, may have damaged them, so the executor is broken then.
+        """Call `compute`, which evaluates arrays. If it fails, the arrays may be damaged, and the executor is broken.
 
-        Raises BrokenExecutorError for an error of MLX.
+        Raises BrokenExecutorError for an error of MLX, other exceptions unchanged.
         """
         try:
             compute()

@@ -1,4 +1,4 @@
-"""Persistent memory at run time: tables, their entries, and the journal of changes.
+"""Persistent memory at run time: scalars, tables with their entries, and the journal of changes.
 
 Contains: state that survives a step. Excludes: graphs, and a store.
 """
@@ -22,7 +22,7 @@ from .errors import GrowthError, NegativeIndexError, ShapeError, SliceRangeError
 
 
 class Journal:
-    """Undo log of one step."""
+    """Undo log of one step, and the arrays to evaluate at its end. Every change of persistent memory adds to it."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -31,25 +31,29 @@ class Journal:
         self._pending: dict[Hashable, Callable[[], mx.array | None]] = {}
 
     def begin(self) -> None:
-        """Keep all changes, and begin a new step."""
+        """Make all changes final, and begin the log of the next step."""
         self.step += 1
         self._undo.clear()
         self._seen.clear()
         self._pending.clear()
 
     def record(self, undo: Callable[[], None]) -> None:
-        """Add a function to call if the step fails. The functions are called in reverse order."""
+        """Add a function that undoes a change. `rollback` calls these functions in reverse order."""
         self._undo.append(undo)
 
     def first(self, what: Hashable) -> bool:
-        """Return whether this is the first change of `what` in this step, and note it."""
+        """Return whether `what` has not been changed in this step yet, and note the change."""
         if what in self._seen:
             return False
         self._seen.add(what)
         return True
 
     def pending(self, what: Hashable, array: Callable[[], mx.array | None]) -> None:
-        """Have the array that `array` returns computed at the end of the step. The last call for `what` counts."""
+        """Note that the array of `what` has to be evaluated at the end of the step. `array` is called then, and returns
+        it.
+
+        A later call for the same `what` replaces this one.
+        """
         self._pending[what] = array
 
     def arrays(self) -> list[mx.array]:
@@ -76,7 +80,7 @@ MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Lane:
-    """Entries of one shape, some of them written."""
+    """Growing array of entries of one shape, some of them written: the tensors of a table along its last index."""
 
     def __init__(self, dtype: DType, shape: tuple[int, ...], init: Literal, journal: Journal) -> None:
         self._dtype = dtype
@@ -95,13 +99,15 @@ class Lane:
         return [index for index, written in enumerate(self._written) if written]
 
     def entry(self, index: int) -> mx.array:
-        """Return a copy of one entry."""
+        """Return one entry: a copy, or the init value if it was not written."""
         if not self.written(index):
             return self._dtype.full(self._shape, self._init)
         return self._array[index] if self._changed_in == self._journal.step else self._copy(index)
 
     def slice(self, start: int, stop: int) -> mx.array:
-        """Return ``[stop - start, *shape]``: a view, if the array is long enough."""
+        """Return the entries from `start` to before `stop`, ``[stop - start, *shape]``: a view if the array is long
+        enough.
+        """
         room = len(self._written)
         if stop <= room:
             return self._array[start:stop]
@@ -126,7 +132,9 @@ class Lane:
             self._written[index] = 0
 
     def load(self, start: int, values: mx.array) -> None:
-        """Load entries from a store, ``[n, *shape]``, into a new lane."""
+        """Set consecutive entries ``[n, *shape]`` from `start` on, without a record in the journal. Called when an
+        instance is loaded.
+        """
         self._reserve(start + len(values))
         self._array[start : start + len(values)] = values
         self._written[start : start + len(values)] = b"\1" * len(values)
@@ -135,7 +143,7 @@ class Lane:
         return self._dtype.full((count, *self._shape), self._init)
 
     def _copy(self, index: int) -> mx.array:
-        """Return an evaluated copy of an entry, so that the array can be changed in place."""
+        """Return an evaluated copy of an entry. Without a view of it, MLX can change the array in place."""
         copy = self._array[index]  # a gather, which copies
         mx.eval(copy)
         return copy
@@ -176,7 +184,7 @@ MAX_DIM = 2**31 - 1  # the largest size in MLX
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A declaration with resolved sizes."""
+    """A persistent variable's declaration, with its sizes resolved."""
 
     name: str
     dtype: DType
@@ -188,7 +196,7 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All indices, in the order of an access."""
+        """All indices in the order of an access: those of the table, then those of auto_dim."""
         return self.indices + self.auto
 
     @property
@@ -201,7 +209,7 @@ class Layout:
 
 
 class Table:
-    """A persistent tensor or table. Every change can be undone until the journal begins its next step.
+    """A persistent tensor, or a table of tensors by index. Changes can be undone until the journal's next `begin`.
 
     The compiler has checked the number of indices, the positions of slices, and the dtypes of writes.
     """
@@ -217,7 +225,7 @@ class Table:
         self._cells: dict[Entry, mx.array] = {}  # of tables without lanes
 
     def size(self, index: str) -> int:
-        """Return the length along a table index, or the count of an auto_dim index."""
+        """Return the length along a table index, or the count (the number of added elements) of an auto_dim index."""
         if index in self.layout.auto:
             return self.counts[self.layout.auto.index(index)]
         return self.sizes[self.layout.indices.index(index)]
@@ -227,9 +235,8 @@ class Table:
     def read(self, selection: Selection) -> mx.array:
         """Return the selected tensors: an axis for each slice and each omitted table index, then the axes of a tensor.
 
-        A scalar index lengthens the table, and a scalar auto_dim index enlarges the tensors, if necessary. Slices do
-        not.
-        Raises NegativeIndexError, SliceRangeError or GrowthError.
+        A scalar table index lengthens the table, and a scalar auto_dim index enlarges the tensors, if necessary. Slices
+        do not. Raises NegativeIndexError, SliceRangeError or GrowthError.
         """
         layout, rank = self.layout, len(self.layout.indices)
         table, auto = selection[:rank], selection[rank:]
@@ -248,8 +255,10 @@ class Table:
         return entries[(slice(None),) * (entries.ndim - len(self.shape)) + spans]
 
     def write(self, selection: Selection, value: mx.array) -> None:
-        """Write one tensor, which must have the shape after growth. Raises ShapeError, NegativeIndexError or
-        GrowthError."""
+        """Write one tensor. It must have the shape of the table's tensors after growth to the indices in `selection`.
+
+        Raises ShapeError, NegativeIndexError or GrowthError.
+        """
         layout, rank = self.layout, len(self.layout.indices)
         entry, auto = self._scalars(selection[:rank]), self._scalars(selection[rank:])
         sizes, counts = self._lengthened(entry), self._grown(auto)
@@ -265,7 +274,7 @@ class Table:
         self._set_lengths(sizes, counts)
 
     def reset(self, selection: Selection = ()) -> None:
-        """Reset to the unwritten state: the whole table with its length and counts, or the entries that begin with
+        """Reset to the unwritten state: the whole table with its lengths and counts, or the entries that begin with
         `selection`.
 
         A reset of entries keeps the length of the table. Raises NegativeIndexError or GrowthError.
@@ -288,7 +297,7 @@ class Table:
     # -- queries of stores and listings --------------------------------------------------------------------------------
 
     def entries(self, prefix: Entry = ()) -> Iterator[Entry]:
-        """Yield the written entries that begin with `prefix`."""
+        """Yield the indices of the written entries that begin with `prefix`."""
         for cell in self._cells:
             if cell[: len(prefix)] == prefix:
                 yield cell
@@ -299,7 +308,9 @@ class Table:
                 yield from ((*lane, index) for index in held.indices())
 
     def stored_runs(self, entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], mx.array | None]]:
-        """Yield runs of entries and their tensors ``[n, ...]``, None for unwritten entries."""
+        """Group entries into consecutive runs. Yield the indices of each run, and its tensors ``[n, ...]``, None for
+        unwritten entries.
+        """
         for written, several in groupby(sorted(entries), self._is_written):
             if not written:
                 yield list(several), None
@@ -312,7 +323,9 @@ class Table:
                         yield [(*lane, index) for index in run], tensors
 
     def load(self, first: Entry, tensors: mx.array) -> None:
-        """Load entries from a store, ``[n, ...]``, from `first` on, into a new table."""
+        """Set consecutive entries ``[n, ...]`` from `first` on, without a record in the journal. Called when an
+        instance is loaded.
+        """
         if self._in_lanes:
             self._lane(first[:-1]).load(first[-1], tensors)
         else:
@@ -320,7 +333,9 @@ class Table:
                 self._cells[(*first[:-1], first[-1] + i) if first else ()] = tensor
 
     def load_lengths(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
-        """Set the length along each table index, and the count of each auto_dim index."""
+        """Set the length along each table index, and the count of each auto_dim index, without a record in the
+        journal.
+        """
         self.sizes, self.counts = list(sizes), list(counts)
         self.shape = self._shape(counts)  # of one tensor, after growth
 
@@ -339,7 +354,10 @@ class Table:
         return tuple([index for index in selection if isinstance(index, int)])
 
     def _within(self, name: str, index: int | slice, size: int) -> int | slice:
-        """Return an index, or a slice with both ends filled in. Raises NegativeIndexError or SliceRangeError."""
+        """Return an index, or a slice with both ends set, after a check against `size`.
+
+        Raises NegativeIndexError or SliceRangeError.
+        """
         where = f"index {name} of {self.layout.name}"
         if isinstance(index, int):
             self._check_positive(name, index)
@@ -362,8 +380,10 @@ class Table:
             raise NegativeIndexError(f"index {name} of {self.layout.name} is 0 or more, got {index}")
 
     def _lengthened(self, entry: Sequence[int | None]) -> list[int]:
-        """Return the sizes after growth to `entry`, in which None stands for a slice. Raises NegativeIndexError or
-        GrowthError."""
+        """Return the lengths along the table indices after growth to `entry`, in which None stands for a slice.
+
+        Raises NegativeIndexError or GrowthError.
+        """
         sizes = self.sizes
         for i, index in enumerate(entry):
             if index is None or 0 <= index < sizes[i]:
@@ -378,7 +398,9 @@ class Table:
         return sizes
 
     def _grown(self, auto: Sequence[int]) -> list[int]:
-        """Return the counts after growth to the scalars `auto`. Raises NegativeIndexError or GrowthError."""
+        """Return the counts of the auto_dim indices after growth to the scalars `auto`. Raises NegativeIndexError or
+        GrowthError.
+        """
         if not auto:
             return self.counts
         counts = list(self.counts)
@@ -406,7 +428,7 @@ class Table:
     # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _gather(self, axes: Sequence[int | slice], entry: Entry) -> mx.array:
-        """Return the tensors that `axes` selects. `entry` is the part of an entry that is determined already."""
+        """Return the tensors that `axes` select. `entry` are the indices of the axes that were processed already."""
         depth = len(entry)
         if depth == len(axes):
             return self._lane_entry(entry) if self._in_lanes else self._cell(entry)
@@ -469,7 +491,7 @@ def _len(axis: slice) -> int:
 
 
 def _consecutive(indices: Sequence[int]) -> Iterator[list[int]]:
-    """Yield runs of consecutive indices from sorted ones."""
+    """Group sorted indices into runs of consecutive ones."""
     for _, run in groupby(enumerate(indices), lambda at: at[1] - at[0]):
         yield [index for _, index in run]
 
@@ -478,7 +500,9 @@ def _consecutive(indices: Sequence[int]) -> Iterator[list[int]]:
 
 
 class Scalar:
-    """One number. Integers and bools are Python integers, because a step counts with them and uses them as indices."""
+    """One persistent number. Integers and bools are Python integers, because a step counts with them and uses them as
+    indices.
+    """
 
     def __init__(self, layout: Layout, journal: Journal) -> None:
         self.layout = layout
@@ -529,7 +553,9 @@ class Scalar:
 
 
 class Memory:
-    """Scalars and tables by name. The journal's `rollback` undoes their changes since its `begin`."""
+    """All persistent variables of an instance, by name. `journal.rollback` undoes their changes since
+    `journal.begin`.
+    """
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.journal = Journal()

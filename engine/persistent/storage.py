@@ -1,4 +1,4 @@
-"""Storage of persistent memory: instances on a page server, and safetensors files.
+"""Storage of persistent memory: instances on a page server, and export to safetensors files.
 
 Contains: the stored form of an instance. Excludes: graphs, and the execution of a step.
 """
@@ -41,7 +41,9 @@ FORMAT = 1
 
 @dataclass
 class StoredLane:
-    """The slots, digests and shapes of a lane's entries, by index."""
+    """State of a lane on the server: the slot (0 or 1), digest and shape of each entry, by its last index. A lane is
+    all entries that have the other indices in common.
+    """
 
     number: int
     slots: dict[int, int] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class StoredTable:
 
 @dataclass
 class Manifest:
-    """State of an instance at one save, without the bytes of its tensors."""
+    """State of an instance at one save, except the bytes of its tensors."""
 
     fingerprint: int
     token: str = ""  # random, different for each save
@@ -103,7 +105,9 @@ class Manifest:
     digest: int = 0  # the sum, modulo 2^64, of the digests of all entries
 
     def successor(self, token: str, steps: int) -> Manifest:
-        """Return a copy for the next save. It shares its lanes with this manifest until they are replaced."""
+        """Return a copy for the next save, with a new `token`. It shares lanes with this manifest until they are
+        replaced.
+        """
         tables = {
             name: StoredTable(list(table.sizes), list(table.counts), dict(table.lanes))
             for name, table in self.tables.items()
@@ -111,7 +115,7 @@ class Manifest:
         return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest)
 
     def dump(self) -> str:
-        """Return the stored text: JSON after a digest of it."""
+        """Return the text to store: JSON, and before it a digest of the JSON."""
         text = json.dumps(
             {
                 "format": FORMAT,
@@ -129,7 +133,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: bytes, instance: str) -> Self:
-        """Parse the output of `dump`. Raises DamagedError for anything else."""
+        """Parse a text from `dump`. Raises DamagedError for any other text. `instance` is the name for the error."""
         check, _, text = raw.partition(b" ")
         if xxhash.xxh3_64_hexdigest(text).encode() != check:
             raise DamagedError(f"instance {instance}: its manifest is not what was written")
@@ -199,7 +203,7 @@ _Received = tuple[str, Entry, mx.array]  # the name of the table, the first entr
 
 @dataclass(frozen=True, slots=True)
 class SavedPages:
-    """Number and bytes of the pages that a save wrote."""
+    """Number and total bytes of the pages that a save has written."""
 
     pages: int
     nbytes: int  # of pages
@@ -207,7 +211,7 @@ class SavedPages:
 
 @dataclass
 class _Version:
-    """Changes of one lane in a save: entries with new slots, and removed entries."""
+    """Changes of one lane in a save: entries with new slots, and removed entries, by their last index."""
 
     slots: dict[int, int] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
@@ -216,29 +220,31 @@ class _Version:
 
 
 class PersistentStore:
-    """Store of instances on a page server, on several, or on a cluster. The simulators of one thread can share it."""
+    """Store of instances on one page server, on several, or on a cluster. The simulators of one thread can share it."""
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
-        """Create the client. `url` is as for PageClient, `deadline` is in seconds, for each call. Raises ValueError for
-        an invalid URL."""
+        """Create the client. `url` is as for PageClient, `deadline` is in seconds, for each call.
+
+        Raises ValueError for an invalid URL.
+        """
         self.server = PageClient(url, deadline=deadline)
 
     def close(self) -> None:
         self.server.close()
 
     def instance(self, name: str, fingerprint: int) -> StoredInstance:
-        """Return an instance by name, stored or not. Raises StoreError for an invalid name."""
+        """Return the instance with a name, whether it is stored or not. Raises StoreError for an invalid name."""
         if not _INSTANCE.match(name):
             raise StoreError(f"an instance's name is 1 to 128 of A-Z a-z 0-9 . _ -, got {name!r}")
         return StoredInstance(self, name, fingerprint)
 
     def manifest(self, instance: str) -> Manifest | None:
-        """Return the manifest of an instance; None if there is none. Raises DamagedError."""
+        """Return the stored manifest of an instance; None if there is none. Raises DamagedError if it is damaged."""
         (raw,) = self.server.ask([_read(instance)])
         return None if raw is None else Manifest.parse(raw, instance)
 
     def delete(self, instance: str) -> bool:
-        """Delete an instance. Return whether there was one. If its manifest is damaged, its pages are left to eviction.
+        """Delete an instance. Return whether it was stored. If its manifest is damaged, its pages are left to eviction.
 
         Raises redis.RedisError if the server does not answer: then the instance may still be stored.
         """
@@ -256,8 +262,10 @@ class PersistentStore:
         return bool(there)
 
     def receive(self, keys: Sequence[PageKey], into: Sequence[Any]) -> list[bool]:
-        """Receive pages. Return for each whether it is stored. Raises Disconnected if a server that has some of them
-        does not answer."""
+        """Receive pages into buffers. Return for each page whether it is stored.
+
+        Raises Disconnected if a server that has some of the pages does not answer.
+        """
         before = self.server.misses[GONE]
         found = self.server.mget_into(keys, into)
         if self.server.misses[GONE] > before:
@@ -266,7 +274,7 @@ class PersistentStore:
 
 
 class StoredInstance:
-    """One instance on the server, with its last known manifest."""
+    """One instance on the server, with the manifest that this process has last read or written."""
 
     def __init__(self, store: PersistentStore, name: str, fingerprint: int) -> None:
         self.name = name
@@ -278,9 +286,10 @@ class StoredInstance:
         self._stale: list[PageKey] = []
 
     def load(self, memory: Memory) -> int | None:
-        """Load the instance into a new memory. Return the number of its steps, or None if nothing is stored.
+        """Load the instance into new persistent memory. Return the number of its steps, or None if it is not stored.
 
-        Raises WrongProgramError, DamagedError, and ConflictError if another process saves it faster than it is read.
+        Raises WrongProgramError, DamagedError, and ConflictError if another process saves it faster than it can be
+        read.
         """
         for _ in range(TRIES):
             manifest = self._store.manifest(self.name)
@@ -300,9 +309,10 @@ class StoredInstance:
         raise ConflictError(f"instance {self.name} is being saved by somebody else all the time")
 
     def save(self, memory: Memory, steps: int) -> SavedPages:
-        """Write the changed entries, then the manifest, then delete the replaced entries.
+        """Write the changed entries, then the manifest, then delete the replaced entries. Return the written pages.
 
-        Raises WrongProgramError or ConflictError if the stored manifest is not the last one read or written here.
+        Raises WrongProgramError or ConflictError if the stored manifest is not the one that was last read or written
+        here.
         """
         self._settle()
         versions: dict[tuple[str, Entry], _Version] = {}
@@ -328,8 +338,10 @@ class StoredInstance:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Check that the stored manifest is the last one read or written here. Raises WrongProgramError or
-        ConflictError."""
+        """Check that the stored manifest is the one that was last read or written here.
+
+        Raises WrongProgramError or ConflictError.
+        """
         stored = self._store.manifest(self.name)
         if stored is not None:
             self._check(stored)
@@ -342,7 +354,7 @@ class StoredInstance:
             raise ConflictError(f"instance {self.name} {what}")
 
     def _changed(self, name: str, table: Table, versions: dict[tuple[str, Entry], _Version]) -> Iterator[Page]:
-        """Yield the pages to write, and add their slots to `versions`."""
+        """Yield the pages of a table that a save has to write. Add their slots to `versions`, by table and lane."""
         stored = self._known.tables.setdefault(name, StoredTable())
         for entries, tensors in table.stored_runs(table.dirty):
             bodies = [None] * len(entries) if tensors is None else _bodies(tensors)
@@ -391,7 +403,10 @@ class StoredInstance:
         return stale
 
     def _publish(self, manifest: Manifest) -> None:
-        """Replace the stored manifest. Raises ConflictError if it is not the last one read or written here."""
+        """Replace the stored manifest in a transaction.
+
+        Raises ConflictError if it is not the one that was last read or written here.
+        """
         self._attempt = manifest
 
         def replace(raw: bytes | None) -> list[Question]:
@@ -413,7 +428,10 @@ class StoredInstance:
             )
 
     def _receive(self, memory: Memory, manifest: Manifest) -> Iterator[_Received]:
-        """Yield all tensors. Raises DamagedError, at the latest after the last one, if they are not the saved ones."""
+        """Yield all tensors of the instance, in runs of entries.
+
+        Raises DamagedError if a page is missing or, after the last one, if the digest of all entries does not match.
+        """
         digest = 0
         for name, stored in manifest.tables.items():
             layout = memory.tables[name].layout
@@ -471,7 +489,9 @@ def _page_key(request: bytes, lane: int, index: int, slot: int) -> PageKey:
 
 
 def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
-    """Yield both slots of every entry, because an interrupted save may have written the other one."""
+    """Yield the keys of both slots of every entry, because an interrupted save may have written the slot that is not in
+    use.
+    """
     for table in manifest.tables.values():
         for lane in table.lanes.values():
             for index in lane.slots:
@@ -479,7 +499,9 @@ def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
 
 
 def _place(entry: Entry) -> tuple[Entry, int]:
-    """Return the lane of an entry and its index there; a tensor without table indices is entry 0 of the lane ()."""
+    """Return the lane of an entry (its indices but the last), and its last index. A tensor without indices is entry 0
+    of the lane ().
+    """
     return (entry[:-1], entry[-1]) if entry else ((), 0)
 
 
@@ -488,7 +510,7 @@ def _entry(layout: Layout, prefix: Entry, index: int) -> Entry:
 
 
 def _runs(lane: StoredLane, layout: Layout) -> Iterator[tuple[list[int], Shape]]:
-    """Yield runs of consecutive entries of a lane with the same shape, and the shape."""
+    """Group a lane's entries into runs of consecutive indices with the same shape. Yield the indices and the shape."""
     indices = enumerate(sorted(lane.slots))
     for (_, shape), run in groupby(indices, lambda at: (at[1] - at[0], lane.shapes.get(at[1], layout.shape))):
         yield [index for _, index in run], shape
@@ -503,15 +525,17 @@ def _bodies(tensors: mx.array) -> list[Any]:
 
 
 def _tensors(rows: Any, layout: Layout, shape: Shape) -> mx.array:
-    """Return the tensors ``[n, *shape]`` that have the bytes ``rows``."""
+    """Return the tensors ``[n, *shape]`` with the bytes ``rows``, a uint8 array ``[n, bytes]``."""
     if not rows.size:
         return mx.zeros((len(rows), *shape), dtype=layout.dtype.mlx)
     return mx.array(rows.reshape(-1)).view(layout.dtype.mlx).reshape(len(rows), *shape)
 
 
 def _matrix(layout: Layout, shape: Shape) -> tuple[int, int]:
-    """Return the number of rows, and of elements in a row, for the page's header. Dtypes that are stored as bytes have
-    bytes as elements."""
+    """Return the number of rows, and of elements in a row, for a page's header.
+
+    If the dtype is stored as bytes, the elements are bytes.
+    """
     width = shape[-1] if shape else 1
     elements = layout.dtype.itemsize // layout.dtype.page.itemsize
     return prod(shape) // width, width * elements
@@ -524,7 +548,9 @@ def _digest(name: str, entry: Entry, body: Any) -> int:
 
 
 def _scalar(value: mx.array) -> int | str:
-    """Return an integer, or a float's bytes in hex, because a decimal number may be inexact."""
+    """Return a scalar as it is stored: an integer, or a float's bytes in hexadecimal, because decimal digits may be
+    inexact.
+    """
     if value.dtype in (mx.float16, mx.bfloat16, mx.float32, mx.float64):
         return bytes(np.asarray(value.reshape(-1).view(mx.uint8))).hex()
     return int(value.item())  # type: ignore[arg-type]
@@ -544,7 +570,7 @@ def body(array: mx.array) -> NDArray[np.uint8]:
 
 
 def export(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write `tensors` to `path`, all of them or none. Raises OSError."""
+    """Write tensors and metadata to a safetensors file, which appears complete or not at all. Raises OSError."""
     described = {name: Tensor(named(array.dtype).upper(), array.shape) for name, array in tensors.items()}
     bodies: list[NDArray[Any]] = [body(array) for array in tensors.values()]
     with replacing(path) as file:

@@ -1,4 +1,4 @@
-"""The variables of a graph, checked and with resolved sizes."""
+"""The variables of a graph: checked declarations with resolved sizes, and their values during a step."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Variable:
 
 
 def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> dict[str, Variable]:
-    """Return all variables of a graph by name, including variables that `assign` declares.
+    """Return all variables of a graph by name, including the variables of `assign`. `sizes` are those of the model.
 
-    Raises DeclarationError, UnknownNameError, DTypeError or DimError with the declaration's place, and DeviceError for
-    f64 on a GPU.
+    Raises DeclarationError, UnknownNameError, DTypeError or DimError with the position of the declaration, and
+    DeviceError for f64 on a GPU.
     """
     variables: dict[str, Variable] = {}
     for declaration in _declarations(graph):
@@ -77,7 +77,7 @@ def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> 
 
 
 def constant(expression: Expression, sizes: Mapping[str, int]) -> int:
-    """Return the value of an expression that has only numbers and sizes. Raises UnknownNameError or DimError."""
+    """Return the value of an expression of numbers and model sizes. Raises UnknownNameError or DimError."""
     if isinstance(expression, int):
         return expression
     if isinstance(expression, Name):
@@ -90,7 +90,7 @@ def constant(expression: Expression, sizes: Mapping[str, int]) -> int:
 
 
 def arithmetic(expression: Arithmetic, left: int, right: int) -> int:
-    """Return the result of an operator. Raises DimError for a division by zero."""
+    """Return the result of an expression's operator for two integers. Raises DimError for a division by zero."""
     match expression.operator:
         case "+":
             return left + right
@@ -137,7 +137,7 @@ def _with_init(declaration: Declaration, dtype: DType) -> Declaration:
 
 
 def _check_attributes(declaration: Declaration) -> None:
-    """Raise DeclarationError if attributes contradict each other or the section."""
+    """Raise DeclarationError if the attributes of a declaration contradict each other or the section."""
     name, section, at = declaration.name, declaration.section, declaration.at
     persistent, indices, auto = section == "persistent", declaration.indices, declaration.auto_dim
     fixed = [index for index, _ in declaration.fixed]
@@ -174,7 +174,7 @@ def _check_attributes(declaration: Declaration) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event of a statement: `to` is the target variable, `shape` the shape of its new value."""
+    """Record of one executed statement. `to` is the target variable, `shape` the shape of its new value."""
 
     step: int
     what: str
@@ -195,7 +195,7 @@ class Frame:
     trace: list[Event] | None = None
 
     def run(self, actions: Sequence[Action]) -> bool:
-        """Run the actions in order, up to the first one that ends the block. Return whether there was one."""
+        """Run actions in order, up to the first one that ends the block. Return whether one has ended it."""
         trace = self.trace
         action = None
         try:
@@ -220,7 +220,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A compiled statement. `do` returns True if it ends the block."""
+    """A compiled statement. `do` executes it in a step, and returns True if it ends the block."""
 
     do: Callable[[Frame], bool | None]
     what: str
@@ -232,8 +232,10 @@ class Action:
 
 
 class Tensors:
-    """Tensors of the model, by variable. Raises ModelError for a tensor that is missing or does not match its
-    declaration."""
+    """Initial values of variables: tensors of the model, @init, or zeros.
+
+    Raises ModelError for a tensor that is missing or does not match its declaration.
+    """
 
     def __init__(self, variables: Mapping[str, Variable], tensors: Mapping[str, mx.array]) -> None:
         self._tensors = tensors
@@ -244,7 +246,7 @@ class Tensors:
         }
 
     def getter(self, variable: Variable) -> Callable[[Frame], mx.array]:
-        """Return a function that returns the value of a variable in a step."""
+        """Return a function that returns the present value of a variable in a step."""
         name, begins = variable.name, self._values.get(variable.name)
         if variable.section == "constant":
             assert begins is not None
@@ -260,11 +262,15 @@ class Tensors:
         return get
 
     def beginning(self, name: str) -> mx.array | None:
-        """Return the initial value of a volatile or constant variable; None for others."""
+        """Return the value that a volatile or constant variable has at the begin of a step; None for other
+        variables.
+        """
         return self._values.get(name)
 
     def entry_getter(self, variable: Variable, counts: Sequence[Callable[[Frame], int]]) -> Callable[[Frame], mx.array]:
-        """Return a function that returns one tensor of a family, such as ``W[l]``, in a step."""
+        """Return a function that returns one tensor of a family, such as ``W[l]``, in a step. `counts` return the
+        indices.
+        """
         known: dict[tuple[int, ...], mx.array] = {}
 
         def get(frame: Frame) -> mx.array:

@@ -1,4 +1,4 @@
-"""The blocks of prompts and answers: reserved at submit, made while they run."""
+"""The blocks of prompts and answers: reserved in the pool at submit, and made from the cache while a request runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from .request import Request
 
 
 class BlockManager:
-    """Manager of requests' blocks: reserves them for an answer, fills them from its cache, frees unused ones."""
+    """Manager of requests' blocks: it reserves them in the pool, makes them from the cache, and frees unused ones."""
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, state_budget: int) -> None:
-        """Set the budget: `state_budget` bytes of a prompt's states, without its last state and the answer's."""
+        """Create a manager. `state_budget` limits the bytes of a prompt's states, without its last state and the
+        answer's.
+        """
         self.spec = spec
         self.pool = pool
         self._state_budget = state_budget
 
     def checkpoints(self, start: int, tokens: int, thought: int | None) -> list[int]:
-        """Return the positions in a prompt, from `start`, at which to keep the state: ends of blocks, and the position
-        before the `thought` that the prompt opens, if it opens one."""
+        """Return the positions from `start` in a prompt of `tokens` tokens at which to capture the states of the
+        layers.
+
+        They are ends of blocks, and `thought`: the position of the mark, such as <think>, with which the prompt begins
+        the reasoning of the answer, None without one. Empty if no layer has a state.
+        """
         if not self.spec.has_state:
             return []
         ends = self._checkpoints(start, tokens)
@@ -31,28 +37,34 @@ class BlockManager:
         return sorted([*ends, thought]) if thought is not None and opened else ends
 
     def _checkpoints(self, start: int, tokens: int) -> list[int]:
-        """Return ends of blocks, spread evenly over the prompt, as many as the budget allows."""
+        """Return ends of blocks after `start`, spread evenly over the prompt, as many as the state budget allows."""
         size = self.spec.block_tokens
         ends = range((start // size + 1) * size, tokens, size)
         count = min(len(ends), self._budgeted(tokens))
         return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
 
     def spare_states(self, checkpoints: int, shared: Sequence[KVBlock], carried: int, tokens: int) -> int:
-        """Return how many states a prompt of `tokens` tokens may keep in addition to its checkpoints: of the `carried`
-        states in the caller's cache after the `shared` blocks, and the state at the prompt's end. States in shared
-        blocks count against the budget."""
+        """Return how many states a prompt of `tokens` tokens may keep in addition to those at its checkpoints.
+
+        Candidates are the `carried` states in the caller's cache after the `shared` blocks, and the state at the
+        prompt's end. States in shared blocks count against the budget.
+        """
         if not self.spec.has_state:
             return 0
         left = self._budgeted(tokens) - checkpoints - sum(len(block.states) for block in shared)
         return max(0, min(left, carried + 1))
 
     def needed(self, request: Request) -> tuple[int, int]:
-        """Return the number of blocks that its context may need in addition to the shared ones, and their bytes."""
+        """Return the largest number of blocks that a request's context may need in addition to the shared ones, and
+        their bytes.
+        """
         return self._needed(request.capacity, len(request.shared), len(request.checkpoints) + request.spare_states)
 
     def check_fits(self, tokens: int, capacity: int, thought: int | None) -> None:
-        """Raise PoolExhaustedError when a prompt of `tokens` tokens and its answer, `capacity` together, may need more
-        than the whole pool."""
+        """Raise PoolExhaustedError if a prompt of `tokens` tokens and its answer may need more than the whole pool.
+
+        `capacity` is the number of tokens of prompt and answer. `thought` is as for `checkpoints`.
+        """
         checkpoints = len(self.checkpoints(0, tokens, thought))
         states = checkpoints + self.spare_states(checkpoints, (), 0, tokens)
         blocks, nbytes = self._needed(capacity, 0, states)
@@ -65,13 +77,17 @@ class BlockManager:
                 raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: {larger}")
 
     def reserve(self, request: Request) -> None:
-        """Reserve a request's blocks in the pool. Raises PoolExhaustedError."""
+        """Reserve blocks in the pool for a request. Raises PoolExhaustedError if the pool has too few blocks or
+        bytes.
+        """
         blocks, nbytes = self.needed(request)
         request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
         request.promised = nbytes
 
     def make_full(self, request: Request, cache: Cache, tokens: int) -> None:
-        """Make the full blocks of the first `tokens` of a prompt from `cache`. The answer will share them."""
+        """Make the full blocks of the first `tokens` tokens of a prompt from `cache`. The context of the answer will
+        share them.
+        """
         kept = len(request.shared)
         needed = tokens // self.spec.block_tokens - kept
         ids, others = request.reserved[:needed], request.reserved[needed:]
@@ -83,7 +99,9 @@ class BlockManager:
         request.shared, request.reserved = (*request.shared, *made), others
 
     def make_context(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
-        """Return the context after an answer: its shared blocks, and new blocks under the ids reserved at submit."""
+        """Return the context after an answer: its shared blocks, and new blocks from `cache`, under ids that were
+        reserved at submit.
+        """
         kept = len(request.shared)
         needed = self.spec.blocks_for(len(tokens)) - kept
         ids, surplus = request.reserved[:needed], request.reserved[needed:]
@@ -97,11 +115,13 @@ class BlockManager:
         self.pool.free(request.held, request.agent_id)
 
     def _budgeted(self, tokens: int) -> int:
-        """Return the number of states of a prompt of `tokens` tokens that fit in the budget."""
+        """Return how many states of a prompt of `tokens` tokens fit in the state budget."""
         return self._state_budget // self.spec.state_nbytes(tokens)
 
     def _needed(self, capacity: int, shared: int, states: int) -> tuple[int, int]:
-        """Return the blocks and bytes of a context of `capacity` tokens after `shared` blocks, with `states` states."""
+        """Return the blocks and bytes for a context of `capacity` tokens without its first `shared` blocks, with
+        `states` states.
+        """
         if self.spec.refusal:
             return 0, 0
         rows = capacity - shared * self.spec.block_tokens

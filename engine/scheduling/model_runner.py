@@ -1,4 +1,4 @@
-"""The model runner: runs a model in mlx-lm's batches, or prompt by prompt where batches give other results."""
+"""The model runner: it runs a model in mlx-lm's batches, or one prompt at a time where batches give other results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """Detector of a changed model. It compares the model's objects, and hashes the model only if one has changed."""
+    """Detector of changes of a model. It compares the model's objects, and hashes the model only if one of them has
+    changed.
+    """
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec) -> None:
         self._model = model
@@ -38,7 +40,7 @@ class ModelWatch:
             self._look()
 
     def same(self) -> bool:
-        """Return whether the model computes the same as the probed one; False if unknown."""
+        """Return whether the model computes the same as when it was probed; False if that is unknown."""
         if not self._spec.refusal and not (self._identity and self._identity.holds()):
             self._look()
         return self._same
@@ -59,7 +61,7 @@ class ModelWatch:
 
 
 class ModelRunner:
-    """Executor of requests, step by step, under its own uids. After a failed step, call `restart`."""
+    """Executor of requests, step by step, under uids of its own. After a step that raised, `restart` must be called."""
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec, stop_tokens: Any, prefill_chunk: int) -> None:
         self._model = model
@@ -69,7 +71,7 @@ class ModelRunner:
         self._generator = self._new_generator()
 
     def insert(self, request: Request) -> int:
-        """Add a request, in segments that end at its checkpoints, and return its uid."""
+        """Add a request, and return its uid. Its prompt is divided into segments that end at its checkpoints."""
         ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
         (uid,) = self._generator.insert_segments(
             [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
@@ -81,22 +83,25 @@ class ModelRunner:
         return int(uid)
 
     def takes_one_pass(self, reused: int, tokens: int) -> bool:
-        """Return whether a prompt of `tokens` tokens, of which `reused` are reused, may be computed in one pass."""
+        """Return whether a prompt of `tokens` tokens, of which `reused` are restored, may be computed in one pass of
+        the model.
+        """
         return self._spec.resumes and reused > 0 and tokens - reused <= SHORT_TOKENS
 
     def step(self) -> tuple[list[Any], list[Any]]:
-        """Advance every prompt by a chunk and every answer by a token. Return mlx-lm's responses for both."""
+        """Advance prompts by a chunk and answers by a token. Return mlx-lm's responses for prompts and for tokens."""
         prompts, tokens = self._generator.next()
         return prompts, tokens
 
     def extract(self, uid: int) -> tuple[Cache, list[int]]:
-        """Return the cache of a request, and the tokens that the cache holds. Raises KeyError if the request is
-        complete."""
+        """Return the cache of a request, and the tokens that it has. Raises KeyError if the request is complete."""
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return cache, tokens
 
     def held(self, uid: int) -> tuple[Cache, list[int]] | None:
-        """Return the same as `extract`, or None for a request that was complete with its first token."""
+        """Return the cache of a request and the tokens that it has; None if the request was complete after its first
+        token.
+        """
         found: tuple[Cache, list[int]] | None = self._generator.extract_cache([uid]).get(uid)
         return found
 
@@ -104,7 +109,7 @@ class ModelRunner:
         self._generator.remove([uid])
 
     def restart(self) -> None:
-        """Drop all requests. This is necessary after a failed step, which leaves caches half written."""
+        """Drop all requests, and create a new generator. A failed step leaves caches partly written."""
         with suppress(Exception):
             self._generator.close()
         self._generator = self._new_generator()
@@ -114,7 +119,7 @@ class ModelRunner:
         self._generator.close()
 
     def cache(self, blocks: AgentBlocks | None, tokens: int) -> Cache:
-        """Return a cache with the first `tokens` tokens of `blocks`, or an empty cache."""
+        """Return a cache with the first `tokens` tokens of `blocks`, or an empty one."""
         if blocks and tokens:
             with span("kvpage.assemble") as seen:
                 if is_seen(seen):

@@ -32,12 +32,12 @@ class SchedulerConfig:
 
 
 class EngineClosedError(RuntimeError):
-    """Error: the engine was drained or shut down, and takes no more prompts."""
+    """Error: the engine was drained or shut down, and accepts no prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer. The concatenated texts of all tokens are the text of the answer."""
+    """One token of an answer, for `on_token`. The concatenated texts of all tokens are the text of the answer."""
 
     uid: int
     token: int
@@ -71,7 +71,7 @@ class CompletedGeneration:
 
 @dataclass(slots=True)
 class Request:
-    """A submitted prompt. It holds a reference on the blocks in `shared` and `reserved` until it is finished."""
+    """A submitted prompt. It has a reference on the blocks in `shared` and `reserved` until it is finished."""
 
     uid: int
     agent_id: str
@@ -98,16 +98,18 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """The maximum number of tokens of its context."""
+        """The largest possible number of tokens of its context: prompt and answer."""
         return len(self.prompt) + self.max_tokens
 
     @property
     def held(self) -> list[int]:
-        """The ids of the blocks on which it holds a reference."""
+        """Ids of the blocks on which the request has a reference."""
         return [*(block.block_id for block in self.shared), *self.reserved]
 
     def kept_states(self) -> dict[int, Arrays]:
-        """Return the states to keep: at checkpoints, the last one within the prompt, and the youngest others."""
+        """Return the states to store in blocks, by position: those at checkpoints, the last one within the prompt, and
+        the latest others, `spare_states` in number.
+        """
         others = sorted(self.states.keys() - {*self.checkpoints}, reverse=True)
         last = [position for position in others if position < len(self.prompt)][:1]
         spare = [position for position in others if position not in last][: self.spare_states]
@@ -115,19 +117,21 @@ class Request:
         return {position: state for position, state in self.states.items() if position in kept}
 
     def full_blocks(self, spec: ModelCacheSpec) -> AgentBlocks:
-        """Return the full blocks of its prompt made so far."""
+        """Return the full blocks of its prompt that were made so far, as a context."""
         tokens = tuple(self.prompt[: len(self.shared) * spec.block_tokens])
         return AgentBlocks(self.agent_id, tokens, self.shared, spec.fingerprint)
 
     def add(self, token: int, *, ends: bool) -> None:
-        """Add a token to the answer, unless it `ends` the text."""
+        """Add a token to the answer. If it `ends` the text, only note the time of the first token."""
         self.first_token = self.first_token or time.perf_counter()
         if not ends:
             self.tokens.append(token)
             self.text.add(token)
 
     def token_event(self, response: Any, *, ends_text: bool) -> Token:
-        """Return the argument of `on_token` for an added token (mlx-lm's GenerationBatch.Response)."""
+        """Return the argument of `on_token` for a token that was added. `response` is mlx-lm's
+        GenerationBatch.Response.
+        """
         text = self.text.read()
         if not self.logprobs:
             return Token(self.uid, response.token, text, ends_text)
