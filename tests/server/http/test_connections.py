@@ -42,8 +42,8 @@ def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
         def refused(refusal: object) -> PlainTextResponse:
             return PlainTextResponse("", 503)
 
-        door = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
-        server = HttpServer(app, door, grace=1)
+        limiter = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
+        server = HttpServer(app, limiter, grace=1)
         with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
             serving = asyncio.create_task(server.serve([listening]))
 
