@@ -161,9 +161,9 @@ def _warm_up(engine: Engine) -> None:
 
 def _decode(engine: Engine, agent: str, prompt: list[int]) -> float:
     """Return the decoded tokens per second after the first token; 0 for an answer of fewer than two tokens."""
-    came: list[float] = []
-    ask(engine, agent, prompt, max_tokens=DECODED_TOKENS, on_token=lambda token: came.append(time.perf_counter()))
-    return (len(came) - 1) / (came[-1] - came[0]) if len(came) > 1 else 0.0
+    times: list[float] = []
+    ask(engine, agent, prompt, max_tokens=DECODED_TOKENS, on_token=lambda token: times.append(time.perf_counter()))
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
 def _first(engine: Engine, agent: str, prompt: list[int]) -> Answer:

@@ -46,16 +46,18 @@ def cases() -> Iterator[tuple[Enum, Enum, str, Callable[[Any, Any], Any]]]:
     for state, event in product(FetchState, FetchEvent):
         yield state, event, table(fetch, "state")[state.name, names[event]], fetch.moved
     for first, states in (("load", LoadState), ("file", FileState), ("patience", Patience)):
-        said = table(load_states, first)
+        rows = table(load_states, first)
         for state, moved in product(states, LoadEvent):
-            yield state, moved, said.get((state.name, moved.name), "-"), load_states.moved
+            yield state, moved, rows.get((state.name, moved.name), "-"), load_states.moved
 
 
 @pytest.mark.parametrize(
-    ("state", "event", "said", "moved"), list(cases()), ids=lambda value: getattr(value, "__name__", str(value))
+    ("state", "event", "expected", "moved"), list(cases()), ids=lambda value: getattr(value, "__name__", str(value))
 )
-def test_transitions_match_the_table(state: Enum, event: Enum, said: str, moved: Callable[[Enum, Enum], Enum]) -> None:
-    assert moved(state, event) is (state if said in ("-", "(waits)") else type(state)[said])
+def test_transitions_match_the_table(
+    state: Enum, event: Enum, expected: str, moved: Callable[[Enum, Enum], Enum]
+) -> None:
+    assert moved(state, event) is (state if expected in ("-", "(waits)") else type(state)[expected])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_table_has_a_row_for_every_state(module: ModuleType, first: str, state
 
 
 def test_every_event_moves_something() -> None:
-    assert {event for _, event, said, _ in cases() if said not in ("-", "(waits)")} == {*FetchEvent, *LoadEvent}
+    assert {event for _, event, expected, _ in cases() if expected not in ("-", "(waits)")} == {*FetchEvent, *LoadEvent}
 
 
 def test_final_states_have_no_transition() -> None:
