@@ -66,7 +66,7 @@ class Turn:
 
     name: str
     prompt: Tokens
-    said: Tokens
+    answer: Tokens
     reused: int  # tokens, at least
 
 
@@ -199,7 +199,7 @@ def come_back(tier: Tier, agent_id: str, turn: Turn) -> float:
     stored = turn.reused - last if last < BLOCK_TOKENS // 16 else turn.reused  # see `least_tail`
     if answer.reuse.tokens < (turn.reused if named else stored):
         raise AssertionError(f"{tier.name}: {answer.reuse.tokens} of {turn.reused} tokens came back")
-    _check_said(tier.name, list(answer.tokens), turn)
+    _check_answer(tier.name, list(answer.tokens), turn)
     return answer.reuse.time_to_first_token
 
 
@@ -209,15 +209,15 @@ def come_back_by_mlx_lm(machine: Machine, file: Path, held: int, turn: Turn) -> 
     cache = load_prompt_cache(str(file))
     trim_prompt_cache(cache, held - turn.reused)
     steps = generate_step(mx.array(turn.prompt[turn.reused :]), machine.model, max_tokens=ANSWER, prompt_cache=cache)
-    said = [next(steps)[0]]
+    answer = [next(steps)[0]]
     seconds = time.perf_counter() - started
-    _check_said(MLX_LM_FILE, [*said, *(token for token, _ in steps)], turn)
+    _check_answer(MLX_LM_FILE, [*answer, *(token for token, _ in steps)], turn)
     return seconds
 
 
-def _check_said(where: str, said: Tokens, turn: Turn) -> None:
-    if said != turn.said:
-        raise AssertionError(f"{where}: said {said}, with the context at hand {turn.said}")
+def _check_answer(where: str, answer: Tokens, turn: Turn) -> None:
+    if answer != turn.answer:
+        raise AssertionError(f"{where}: said {answer}, with the context at hand {turn.answer}")
 
 
 def first_tokens(
@@ -260,11 +260,11 @@ def _times_as_long(turn: Turn, taken: dict[str, list[float]]) -> Iterator[Findin
 
 
 def times_as_long(
-    work: str, other: str, ours: Sequence[float], theirs: Sequence[float], spelt: str, at_most: float
+    work: str, other: str, ours: Sequence[float], theirs: Sequence[float], template: str, at_most: float
 ) -> Finding:
-    """Compare measurements made in pairs; `spelt` has places for the two medians."""
+    """Compare measurements made in pairs; `template` has places for the two medians."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
-    return Finding(work, other, "times as long", spelt.format(median(ours), median(theirs)), ratio, at_most=at_most)
+    return Finding(work, other, "times as long", template.format(median(ours), median(theirs)), ratio, at_most=at_most)
 
 
 def cache_of(machine: Machine, one: Remembered) -> Cache:

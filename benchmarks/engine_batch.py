@@ -55,17 +55,17 @@ def theirs(loaded: Any, tokenizer: Any, prompts: Answers) -> tuple[float, Answer
     stop = [[token] for token in tokenizer.eos_token_ids]
     generator = BatchGenerator(loaded, stop_tokens=stop, prefill_step_size=SchedulerConfig().prefill_chunk)
     uids = generator.insert(prompts, [TOKENS] * len(prompts))
-    said: dict[int, list[int]] = {uid: [] for uid in uids}
+    answers: dict[int, list[int]] = {uid: [] for uid in uids}
     running = len(uids)
     while running:
         _, responses = generator.next()
         for response in responses:
             if response.finish_reason != "stop":
-                said[response.uid].append(response.token)
+                answers[response.uid].append(response.token)
             running -= response.finish_reason is not None
     seconds = time.perf_counter() - started
     generator.close()
-    return seconds, [said[uid] for uid in uids]
+    return seconds, [answers[uid] for uid in uids]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,12 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     pairs = []
     for turn in range(-1, 2 if quick else 9):  # the first round warms up
-        (one, said), (other, expected) = ours(loaded, tokenizer, spec, prompts), theirs(loaded, tokenizer, prompts)
-        if said != expected:
-            raise AssertionError(f"the engine said {said}, mlx-lm {expected}")
+        (one, answers), (other, expected) = ours(loaded, tokenizer, spec, prompts), theirs(loaded, tokenizer, prompts)
+        if answers != expected:
+            raise AssertionError(f"the engine said {answers}, mlx-lm {expected}")
         if turn >= 0:
             pairs.append((one, other))
-    tokens = sum(map(len, said))
+    tokens = sum(map(len, answers))
     speeds = [tokens / median(seconds) for seconds in zip(*pairs, strict=True)]
     finding = Finding(
         f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens",

@@ -139,7 +139,7 @@ def _check(found: AgentBlocks, context: AgentBlocks) -> None:
                 raise AssertionError("another context came back than was saved")
 
 
-def saving(machine: Machine, tokens: Tokens, url: str, rounds: int, said: int) -> Finding:
+def saving(machine: Machine, tokens: Tokens, url: str, rounds: int, answer_tokens: int) -> Finding:
     """Measure a generation whose context is written in the background, until it is written, compared with one without a
     store.
     """
@@ -153,7 +153,7 @@ def saving(machine: Machine, tokens: Tokens, url: str, rounds: int, said: int) -
             prompt = [turn + 10, *tokens]  # of which nothing is known
             errors: list[Exception] = []
             started = time.perf_counter()
-            one.submit("saved", prompt, max_tokens=said, on_done=lambda _: None, on_error=errors.append)
+            one.submit("saved", prompt, max_tokens=answer_tokens, on_done=lambda _: None, on_error=errors.append)
             while one.step(timeout=1.0):
                 pass
             store.flush_dirty()
@@ -164,7 +164,7 @@ def saving(machine: Machine, tokens: Tokens, url: str, rounds: int, said: int) -
     store.close()
     pairs = zip(taken["saved"], taken["not saved"], strict=True)
     return Finding(
-        f"a prompt of {len(tokens):,} tokens and an answer of {said}, saved to the page server",
+        f"a prompt of {len(tokens):,} tokens and an answer of {answer_tokens}, saved to the page server",
         "not saved",
         "of its time more",
         f"{median(taken['saved']):.2f} / {median(taken['not saved']):.2f} s",
@@ -223,9 +223,9 @@ def main(arguments: list[str] | None = None) -> None:
             for one in remembered:
                 server.admin.flushall()  # a block that another context brought has its bits, which differ in the last
                 findings += loads(machine, one, server.url, directory, rounds)
-            length, said = QUICK_SAVED if quick else SAVED
+            length, answer_tokens = QUICK_SAVED if quick else SAVED
             print("saving ...", flush=True)
-            findings.append(saving(machine, text[:length], server.url, rounds, said))
+            findings.append(saving(machine, text[:length], server.url, rounds, answer_tokens))
     show(findings, INTRO)
     if not quick:
         write(findings, "engine_tiers", {"rounds": rounds, "load": os.getloadavg()}, intro=INTRO)

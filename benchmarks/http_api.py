@@ -78,10 +78,10 @@ class Api:
         reply = connection.getresponse()
         if reply.status != 200:
             raise RuntimeError(f"{reply.status}: {reply.read().decode()}")
-        came = [(time.perf_counter(), line) for line in reply if line.startswith(b"data: {")]
+        lines = [(time.perf_counter(), line) for line in reply if line.startswith(b"data: {")]
         connection.close()
         texts, times, kvpage = [], [asked], {}
-        for when, line in came:  # read after the end, so that the client's work is not measured
+        for when, line in lines:  # read after the end, so that the client's work is not measured
             chunk = json.loads(line[6:])
             kvpage = chunk.get("kvpage", kvpage)
             if text := chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
@@ -201,10 +201,10 @@ def overhead(store: str, tokens: int, rounds: int) -> list[Finding]:
     with ours(store) as api:
         for turn in range(-1, rounds):  # the first one warms up
             reply = api.ask(question, agent="sailor", max_tokens=tokens)
-            came = _times_of(inside, prompt, tokens)
+            times = _times_of(inside, prompt, tokens)
             if turn >= 0:
                 first.append(1000 * reply.first - reply.kvpage["first_token_ms"])
-                pairs.append((sum(reply.gaps) / len(reply.gaps), (came[-1] - came[0]) / (len(came) - 1)))
+                pairs.append((sum(reply.gaps) / len(reply.gaps), (times[-1] - times[0]) / (len(times) - 1)))
     inside.close()
     added = median(over / within - 1 for over, within in pairs)
     speeds = [1 / median(seconds) for seconds in zip(*pairs, strict=True)]
@@ -225,9 +225,9 @@ def overhead(store: str, tokens: int, rounds: int) -> list[Finding]:
 
 def _times_of(inside: Engine, prompt: Sequence[int], tokens: int) -> list[float]:
     """Return the time of each token."""
-    came: list[float] = []
-    ask(inside, "sailor", prompt, max_tokens=tokens, on_token=lambda _: came.append(time.perf_counter()))
-    return came
+    times: list[float] = []
+    ask(inside, "sailor", prompt, max_tokens=tokens, on_token=lambda _: times.append(time.perf_counter()))
+    return times
 
 
 def _times(work: str, against: str, pairs: Sequence[tuple[float, float]], at_least: float | None = None) -> Finding:

@@ -117,8 +117,8 @@ def _perf(pid: int, steps: Sequence[Step], seconds: int) -> Generator[str, None,
     with tempfile.TemporaryDirectory() as directory:
         data = str(Path(directory, "perf.data"))
         record = ["perf", "record", "--quiet", "--freq", "997", "--pid", str(pid), "--output", data, "sleep"]
-        if said := _recorded([*record, str(seconds)], steps, seconds):
-            yield f"perf is not allowed here: {said}"
+        if reason := _recorded([*record, str(seconds)], steps, seconds):
+            yield f"perf is not allowed here: {reason}"
             return {}
         report = ["perf", "report", "--stdio", "--quiet", "--input", data, "--fields", "overhead,dso,symbol"]
         output = subprocess.run(report, capture_output=True, encoding="utf-8", check=True, timeout=60).stdout
@@ -136,8 +136,8 @@ def _py_spy(pid: int, steps: Sequence[Step], seconds: int) -> Iterator[str]:
         raw = Path(directory) / "raw"
         options = ["--function", "--threads", "--duration", str(seconds), "--rate", "400", "--format", "raw"]
         spy = [str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid), *options, "--output"]
-        if said := _recorded([*spy, str(raw)], steps, seconds):
-            yield f"py-spy is not allowed here: {said}"
+        if reason := _recorded([*spy, str(raw)], steps, seconds):
+            yield f"py-spy is not allowed here: {reason}"
             return
         yield from ("", *_functions(raw.read_text(encoding="utf-8")))
 
@@ -146,8 +146,8 @@ def _recorded(command: Sequence[str], steps: Sequence[Step], seconds: int) -> st
     """Keep the server busy while a command records it; return the error if it fails."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as recording:
         _drive(steps, seconds + 1)
-        _, said = recording.communicate(timeout=60)
-    return said.decode(errors="replace").strip() or "no reason given" if recording.returncode else ""
+        _, reason = recording.communicate(timeout=60)
+    return reason.decode(errors="replace").strip() or "no reason given" if recording.returncode else ""
 
 
 def _functions(raw: str) -> list[str]:

@@ -68,9 +68,9 @@ def main(target: Path) -> None:
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         opened(browser, urls["store"])
-        said: dict[str, Messages] = {}
+        histories: dict[str, Messages] = {}
         for agent, engine, question in TURNS:
-            messages = said.setdefault(agent, [STORIES if agent == "erin" else HANDBOOK][: agent != "frank"])
+            messages = histories.setdefault(agent, [STORIES if agent == "erin" else HANDBOOK][: agent != "frank"])
             messages.append({"role": "user", "content": question})
             ask(engines[engine], agent, messages)
         for name, url in urls.items():

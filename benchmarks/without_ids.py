@@ -161,7 +161,7 @@ def theirs(directory: str) -> Api:
     return Api("default_model", *command, directory=directory)
 
 
-def said(seed: int, count: int) -> str:
+def sentence(seed: int, count: int) -> str:
     """So many random words, which are a little more tokens, and a question."""
     rng = random.Random(seed)
     return f"{seed} {' '.join(rng.choice(WORDS) for _ in range(count))}. What is the capital of France?"
@@ -169,7 +169,7 @@ def said(seed: int, count: int) -> str:
 
 def asked_again(directory: str, prompts: int, length: int) -> list[Finding]:
     """Prompts that differ from their first words on, each asked twice, and once more after a kill of all servers."""
-    asked: list[Messages] = [[{"role": "user", "content": said(i, length)}] for i in range(prompts)]
+    asked: list[Messages] = [[{"role": "user", "content": sentence(i, length)}] for i in range(prompts)]
     rounds: list[list[tuple[Reply, Reply]]] = []
     for again in (False, True):
         with Pages(directory) as pages, ours(directory, pages) as we, theirs(directory) as they:
@@ -217,7 +217,7 @@ def growing(directory: str, conversations: int, turns: int, more: int) -> list[F
     with Pages(directory) as pages, ours(directory, pages) as we, theirs(directory) as they:
         for turn in range(turns):
             for i, messages in enumerate(talks):
-                messages.append({"role": "user", "content": said(100 * i + turn, more)})
+                messages.append({"role": "user", "content": sentence(100 * i + turn, more)})
             if turn in (1, turns - 1):
                 time.sleep(SETTLE)
                 with ours(directory, pages) as other:
@@ -242,7 +242,7 @@ def saving(directory: str, length: int, rounds: int) -> Finding:
     pairs = []
     with Pages(directory) as pages, ours(directory, pages) as with_store, ours(directory, None) as alone:
         for i in range(-1, rounds):
-            messages: Messages = [{"role": "user", "content": said(1000 + i, length)}]
+            messages: Messages = [{"role": "user", "content": sentence(1000 + i, length)}]
             order = (with_store, alone) if i % 2 else (alone, with_store)
             times = {api: api.ask(messages, max_tokens=32).whole for api in order}
             if i >= 0:

@@ -382,9 +382,9 @@ def _crowds(many: int) -> Iterator[Scene]:
         "a key that many track", [b"SET", b"key", b"value"], [[b"SET", b"key", b"v"]], crowd=crowd, they_say=tracking
     )
     yield Scene("a key that many track", [b"FLUSHALL"], [[b"SET", b"key", b"v"]], crowd=crowd, they_say=tracking)
-    said = [[b"CLIENT", b"TRACKING", b"ON", b"BCAST", *_prefixes(b"p", 500)], [b"RESET"]]
+    before = [[b"CLIENT", b"TRACKING", b"ON", b"BCAST", *_prefixes(b"p", 500)], [b"RESET"]]
     yield Scene(
-        "prefixes", [b"CLIENT", b"TRACKING", b"ON", b"BCAST", *_prefixes(b"q", 500)], [[b"HELLO", b"3"], said[0]]
+        "prefixes", [b"CLIENT", b"TRACKING", b"ON", b"BCAST", *_prefixes(b"q", 500)], [[b"HELLO", b"3"], before[0]]
     )
     shown = [b"MSET", *[bytes(range(256)) * 4] * (WORDS_PER_STEP - 2)]
     for words in (shown, [b"GET", shown[1]]):

@@ -65,7 +65,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """Progress of a prompt."""
+    """Progress of one pending prompt, as a copy that does not change."""
 
     uid: int
     agent_id: str
@@ -75,18 +75,20 @@ class JobProgress:
     prompt: int  # length in tokens
     reused: int  # prompt tokens that were found so far
     tier: Tier  # the tier that supplied them
-    said: int  # tokens of the answer so far
+    generated: int  # tokens of the answer so far
     seconds: float  # since submit
 
 
 class Stage(Enum):
-    """States of a prompt, and the next states of each::
+    """States of a prompt, and the next states of each.
 
-    SUBMITTED  waits until its load may begin                       -> LOADING, READY
-    LOADING    its context is being loaded                          -> WAITING, READY, SUBMITTED
-    WAITING    another prompt holds the claim on its prefix         -> READY, SUBMITTED
-    READY      can join the batch                                   -> RUNNING, SUBMITTED
-    RUNNING    has joined the batch; it may wait there for blocks
+    A claim on a block means that this prompt computes the block, and others wait for it (`tiers.prefill_claims`)::
+
+    SUBMITTED  waits until its load may begin                           -> LOADING, READY
+    LOADING    its context is being loaded from the store               -> WAITING, READY, SUBMITTED
+    WAITING    another prompt has the claim on its first missing block  -> READY, SUBMITTED
+    READY      can join the batch                                       -> RUNNING, SUBMITTED
+    RUNNING    has joined the batch; it may wait there for free blocks of the pool
     """
 
     SUBMITTED = auto()
@@ -120,14 +122,14 @@ class Job:
     waiting_since: float = 0.0  # time.perf_counter()
     waited: float = 0.0  # seconds in earlier waits for a claim
     not_before: int = 0  # the value of `_ended` at which to load again after a load that found the pool full
-    said: int = 0  # tokens passed to `on_token`
+    generated: int = 0  # tokens passed to `on_token`
     joined: float = 0.0  # time.perf_counter() when it joined the batch
     running: int | None = None  # its uid in the batch
     span: TraceSpan = field(default_factory=partial(span, "kvpage.request"))
 
     @property
     def waits(self) -> bool:
-        """Whether another prompt holds the claim."""
+        """Whether another prompt holds the claim on the first missing block."""
         return self.claim is not None and self.claim.state == "wait"
 
     def progress(self) -> JobProgress:
@@ -141,7 +143,7 @@ class Job:
             prompt=len(self.tokens),
             reused=loaded.reach if loaded else 0,
             tier=loaded.tier if loaded and loaded.reach else "none",
-            said=self.said,
+            generated=self.generated,
             seconds=time.perf_counter() - self.submitted,
         )
 
@@ -220,10 +222,11 @@ class AgentEngine:
 
         Tokens found in the agent's last context, or in any other context of its tenant, are loaded and not computed.
         With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
-        only, and its context is shared without a name. Then `label` is the text that `kvpage ls` shows for it.
+        only, and its context is shared without a name; then `label` is the text that `kvpage ls` shows for it.
 
-        The other arguments, and the errors passed to `on_error`, are those of the batch's `submit`. A prompt waits
-        while the pool is full; PoolExhaustedError means that the whole pool is too small.
+        `on_done` is called with the answer, or `on_error` with an exception, in a later `step`. All other arguments,
+        and the exceptions, are those of `BlockPoolBatchEngine.submit`; this method itself raises none. A prompt waits
+        while the pool is full. PoolExhaustedError means that the prompt needs more than the whole pool.
         """
         options = {
             "max_tokens": max_tokens,
@@ -262,10 +265,11 @@ class AgentEngine:
         job.span.end()
 
     def step(self, timeout: float = 0.0) -> bool:
-        """Add loaded prompts to the batch, advance the batch by one step, and call the callbacks.
+        """Add loaded prompts to the batch, advance the batch by one step (a token of every answer, a chunk of every
+        prefill), and call the callbacks.
 
-        If no prompt runs, wait up to `timeout` seconds for an event, but not after the last answer. Return True while
-        prompts are pending.
+        If no prompt runs, wait up to `timeout` seconds for a call of `wake`, such as a finished load, unless this step
+        answered the last prompt. Return True while prompts are pending.
         """
         had_any = bool(self._jobs)
         self._begin()
@@ -337,7 +341,8 @@ class AgentEngine:
     def _take_up(self) -> None:
         """Take the results of completed loads, and claim the first missing block of each prompt.
 
-        A failed load fails its prompt. A load for which the pool had no room is started again after another prompt.
+        A failed load fails its prompt. If the pool had no room for a load, the load is started again when another
+        answer has ended and freed its blocks.
         """
         for job in self._at(Stage.LOADING):
             if not (job.loading and job.loading.done()):
@@ -355,10 +360,11 @@ class AgentEngine:
                 self._claim(job, job.loaded.reach)
 
     def _claim(self, job: Job, reach: int) -> None:
-        """Claim the first block that is missing, so that only one prompt computes it.
+        """Claim the prompt's first missing block, so that only one prompt computes it. `reach` is the number of loaded
+        tokens. The prompt is then READY, or WAITING if another prompt has the claim.
 
         After a second load that found more than the first, claim the next missing block. If the page server did not
-        answer the load, the claim does not wait for its answer, because that would take as long again.
+        answer the load, the claim does not wait for its answer either, because that would take the same timeout again.
         """
         if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
             self._release(job)
@@ -370,8 +376,12 @@ class AgentEngine:
         job.stage = Stage.WAITING if job.waits else Stage.READY
 
     def _wait_no_longer(self) -> None:
-        """End the wait of each prompt if its claim is decided, or if the wait is longer than PATIENCE_FACTOR times the
-        time to compute the missing tokens."""
+        """End the wait of a prompt if the state of its claim has changed, or if it waited longer than PATIENCE_FACTOR
+        times the time to compute the missing tokens.
+
+        A prompt that has the claim now, and its loaded blocks, is READY. Any other is loaded again, because another
+        prompt may have computed its blocks.
+        """
         for job in self._at(Stage.WAITING):
             waited = time.perf_counter() - job.waiting_since
             if job.waits and self._speed and waited > PATIENCE_FACTOR * (len(job.tokens) - job.reach) / self._speed:
@@ -424,18 +434,22 @@ class AgentEngine:
                 return
 
     def _renamed(self, job: Job) -> TokenReceiver:
-        """Return a receiver that counts tokens, and passes them on with the job's uid in place of the batch's."""
+        """Return a receiver that counts tokens, and calls the job's `on_token` with the job's uid in place of the
+        batch's uid.
+        """
         on_token = job.on_token
         assert on_token
 
         def receive(token: Token) -> None:
-            job.said += 1
+            job.generated += 1
             on_token(replace(token, uid=job.uid))
 
         return receive
 
     def _publisher(self, job: Job, store: AgentCacheStore) -> PromptReceiver:
-        """Return a receiver that publishes the blocks of a prompt before its answer is complete."""
+        """Return an `on_prompt` callback for the batch. It writes the full blocks of a prompt to the store before the
+        answer is complete, so that prompts that wait for them can go on.
+        """
 
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
@@ -518,7 +532,7 @@ _Event = TypeVar("_Event")
 
 
 def _notify(receiver: Callable[[_Event], None], event: _Event) -> None:
-    """Call a final callback, and log its exception."""
+    """Call `on_done` or `on_error` with `event`, and log an exception of the callback."""
     try:
         receiver(event)
     except Exception:

@@ -52,17 +52,18 @@ class BlockPoolBatchEngine:
     `submit` reserves in `pool` every block that the answer may need; unused blocks are freed when the answer ends. So
     an admitted prompt always completes, and its context can always be kept.
 
-    Prompts join and leave between steps. A step adds a token to every answer and at most `prefill_chunk` tokens to
-    each prefill, so a long prompt delays the next tokens of the others by no more than a chunk.
+    Prompts join and leave between steps. A step adds a token to every answer and at most `prefill_chunk` tokens to each
+    prefill, so a long prompt delays the next tokens of the others by no more than a chunk.
 
-    If layers carry a state (windows, recurrences), a context can be resumed only at positions with a kept state. States
-    are kept at the end of an answer, before the last token of its prompt, and before a thought that the prompt opens.
-    As far as `state_budget` bytes allow, they are also kept at checkpoints (ends of blocks, spread evenly over the
-    prompt), at the end of the prompt, and at the positions of states in the reused cache.
+    If layers carry a state (a sliding window, or the state of a recurrence), a context can be continued only at
+    positions with a kept state. States are kept at the end of an answer, before the last token of its prompt, and
+    before an opening mark of thinking at the end of the prompt. As far as `state_budget` bytes allow, they are also
+    kept at checkpoints (ends of blocks, spread evenly over the prompt), at the end of the prompt, and at the positions
+    of states in the reused cache.
 
-    If mlx-lm does not batch a model, or batches it with other results, prompts run separately, in turns. So do prompts
-    of a model with an unknown kind of cache. Contexts of such a cache are not kept, nor are contexts of a model that
-    has changed since it was probed; `not_kept` is the reason.
+    If mlx-lm cannot batch a model, or its batches have other results than single prompts, prompts run separately, in
+    turns. So do prompts of a model with an unknown kind of cache. Contexts of such a cache are not kept, nor are
+    contexts of a model that has changed since it was probed; `CompletedGeneration.not_kept` is the reason.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class BlockPoolBatchEngine:
 
     @property
     def wanted(self) -> tuple[int, int] | None:
-        """Blocks and bytes that the first waiting prompt needs; None if no prompt waits."""
+        """Numbers of blocks and bytes that the first waiting prompt needs; None if no prompt waits for room in the
+        pool.
+        """
         if not self._waiting:
             return None
         return self._block_manager.needed(self._waiting[0])
@@ -196,7 +199,7 @@ class BlockPoolBatchEngine:
     def check(
         self, agent_id: str, tokens: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), logprobs: int = 0
     ) -> None:
-        """Raise the errors that `submit` would raise without a cache and with an empty pool."""
+        """Raise the exceptions that `submit` would raise for these arguments without a cache and with an empty pool."""
         check_agent_id(agent_id)
         check_prompt(tokens, self.spec.vocab_size, self.spec.context)
         check_answer(max_tokens, stop, logprobs, self.spec.vocab_size)
@@ -231,10 +234,10 @@ class BlockPoolBatchEngine:
             request.not_kept = request.not_kept or CHANGED
 
     def step(self) -> Iterator[CompletedGeneration]:
-        """Run the batch and yield each generation as it completes, until none is left.
+        """Run the batch until no prompt is pending, and yield each generation when it completes.
 
-        Prompts submitted meanwhile join the batch. The iterator also ends when all pending prompts wait for blocks;
-        call `step` again when blocks are free.
+        Prompts submitted meanwhile join the batch. The iterator also ends when all pending prompts wait for blocks of
+        the pool; call `step` again when blocks are free.
         """
         while True:
             while self._completed:
@@ -244,7 +247,9 @@ class BlockPoolBatchEngine:
                 return
 
     def step_once(self) -> list[CompletedGeneration]:
-        """Advance every prompt by a chunk and every answer by a token; return the completed ones."""
+        """Advance every prefill by a chunk and every answer by a token. Return the generations that this step
+        completes.
+        """
         self._admit_waiting()
         if not self._running:
             return []
@@ -257,7 +262,7 @@ class BlockPoolBatchEngine:
         return [done for done in ends if done]
 
     def drain(self) -> Iterator[CompletedGeneration]:
-        """Reject new prompts, and finish the pending ones as `step` does."""
+        """Reject new prompts, run the pending ones, and yield their generations as `step` does."""
         self._closed = True
         return self.step()
 
@@ -272,7 +277,9 @@ class BlockPoolBatchEngine:
         self._runner.close()
 
     def _admit_waiting(self) -> None:
-        """Admit waiting prompts in their order; a small one does not overtake a large one."""
+        """Start waiting prompts for which the pool has enough blocks, in their order: a small prompt does not overtake
+        a large one.
+        """
         while self._waiting:
             try:
                 self._block_manager.reserve(self._waiting[0])
@@ -290,7 +297,9 @@ class BlockPoolBatchEngine:
         request.started = time.perf_counter()
 
     def _alone(self, work: Callable[[Any], CompletedGeneration | None], response: Any) -> CompletedGeneration | None:
-        """Handle the response to one request. An exception of its callbacks or its sampler ends this answer only."""
+        """Call `work` with mlx-lm's response for one request, and return its result. An exception, from the request's
+        callback or sampler, ends this answer only: the result is then its failed generation.
+        """
         try:
             return work(response)
         except Exception as error:  # noqa: BLE001 - it ends only this answer
@@ -300,21 +309,26 @@ class BlockPoolBatchEngine:
             return self._failed(self._running.pop(response.uid), error)
 
     def _begin_anew(self, error: Exception) -> list[CompletedGeneration]:
-        """Fail all requests in the batch after a failed step of the model: their caches may be half written."""
+        """Remove all requests after a failed step of the model, because their caches may be half written. Return a
+        failed generation with `error` for each.
+        """
         log.error("a step of the model failed", exc_info=error)
         self._runner.restart()
         return [self._failed(self._running.pop(uid), error) for uid in list(self._running)]
 
     def _keeps(self, request: Request) -> bool:
-        """Return whether the request's context may be kept. If the model has changed since it was probed, set
-        `not_kept`."""
+        """Return whether the request's context may be kept. If the model has changed since it was probed, set the
+        request's `not_kept` to this reason.
+        """
         if not request.not_kept and not self._watch.same():
             request.not_kept = CHANGED
         return not request.not_kept
 
     def _progress(self, prompt: Any) -> CompletedGeneration | None:
-        """Handle progress of a prefill (mlx-lm's PromptProcessingBatch.Response): keep the state at a checkpoint,
-        before the last token and after it, and call `on_prompt` when all but the last token is computed."""
+        """Handle the progress of a prefill (mlx-lm's PromptProcessingBatch.Response): keep the state at a checkpoint,
+        before the prompt's last token and after it, and call `on_prompt` when all but the last token is computed.
+        Return None: a prefill completes no generation.
+        """
         request = self._running.get(prompt.uid)
         if not request or not prompt.end_of_segment:
             return None
@@ -337,15 +351,21 @@ class BlockPoolBatchEngine:
         return None
 
     def _thought(self, tokens: Sequence[int]) -> int | None:
-        """Return the position of the mark that opens a thought at the end of a prompt; None if there is no mark. The
-        prompt of the next turn lacks the thought, so it departs there."""
+        """Return the position of the mark that opens the model's thinking at the end of a prompt; None if there is no
+        mark.
+
+        A state is kept there, because the prompt of the next turn omits the thinking, and so equals this prompt up to
+        the mark only.
+        """
         if not self._tokenizer.has_thinking:
             return None
         found: int = self._tokenizer.rfind_think_start(tokens, start=len(tokens) - THOUGHT_TOKENS)
         return found if found > 0 else None
 
     def _keep_state(self, request: Request, cache: Cache, tokens: Sequence[int]) -> None:
-        """Keep the current state, after `tokens`. If memory is short, the context cannot be resumed there."""
+        """Copy the state of `cache`, which has computed `tokens`, for the request's context. If memory is short, no
+        state is kept, and the context cannot be continued at this position.
+        """
         if self.spec.has_state:
             with suppress(ValueError, RuntimeError, MemoryError):
                 request.states[len(tokens)] = kvcache.capture(self.spec, cache)
@@ -356,8 +376,9 @@ class BlockPoolBatchEngine:
         return request.on_prompt is not None and full > len(request.shared) and self._keeps(request)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
-        """Add one token (mlx-lm's GenerationBatch.Response) to its request. Return the completed generation if
-        it was the last one."""
+        """Add a generated token (mlx-lm's GenerationBatch.Response) to its request, and call `on_token`. Return the
+        completed generation if it is the last token, and None otherwise.
+        """
         request = self._running.get(response.uid)
         if not request:
             return None

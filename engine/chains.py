@@ -50,17 +50,21 @@ def root_of(agent_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The root of an agent's chain of blocks, and the number of its blocks that other clients of the tenant can
-    name."""
+    """The beginning of the hash chain of an agent's blocks, and the number of its blocks whose names other clients of
+    the tenant can compute.
+    """
 
     root: str = ROOT
     client: str = ""  # the only client that can name the private blocks; empty if all are shared
     shared: int = 0  # blocks before the first private one
 
     def parent(self, index: int, before: str | None) -> str:
-        """Return the parent's hash in the name of block `index`: the chain hash of the block `before` it, or the root.
+        """Return the parent's hash in the name of block number `index`. `before` is the chain hash of the block before
+        it; None for block 0, whose parent is the root.
+
         For the first private block it is BLAKE2b with 16 bytes over this hash and the client, so that only this client
-        can name this block and the blocks after it."""
+        can compute the names of this block and of the blocks after it.
+        """
         parent = self.root if before is None else before
         if not self.client or index != self.shared:
             return parent
@@ -82,8 +86,9 @@ class Sharing:
     mark: tuple[int, ...] = ()  # the tokens after it
 
     def chain(self, agent_id: str, tokens: Sequence[int], block_tokens: int) -> Chain:
-        """Return the chain for an agent's context of these tokens. A longer context has the same names for their
-        blocks."""
+        """Return the chain for an agent's context of `tokens`. A longer context with the same first tokens has the same
+        names for these blocks.
+        """
         root = root_of(agent_id)
         if self.share == "all":
             return Chain(root)
@@ -92,8 +97,9 @@ class Sharing:
         return Chain(root, client, self._shared(tokens, block_tokens))
 
     def _shared(self, tokens: Sequence[int], block_tokens: int) -> int:
-        """Return the number of first blocks that end before the system message does. A prompt without a system message,
-        such as a text to be continued, shares none."""
+        """Return the number of first blocks that other clients may use: all blocks that end before the system message
+        does. A prompt without a system message, such as a text to be continued, shares none.
+        """
         if self.share == "none" or tuple(tokens[: len(self.head)]) != self.head:
             return 0
         text, mark = (np.asarray(ids, "<u4").tobytes() for ids in (tokens, self.mark))
@@ -107,12 +113,14 @@ SHARE_ALL = Sharing()
 
 
 def is_unnamed(agent_id: str) -> bool:
-    """Return whether the id is one of `unnamed_agent`, which stand for a prompt without a name."""
+    """Return whether the id was made by `unnamed_agent`, for a prompt without an agent's name."""
     return bool(_UNNAMED.match(agent_id))
 
 
 def unnamed_agent(token: str) -> str:
-    """Return a new id for a prompt without a name, from a client with this bearer token, which may be empty."""
+    """Return a new, random id for a prompt without an agent's name. It has a hash of the client's bearer token `token`,
+    which may be empty.
+    """
     client = hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
     return f"anon-{client}-{uuid.uuid4().hex}"
 
@@ -127,7 +135,7 @@ def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int, cha
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of first tokens that are the same in both."""
+    """Return the number of tokens at the start that are the same in both."""
     if (shortest := min(len(a), len(b))) and tuple(a[:shortest]) == tuple(b[:shortest]):
         return shortest
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -13,7 +13,9 @@ from kvpage_server.system.program import ends_quietly, missing_extra, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit code."""
+    """Run one command, with the process's arguments if `argv` is None, and return its exit code. A failure is printed
+    on stderr in one line, and has the code 1.
+    """
     with ends_quietly("kvpage-engine"):
         try:
             return _run(argv)

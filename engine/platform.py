@@ -30,7 +30,8 @@ _LARGEST_BYTES = 32 << 20  # glibc's maximum; larger blocks are mapped, and unma
 
 
 def keep_freed() -> bool:
-    """Make glibc keep freed memory. Return False with another C library. Call it before threads start.
+    """Make glibc keep freed memory for later requests. Return False with another C library. Must be called before
+    threads start.
 
     All threads then share one heap, because blocks are received on one thread and used on another.
     """
@@ -45,7 +46,9 @@ OTHERS = 256  # files and sockets in addition to those of clients
 
 
 def room_for(connections: int) -> int:
-    """Raise the limit of open files for this number of connections, and return the number that it allows."""
+    """Raise the process's limit of open files to what `connections` connections need, as far as the hard limit allows.
+    Return the number of connections that the limit allows, at least 1.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHERS
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -78,7 +81,8 @@ ADVICE = (
 
 
 def prefer_openblas() -> bool:
-    """Load OpenBLAS for MLX. Return True if it is loaded.
+    """Load OpenBLAS for MLX's matrix products. Return True if it is loaded. Must be called before the first import of
+    mlx.
 
     Return False, without a change, on another system than Linux, without MLX's CPU wheel, if MLX is already imported,
     without OpenBLAS on this machine, or with ``KVPAGE_BLAS=stock`` in the environment. Raises ValueError for any other
@@ -105,18 +109,19 @@ def prefer_openblas() -> bool:
 
 
 def _limit_threads(library: ctypes.CDLL) -> None:
-    """Use a quarter of the cores, at least one, unless the environment sets a number of threads.
+    """Set OpenBLAS's number of threads to a quarter of the cores, at least one, unless the environment sets a number.
 
-    OpenBLAS uses all cores, and its threads wait for each other at every multiplication. While another program uses one
-    of these cores, the model runs many times slower. docs/engine.md has the measurement.
+    OpenBLAS uses all cores by default, and its threads wait for each other at every multiplication. While another
+    program uses one of these cores, the model runs many times slower. docs/engine.md has the measurement.
     """
     if not any(name in os.environ for name in THREADS_SET) and hasattr(library, "openblas_set_num_threads"):
         library.openblas_set_num_threads(max(1, len(os.sched_getaffinity(0)) // 4))
 
 
 def _libraries() -> Iterator[Path]:
-    """Yield the paths of OpenBLAS builds from PyPI, Debian and Fedora, and the linker's default. Multi-threaded builds
-    are first."""
+    """Yield the possible paths of OpenBLAS: builds from PyPI, Debian and Fedora, and names for the linker.
+    Multi-threaded builds are first.
+    """
     if wheel := _directory("ngsolve_openblas"):
         yield from wheel.glob("libopenblas*.so*")
     yield from Path("/usr/lib").glob("*-linux-gnu/openblas-pthread/libopenblas.so.0")
@@ -124,10 +129,11 @@ def _libraries() -> Iterator[Path]:
 
 
 def _load(library: Path, bundled: Path) -> ctypes.CDLL:
-    """Load `library` into the global scope. Raises OSError.
+    """Load `library` into the process's global scope, and return it. `bundled` is the directory of libraries in MLX's
+    wheel. Raises OSError.
 
-    PyPI's library needs libgfortran.so.5, which few machines have. MLX's wheel has it under another name, in `bundled`.
-    Links to both in one directory let the loader find it.
+    PyPI's build of OpenBLAS needs libgfortran.so.5, which few machines have. MLX's wheel has it under another name, in
+    `bundled`. Links to both in one directory let the loader find it.
     """
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -142,8 +148,9 @@ def _load(library: Path, bundled: Path) -> ctypes.CDLL:
 
 
 def _directory(package: str, relative: str = ".") -> Path | None:
-    """Return the directory at the path `relative` to an installed package, without an import of the package. Return
-    None if it does not exist."""
+    """Return the directory at the path `relative` to an installed package, without importing the package. Return None
+    if it does not exist.
+    """
     spec = find_spec(package)
     places = [Path(place, relative) for place in (spec.submodule_search_locations or [])] if spec else []
     return next((place.resolve() for place in places if place.is_dir()), None)

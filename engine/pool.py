@@ -45,10 +45,11 @@ class _Block:
 
 
 class BlockPool:
-    """Allocator of block ids, within limits of blocks and bytes. Thread-safe.
+    """Allocator of block ids, within limits of blocks and bytes. Thread-safe. It holds no data: an id stands for one
+    :class:`engine.memory.blocks.KVBlock`.
 
-    An id stands for one :class:`engine.memory.blocks.KVBlock`. Each holder has one reference on the id and frees it
-    once. Agents with a common prefix share ids. An id is free again when its last reference is freed.
+    Each holder, usually an agent, has one reference on the id and frees it once. Agents with a common prefix share ids.
+    An id is free again when its last reference is freed.
 
     A block counts with its reserved bytes until `settle` sets its actual size.
     """
@@ -82,7 +83,8 @@ class BlockPool:
         return max(0, self.total_bytes - self._bytes)
 
     def allocate(self, count: int, agent_id: str = "", nbytes: int = 0) -> list[int]:
-        """Allocate `count` ids, each with one reference of `agent_id`, and reserve `nbytes` in total for them.
+        """Allocate `count` ids, each with one reference of `agent_id`, and reserve `nbytes` in total for them. Return
+        the ids.
 
         Raises PoolExhaustedError, and allocates none, if fewer blocks or bytes are free; ValueError for a negative
         number.
@@ -129,9 +131,9 @@ class BlockPool:
                 self._blocks[block_id].references.append(Reference(block_id, agent_id, now))
 
     def free(self, block_ids: Iterable[int], agent_id: str | None = None) -> None:
-        """Drop one reference of `agent_id` on each id; without a name, the oldest reference.
+        """Drop one reference of `agent_id` on each id; if `agent_id` is None, the oldest reference of any holder.
 
-        Raises ValueError, and drops none, for a double free.
+        Raises ValueError, and drops none, if a holder has fewer references on an id than are to be dropped.
         """
         drops = Counter(block_ids)
         with self._lock:
@@ -146,10 +148,10 @@ class BlockPool:
                     self._returned.append(block_id)
 
     def reconfigure(self, total_blocks: int | None = None, total_bytes: int | None = None) -> None:
-        """Change the limits; None leaves a limit as it is.
+        """Change the limits of blocks and bytes; None leaves a limit as it is.
 
-        If more is held than the new limits allow, holders keep it, and nothing is allocated until enough is freed.
-        Raises ValueError, and changes nothing, for a limit below 1.
+        If more is allocated than the new limits allow, holders keep their blocks, and nothing is allocated until enough
+        is freed. Raises ValueError, and changes nothing, for a limit below 1.
         """
         with self._lock:
             blocks = self.total_blocks if total_blocks is None else total_blocks
@@ -158,7 +160,7 @@ class BlockPool:
             self.total_blocks, self.total_bytes = blocks, nbytes
 
     def references(self, older_than: float = 0.0) -> list[Reference]:
-        """Return all references older than `older_than` seconds, the oldest first."""
+        """Return all references that are older than `older_than` seconds, the oldest first. Serves to find leaks."""
         before = time.monotonic() - older_than
         with self._lock:
             held = [reference for block in self._blocks.values() for reference in block.references]

@@ -26,7 +26,9 @@ LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
 
 @dataclass(frozen=True, slots=True)
 class ModelTag:
-    """Short description that distinguishes models for people. The fingerprint is the identity."""
+    """Short description of a model for people. Two models may have the same tag; `ModelCacheSpec.fingerprint` is the
+    identity.
+    """
 
     model_id: str
     n_layers: int
@@ -40,7 +42,9 @@ Shapes = tuple[tuple[Matrices, ...], ...]  # the arrays of each layer; () for a 
 
 @dataclass(frozen=True, slots=True)
 class ModelCacheSpec:
-    """The geometry and the identity of a model's cache."""
+    """Description of a model's cache: its layers, the shapes of their arrays, and the fingerprint that two caches must
+    share to be exchanged.
+    """
 
     model_id: str
     block_tokens: int
@@ -68,11 +72,13 @@ class ModelCacheSpec:
         quantised_from: int = 0,
     ) -> ModelCacheSpec:
         """Run some tokens through `model` to describe its cache, and more to check whether batches give the same
-        results.
+        results. Return the description.
 
-        `cache` is an empty cache of another kind than the model's own, such as a quantised one. Raises
-        UnsupportedCacheError if its kind is unknown. If the kind of the model's own cache is unknown, the spec has a
-        `refusal`. `quantised_from` tokens of a prompt are computed before its cache is quantised.
+        `cache` is an empty cache of another kind than the model's own, such as a quantised one. `quantised_from` tokens
+        of a prompt are computed before its cache is quantised. If the kind of the model's own cache is unknown, the
+        spec has a `refusal`.
+
+        Raises UnsupportedCacheError if the kind of `cache` is unknown, and ValueError for `block_tokens` below 1.
         """
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -124,19 +130,23 @@ class ModelCacheSpec:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of a token in all layers."""
+        """Bytes of one token's rows in all layers, without states."""
         return _nbytes(self.token_shapes(1))
 
     def state_nbytes(self, end: int) -> int:
-        """Return the bytes of the state after `end` tokens."""
+        """Return the bytes of all layers' states (windows, recurrences) after `end` tokens of a context."""
         return _nbytes(self.state_shapes(end))
 
     def token_shapes(self, tokens: int) -> Shapes:
-        """Return the shapes of the layers' arrays for `tokens` tokens."""
+        """Return the shapes of the arrays with a row per token, by layer, for `tokens` tokens. A layer without such
+        arrays has ().
+        """
         return tuple(layer.matrices(tokens) if isinstance(layer, TokenLayer) else () for layer in self.layers)
 
     def state_shapes(self, end: int) -> Shapes:
-        """Return the shapes of the layers' states after `end` tokens."""
+        """Return the shapes of the states, by layer, after `end` tokens of a context. A layer without a state has
+        ().
+        """
         return tuple(layer.matrices(end) if isinstance(layer, StateLayer) else () for layer in self.layers)
 
     def chain(self, agent_id: str, tokens: Sequence[int]) -> Chain:
@@ -152,8 +162,9 @@ class ModelCacheSpec:
 
 
 def _identity(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the digest of the model's computation, and the reason why it has none; one of them is None. The model must
-    have run once, because some models create parts of themselves in the first run.
+    """Return the digest of the model's computation, and the reason why it has none; one of them is None.
+
+    The model must have run once, because some models create parts of themselves in the first run.
     """
     try:
         return Identity(model).digest, None
@@ -169,8 +180,9 @@ def _describe_all(cache: Sequence[Any]) -> tuple[tuple[Layer, ...], tuple[Nestin
 
 
 def _context(model: nn.Module) -> int | None:
-    """Return the context length from the configuration, for a multimodal model from that of its language model. Return
-    None if it is not set."""
+    """Return the model's context length in tokens, from its configuration, or from that of the language model in a
+    multimodal model. Return None if it is not set.
+    """
     for args in _configuration(model).values():
         language = args.get("text_config") or args
         length: int | None = (language if isinstance(language, dict) else vars(language)).get("max_position_embeddings")
@@ -186,11 +198,11 @@ def _nbytes(shapes: Shapes) -> int:
 def fingerprint(
     identity: str | None, tokenizer: Any, layers: Sequence[Layer], block_tokens: int, quantised_from: int
 ) -> int:
-    """Return a 64-bit hash of everything that makes two caches interchangeable.
+    """Return a 64-bit hash of everything that two engines must have in common to exchange caches.
 
-    It covers the model's computation (so a fine-tune, an adapter or another scale of it differs, and a copy in another
-    directory does not), the vocabulary, the geometry and dtypes of the cache, the block size, the start of quantisation
-    and the layout's version, but not the model's name.
+    It covers the model's computation (`identity`: another fine-tune, adapter or scale of an adapter differs, a copy in
+    another directory does not), the vocabulary, the geometry and dtypes of the cache, the block size, the start of
+    quantisation and the layout's version, but not the model's name.
     """
     fields = {
         "layout": LAYOUT_VERSION,
@@ -205,5 +217,5 @@ def fingerprint(
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
-    """Return the model's construction arguments: its `args` or `config`."""
+    """Return the model's construction arguments, its `args` or `config`, by the name of the attribute."""
     return {name: vars(value) for name, value in vars(model).items() if dataclasses.is_dataclass(value)}

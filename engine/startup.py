@@ -67,7 +67,7 @@ class Engine:
     def open(cls, options: Options, tell: Callable[[str], object] = lambda _: None) -> Self:
         """Load the model and connect the tiers. `tell` is called with a description before each long step.
 
-        Raises UnknownModelError, UnsupportedCacheError, ValueError for an invalid URL, and OSError for an unusable
+        Raises UnknownModelError, UnsupportedCacheError, ValueError for invalid options, and OSError for an unusable
         directory. A page server that does not answer is no error.
         """
         if options.kv_quantised_from and not options.kv_bits:
@@ -105,7 +105,8 @@ class Engine:
 
 
 def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
-    """Return the rule for sharing. For "system", derive the tokens around a system message from the chat template.
+    """Return the rule `share`: which first blocks the clients of a tenant may use of each other. For "system", derive
+    the tokens around a system message from the tokenizer's chat template.
 
     Raises ValueError if the template does not put a system message before the user's.
     """
@@ -131,8 +132,8 @@ def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
 def _probe(
     model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None, quantised_from: int = 0
 ) -> ModelCacheSpec:
-    """Probe the model. With `kv_bits`, keys and values of layers with a row per token are quantised, from token
-    `quantised_from` of a prompt on, and a warning names the kinds of the other layers.
+    """Probe the model, and return its description. With `kv_bits`, keys and values of layers with a row per token are
+    quantised, from token `quantised_from` of a prompt on, and a warning names the kinds of the other layers.
 
     Raises UnsupportedCacheError if the model cannot use such a cache.
     """
@@ -152,13 +153,15 @@ def _probe(
 
 
 def model_name(model: str) -> str:
-    """Return the name for clients: the directory's name, or the model's id."""
+    """Return the model's name for clients: the directory's name, or the Hugging Face id."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 
 
 def _directory(model: str) -> Path:
-    """Return the directory of a model, without a download. Raises UnknownModelError."""
+    """Return the directory of a model, or of the model with this id in the Hugging Face cache, without a download.
+    Raises UnknownModelError.
+    """
     if not Path(model).is_dir():
         with suppress(Exception):  # any error of the hub's client means that the model is not here
             return Path(hf_repo_to_path(model))

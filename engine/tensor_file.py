@@ -38,7 +38,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class DamagedFileError(ValueError):
-    """The file is incomplete, malformed or damaged; the message says which."""
+    """Error: a file is incomplete, malformed or damaged. The message says which."""
 
 
 class Tensor(NamedTuple):
@@ -54,8 +54,8 @@ class Tensor(NamedTuple):
 def write(
     file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], bodies: Iterable[NDArray[Any]]
 ) -> int:
-    """Write tensors to an empty, seekable `file`, and return its size in bytes. `bodies` are the values of `tensors`,
-    contiguous, in the same order.
+    """Write tensors to an empty, seekable `file`, and return its size in bytes. `bodies` are the values of `tensors` as
+    contiguous arrays, in the same order.
 
     Raises ValueError for a body of another size than its tensor.
     """
@@ -108,10 +108,10 @@ class TensorReader:
             raise DamagedFileError(f"the tensors have {ends[-1]} bytes, {self._left} are there")
 
     def bodies(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield the bytes of each tensor, in the order of `tensors`.
+        """Yield the bytes of each tensor, as a uint8 array, in the order of `tensors`.
 
-        Raises DamagedFileError after the last tensor if the digest is wrong, so the caller must not use a tensor before
-        the end.
+        Raises DamagedFileError if the file is cut off, and after the last tensor if the digest is wrong. So the caller
+        must not use a tensor before the end.
         """
         written = str(self.metadata.get("digest"))
         digest = xxhash.xxh3_64(self._header.replace(written.encode(), _NO_DIGEST.encode(), 1))
@@ -131,8 +131,10 @@ class TensorReader:
 
 
 def _described(header: bytes) -> tuple[dict[str, str], list[tuple[tuple[int, ...], str, Tensor]]]:
-    """Return the file's metadata, and its tensors in the order of their offsets. Raises various exceptions for
-    malformed data."""
+    """Return the file's metadata, and for each tensor its byte range in the file's data, its name and its description,
+    in the order of the ranges. Raises ValueError, TypeError, KeyError, AttributeError or RecursionError for a malformed
+    header.
+    """
     bounded.check(header, containers=3 * _MAX_TENSORS, strings=6 * _MAX_TENSORS, values=12 * _MAX_TENSORS)
     described = json.loads(header)
     metadata = described.pop("__metadata__", {})

@@ -173,8 +173,8 @@ def latin_1_locale(run: Run) -> Iterator[None]:
             raise NotHere("localedef makes no locale of Latin-1")
         run.environment |= {"LOCPATH": place, "LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0"}
         program = "import locale; print(locale.getencoding())"
-        said = subprocess.check_output([run.python, "-c", program], env=run.environment)
-        if said.strip() != b"ISO-8859-1":
+        encoding = subprocess.check_output([run.python, "-c", program], env=run.environment)
+        if encoding.strip() != b"ISO-8859-1":
             raise NotHere("the C library does not take a locale from LOCPATH")
         yield
 
@@ -326,10 +326,10 @@ def tried(setting: Setting, workers: str) -> str:
             return f"skipped  {reason}"
         log = Path(place, "log")
         code = run.start(log, workers)
-        said = log.read_text(encoding="utf-8", errors="replace")
-        counted = said.rstrip().rpartition("\n")[2]
+        output = log.read_text(encoding="utf-8", errors="replace")
+        counted = output.rstrip().rpartition("\n")[2]
         if code:
-            print(said, flush=True)
+            print(output, flush=True)
             return f"FAILED   exit code {code}: {counted}"
         return f"passed   {counted}{run.note}"
 

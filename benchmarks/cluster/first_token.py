@@ -48,6 +48,6 @@ def measured(quick: bool) -> Iterator[Finding]:
                             seconds = come_back(found[name], context.agent_id, turn)
                             taken[name] += [seconds] if round_ >= 0 else []
                     for name in several:
-                        spelt = "{:.3f} / {:.3f} s"
+                        template = "{:.3f} / {:.3f} s"
                         work = f"{turn.name} from {name}"
-                        yield times_as_long(work, SERVER, taken[name], taken[SERVER], spelt, MOST)
+                        yield times_as_long(work, SERVER, taken[name], taken[SERVER], template, MOST)

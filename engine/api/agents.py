@@ -1,4 +1,4 @@
-"""/v1/agents: the agents of a tenant, with operations on them and their contexts."""
+"""The endpoints of /v1/agents: a tenant's agents, and operations on their contexts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ async def show(request: Request) -> Response:
 
 
 async def save(request: Request) -> Response:
-    """Write an agent's context to the tiers below memory, and return the agent. Raises ApiError if that fails."""
+    """Save an agent's context to the tiers below memory, and return the agent.
+
+    Raises ApiError: 404 for an unknown agent, 409 without a tier to save to, 503 if the save fails.
+    """
     service, tenant = _asked(request)
     given = request.path_params["agent"]
     store = service.engine.store
@@ -52,7 +55,11 @@ async def save(request: Request) -> Response:
 
 
 async def fork(request: Request) -> Response:
-    """Give another agent the context of this agent. An existing agent is replaced only if the body has `replace`."""
+    """Copy the context of an agent to another agent, and return that. An existing agent is replaced only if the body
+    has `replace`.
+
+    Raises ApiError: 404 for an unknown agent, 409 for an existing one without `replace`.
+    """
     service, tenant = _asked(request)
     body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]
@@ -102,7 +109,10 @@ async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
 
 
 async def _asking(ask: Callable[..., _Answer], *agents: str) -> _Answer:
-    """Call a method of the store on a thread. Raises ApiError if it needs the page server, which does not answer."""
+    """Call a method of the store with agents' ids on a thread, and return its result.
+
+    Raises ApiError (503) if it needs the page server, and the server does not answer.
+    """
     try:
         return await asyncio.to_thread(ask, *agents)
     except StoreUnavailableError as error:

@@ -1,4 +1,4 @@
-"""Bearer tokens and their tenants.
+"""Bearer tokens and the tenants that they belong to.
 
 Agents of different tenants are different agents even if they have the same name. They share no blocks, because each
 tenant's chains of blocks have another root (`engine.chains.root_of`). Without tokens, every request is accepted.
@@ -28,17 +28,22 @@ AGENT_HEADER = "X-Agent-Id"
 
 
 class TokenFileError(ValueError):
-    """A file of tokens that cannot be read; the message says why."""
+    """Error: a file of tokens cannot be read or has an invalid line. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Tenant of a request; its name is "" if no tokens are needed. WATCHER owns no agents, and sees all metrics."""
+    """Tenant of a request. Its name is "" if the engine needs no tokens. WATCHER has no agents, and may read all
+    metrics.
+    """
 
     name: str = ""
 
     def agent(self, given: str, param: str) -> str:
-        """Return the engine's id for the agent that the tenant calls `given`. Raises ApiError, which names `param`."""
+        """Return the engine's id for the tenant's agent with the name `given`: NAME@TENANT, or NAME without tenants.
+
+        Raises ApiError (400) for an invalid name. It names `param`, the field of the request.
+        """
         agent_id = f"{given}@{self.name}" if self.name else given
         try:
             if "@" in given or not given:
@@ -53,33 +58,35 @@ class Tenant:
             ) from None
 
     def agent_of_user(self, user: str) -> str:
-        """Return the tenant's name for the agent of OpenAI's `user`, which may be any text. A text that cannot name an
-        agent, such as an e-mail address, is hashed.
+        """Return the agent name for OpenAI's field `user`, which may be any text.
+
+        A text that cannot name an agent, such as an e-mail address, is hashed.
         """
         if "@" not in user and is_agent_id(f"{user}@{self.name}" if self.name else user):
             return user
         return f"user-{hashlib.blake2b(user.encode(), digest_size=16).hexdigest()}"
 
     def given(self, agent_id: str) -> str | None:
-        """Return the tenant's name for an agent; None for another tenant's agent."""
+        """Return the tenant's name for the agent with an id; None if it is an agent of another tenant."""
         return agent_id.rpartition("@")[0] or agent_id if tenant_of(agent_id) == self.name else None
 
 
 def tenant_of(agent_id: str) -> str:
-    """Return the tenant's name in an agent's id; "" if the id has none."""
+    """Return the name of the tenant in an agent's id; "" if the id has none."""
     return agent_id.rpartition("@")[2] if "@" in agent_id else ""
 
 
 class Tokens:
-    """Known tokens, stored as digests, which are compared in constant time."""
+    """The known tokens and their tenants. Tokens are stored as digests, which are compared in constant time."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Set the tenant's name for each token. If `tenants` is empty, no tokens are needed."""
+        """Set the known tokens, with the name of the tenant of each. If `tenants` is empty, requests need no token."""
         self._tenants = {_digest(token): Tenant(name) for token, name in tenants.items()}
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """Read lines "NAME TOKEN", where NAME may be WATCHER. Empty lines and lines that begin with # are skipped.
+        """Read a file with lines "NAME TOKEN", where NAME may be WATCHER. Empty lines and lines that begin with # are
+        skipped.
 
         Raises TokenFileError.
         """
@@ -105,19 +112,25 @@ class Tokens:
         return cls(tenants)
 
     def share(self, places: int) -> int:
-        """Return the number of `places` that are guaranteed to each tenant, at least one."""
+        """Return how many of `places`, for example of the queue, each tenant has a right to: an equal share, at least
+        one.
+        """
         names = {tenant.name for tenant in self._tenants.values()} - {WATCHER}
         return max(1, places // max(1, len(names)))
 
     def tenant(self, request: Request) -> Tenant:
-        """Return the tenant of a request about agents. Raises ApiError for an unknown token, and for WATCHER's."""
+        """Return the tenant of a request. Raises ApiError: 401 for a missing or unknown token, 403 for that of
+        WATCHER.
+        """
         tenant = self.who(request)
         if tenant.name == WATCHER:
             raise ApiError(403, "this token is for /metrics only", code="metrics_only")
         return tenant
 
     def who(self, request: Request) -> Tenant:
-        """Return the tenant, or the watcher, of a request for metrics. Raises ApiError for an unknown token."""
+        """Return the tenant of a request for metrics, which may be WATCHER. Raises ApiError (401) for a missing or
+        unknown token.
+        """
         if not self._tenants:
             return Tenant()
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")

@@ -22,7 +22,7 @@ from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant
 from .openai.errors import ApiError, invalid
 from .openai.reading import Reader
-from .openai.schema import Asked, ChatBody, CompletionBody
+from .openai.schema import ChatBody, CompletionBody, CompletionFields
 from .openai.shapes import ChatLikelihoods, ChatShape, Envelope, Shape, TextLikelihoods, TextShape
 from .service import Service
 from .worker import Generation, Prompt
@@ -36,10 +36,13 @@ UNREAD_SECONDS = 5.0  # after the time limit, for the client to read its respons
 _Result = TypeVar("_Result")
 
 
-async def answer(service: Service, request: Request, generation: Generation, shape: Shape, body: Asked) -> Response:
-    """Return the reply to a request. The answer ends when the client disconnects, or after the time limit.
+async def answer(
+    service: Service, request: Request, generation: Generation, shape: Shape, body: CompletionFields
+) -> Response:
+    """Return the reply to a request, or a stream of it. `shape` is the format of the reply.
 
-    A stream begins with the first token, so that an error before it can have its own status.
+    The answer is cancelled when the client disconnects, or after the time limit. A stream begins with the first token,
+    so that an error before it can have an HTTP status of its own. Raises ApiError, ClientDisconnect.
     """
     with ExitStack() as ends:
         ends.callback(generation.cancel)
@@ -65,7 +68,9 @@ async def answer(service: Service, request: Request, generation: Generation, sha
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`. If the client disconnects, cancel it and raise ClientDisconnect."""
+    """Return the result of the coroutine `work`. If the client disconnects before, cancel it and raise
+    ClientDisconnect.
+    """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +83,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Resul
 
 
 def refusal(error: Exception, service: Service) -> ApiError:
-    """Return the API error for an error of the engine."""
+    """Return the API error for an exception of the engine. An unexpected exception is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
@@ -104,8 +109,10 @@ async def _cancel_on_disconnect(generation: Generation, receive: Receive) -> Non
 
 
 def _abandon_in_time(generation: Generation, request: Request, seconds: float, ends: ExitStack) -> float:
-    """Abandon the answer when its client disconnects or `seconds` have passed, unless `ends` is closed before. Return
-    the deadline, in the event loop's time."""
+    """Abandon the answer when its client disconnects or `seconds` have passed, unless `ends` is closed before.
+
+    Return the deadline, in the event loop's time.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     ends.callback(asyncio.ensure_future(_cancel_on_disconnect(generation, request.receive)).cancel)
@@ -114,7 +121,7 @@ def _abandon_in_time(generation: Generation, request: Request, seconds: float, e
 
 
 class _Stream(StreamingResponse):
-    """Stream of server-sent events. When it ends, the answer is cancelled if it is not complete."""
+    """Reply that is a stream of server-sent events. If it ends early, the answer is cancelled."""
 
     def __init__(
         self, events: AsyncIterator[bytes], service: Service, generation: Generation, deadline: float, ends: ExitStack
@@ -142,7 +149,10 @@ class _Stream(StreamingResponse):
 async def _events(
     service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a stream: the opening with the first token, the further tokens, and the end."""
+    """Yield the server-sent events of a stream: the opening with the `first` token, the further tokens, and the end.
+
+    With `usage`, an event with the numbers of tokens is before the end. An exception becomes an event.
+    """
     try:
         if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
             yield events
@@ -159,7 +169,7 @@ async def _events(
 
 
 async def _made(shape: Shape, make: Callable[[], _Result]) -> _Result:
-    """Call `make`, which uses `shape`: on a thread if that may take long."""
+    """Return the result of `make`, which uses `shape`. It runs on a thread if `shape` reports that it may take long."""
     return await asyncio.to_thread(make) if shape.may_take_long else make()
 
 
@@ -176,7 +186,7 @@ def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:
 
 
 async def chat(request: Request) -> Response:
-    """Return the next message of a conversation."""
+    """Answer POST /v1/chat/completions: the next message of a conversation."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
@@ -195,7 +205,7 @@ async def chat(request: Request) -> Response:
 
 
 async def complete(request: Request) -> Response:
-    """Return the continuation of a text."""
+    """Answer POST /v1/completions: the continuation of a text."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(CompletionBody, request)
@@ -213,14 +223,17 @@ def _prompt(
     service: Service,
     request: Request,
     tenant: Tenant,
-    body: Asked,
+    body: CompletionFields,
     tokens: Sequence[int],
     max_tokens: int | None,
     logprobs: int | None,
     *,
     continues: bool = True,
 ) -> tuple[Prompt, str | None]:
-    """Return the prompt for the engine, and the client's name for the agent."""
+    """Return the prompt for the engine, and the client's name for the agent, None without one.
+
+    With `continues`, the answer keeps its first space.
+    """
     agent_id, given = service.agent(request, tenant, body)
     prompt = Prompt(
         agent_id=agent_id,
@@ -237,5 +250,5 @@ def _prompt(
     return prompt, given
 
 
-def _envelope(service: Service, body: Asked, given: str | None) -> Envelope:
+def _envelope(service: Service, body: CompletionFields, given: str | None) -> Envelope:
     return Envelope(body.model, service.engine.spec.fingerprint, given, counts=body.stream_options.include_usage)

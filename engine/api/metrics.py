@@ -22,7 +22,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class _Answers:
-    """Metrics of all answers, or of one tenant's answers."""
+    """Metrics of all answers, or of the answers of one tenant, with a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -52,7 +52,7 @@ class _Answers:
 
 
 class Metrics:
-    """Metrics of one server."""
+    """Metrics of one server. `pending` returns the number of unfinished answers."""
 
     def __init__(self, pending: Callable[[], int]) -> None:
         self._answers = _Answers()
@@ -78,7 +78,7 @@ class Metrics:
             self._of_tenants[tenant].count(answer)
 
     def exposition(self, who: Tenant) -> bytes:
-        """Return the metrics in Prometheus' format. A tenant gets only the metrics of its own answers."""
+        """Return the metrics in Prometheus' text format. A tenant gets only the metrics of its own answers."""
         everything = who.name in ("", WATCHER)
         return generate_latest(self._registry if everything else self._of_tenants[who.name].registry)
 
@@ -147,8 +147,9 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter with a number for each value of its label. Without a label, `label` and the only key of `values`
-    are ""."""
+    """Return a counter with a number for each value of a label. Without a label, `label` and the only key of `values`
+    are "".
+    """
     family = CounterMetricFamily(PREFIX + name, help, labels=[label] if label else [])
     for value in values:
         family.add_metric([value] if label else [], values[value])

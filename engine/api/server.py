@@ -1,4 +1,6 @@
-"""The server process: it listens, loads the model, serves requests, and saves all contexts when it stops."""
+"""The server process of `kvpage-engine serve`: it listens, loads the model, serves requests, and saves all contexts
+when it stops.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starlette:
-    """Return the application. Pages of `origins` may send requests, too."""
+    """Return the ASGI application. `host` is the name under which it listens. Pages of the sites `origins` may send
+    requests, too.
+    """
     names = own_names() | {host.lower()}
     started = int(time.time())
 
@@ -145,7 +149,7 @@ class _Counting:
 
 
 class _Traced:
-    """ASGI middleware that continues the trace in the headers of a request."""
+    """ASGI middleware that continues the trace that the headers of a request name."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -165,7 +169,7 @@ SWITCH_INTERVAL_SECONDS = 0.0002
 
 
 class ServeError(RuntimeError):
-    """The engine cannot be served; the message says why."""
+    """Error: the engine cannot be started. The message has the reason."""
 
 
 def run(
@@ -182,26 +186,26 @@ def run(
     hash_labels: bool,
     tell: Callable[[str], object],
 ) -> int:
-    """Serve until a signal arrives. Return 0, or 1 if a context could not be saved or the engine failed.
+    """Serve until a signal arrives. Return the exit code: 0, or 1 if a context could not be saved or the engine failed.
 
-    `tell` is called with a description of each long step of the start.
+    `tell` is called with a description of each long step of the start. `name` is the model's name in the API.
 
     The first signal ends listening, and leaves requests `grace` seconds to finish. A second one, except SIGHUP, ends
-    the process at once. Raises ServeError if the engine cannot be opened.
+    the process immediately. Raises ServeError if the engine cannot be started.
     """
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     worker = EngineThread(lambda: Engine.open(options, tell))
     model = name or model_name(options.model)
     service = Service(worker, model, tokens, limits, sanitize=sanitize, hash_labels=hash_labels)
-    door = ConnectionLimiter(
+    limiter = ConnectionLimiter(
         limits.connections,
         limits.for_each,
         closed=lambda reason: service.metrics.closed.labels(reason).inc(),
         refused=_refused,
         always=HEALTH,
     )
-    server = HttpServer(make_app(service, host, origins), door, grace=grace + UNREAD_SECONDS)
+    server = HttpServer(make_app(service, host, origins), limiter, grace=grace + UNREAD_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(server, service, worker, listener, grace))
 
@@ -239,7 +243,7 @@ def _refused(refusal: Unanswered) -> Response:
 
 
 async def _first_of(*waits: object) -> None:
-    """Wait until one of several awaitables is done, and cancel the others. Raises its exception."""
+    """Wait until one of several awaitables is done, then cancel the others. Raises the exception of the first one."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Parts that all endpoints share: the web page, the request's tenant and body, and the engine."""
+"""State and functions that all endpoints share: the web page, the request's tenant and body, and the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .auth import AGENT_HEADER, Tenant, Tokens, tenant_of
 from .metrics import Metrics
 from .openai.errors import ApiError, invalid, shortened
 from .openai.prompts import Prompts
-from .openai.schema import Asked, RequestBody
+from .openai.schema import CompletionFields, RequestBody
 from .openai.templates import Renderer
 from .watching import MOST_WATCHERS, Watching
 from .worker import EngineThread, Generation, Prompt
@@ -32,12 +32,14 @@ PAGE = Path(__file__).with_name("browser")
 
 
 async def page(request: Request) -> Response:
-    """Return the web page. It contains no data, but requests them from `events`."""
+    """Return the web page. It contains no data; its script requests them from `events`."""
     return FileResponse(PAGE / "index.html")
 
 
 async def events(request: Request) -> Response:
-    """Stream the events that the tenant may see."""
+    """Stream the events that the tenant may see, as server-sent events. Raises ApiError (503) if too many pages are
+    open.
+    """
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     watchers, share = service.watching.watchers, service.tokens.share(MOST_WATCHERS)
@@ -63,7 +65,7 @@ _Parsed = TypeVar("_Parsed", bound=RequestBody)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of requests, answers and connections."""
+    """Limits of requests, answers and connections, from the command line."""
 
     body: int = 1 << 20  # bytes; parsing a megabyte may delay others by 10 milliseconds
     queue: int = 64  # unfinished answers, waiting ones included; a tenant below its share may exceed it
@@ -74,7 +76,7 @@ class Limits:
 
 
 class Service:
-    """State of a server of one model, which all endpoints share."""
+    """State of a server of one model. All endpoints share it."""
 
     def __init__(
         self,
@@ -86,8 +88,11 @@ class Service:
         sanitize: bool = False,
         hash_labels: bool = False,
     ) -> None:
-        """Serve the engine of `worker`. With `sanitize`, control tokens in the content of users and tools are encoded
-        as text. With `hash_labels`, contexts without a name are shown by a hash, and not by their first words."""
+        """Serve the engine of `worker` under the name `model_id`.
+
+        With `sanitize`, control tokens in the content of users and tools are encoded as text. With `hash_labels`,
+        contexts without a name are shown as a hash, and not by their first words.
+        """
         self.worker = worker
         self.model_id = model_id
         self.tokens = tokens
@@ -102,7 +107,7 @@ class Service:
         self._prompts: Prompts | None = None
 
     async def load(self) -> None:
-        """Wait until the engine accepts prompts. Raises the error of the load."""
+        """Wait until the engine accepts prompts. Raises the exception of its construction."""
         renderer = Renderer()  # started first, because its process is ready before the model
         engine = await self.worker.loaded()
         self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)
@@ -113,7 +118,7 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine accepts prompts or is loading. If not, only a restart helps."""
+        """Whether the engine accepts prompts or is loading. If not, only a restart of the process helps."""
         return self._engine is None or self.worker.running
 
     @property
@@ -123,9 +128,9 @@ class Service:
 
     @property
     def store_health(self) -> dict[str, object]:
-        """The state of the page server, for a health check: empty without one.
+        """State of the page server for a health check; empty if the engine has none.
 
-        The engine accepts prompts without its page server, so an outage is no reason to be not ready.
+        The engine accepts prompts without its page server, so an outage does not make it unready.
         """
         store = self._engine.store if self._engine else None
         if not store or not self._engine or not self._engine.pages:
@@ -137,7 +142,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """The engine, which the worker's thread owns. Raises ApiError unless it accepts prompts."""
+        """The engine. Only the worker's thread may use its arrays. Raises ApiError (503) unless it accepts prompts."""
         if not self._engine or not self.ready:
             doing = "being stopped" if self.closing else "loading its model" if not self._engine else "out of order"
             raise ApiError(503, f"the engine is {doing}", code="not_ready", retry_after=1)
@@ -145,13 +150,15 @@ class Service:
 
     @property
     def prompts(self) -> Prompts:
-        """The encoder of the model's prompts. Raises ApiError unless the engine accepts prompts."""
+        """The encoder of the model's prompts. Raises ApiError (503) unless the engine accepts prompts."""
         assert self.engine
         assert self._prompts
         return self._prompts
 
     async def body(self, request: Request) -> bytes:
-        """Return the request's body. Raises ApiError if it is too long, or arrives too slowly."""
+        """Return the bytes of a request's body. Raises ApiError: 413 if it is too long, 408 if it arrives too
+        slowly.
+        """
         length = request.headers.get("Content-Length", "0")
         if int(length) > self.limits.body:
             raise self._too_long()  # a client that waits for 100 Continue does not send it
@@ -171,7 +178,9 @@ class Service:
         return ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
 
     async def parsed(self, kind: type[_Parsed], request: Request) -> _Parsed:
-        """Return the parsed body; a long one is parsed on a thread. Raises ApiError."""
+        """Return the body of a request as a `kind`. A long body is parsed on a thread. Raises ApiError for an invalid
+        one.
+        """
         raw = await self.body(request)
         if len(raw) <= SHORT_BODY_BYTES:
             return kind.parse(raw)
@@ -184,19 +193,19 @@ class Service:
                 404, f"model: {shortened(model)} is not served here, {self.model_id!r} is", "model", "model_not_found"
             )
 
-    def agent(self, request: Request, tenant: Tenant, asked: Asked) -> tuple[str, str | None]:
+    def agent(self, request: Request, tenant: Tenant, body: CompletionFields) -> tuple[str, str | None]:
         """Return the engine's id for a prompt's agent, and the client's name for it.
 
-        The name is the first one given of `agent_id`, the header and `user`, which may be any text. A prompt without a
-        name gets a new agent's id, and None as the name. Raises ApiError for an invalid name, and if the header and
-        `agent_id` differ.
+        The name is the first one given of `agent_id`, the header and `user`. A prompt without a name gets the id of a
+        new agent, and None as the name. Raises ApiError (400) for an invalid name, and if the header and `agent_id`
+        differ.
         """
         header = request.headers.get(AGENT_HEADER)
-        if None not in (header, asked.agent_id) and header != asked.agent_id:
-            names = f"{shortened(asked.agent_id)} and {shortened(header)}"
+        if None not in (header, body.agent_id) and header != body.agent_id:
+            names = f"{shortened(body.agent_id)} and {shortened(header)}"
             raise invalid(f"agent_id and the header {AGENT_HEADER} name different agents: {names}", "agent_id")
-        user = tenant.agent_of_user(asked.user) if asked.user else None
-        for param, given in (("agent_id", asked.agent_id), (AGENT_HEADER, header), ("user", user)):
+        user = tenant.agent_of_user(body.user) if body.user else None
+        for param, given in (("agent_id", body.agent_id), (AGENT_HEADER, header), ("user", user)):
             if given is not None:
                 if is_unnamed(given):
                     raise invalid(f"{param} must not be that of a prompt without a name: {shortened(given)}", param)
@@ -205,22 +214,23 @@ class Service:
         return tenant.agent(unnamed_agent(token), "agent_id"), None
 
     def label(self, text: str) -> str:
-        """Return the text that people see for a context without a name: the first words of `text`, its first text of a
-        user, or a hash of it."""
+        """Return the label of a context without a name, which people see: the first words of `text`, its first text of
+        a user, or a hash of it.
+        """
         words = " ".join(text[:LABEL_TEXT].split())
         if not words or not self._hash_labels:
             return words[:LABEL_LETTERS]
         return "#" + hashlib.blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
 
     def answered(self, generation: Generation) -> None:
-        """Count a complete answer, and add it to the state of the web page."""
+        """Count a complete answer in the metrics, and add it to the history for the web page."""
         assert generation.answer
         self.metrics.answered(generation.answer, generation.prompt.agent_id)
         prompt = generation.prompt
         self.watching.answered(generation.answer, kept=prompt.keep, label=prompt.label)
 
     def ask(self, prompt: Prompt) -> Generation:
-        """Queue a prompt. Raises ApiError if the queue is full and the tenant has its share of it already."""
+        """Queue a prompt. Raises ApiError (429) if the queue is full and the tenant already has its share of it."""
         assert self.engine
         tenant, queue = tenant_of(prompt.agent_id), self.limits.queue
         has, share = self.worker.pending_of(tenant), self.tokens.share(queue)

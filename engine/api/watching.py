@@ -1,7 +1,7 @@
-"""State for the engine's page: running prompts, recent answers with their token sources, and agents.
+"""State for the engine's web page: running prompts, recent answers with the sources of their tokens, and agents.
 
-The engine is queried once a second if a page is open, for all pages together, and no page waits for it: during a long
-step the pages show the last state.
+The engine is queried once a second while a page is open, for all pages together, and no page waits for it: during a
+long step the pages show the last state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Answered:
     restore_seconds: float
     waited_seconds: float
     first_seconds: float
-    said: int  # tokens of the answer
+    generated: int  # tokens of the answer
 
 
 @dataclass(slots=True)
@@ -53,23 +53,28 @@ class Totals:
 
     answers: int = 0
     prompt: int = 0
-    said: int = 0
+    generated: int = 0
     reused: Counter[str] = field(default_factory=Counter)  # by tier
 
     def shown(self) -> dict[str, Any]:
-        return {"answers": self.answers, "prompt": self.prompt, "said": self.said, "reused": dict(self.reused)}
+        return {
+            "answers": self.answers,
+            "prompt": self.prompt,
+            "generated": self.generated,
+            "reused": dict(self.reused),
+        }
 
 
 @dataclass(slots=True)
 class _Tenancy:
-    """The history that one tenant may see."""
+    """History of answers of one tenant."""
 
     totals: Totals = field(default_factory=Totals)
     answers: deque[Answered] = field(default_factory=lambda: deque(maxlen=LATELY))
 
 
 class Watching:
-    """State for the page of one engine."""
+    """State for the web page of one engine, for all open pages."""
 
     def __init__(self, worker: EngineThread) -> None:
         self.watchers: Counter[str] = Counter()  # open pages, by tenant
@@ -81,13 +86,13 @@ class Watching:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def answered(self, answer: Answer, *, kept: bool, label: str) -> None:
-        """Add an answer to its tenant's history. It is shown with its agent's name if it is `kept`, or with `label`."""
+        """Add an answer to its tenant's history, with its agent's name if it is `kept`, or else with `label`."""
         tenant = Tenant(tenant_of(answer.agent_id))
         seen = self._tenants.setdefault(tenant.name, _Tenancy())
         reuse, totals = answer.reuse, seen.totals
         totals.answers += 1
         totals.prompt += answer.prompt_tokens
-        totals.said += len(answer.tokens)
+        totals.generated += len(answer.tokens)
         totals.reused[reuse.tier] += reuse.tokens
         seen.answers.append(
             Answered(
@@ -109,7 +114,7 @@ class Watching:
     async def events(
         self, engine: Engine, tenant: Tenant, store_health: Callable[[], dict[str, object]]
     ) -> AsyncIterator[bytes]:
-        """Yield a tenant's view as server-sent events, for as long as the engine runs."""
+        """Yield a tenant's view as server-sent events, once a second, as long as the engine runs."""
         self.watchers[tenant.name] += 1
         last_sent, agents = 0, None
         try:
@@ -145,7 +150,7 @@ class Watching:
         }
 
     def _ask(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start the query `work`, unless the last one of the same name is still running."""
+        """Start the coroutine `work`, a query, unless the last one with the name `what` is still running."""
         asking = self._asking.get(what)
         if asking and not asking.done():
             return work.close()

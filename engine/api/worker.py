@@ -51,7 +51,7 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """Unfinished answer, for use on the event loop: iterate over its tokens, then read `answer`."""
+    """An unfinished answer, for use on the event loop: the caller iterates over its tokens, then reads `answer`."""
 
     prompt: Prompt
     tenant: str
@@ -68,7 +68,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Token:
-        """Wait for the next token. Raises the engine's error, or the reason given to `abandon`."""
+        """Wait for the next token. Raises an exception of the engine, or that of `abandon`."""
         if not self.answer:
             event = await self._events.get()
             if isinstance(event, Token):
@@ -79,17 +79,17 @@ class Generation:
         raise StopAsyncIteration
 
     def tell(self, event: Event) -> None:
-        """Deliver an event to the iteration. May be called on any thread."""
+        """Add an event to the iteration. May be called on any thread."""
         self._loop.call_soon_threadsafe(self._arrived, event)
 
     def cancel(self) -> None:
-        """Cancel the answer. Its blocks are free before the engine's next step. May be called more than once."""
+        """Cancel the answer. Its blocks are freed before the engine's next step. Further calls have no effect."""
         self.cancelled = True
         if self._ended(self):
             self._drop(self)
 
     def abandon(self, why: Exception) -> None:
-        """Cancel the answer. After the tokens that have arrived, the iteration raises `why`."""
+        """Cancel the answer. After the tokens that were received, the iteration raises `why`."""
         self.cancel()
         self._events.put_nowait(why)
 
@@ -100,7 +100,7 @@ class Generation:
 
 
 class EngineThread:
-    """Thread that creates an engine with `make`, and runs it until `stop`.
+    """The thread that creates an engine with `make`, and runs it until `stop`.
 
     The engine answers prompts in the order of submission. So it gets a few at a time, one of each tenant in turn.
     """
@@ -122,7 +122,7 @@ class EngineThread:
 
     @property
     def pending(self) -> int:
-        """Number of unfinished answers, including waiting ones."""
+        """Number of unfinished answers, including prompts that wait."""
         return len(self._generations)
 
     def pending_of(self, tenant: str) -> int:
@@ -143,13 +143,14 @@ class EngineThread:
         self._thread.start()
 
     async def loaded(self) -> Engine:
-        """Wait for the engine, and return it. Raises the error of its construction. A cancelled wait does not stop
-        the construction.
+        """Wait until the engine is created, and return it. Raises the exception of its construction.
+
+        If this wait is cancelled, the construction continues.
         """
         return await asyncio.shield(asyncio.wrap_future(self._made))
 
     def generate(self, prompt: Prompt, tenant: str = "") -> Generation:
-        """Queue a prompt of a tenant. The iteration raises the engine's errors."""
+        """Queue a prompt of a tenant, and return its answer. Exceptions of the engine are raised by the iteration."""
         generation = Generation(prompt, tenant, self._forget, self._drop)
         self._generations.add(generation)
         self._pending[tenant] += 1
@@ -162,7 +163,7 @@ class EngineThread:
         return generation
 
     async def call(self, work: Callable[[Engine], _Result]) -> _Result:
-        """Run `work` between two steps of the engine. Return its result, or raise its exception."""
+        """Run `work` on the thread, between two steps of the engine. Return its result, or raise its exception."""
         done: Future[_Result] = Future()
         self._call(partial(_do, work, done))
         try:
@@ -171,7 +172,7 @@ class EngineThread:
             del done  # to break the cycle: its error has a reference to this frame
 
     async def finish(self, seconds: float) -> None:
-        """Wait up to `seconds` seconds until all prompts are answered, then abandon the rest."""
+        """Wait up to `seconds` until all prompts are answered, then abandon the others."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -179,7 +180,7 @@ class EngineThread:
             generation.abandon(EngineClosedError("the server is being stopped"))
 
     async def stop(self) -> None:
-        """Let the thread end, and wait for it. It saves all contexts before."""
+        """End the thread, which saves all contexts before, and wait for its end."""
         self._stop.set()
         self._wake()
         await asyncio.to_thread(self._thread.join)
@@ -196,7 +197,7 @@ class EngineThread:
         return True
 
     def _give(self) -> None:
-        """Pass waiting prompts to the engine, one of each tenant in turn."""
+        """Pass waiting prompts to the engine, up to PROMPTS_IN_ENGINE, one of each tenant in turn."""
         while self._turns and len(self._given) < PROMPTS_IN_ENGINE:
             tenant, waiting = next(iter(self._turns.items()))
             del self._turns[tenant]

@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the request of an action to the engine, and print the agents in the reply."""
+    """Send the request of an action to the engine, print the agents in the reply, and return 0. Raises Failure."""
     named = quote(args.name, safe="") if "name" in args else ""
     body = {"to": args.new, "replace": args.replace} if "new" in args else None
     answer = _ask(args, args.path.format(name=named), body)

@@ -56,14 +56,17 @@ class Fetching:
     each: float
 
     def pays_from(self, prefill: float) -> int | None:
-        """Return the least number of tokens for which fetching is faster than computing `prefill` tokens per second;
-        None if there is no such number."""
+        """Return the least number of tokens that are fetched faster than computed, for a model that computes `prefill`
+        tokens per second; None if there is no such number.
+        """
         saved = 1 / prefill - self.each
         return max(1, round(self.fixed / saved + 0.5)) if saved > 0 else None
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Time the first token: computed, from memory, and from the page server."""
+    """Time the first token of a prompt: computed, from memory, and from the page server. Print a table, and return 0.
+    Raises Failure.
+    """
     engine = open_engine(args)
     try:
         prompt = _prompt(engine, args.tokens)
@@ -88,7 +91,9 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Measure model, link and store, and print from how many tokens on fetching is faster than computing."""
+    """Measure model, link and store, and print from how many tokens on fetching is faster than computing. Return 0.
+    Raises Failure.
+    """
     engine = open_engine(args)
     try:
         store = _about(engine.pages, args.store) if engine.pages else "none; --store URL measures one"
@@ -123,8 +128,9 @@ def _verdict(fetching: Fetching, prefill: float) -> str:
 
 
 def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:
-    """Measure the fetching of contexts of two lengths, as the median of three loads each. Raises Failure if a context
-    is not found."""
+    """Estimate the time to fetch contexts, from the medians of three loads of `short` and of `long` (token ids). Raises
+    Failure if a context is not found.
+    """
     found = []
     for prompt in (short, long):
         with _scratch(engine) as agent:
@@ -155,9 +161,9 @@ def _warm_up(engine: Engine) -> None:
 
 def _decode(engine: Engine, agent: str, prompt: list[int]) -> float:
     """Return the decoded tokens per second after the first token; 0 for an answer of fewer than two tokens."""
-    came: list[float] = []
-    ask(engine, agent, prompt, max_tokens=DECODED_TOKENS, on_token=lambda token: came.append(time.perf_counter()))
-    return (len(came) - 1) / (came[-1] - came[0]) if len(came) > 1 else 0.0
+    times: list[float] = []
+    ask(engine, agent, prompt, max_tokens=DECODED_TOKENS, on_token=lambda token: times.append(time.perf_counter()))
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
 def _first(engine: Engine, agent: str, prompt: list[int]) -> Answer:
@@ -183,7 +189,9 @@ def _prompt(engine: Engine, tokens: int) -> list[int]:
 
 
 def _about(pages: PageTier, url: str) -> str:
-    """Return the version and address of the server, or the addresses of several. Raises Failure if none answers."""
+    """Return a text with the version and address of the server at `url`, or with the addresses of several. Raises
+    Failure if none answers.
+    """
     where = shown(url)
     if names_several(url):
         servers = pages.servers()

@@ -20,7 +20,9 @@ def add_to(commands: Any) -> None:
 
 
 def fetch_model(args: argparse.Namespace) -> int:
-    """Download and convert a model. Show a progress bar if standard error is a terminal."""
+    """Download and convert a model, print its directory, and return 0. Show a progress bar if standard error is a
+    terminal. Raises Failure.
+    """
     from ..model import smollm2  # imports MLX
 
     target: Path = args.to or Path("models", args.name)

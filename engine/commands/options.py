@@ -113,7 +113,9 @@ def import_engine() -> None:
 
 
 def store_url(text: str) -> str:
-    """Parse the URL of one page server or of several. A missing password is taken from the environment."""
+    """Parse the URL of one page server or of several, and add a missing password from the environment. Raises
+    ArgumentTypeError.
+    """
     if not text.startswith(STORES):
         wanted = f"{', '.join(STORES[:-1])} or {STORES[-1]}"
         raise argparse.ArgumentTypeError(f"a store's URL begins with {wanted}, got {shown(text)!r}")
@@ -150,7 +152,9 @@ def port(text: str) -> int:
 
 
 def utf8(text: str) -> str:
-    """Decode an argument of the command line as UTF-8, because Python decodes it as ASCII in an ASCII locale."""
+    """Decode an argument of the command line as UTF-8, because Python decodes it as ASCII in an ASCII locale. Raises
+    ArgumentTypeError.
+    """
     try:
         return text.encode("utf-8", "surrogateescape").decode()
     except UnicodeDecodeError as error:
@@ -164,7 +168,9 @@ def agent(text: str) -> str:
 
 
 def number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type: a number between `least` and `most`."""
+    """Return an argparse type: it parses a float from `least` to `most`, and raises ArgumentTypeError for any other
+    text.
+    """
     allowed = f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more"
 
     def read(text: str) -> float:

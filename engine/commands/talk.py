@@ -62,7 +62,7 @@ def print_text(token: Token) -> None:
 
 
 def account(answer: Answer) -> str:
-    """Return one line about the reused tokens and the time to the first token."""
+    """Return one line about an answer: the number and tier of its reused tokens, and the time to the first token."""
     reuse = answer.reuse
     where = {
         "hot": "from memory",
@@ -112,7 +112,9 @@ def add_to(commands: Any) -> None:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Print the answer on stdout, and the reuse on stderr. Return 1 if its context could not be saved."""
+    """Answer one prompt: print the answer on stdout, and its reuse on stderr. Return 1 if the context could not be
+    saved, else 0. Raises Failure.
+    """
     prompt = _read(sys.stdin.read) if args.prompt == "-" else args.prompt
     if not prompt:
         raise Failure("the prompt is empty")
@@ -128,7 +130,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Answer lines of stdin until it ends. Return 1 if the context could not be saved."""
+    """Answer each line of stdin until it ends. Return 1 if the context could not be saved, else 0. Raises Failure."""
     from ..generation.text import rendering, template_writes_space
 
     messages = _transcript(args)
@@ -164,7 +166,9 @@ def _tokens(engine: Engine, messages: Messages) -> list[int]:
 
 
 def _read(read: Callable[[], str]) -> str:
-    """Return the result of `read`, a read of standard input. Raises Failure for input that cannot be decoded."""
+    """Return the result of `read`, a function that reads standard input. Raises Failure for input that cannot be
+    decoded.
+    """
     try:
         return read()
     except UnicodeDecodeError as error:

@@ -48,7 +48,9 @@ class Turn:
 
 
 def ask_api(url: str, model: str, messages: Messages) -> Turn:
-    """Request the likeliest next message as a stream, and measure it. Raises OSError if the engine fails."""
+    """Request the likeliest next message of a conversation as a stream, and return it with its measurements. Raises
+    OSError if the engine fails.
+    """
     body = {
         "model": model,
         "messages": messages,
@@ -75,7 +77,9 @@ def ask_api(url: str, model: str, messages: Messages) -> Turn:
 
 
 def save(url: str) -> None:
-    """Wait until the engine has no dirty context. Raises OSError if it does not answer or needs over ANSWER_SECONDS."""
+    """Wait until the engine at `url` has written all contexts to its store. Raises OSError if it does not answer or
+    needs more than ANSWER_SECONDS.
+    """
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
         with urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as reply:
@@ -120,7 +124,8 @@ class Process:
 
 @contextmanager
 def _running(name: str, *command: str) -> Iterator[Process]:
-    """Run Python with these arguments, and stop it at the end of the block.
+    """Run Python with the arguments `command` in a process, and stop it at the end of the block. `name` is for error
+    messages.
 
     The child has its own session, so Ctrl-C reaches only the parent, which then stops the child. If the parent is
     killed, the child's stdin ends, and the child exits (see `exit_with_parent`).
@@ -176,8 +181,9 @@ def running_store() -> Iterator[Store]:
 
 
 def _with(token: str, directory: str) -> str:
-    """Write a configuration file with the token to a private directory, and return its path. The token is no argument,
-    because every user of the machine can read the arguments of a process."""
+    """Write a configuration file with the web token to `directory`, which is private, and return its path. The token is
+    no argument, because every user of the machine can read the arguments of a process.
+    """
     file = Path(directory, "store.conf")
     file.write_text(f"web-token {token}\ndir {directory}\n", encoding="utf-8")
     return str(file)
@@ -203,8 +209,9 @@ class EngineProcess:
 
     @cached_property
     def url(self) -> str:
-        """URL of the engine. The first access waits until the engine serves. Raises ProcessError if the engine ends
-        before."""
+        """URL of the engine. The first access waits until the engine serves. Raises ProcessError if the process ends
+        before that.
+        """
         stdout = self.process.popen.stdout
         assert stdout
         _, served, url = stdout.readline().partition(" is served on ")
@@ -219,7 +226,9 @@ class EngineProcess:
             return ask_api(url, self.model, messages)
 
     def save(self) -> None:
-        """Wait until its contexts are in the store, so that another engine can continue. Raises ProcessError."""
+        """Wait until the engine's contexts are in the store, so that another engine can continue. Raises
+        ProcessError.
+        """
         url = self.url
         with self._failing():
             save(url)
@@ -235,7 +244,9 @@ class EngineProcess:
 
 @contextmanager
 def running_engine(name: str, model: str, store: str | None = None) -> Iterator[EngineProcess]:
-    """Run an engine that keeps its contexts in `store`, or only in its memory."""
+    """Run an engine in a process until the end of the block. It keeps its contexts in the page server `store`, or only
+    in memory. `model` is a directory.
+    """
     options = ["--model", model, "--port", "0", "--name", MODEL, *(["--store", store] if store else [])]
     with _running(name, "-P", EXIT_WITH_PARENT, "engine.cli", "serve", *options) as process:
         yield EngineProcess(process, MODEL)
@@ -274,7 +285,7 @@ class Outcome:
         return [turn.text for turn in self.moved] == [turn.text for turn in self.uninterrupted]
 
     def promises(self) -> dict[str, bool]:
-        """Return a sentence for each result, and whether the result reaches its promised value."""
+        """Return the results as a sentence each, and whether the result reaches its promised value."""
         reasons = ", ".join(turn.why for turn in self.moved[1:] if turn.why)
         said = f"; the store: {reasons}" if reasons and self.reused < REUSED else ""
         return {
@@ -288,7 +299,7 @@ class Outcome:
 
 
 def share_reused(turn: Turn) -> float:
-    """Return the share of the prompt that was not computed."""
+    """Return the share of the prompt's tokens that were not computed, from 0 to 1."""
     return turn.tokens_reused / turn.prompt_tokens
 
 

@@ -44,12 +44,12 @@ def test_blocks_that_change_on_their_way_are_found(monkeypatch: pytest.MonkeyPat
 def test_the_engine_and_mlx_lm_are_given_the_same_work() -> None:
     prompts = [TOKENS[:40], TOKENS[40:100], TOKENS[100:130]]
     spec = ModelCacheSpec.probe(MODEL, TOKENIZER)
-    (seconds, said), (other, expected) = (
+    (seconds, answers), (other, expected) = (
         engine_batch.ours(MODEL, TOKENIZER, spec, prompts),
         engine_batch.theirs(MODEL, TOKENIZER, prompts),
     )
-    assert said == expected
-    assert max(map(len, said)) == engine_batch.TOKENS
+    assert answers == expected
+    assert max(map(len, answers)) == engine_batch.TOKENS
     assert seconds > 0
     assert other > 0
 
@@ -77,7 +77,7 @@ def test_a_returning_agent_gets_the_same_answer_from_every_tier(tmp_path: Path) 
     same, question = one.turns
     with coming_back.tiers(machine, [one], tmp_path / "cold") as found:
         findings = list(coming_back.first_tokens(machine, [one], found, tmp_path, rounds=2))
-        wrong = replace(question, said=[*question.said[:-1], question.said[-1] + 1])
+        wrong = replace(question, answer=[*question.answer[:-1], question.answer[-1] + 1])
         for tier in found.values():
             with pytest.raises(AssertionError, match=f"{tier.name}: said"):
                 coming_back.come_back(tier, one.agent_id, wrong)

@@ -220,25 +220,25 @@ def test_a_missing_server_is_reported_and_not_measured(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list(lmcache_findings(Plan())) == []
     assert twin_findings(Plan()) == []
-    said = capsys.readouterr().out
-    assert "LMCACHE=... says where its command is" in said
-    assert "--against TREE names one" in said
+    output = capsys.readouterr().out
+    assert "LMCACHE=... says where its command is" in output
+    assert "--against TREE names one" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         (["nonsense"], "there is no benchmark nonsense, only pages, "),
         (["pages", "--only", "batches,nonsense"], "there is no kind nonsense, only batches, "),
         (["profile", "--only", "nonsense"], "there is no path nonsense"),
     ],
 )
-def test_a_name_that_is_none_is_refused(words: list[str], said: str) -> None:
+def test_a_name_that_is_none_is_refused(words: list[str], error: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *words], capture_output=True, encoding="utf-8", timeout=60, check=False
     )
     assert done.returncode == 2
-    assert said in done.stderr
+    assert error in done.stderr
 
 
 def finding(value: float, at_most: float) -> Finding:

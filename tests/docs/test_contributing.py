@@ -34,9 +34,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def follow(tree: Path, said: str, block: str) -> Path:
+def follow(tree: Path, before: str, block: str) -> Path:
     """Put a block where the words before it say; the file."""
-    place = re.sub(r"\s+", " ", said.strip().split("\n\n")[-1])
+    place = re.sub(r"\s+", " ", before.strip().split("\n\n")[-1])
     if found := re.search(r"(?:At the end of|Write|Its test is) `([^`]+)`", place):
         file = tree / found[1]
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,9 +74,9 @@ def test_each_recipe_works_as_it_is_written(tree: Path) -> None:
     assert list(RECIPES) == ["a command", "a configuration parameter", "a kind of cache"]
     written = set()
     for recipe in RECIPES.values():
-        for said, kind, block in STEP.findall(recipe):
+        for before, kind, block in STEP.findall(recipe):
             if kind in ("python", "text"):  # a whole statement, or a part of one
-                written.add(follow(tree, said, block))
+                written.add(follow(tree, before, block))
                 continue
             assert kind == "console"
             for line in block.splitlines():

@@ -86,8 +86,10 @@ class Machines:
             assert REDIS_CLI
             return run([REDIS_CLI, *words])
         if program == "kvpage":
-            code, shown, said = kvpage(*words, url="" if words[0] == "inspect" or "--url" in words else self.first.url)
-            assert code == 0, shown + said
+            code, shown, errors = kvpage(
+                *words, url="" if words[0] == "inspect" or "--url" in words else self.first.url
+            )
+            assert code == 0, shown + errors
             return shown.rstrip("\n")
         return run([*(entry_point(program) if program == "kvpage-server" else [program]), *words])
 
@@ -133,8 +135,8 @@ def test_its_rights_suffice_to_dump_and_restore(tmp_path: Path) -> None:
         set_block(client, "chat-7", 0, SHAPE)
         for name, rights in (("dump", of_dump), ("restore", of_restore)):
             client.execute_command("ACL", "SETUSER", name, "on", ">word", "~*", "-@all", *rights.split())
-            code, _, said = kvpage(name, directory, url=server.url.replace("//", f"//{name}:word@"))
-            assert code == 0, said
+            code, _, errors = kvpage(name, directory, url=server.url.replace("//", f"//{name}:word@"))
+            assert code == 0, errors
             client.flushall()
 
 
@@ -166,8 +168,10 @@ def test_its_service_starts_the_server(tmp_path: Path) -> None:
     if analyze := shutil.which("systemd-analyze"):
         file = tmp_path / "kvpage.service"
         file.write_text(text.replace(program, f'"{entry_point("kvpage-server")[0]}"'), encoding="utf-8")
-        said = subprocess.run([analyze, "verify", str(file)], capture_output=True, encoding="utf-8", timeout=60).stderr
-        assert "kvpage.service" not in said
+        errors = subprocess.run(
+            [analyze, "verify", str(file)], capture_output=True, encoding="utf-8", timeout=60
+        ).stderr
+        assert "kvpage.service" not in errors
 
 
 def test_its_container_starts_the_server(tmp_path: Path) -> None:

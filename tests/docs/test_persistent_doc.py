@@ -32,8 +32,8 @@ def test_the_program_prints_the_documented_output(
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(PROGRAM.replace("redis://127.0.0.1:9221", server.url), "persistent.md", "exec"), {})
-    said = re.findall(r"^ *print\(.*?\)  # (.*)$|^    # (.*)$", PROGRAM, re.MULTILINE)
-    assert printed.getvalue().splitlines() == [after or below for after, below in said]
+    expected = re.findall(r"^ *print\(.*?\)  # (.*)$|^    # (.*)$", PROGRAM, re.MULTILINE)
+    assert printed.getvalue().splitlines() == [after or below for after, below in expected]
     assert client.dbsize() == 0
 
 

@@ -88,12 +88,12 @@ def test_they_run_with_any_model(document: str, tmp_path: Path, server: RunningS
 def test_the_readme_shows_the_output_of_the_demo() -> None:
     """Figures differ between runs; the questions, the table's rows and the promises do not."""
     (shown,) = (block for block in blocks("README.md", "text") if "promised" in block)
-    said = StringIO()
-    story.show(KEPT, Console(file=said))
+    output = StringIO()
+    story.show(KEPT, Console(file=output))
     for part in (r"^(?:turn|[123]) +(?:engine|[ABC].*?)  ", r"^kept .*$"):
         found, expected = (
             [re.sub(NUMBER, "#", line) for line in re.findall(part, text, re.MULTILINE)]
-            for text in (shown, said.getvalue())
+            for text in (shown, output.getvalue())
         )
         assert found == expected
         assert found

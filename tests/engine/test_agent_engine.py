@@ -235,17 +235,17 @@ def test_an_unanswerable_prompt_gets_the_reason_without_harm() -> None:
 def test_a_prompt_without_space_waits_and_memory_is_evicted(url: str) -> None:
     """Five agents of three blocks each in a pool of seven, and then all of them once more."""
     bench = Bench(url, blocks=7)
-    said: dict[str, list[int]] = {}
+    answered: dict[str, list[int]] = {}
     for turn in range(2):
         prompts = {f"agent-{i}": TOKENS[i * 7 : i * 7 + 510] for i in range(5)}
         if turn:
-            prompts = {name: [*prompt, *said[name], 5] for name, prompt in prompts.items()}
+            prompts = {name: [*prompt, *answered[name], 5] for name, prompt in prompts.items()}
         uids = {bench.submit(name, prompt, max_tokens=9): name for name, prompt in prompts.items()}
         bench.run()
         assert not bench.errors
         for uid, name in uids.items():
             assert list(bench.answers[uid].tokens) == greedy(prompts[name], 9)
-            said[name] = list(bench.answers[uid].tokens)
+            answered[name] = list(bench.answers[uid].tokens)
     bench.close()
 
 

@@ -106,13 +106,13 @@ def test_an_engine_killed_while_publishing_changes_no_text(
     """Killed so many seconds after the second of two turns. Another engine finds a part of it, and says the same."""
     old = TOKENS[round(moment * 1000) + 40 :][:650]
     with start_engines(1, running.url) as (victim,):
-        said = victim.complete("anon-1", old)["tokens"]
+        answered = victim.complete("anon-1", old)["tokens"]
         victim.flush()
-        new = [*old, *said, *TOKENS[1300:1700]]
-        said = victim.complete("anon-2", new)["tokens"]
+        new = [*old, *answered, *TOKENS[1300:1700]]
+        answered = victim.complete("anon-2", new)["tokens"]
         time.sleep(moment)
         victim.kill()
-    prompt = [*new, *said, 5]
+    prompt = [*new, *answered, 5]
     answer = engines[0].complete("anon-3", prompt)
     assert answer["tokens"] == greedy(prompt)
     assert 650 <= answer["reused"] < len(prompt)
@@ -142,11 +142,11 @@ def test_all_agents_resume_after_a_restart_of_everything(tmp_path: Path) -> None
     port = free_port()
     options = ("--store", "tiered")
     prompts = {f"agent-{i}": [*TOKENS[2000:2260], *TOKENS[i * 31 : i * 31 + 5 + i]] for i in range(8)}
-    said: dict[str, list[int]] = {}
+    answered: dict[str, list[int]] = {}
     with start_server(*options, port=port, directory=tmp_path) as server, start_engines(1, server.url) as (engine,):
         numbers = {name: engine.ask(name, prompt) for name, prompt in prompts.items()}
         for name in prompts:
-            said[name] = engine.answer(numbers[name])["tokens"]
+            answered[name] = engine.answer(numbers[name])["tokens"]
         engine.flush()
         engine.kill()
     with (
@@ -154,9 +154,9 @@ def test_all_agents_resume_after_a_restart_of_everything(tmp_path: Path) -> None
         start_engines(1, server.url) as (engine,),
     ):
         for name, prompt in prompts.items():
-            history = [*prompt, *said[name], 7]
+            history = [*prompt, *answered[name], 7]
             answer = engine.complete(name, history)
-            assert said[name] == greedy(prompt)
+            assert answered[name] == greedy(prompt)
             assert answer["tokens"] == greedy(history)
             assert (answer["tier"], answer["reused"]) == ("page", len(history) - 1)
 

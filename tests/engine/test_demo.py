@@ -38,8 +38,8 @@ def test_a_conversation_moves_between_engines(tmp_path: Path) -> None:
 @pytest.mark.soak  # it promises a ratio of times to the first token, and takes a minute
 def test_a_conversation_moves_between_engines_as_promised() -> None:
     """With the real model."""
-    said = StringIO()
-    outcome = story.run(str(SMOLLM2), Console(file=said))
+    output = StringIO()
+    outcome = story.run(str(SMOLLM2), Console(file=output))
     first, second, third = outcome.moved
     assert first.prompt_tokens > 1000
     assert (first.tokens_reused, first.tier) == (0, "none")
@@ -50,8 +50,8 @@ def test_a_conversation_moves_between_engines_as_promised() -> None:
     assert [turn.text for turn in outcome.moved] == [turn.text for turn in outcome.uninterrupted]
     assert len(third.text) >= 15
     assert outcome.uninterrupted[0].tokens_reused == 0, "it had nothing to be compared with"
-    story.show(outcome, Console(file=said))
-    missed = [line for line in said.getvalue().splitlines() if "MISSED" in line]
+    story.show(outcome, Console(file=output))
+    missed = [line for line in output.getvalue().splitlines() if "MISSED" in line]
     assert all("times sooner" in line for line in missed), missed
 
 
@@ -76,9 +76,9 @@ def test_a_promise_that_is_not_kept_is_named(third: Turn, complaint: str) -> Non
     outcome = replace(KEPT, moved=(COLD, turn(), third))
     (broken,) = [promise for promise, kept in outcome.promises().items() if not kept]
     assert re.search(complaint, broken)
-    said = StringIO()
-    story.show(outcome, Console(file=said))
-    assert f"MISSED  {broken}" in said.getvalue()
+    output = StringIO()
+    story.show(outcome, Console(file=output))
+    assert f"MISSED  {broken}" in output.getvalue()
 
 
 def test_the_exit_code_reports_broken_promises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_no_process_is_left_after_any_end(how: signal.Signals, code: int) -> Non
     command = [sys.executable, "-u", "-m", "engine.cli", "demo", "--model", str(SMOLLM2)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as demo:
         try:
-            said = [demo.stdout.readline(), demo.stdout.readline()]
-            port, pid = port_of(said[0]), int(said[1].split("process ")[1].split(".")[0])
+            lines = [demo.stdout.readline(), demo.stdout.readline()]
+            port, pid = port_of(lines[0]), int(lines[1].split("process ")[1].split(".")[0])
             assert listens(port)
             demo.send_signal(how)
             _, errors = demo.communicate(timeout=100)

@@ -35,9 +35,9 @@ def run(*words: str) -> None:
     assert cli.main(words) == 0
 
 
-def reused(said: str) -> list[tuple[int, str]]:
+def reused(output: str) -> list[tuple[int, str]]:
     """Return the reused tokens of each turn, and their source."""
-    return [(int(found[1].replace(",", "")), found[3] or "") for found in ACCOUNT.finditer(said)]
+    return [(int(found[1].replace(",", "")), found[3] or "") for found in ACCOUNT.finditer(output)]
 
 
 def test_generate_prints_mlx_lms_answer_and_the_reused_tokens(
@@ -93,7 +93,7 @@ def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, caps
     with server.client() as client:
         before = set(client.scan_iter(count=1000))
         run("doctor", "--model", str(tiny), "--store", server.url, "--tokens", "300")
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         assert set(client.scan_iter(count=1000)) == before, "it left something behind"
     for line in (
         r"^model +tiny, 1.0 KiB a token",
@@ -102,7 +102,7 @@ def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, caps
         r"^link +[\d.]+ ms there and back, .* a second$",
         r"^verdict +(from [\d,]+ tokens on fetching beats|fetching never beats) recomputing here",
     ):
-        assert re.search(line, said, re.MULTILINE), said
+        assert re.search(line, output, re.MULTILINE), output
     run("doctor", "--model", str(tiny), "--tokens", "64")
     assert "none; --store URL measures one" in capsys.readouterr().out
 
@@ -111,10 +111,10 @@ def test_bench_shows_the_first_token_computed_and_remembered(
     tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("bench", "--model", str(tiny), "--store", server.url, "--tokens", "600")
-    said = capsys.readouterr().out
-    assert re.search(r"^computed +0 +[\d,]+ ms", said, re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.search(r"^computed +0 +[\d,]+ ms", output, re.MULTILINE)
     for where in ("from memory", "from the page server"):
-        assert re.search(rf"^{where} +599 ", said, re.MULTILINE), said
+        assert re.search(rf"^{where} +599 ", output, re.MULTILINE), output
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_an_impossible_command_is_reported_in_one_line(
 ) -> None:
     command, *rest = words
     assert cli.main([command, "--model", str(tiny), *rest]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("kvpage-engine: ")
-    assert complaint in said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("kvpage-engine: ")
+    assert complaint in error
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def raises(logprobs: mx.array) -> mx.array:
     raise LookupError("no such token")
 
 
-def said(bench: EngineBench, prompt: Sequence[int], count: int = 12) -> tuple[int, ...]:
+def generate(bench: EngineBench, prompt: Sequence[int], count: int = 12) -> tuple[int, ...]:
     bench.batch.submit("reference", prompt, max_tokens=count)
     (done,) = bench.batch.step()
     bench.free(done)
@@ -63,7 +63,7 @@ def after(count: int, then: Sampler) -> Sampler:
 def undisturbed(of: Family) -> tuple[tuple[int, ...], ...]:
     """Return the answers to a long prompt and to a short one."""
     bench = EngineBench(of, TOKENIZER, 32)
-    return said(bench, TOKENS[:300]), said(bench, TOKENS[50:90])
+    return generate(bench, TOKENS[:300]), generate(bench, TOKENS[50:90])
 
 
 @pytest.mark.parametrize("count", [0, 5])
@@ -94,7 +94,7 @@ def test_a_sampler_that_fails_ends_its_own_answer_alone(
     assert (failed.finish_reason, type(failed.error), len(failed.tokens)) == ("error", error, count)
     assert message in str(failed.error)
     assert len(failed.blocks) == 0
-    assert said(bench, TOKENS[50:90]) == later
+    assert generate(bench, TOKENS[50:90]) == later
     bench.free(done[well])
 
 
@@ -104,7 +104,7 @@ def test_a_failing_sampler_after_a_restore_ends_its_answer_alone(
     bench.batch.submit("alice", TOKENS[:300], max_tokens=4)
     (first,) = bench.batch.step()
     question = [*first.blocks.tokens, 5, 6]
-    right = said(bench, question)
+    right = generate(bench, question)
     bench.batch.submit("alice", question, first.blocks, max_tokens=4, sampler=raises)
     (failed,) = bench.batch.step()
     assert (failed.finish_reason, failed.tokens) == ("error", ())
@@ -119,7 +119,7 @@ def test_a_tokenizer_error_ends_its_answer_alone(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Tokenizers do so with models that have more tokens."""
-    alone = said(bench, TOKENS[:300])
+    alone = generate(bench, TOKENS[:300])
     failing = bench.batch.submit("bob", TOKENS[:40], max_tokens=8)
     detokenizer = bench.batch._running[next(iter(bench.batch._running))].text._detokenizer
 
@@ -140,7 +140,7 @@ def _only_for(one: object, fail: Callable[..., None], otherwise: Callable[..., N
 
 def test_a_model_error_ends_the_step_and_later_answers_are_right(bench: EngineBench) -> None:
     """The case of a device without memory: the state of the batch is unknown."""
-    right = said(bench, TOKENS[:300])
+    right = generate(bench, TOKENS[:300])
     uids = {bench.batch.submit(name, TOKENS[:300], max_tokens=12) for name in ("alice", "bob")}
     bench.batch.step_once()
     model = bench.model.model
@@ -154,7 +154,7 @@ def test_a_model_error_ends_the_step_and_later_answers_are_right(bench: EngineBe
     assert {answer.uid for answer in failed} == uids
     assert all(isinstance(answer.error, RuntimeError) for answer in failed)
     assert bench.batch.pending == 0
-    assert said(bench, TOKENS[:300]) == right
+    assert generate(bench, TOKENS[:300]) == right
 
 
 def test_the_driver_gets_the_error_and_others_continue() -> None:
@@ -216,7 +216,7 @@ def test_an_invalid_token_is_refused_everywhere(tokens: Any, message: str) -> No
 
 @pytest.mark.parametrize("whole", [np.array([3, 4], np.uint16), mx.array([3, 4]), (3, 4), [np.int64(3), np.int32(4)]])
 def test_tokens_of_an_array_are_tokens(bench: EngineBench, whole: Any) -> None:
-    assert said(bench, whole) == said(bench, [3, 4])
+    assert generate(bench, whole) == generate(bench, [3, 4])
 
 
 @pytest.mark.parametrize("agent_id", [None, 7, b"x", ["alice"], 1.5, "", "a:b", ".hidden", "x" * 129])

@@ -204,8 +204,8 @@ def test_every_answer_of_the_soak_is_right_and_in_time(tmp_path: Path, seconds: 
     )
     assert not soak.wrong, soak.wrong[0]
     for number in range(ENGINES):
-        said = (tmp_path / f"errors-{number}").read_text(encoding="utf-8")
-        assert "Traceback" not in said, said
+        errors = (tmp_path / f"errors-{number}").read_text(encoding="utf-8")
+        assert "Traceback" not in errors, errors
     assert soak.longest_restore < RESTORE_WITHIN + SLACK
     assert soak.longest_answer < ANSWER_WITHIN
     assert happened["answers"] > seconds / 10

@@ -31,14 +31,14 @@ def serving(model: Path) -> Iterator[subprocess.Popen[bytes]]:
 def read_until(process: subprocess.Popen[bytes], text: str) -> str:
     """Return its output up to a line with that text, or to its end."""
     assert process.stdout
-    said, end = b"", time.monotonic() + WITHIN
+    output, end = b"", time.monotonic() + WITHIN
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while text.encode() not in said and selector.select(end - time.monotonic()):
+        while text.encode() not in output and selector.select(end - time.monotonic()):
             if not (more := os.read(process.stdout.fileno(), 1 << 16)):
                 break
-            said += more
-    return said.decode()
+            output += more
+    return output.decode()
 
 
 @pytest.mark.model
@@ -49,24 +49,24 @@ def read_until(process: subprocess.Popen[bytes], text: str) -> str:
 def test_a_signal_while_the_model_loads_ends_the_engine_well(after: str, seconds: float) -> None:
     """Nothing is to be kept yet: it is not waited for."""
     with serving(SMOLLM2) as process:
-        said = read_until(process, after)
-        assert after in said
+        output = read_until(process, after)
+        assert after in output
         time.sleep(seconds)
         process.send_signal(signal.SIGTERM)
         begun = time.monotonic()
-        said += read_until(process, "never said")
-        assert process.wait(WITHIN) == 0, said
+        output += read_until(process, "never said")
+        assert process.wait(WITHIN) == 0, output
         assert time.monotonic() - begun < WITHIN / 2
-        assert "Traceback" not in said
-        assert "is served on" not in said or seconds
+        assert "Traceback" not in output
+        assert "is served on" not in output or seconds
 
 
 def test_long_steps_of_loading_are_printed(tmp_path: Path) -> None:
     with serving(write_tiny(tmp_path / "tiny")) as process:
-        said = read_until(process, "is served on")
+        output = read_until(process, "is served on")
         lines = ["importing MLX", "loading the weights of ", "hashing them", "tiny was loaded in ", "is served on"]
-        places = [said.find(line) for line in lines]
+        places = [output.find(line) for line in lines]
         assert places == sorted(places)
-        assert min(places) >= 0, said
+        assert min(places) >= 0, output
         process.send_signal(signal.SIGTERM)
         assert process.wait(WITHIN) == 0

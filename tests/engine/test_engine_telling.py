@@ -108,10 +108,10 @@ def test_statistics_are_short_and_name_no_agent(seen: SeenServer) -> None:
         channel.subscribe(f"{metrics.CHANNEL}:default")
         bench.ask("alice", SYSTEM[:20])
         bench.store.publish_statistics()
-        heard: list[Any] = []
-        until(lambda: heard.append(channel.get_message(timeout=1.0)) or heard[-1], "a message")
+        messages: list[Any] = []
+        until(lambda: messages.append(channel.get_message(timeout=1.0)) or messages[-1], "a message")
     bench.store.close()
-    received = json.loads(heard[-1]["data"])
+    received = json.loads(messages[-1]["data"])
     assert received.keys() == {"name", "model", "answers", "computed", "used", "room", "tiers"}
     assert received["answers"] == 1
     assert received["computed"] + sum(tier["tokens"] for tier in received["tiers"].values()) == 20

@@ -231,8 +231,8 @@ def test_environment_variables_enable_the_export_of_spans(server: RunningServer,
         assert post(headers={"traceparent": TRACEPARENT}).status_code == 200
         assert post(headers={"traceparent": "nonsense"}).status_code == 200
         engine.stop()
-        said = engine.log
-    found = [json.loads(text) for text in re.findall(r"^\{$.*?^\}$", said, re.MULTILINE | re.DOTALL)]
+        log = engine.log
+    found = [json.loads(text) for text in re.findall(r"^\{$.*?^\}$", log, re.MULTILINE | re.DOTALL)]
     requests = [span for span in found if span["name"] == "kvpage.request"]
     assert [span["parent_id"] for span in requests] == [f"0x{CALLER}", None]
     assert requests[0]["context"]["trace_id"] == f"0x{TRACE}"

@@ -269,28 +269,28 @@ def test_servers_side_by_side_are_looked_into_as_one(both: tuple[str, RunningSer
     (context,) = json.loads(kvpage("stat", "alice", "--json", url=url)[1])["contexts"]
     assert {place["tier"] for place in context["places"]} == {"memory"}
     block = context["places"][7]["block"]
-    code, shown, said = kvpage("verify", block, url=url)
-    assert (code, said) == (0, "")
+    code, shown, errors = kvpage("verify", block, url=url)
+    assert (code, errors) == (0, "")
     assert "all intact" in shown
 
 
 def test_blocks_on_an_unavailable_server_are_missing_by_name(both: tuple[str, RunningServer, Engine]) -> None:
     url, second, _ = both
     second.stop()
-    code, shown, said = kvpage("ls", "--json", url=url)
+    code, shown, errors = kvpage("ls", "--json", url=url)
     assert code == 2
-    assert said.count(f"cannot reach {second.url}") == 1
+    assert errors.count(f"cannot reach {second.url}") == 1
     agents = json.loads(shown)["agents"]
     assert 0 < len(agents) < 41
     assert any(agent["missing_blocks"] for agent in agents)
     for agent in agents[:2]:
-        code, shown, said = kvpage("why", agent["agent"], "--json", url=url)
-        assert (code, said.count("cannot reach")) == (2, 1)
+        code, shown, errors = kvpage("why", agent["agent"], "--json", url=url)
+        assert (code, errors.count("cannot reach")) == (2, 1)
         (context,) = json.loads(shown)["contexts"]
         assert {place["why"] for place in context["places"] if not place["there"]} <= {"gone"}
-    code, _, said = kvpage("ls", url=f"{second.url},redis://127.0.0.1:{free_port()}")
+    code, _, errors = kvpage("ls", url=f"{second.url},redis://127.0.0.1:{free_port()}")
     assert code == 2
-    assert "cannot reach" in said
+    assert "cannot reach" in errors
 
 
 # -- in a terminal -----------------------------------------------------------------------------------------------------
@@ -323,6 +323,6 @@ def test_stat_and_why_know_an_agent(server: RunningServer, client: redis.Redis, 
     (context,) = json.loads(kvpage("why", "alice", "--json", url=server.url)[1])["contexts"]
     assert (context["found_tokens"], context["missing_blocks"]) == (24, 1)
     assert context["places"][3]["why"] == "deleted"
-    code, _, said = kvpage("stat", "nobody", url=server.url)
+    code, _, errors = kvpage("stat", "nobody", url=server.url)
     assert code == 1
-    assert "nobody is no agent" in said
+    assert "nobody is no agent" in errors

@@ -166,13 +166,13 @@ def test_a_prompt_asked_again_after_a_restart_computes_little(
 ) -> None:
     rng = random.Random(8)
     prompts = [some(rng, count, count) for count in (20, BLOCK - 1, 2 * BLOCK + 7, 3 * BLOCK)]
-    said = []
+    answered = []
     for _ in range(2):
         with unnamed(kind, server.url, keep="all") as engine:
             engine.store.prefilled(1000, 10)
             answers = engine.ask(*prompts)
-            said.append([answer.tokens for answer in answers])
-    assert said[0] == said[1]
+            answered.append([answer.tokens for answer in answers])
+    assert answered[0] == answered[1]
     assert [answer.reuse.tokens for answer in answers] == [len(prompt) - 1 for prompt in prompts]
 
 

@@ -81,9 +81,9 @@ def test_the_page_continues(seen: SeenServer) -> None:
 
 def printed(*words: str, url: str, code: int = 0) -> str:
     """The text of a terminal, all of which can be printed. `code` is the expected exit code."""
-    *found, said = kvpage(*words, url=url)
+    *found, errors = kvpage(*words, url=url)
     received = str(found[1])
-    assert (found[0], said) == (code, "")
+    assert (found[0], errors) == (code, "")
     assert received.replace("\n", "").isprintable(), received
     return received
 

@@ -29,11 +29,11 @@ from kvpage_server.page import DType, PageKey, encode_page
 
 def kvpage(*words: str, url: str = "") -> tuple[int, str, str]:
     """Return the exit code, stdout and stderr."""
-    with redirect_stdout(StringIO()) as shown, redirect_stderr(StringIO()) as said:
+    with redirect_stdout(StringIO()) as shown, redirect_stderr(StringIO()) as errors:
         try:
             main([*words, *(["--url", url] if url else [])])
         except SystemExit as end:
-            return int(end.code or 0), shown.getvalue(), said.getvalue()
+            return int(end.code or 0), shown.getvalue(), errors.getvalue()
     raise AssertionError("it did not exit")
 
 
@@ -93,9 +93,9 @@ def test_ls_lists_requests_and_the_blocks_of_one(server: RunningServer, client: 
 
 def test_ls_of_an_empty_store_and_of_nothing(server: RunningServer, client: redis.Redis) -> None:
     assert kvpage("ls", url=server.url)[:2] == (0, "no request has a page\n")
-    code, shown, said = kvpage("ls", "nobody", url=server.url)
+    code, shown, errors = kvpage("ls", "nobody", url=server.url)
     assert (code, shown) == (1, "")
-    assert said == "kvpage: request nobody has no page; kvpage why nobody may say why\n"
+    assert errors == "kvpage: request nobody has no page; kvpage why nobody may say why\n"
 
 
 def test_ls_asks_for_many_requests_in_parts(server: RunningServer, client: redis.Redis) -> None:
@@ -119,15 +119,15 @@ def test_stat_shows_a_page(server: RunningServer, client: redis.Redis) -> None:
 
 
 def test_stat_of_a_missing_page(server: RunningServer, client: redis.Redis) -> None:
-    code, _, said = kvpage("stat", "kv:r:1:2:0:1", url=server.url)
-    assert (code, said) == (1, "kvpage: kv:r:1:2:0:1 is not there; kvpage why r 1 2 0 1 may say why\n")
-    code, _, said = kvpage("stat", "kv:r:1:2:0", url=server.url)
+    code, _, errors = kvpage("stat", "kv:r:1:2:0:1", url=server.url)
+    assert (code, errors) == (1, "kvpage: kv:r:1:2:0:1 is not there; kvpage why r 1 2 0 1 may say why\n")
+    code, _, errors = kvpage("stat", "kv:r:1:2:0", url=server.url)
     assert code == 1
-    assert "a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}" in said
+    assert "a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}" in errors
     set_block(client, "chat-7", 3)
-    code, _, said = kvpage("stat", "chat-7", url=server.url)
-    assert (code, "chat-7 is a request: kvpage ls chat-7 lists its blocks" in said) == (1, True)
-    assert "kvpage stat kv:chat-7:LAYER:HEAD:3:TYPE" in said
+    code, _, errors = kvpage("stat", "chat-7", url=server.url)
+    assert (code, "chat-7 is a request: kvpage ls chat-7 lists its blocks" in errors) == (1, True)
+    assert "kvpage stat kv:chat-7:LAYER:HEAD:3:TYPE" in errors
     for name in ("nobody", "no request"):
         assert "is no agent" in kvpage("stat", name, url=server.url)[2]
 
@@ -150,8 +150,8 @@ def test_a_name_is_any_bytes(server: RunningServer, client: redis.Redis, tmp_pat
     for words in (["ls", name], ["verify", name], ["why", name], ["stat", key], ["why", "\udcaf"], ["stat", "\udcaf"]):
         expected = 1 if words == ["why", "\udcaf"] else 0  # a block of that agent is missing
         assert kvpage(*words, url=server.url)[::2] == (expected, ""), words
-        code, shown, said = kvpage(*words, "--json", url=server.url)
-        assert (code, said) == (expected, ""), words
+        code, shown, errors = kvpage(*words, "--json", url=server.url)
+        assert (code, errors) == (expected, ""), words
         assert "\\\\xaf" in shown, words
     code, shown, _ = kvpage("dump", str(tmp_path), "--request", name, "--json", url=server.url)
     assert (code, json.loads(shown)["pages"]) == (0, 1)
@@ -230,8 +230,8 @@ def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.
     assert of_page[:2] == (0, "stored: a read would not miss\n")
     assert kvpage("why", "kv:test_req_001:5:8:42:0", url=server.url)[0] == 0
     assert kvpage("why", "kv:test_req_001:5:8:42:1", url=server.url)[0] == 1
-    code, _, said = kvpage("why", "r", "0", "0", url=server.url)
-    assert (code, said) == (1, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
+    code, _, errors = kvpage("why", "r", "0", "0", url=server.url)
+    assert (code, errors) == (1, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
 
 
 def test_why_reports_the_removal_of_a_string(server: RunningServer, client: redis.Redis) -> None:
@@ -275,23 +275,25 @@ def test_why_reports_the_state_of_an_agent(server: RunningServer, client: redis.
 
 def test_an_impossible_query_is_one_line(redis_server: RunningServer, server: RunningServer) -> None:
     port = free_port()
-    code, _, said = kvpage("status", url=f"redis://127.0.0.1:{port}")
+    code, _, errors = kvpage("status", url=f"redis://127.0.0.1:{port}")
     assert code == 2
-    assert said.startswith(f"kvpage: cannot reach redis://127.0.0.1:{port}: ")
-    assert said.count("\n") == 1
-    code, _, said = kvpage("status", url=f"redis://user:secret@127.0.0.1:{port}")
+    assert errors.startswith(f"kvpage: cannot reach redis://127.0.0.1:{port}: ")
+    assert errors.count("\n") == 1
+    code, _, errors = kvpage("status", url=f"redis://user:secret@127.0.0.1:{port}")
     assert code == 2
-    assert "secret" not in said
-    code, _, said = kvpage("status", url=redis_server.url)
+    assert "secret" not in errors
+    code, _, errors = kvpage("status", url=redis_server.url)
     assert code == 1
-    assert "not a kvpage-server" in said
-    code, _, said = kvpage("ls", "a:b", url=server.url)
-    assert (code, said.count("\n")) == (2, 1)
-    assert "req_id must be 1 to 256 bytes" in said
-    code, _, said = kvpage("status", url="nonsense")
+    assert "not a kvpage-server" in errors
+    code, _, errors = kvpage("ls", "a:b", url=server.url)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "req_id must be 1 to 256 bytes" in errors
+    code, _, errors = kvpage("status", url="nonsense")
     assert code == 2
-    assert said.count("\n") == 1
-    assert "begins with redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://, got 'nons" in said
+    assert errors.count("\n") == 1
+    assert (
+        "begins with redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://, got 'nons" in errors
+    )
 
 
 def test_the_command_is_installed(server: RunningServer, client: redis.Redis) -> None:
@@ -333,21 +335,21 @@ def test_a_password_is_read_from_the_environment(
     monkeypatch.setenv("KVPAGE_URL", guarded.url)
     assert kvpage("ls")[0] == 0
     # the credentials of the URL are used
-    code, _, said = kvpage("status", url=guarded.url.replace("//", "//app:word@"))
-    assert (code, said) == (0, "")
+    code, _, errors = kvpage("status", url=guarded.url.replace("//", "//app:word@"))
+    assert (code, errors) == (0, "")
 
 
 def test_wrong_and_missing_passwords_have_different_errors(
     guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, _, said = kvpage("status", url=guarded.url)
+    code, _, errors = kvpage("status", url=guarded.url)
     wanted = "needs a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or use --askpass"
-    assert (code, said) == (2, f"kvpage: {guarded.url} {wanted}\n")
+    assert (code, errors) == (2, f"kvpage: {guarded.url} {wanted}\n")
     monkeypatch.setenv("KVPAGE_PASSWORD", "wrong")
-    code, _, said = kvpage("status", "--user", "app", url=guarded.url)
-    assert (code, said) == (2, f"kvpage: {guarded.url} does not take this password for user app\n")
-    code, _, said = kvpage("dump", "nowhere", url=guarded.url)
-    assert (code, said) == (2, f"kvpage: {guarded.url} does not take this password for user default\n")
+    code, _, errors = kvpage("status", "--user", "app", url=guarded.url)
+    assert (code, errors) == (2, f"kvpage: {guarded.url} does not take this password for user app\n")
+    code, _, errors = kvpage("dump", "nowhere", url=guarded.url)
+    assert (code, errors) == (2, f"kvpage: {guarded.url} does not take this password for user default\n")
 
 
 def test_a_password_is_asked_for_at_the_terminal(guarded: RunningServer) -> None:
@@ -358,31 +360,31 @@ def test_a_password_is_asked_for_at_the_terminal(guarded: RunningServer) -> None
         typed.expect("app.chat")
         typed.expect(pexpect.EOF)
         assert b"word" not in typed.before
-    code, _, said = run_kvpage("ls", "--url", guarded.url, "--askpass")
+    code, _, errors = run_kvpage("ls", "--url", guarded.url, "--askpass")
     assert code == 1
-    assert "no terminal" in said
+    assert "no terminal" in errors
 
 
 def test_a_tenant_sees_its_own_data(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPAGE_PASSWORD", "word")
-    code, shown, said = kvpage("status", "--user", "app", url=guarded.url)
-    assert (code, said) == (0, "")
+    code, shown, errors = kvpage("status", "--user", "app", url=guarded.url)
+    assert (code, errors) == (0, "")
     assert "1 request, 12 keys that you may use" in shown
     for command in (["ls"], ["ls", "app.chat"], ["stat", "kv:app.chat:0:0:0:0"], ["why", "app.chat"]):
         assert kvpage(*command, "--user", "app", url=guarded.url)[0] == 0
     for command in (["ls", "other"], ["stat", "kv:other:0:0:0:0"], ["why", "other"], ["verify", "other"]):
-        code, _, said = kvpage(*command, "--user", "app", url=guarded.url)
+        code, _, errors = kvpage(*command, "--user", "app", url=guarded.url)
         assert code == 2
-        assert said.startswith("kvpage: NOPERM") or "No permissions" in said
+        assert errors.startswith("kvpage: NOPERM") or "No permissions" in errors
 
 
 def test_no_message_shows_a_password() -> None:
     port = free_port()
     for url in (f"redis://:p@ss@127.0.0.1:{port}", f"redis://user:secret@127.0.0.1:{port}"):
-        code, _, said = kvpage("status", url=url)
-        assert (code, said.count("\n")) == (2, 1)
-        assert "ss@" not in said
-        assert "secret" not in said
+        code, _, errors = kvpage("status", url=url)
+        assert (code, errors.count("\n")) == (2, 1)
+        assert "ss@" not in errors
+        assert "secret" not in errors
 
 
 def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tuple[int, str, str]:
@@ -472,8 +474,8 @@ def test_ctrl_c_ends_it_with_one_line(server: RunningServer, client: redis.Redis
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         until(lambda: len(client.client_list()) > before, "its connection")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=100)
-    assert (process.returncode, said.strip()) == (130, b"kvpage: interrupted")
+        _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors.strip()) == (130, b"kvpage: interrupted")
 
 
 def test_a_stopped_server_is_reported_in_one_line() -> None:
@@ -482,9 +484,9 @@ def test_a_stopped_server_is_reported_in_one_line() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             until(lambda: len(client.client_list()) > 1, "its connection")
             server.process.kill()
-            _, said = process.communicate(timeout=100)
-    assert (process.returncode, said.count(b"\n")) == (2, 1)
-    assert said.startswith(b"kvpage: cannot reach")
+            _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors.count(b"\n")) == (2, 1)
+    assert errors.startswith(b"kvpage: cannot reach")
 
 
 @pytest.mark.parametrize(
@@ -523,8 +525,8 @@ def test_queries_leave_values_on_disk_and_idle(tmp_path: Path) -> None:
         until(lambda: client.object("idletime", "manifest:alice:00000000000000aa") >= 2, "the manifest to be idle")
         looks = (["ls"], ["stat", "alice"], ["why", "alice"], ["verify", "r"], ["stat", "kv:r:1:2:0:1"], ["ls", "r"])
         for words in (*looks, ["dump", str(tmp_path / "dump")]):
-            code, shown, said = kvpage(*words, url=server.url)
-            assert (code, said) == (0, ""), words
+            code, shown, errors = kvpage(*words, url=server.url)
+            assert (code, errors) == (0, ""), words
             assert eventually(lambda: client.info("memory")["used_memory"] == before), words
             if words[0] == "stat":
                 assert "disk" in shown

@@ -56,12 +56,12 @@ def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
     with PageClient(both) as pages:
         pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
     assert run("status", "--url", both) == 0
-    said = capsys.readouterr().out
-    assert server.url in said
-    assert second_server.url in said
+    output = capsys.readouterr().out
+    assert server.url in output
+    assert second_server.url in output
     assert run("ls", "--url", both) == 0
-    said = capsys.readouterr().out
-    assert all(req_id.decode() in said for req_id, _ in NAMES)
+    output = capsys.readouterr().out
+    assert all(req_id.decode() in output for req_id, _ in NAMES)
     assert run("ls", NAMES[0][0].decode(), "--url", both) == 0  # one of them has it
     assert run("ls", "nobody", "--url", both) == 1
     capsys.readouterr()
@@ -95,9 +95,9 @@ def test_top_shows_each_server_and_memory_by_agent_of_all(server: RunningServer,
     with PageClient(both) as pages:
         pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
         with watched("top", "--watch", "0.2", "--url", both) as lines:
-            said = b"".join(islice(lines, 30)).decode()
-        assert all(one in said for one in (server.url, second_server.url, "together", "commands/s"))
-        assert all(req_id.decode() in said for req_id, _ in NAMES[:3])
+            output = b"".join(islice(lines, 30)).decode()
+        assert all(one in output for one in (server.url, second_server.url, "together", "commands/s"))
+        assert all(req_id.decode() in output for req_id, _ in NAMES[:3])
         with watched("top", "--json", "--watch", "0.2", "--url", both) as lines:
             first, second = (json.loads(lines.readline()) for _ in range(2))
             assert [node["url"] for node in first["nodes"]] == [server.url, second_server.url]
@@ -130,9 +130,9 @@ def test_an_unavailable_server_is_named_and_the_others_answer(
 ) -> None:
     gone = f"redis://127.0.0.1:{free_port()}"
     assert run("status", "--url", f"{gone},{server.url}") == 2
-    said = capsys.readouterr()
-    assert f"cannot reach {gone}" in said.err
-    assert "kvpage-server" in said.out
+    captured = capsys.readouterr()
+    assert f"cannot reach {gone}" in captured.err
+    assert "kvpage-server" in captured.out
 
 
 def test_an_unavailable_server_is_named_once_and_is_an_error(
@@ -152,8 +152,8 @@ def test_an_unavailable_server_is_named_once_and_is_an_error(
         *([name, names[gone]] for name in ("verify", "ls", "why")),
     ):
         assert run(*words, "--url", both) == 2, words
-        said = capsys.readouterr().err
-        assert said.count("refused") == said.count(f"cannot reach {gone}") == 1, words
+        errors = capsys.readouterr().err
+        assert errors.count("refused") == errors.count(f"cannot reach {gone}") == 1, words
 
 
 def test_a_command_for_one_server_names_the_one_for_several(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,9 +163,9 @@ def test_a_command_for_one_server_names_the_one_for_several(capsys: pytest.Captu
         (("bench",), "measure one after the other"),
     ):
         assert run(*words, "--url", both) == 1
-        said = capsys.readouterr().err
-        assert f"kvpage {words[0]} takes one server" in said
-        assert instead in said
+        errors = capsys.readouterr().err
+        assert f"kvpage {words[0]} takes one server" in errors
+        assert instead in errors
 
 
 def test_a_hanging_server_is_named_and_the_others_answer(
@@ -180,17 +180,17 @@ def test_a_hanging_server_is_named_and_the_others_answer(
     second_server.process.send_signal(signal.SIGSTOP)
     try:
         assert run("ls", "--json", "--url", both) == 2
-        said = capsys.readouterr()
-        assert f"cannot reach {second_server.url}" in said.err
-        received = json.loads(said.out)
+        captured = capsys.readouterr()
+        assert f"cannot reach {second_server.url}" in captured.err
+        received = json.loads(captured.out)
         assert received["unreachable"] == [second_server.url]
         assert {*ours} <= {request["request"].encode() for request in received["requests"]}
         assert run("why", theirs[0].decode(), "--url", both) == 2
         assert "gone" in capsys.readouterr().out
         assert run("status", "--url", both) == 2
-        said = capsys.readouterr()
-        assert f"cannot reach {second_server.url}" in said.err
-        assert f"at {server.url}" in said.out
+        captured = capsys.readouterr()
+        assert f"cannot reach {second_server.url}" in captured.err
+        assert f"at {server.url}" in captured.out
     finally:
         second_server.process.send_signal(signal.SIGCONT)
 
@@ -208,10 +208,10 @@ def test_a_cluster_is_shown_node_by_node_and_together(masters: Cluster, capsys: 
         for i in range(20):
             client.set(f"key-{i}", "x")
     assert run("status", "--url", masters.url) == 0
-    said = capsys.readouterr().out
-    assert all(url in said for url in urls)
-    assert "3 nodes" in said
-    assert "Valkey and Redis" in said
+    output = capsys.readouterr().out
+    assert all(url in output for url in urls)
+    assert "3 nodes" in output
+    assert "Valkey and Redis" in output
     found = looked("status")
     assert found["total"]["keys"] == sum(node["keys"] for node in found["nodes"]) == 20
     assert all(0 < node["keys"] < 20 for node in found["nodes"])
@@ -232,9 +232,9 @@ def test_a_cluster_is_shown_node_by_node_and_together(masters: Cluster, capsys: 
         (["bench"], "--against"),
     ):
         assert run(*words, "--url", masters.url) == 1
-        said = capsys.readouterr().err
-        assert f"kvpage {words[0]} takes no cluster" in said
-        assert instead in said
+        errors = capsys.readouterr().err
+        assert f"kvpage {words[0]} takes no cluster" in errors
+        assert instead in errors
 
 
 def test_a_cluster_node_that_hangs_is_named(masters: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +256,6 @@ def test_top_hides_server_statistics_from_a_tenant() -> None:
         with PageClient(url) as pages:
             pages.mset_blocks([(b"app.chat", 0)], SHAPE, [block_body(0)])
         lines = stack.enter_context(watched("top", "--watch", "0.2", "--url", url))
-        said = b"".join(islice(lines, 8)).decode()
-        assert said.count("tells who may use every key") == 2
-        assert "app.chat" in said
+        output = b"".join(islice(lines, 8)).decode()
+        assert output.count("tells who may use every key") == 2
+        assert "app.chat" in output

@@ -39,8 +39,8 @@ PROGRAM = str(Path(sys.executable).with_name("kvpage"))
 
 
 def json_of(*words: str, url: str = "") -> dict[str, Any]:
-    code, shown, said = kvpage(*words, "--json", url=url)
-    assert (code, said) == (0, "")
+    code, shown, errors = kvpage(*words, "--json", url=url)
+    assert (code, errors) == (0, "")
     assert shown.count("\n") == 1
     found: dict[str, Any] = json.loads(shown)
     return found
@@ -121,13 +121,13 @@ def test_each_part_of_several_servers_names_its_server(
         _, shown, _ = kvpage(*words, "--json", url=both)
         assert json.loads(shown)["url"] == str(where.server(here[0].encode())), words
     for words in (["status"], ["dump", str(tmp_path / "dump")]):
-        code, shown, said = kvpage(*words, "--json", url=both)
+        code, shown, errors = kvpage(*words, "--json", url=both)
         objects = [json.loads(line) for line in shown.splitlines()]
         assert [each["url"] for each in objects] == urls
         assert ["error" in each for each in objects] == [False, gone]
-        assert (code, f"cannot reach {urls[1]}" in said) == (2 * gone, gone)
-    code, shown, said = kvpage("restore", str(tmp_path), "--json", url=both)
-    assert (code, shown, "names several" in said) == (1, "", True)
+        assert (code, f"cannot reach {urls[1]}" in errors) == (2 * gone, gone)
+    code, shown, errors = kvpage("restore", str(tmp_path), "--json", url=both)
+    assert (code, shown, "names several" in errors) == (1, "", True)
 
 
 def test_hidden_values_of_a_tenant_are_null() -> None:
@@ -179,11 +179,11 @@ def test_a_watch_prints_lines_until_it_is_interrupted(server: RunningServer, wor
         lines = [json.loads(process.stdout.readline()) for _ in range(3)]
         assert [line["at"] for line in lines] == sorted({line["at"] for line in lines})
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, said) == (130, b"kvpage: interrupted\n")
+    assert (process.returncode, errors) == (130, b"kvpage: interrupted\n")
 
 
 @pytest.mark.parametrize("columns", [60, 100])
@@ -207,6 +207,6 @@ def test_top_fills_a_terminal_and_no_more(server: RunningServer, client: redis.R
 
 @pytest.mark.parametrize("wrong", ["0", "nan", "-1", "x", "1e9"])
 def test_an_interval_that_is_none_is_refused(server: RunningServer, wrong: str) -> None:
-    code, _, said = kvpage("status", "--watch", wrong, url=server.url)
+    code, _, errors = kvpage("status", "--watch", wrong, url=server.url)
     assert code == 2
-    assert "--watch" in said
+    assert "--watch" in errors

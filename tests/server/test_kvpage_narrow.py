@@ -154,10 +154,10 @@ def test_ls_prints_some_rows_and_the_number_of_others(server: RunningServer, cli
 
 def test_ls_of_an_agent_names_the_command_that_shows_it(server: RunningServer, client: redis.Redis) -> None:
     client.set("manifest:alice:f1", manifest("b1"))
-    code, shown, said = kvpage("ls", "alice", url=server.url)
+    code, shown, errors = kvpage("ls", "alice", url=server.url)
     assert (code, shown) == (1, "")
     shows = "kvpage stat alice shows its blocks, kvpage verify alice checks them"
-    assert said == f"kvpage: alice is an agent, and no request: {shows}\n"
+    assert errors == f"kvpage: alice is an agent, and no request: {shows}\n"
 
 
 def test_an_agent_can_be_verified(server: RunningServer, client: redis.Redis) -> None:

@@ -197,8 +197,8 @@ def test_values_are_stored_and_removed_by_contents_alone() -> None:
 
 def test_nothing_below_the_commands_spells_a_reply() -> None:
     """RESP's values and errors belong to who answers. The core frames bytes; it makes no reply."""
-    spells = {room(module) for module, name in all_imports() if name.startswith("kvpage_server.resp")}
-    assert spells <= {"resp", "commands", "net", "gateway"}
+    packages = {room(module) for module, name in all_imports() if name.startswith("kvpage_server.resp")}
+    assert packages <= {"resp", "commands", "net", "gateway"}
     below = {*MAY_KNOW["commands"].split()} - {"core", "resp"}
     by_hand = {
         (module, node.lineno)

@@ -26,7 +26,7 @@ STEPS = "the number of steps is a whole number from 1"
 SECONDS = "a time is a number of seconds above 0"
 
 
-def said(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, encoding="utf-8", timeout=HANGS
     )
@@ -81,14 +81,14 @@ def test_no_known_seeds_are_no_success(tmp_path: Path) -> None:
 
 
 def test_a_bad_command_line_ends_with_2_and_no_traceback() -> None:
-    result = said(*PROGRAM, "--seeds", "5..1")
+    result = run(*PROGRAM, "--seeds", "5..1")
     assert (result.returncode, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("core", ["", "python"])
 def test_each_digest_is_printed_with_its_core(core: str) -> None:
-    result = said(*PROGRAM, "--seeds", "2..3", "--steps", "20", **({"KVPAGE_CORE": core} if core else {}))
+    result = run(*PROGRAM, "--seeds", "2..3", "--steps", "20", **({"KVPAGE_CORE": core} if core else {}))
     lines = result.stdout.splitlines()
     name = core or lines[0].split()[-3]
     assert [line.split()[:2] for line in lines[:2]] == [["seed", "2:"], ["seed", "3:"]]
@@ -97,18 +97,18 @@ def test_each_digest_is_printed_with_its_core(core: str) -> None:
 
 
 def test_a_mistake_is_planted_for_every_spelling_of_the_option() -> None:
-    result = said(*PROGRAM, "--seed", "2", "--defect=evicted-is-still-listed")
+    result = run(*PROGRAM, "--seed", "2", "--defect=evicted-is-still-listed")
     assert result.returncode == 1
     assert "--seed 2 --steps 600 --defect evicted-is-still-listed" in result.stdout
 
 
 def test_a_time_that_is_over_at_once_is_time_for_one_run() -> None:
-    assert "\n1 runs, " in said(*PROGRAM, *QUICK, "--seconds", "0.000001").stdout
+    assert "\n1 runs, " in run(*PROGRAM, *QUICK, "--seconds", "0.000001").stdout
 
 
 def test_a_run_is_the_same_one_while_python_looks_for_mistakes() -> None:
-    plain = said(*PROGRAM, *QUICK)
-    careful = said(*PROGRAM, *QUICK, PYTHONASYNCIODEBUG="1", PYTHONDEVMODE="1")
+    plain = run(*PROGRAM, *QUICK)
+    careful = run(*PROGRAM, *QUICK, PYTHONASYNCIODEBUG="1", PYTHONDEVMODE="1")
     assert careful.returncode == 0, careful.stdout
     assert careful.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
 
@@ -134,7 +134,7 @@ def test_an_interrupt_prints_the_passed_runs_and_leaves_no_files() -> None:
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-", "| head -1", "| true"])
 def test_closed_standard_streams_are_no_error(closed: str) -> None:
-    result = said("bash", "-c", f"'{sys.executable}' -m tests.simulation --seeds 2..4 --steps 20 {closed}")
+    result = run("bash", "-c", f"'{sys.executable}' -m tests.simulation --seeds 2..4 --steps 20 {closed}")
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -157,10 +157,10 @@ def test_an_unusable_directory_is_reported(tmp_path: Path, lacking: str) -> None
 @pytest.mark.parametrize("options", ["ro", "size=4m"])
 def test_the_server_is_not_run_where_it_has_no_room(options: str) -> None:
     alone = ["unshare", "--mount", "--propagation", "private"]
-    if not shutil.which("unshare") or said(*alone, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm").returncode:
+    if not shutil.which("unshare") or run(*alone, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm").returncode:
         pytest.skip("nothing can be mounted here")
     mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
-    result = said(*alone, "bash", "-c", f"{mount}; '{sys.executable}' -m tests.simulation --seed 2 --steps 20")
+    result = run(*alone, "bash", "-c", f"{mount}; '{sys.executable}' -m tests.simulation --seed 2 --steps 20")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("no run can be made in /dev/shm: ")
 
@@ -176,6 +176,6 @@ def test_a_world_without_space_is_reported_and_not_shortened() -> None:
         command.run = fails
         sys.exit(command.main(Clock(), requested(["--seed", "2"])))
     """
-    result = said(sys.executable, "-c", full)
+    result = run(sys.executable, "-c", full)
     assert (result.returncode, result.stdout) == (2, "")
     assert "No space left on device: '/life-2/data'" in result.stderr

@@ -55,10 +55,10 @@ def found(result: subprocess.CompletedProcess[str]) -> int:
 
 
 def test_every_command_is_in_some_program() -> None:
-    said = {tuple(word.lower() for word in step.words[:2]) for seed in range(600) for step in Program(seed).steps(400)}
-    drawn = {b"|".join(words[:count]).decode("latin1") for words in said for count in (1, 2)}
+    names = {tuple(word.lower() for word in step.words[:2]) for seed in range(600) for step in Program(seed).steps(400)}
+    drawn = {b"|".join(words[:count]).decode("latin1") for words in names for count in (1, 2)}
     assert TABLE.keys() - drawn == NOT_BY_PROGRAMS.keys()
-    assert {name.decode("latin1") for name, *_ in filter(None, said)} - TABLE.keys() == {"nosuch"}
+    assert {name.decode("latin1") for name, *_ in filter(None, names)} - TABLE.keys() == {"nosuch"}
 
 
 def test_known_failing_seeds_pass() -> None:

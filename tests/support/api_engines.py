@@ -43,10 +43,10 @@ def write_tiny(directory: Path, **changes: object) -> Path:
     return _write(directory, model, letter_tokenizer(), TEMPLATE)
 
 
-def write_caller(directory: Path, said: str = CALL) -> Path:
-    """A Llama that calls a tool, whatever it is asked; `said` is the text between the marks."""
+def write_caller(directory: Path, call: str = CALL) -> Path:
+    """A Llama that calls a tool, whatever it is asked; `call` is the text between the marks."""
     tokenizer = letter_tokenizer()
-    steps = [":", "<tool_call>", said, "</tool_call>", END]
+    steps = [":", "<tool_call>", call, "</tool_call>", END]
     tokenizer.add_tokens([AddedToken(step, normalized=False) for step in steps[1:4]])
     return write_speaker(directory, tokenizer, tokenizer.convert_tokens_to_ids(steps), template=TOOL_TEMPLATE)
 

@@ -40,7 +40,9 @@ def shown(browser: Any, url: str, *, status: str = "live", **options: Any) -> It
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
-    page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    page.on(
+        "console", lambda message: wrong.append(message.text) if "Content Security Policy" in message.text else None
+    )
     page.goto(url)
     if status:
         page.locator(f"#status[data-state={status}]").wait_for()

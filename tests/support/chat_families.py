@@ -127,12 +127,12 @@ FAMILIES = {
 MARK = re.compile("<[^<>]+>")  # of a role or an end: a token of its own
 
 
-def reused(tokenizer: TokenizerWrapper, said: str, text: str) -> tuple[int, int]:
-    """Count the tokens of an answer that the next turn reuses, and all of them. They spell `said`, and the client sends
-    `text` in the history. The last token is the answer's end, where the template has one."""
+def reused(tokenizer: TokenizerWrapper, answered: str, text: str) -> tuple[int, int]:
+    """Return how many tokens of the answer `answered` the next turn reuses, and their number. The client sends `text`
+    in the history. The last token is the answer's end, where the template has one."""
     question: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
     prompt = list(tokenizer.apply_chat_template(question, add_generation_prompt=True))
-    answer = tokens_of(tokenizer, said)
+    answer = tokens_of(tokenizer, answered)
     if tokenizer.eos_token_id is not None:
         answer = [*answer, tokenizer.eos_token_id]
     history = [*question, {"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
@@ -140,9 +140,9 @@ def reused(tokenizer: TokenizerWrapper, said: str, text: str) -> tuple[int, int]
     return max(0, _common(following, [*prompt, *answer]) - len(prompt)), len(answer)
 
 
-def tokens_of(tokenizer: TokenizerWrapper, said: str) -> list[int]:
+def tokens_of(tokenizer: TokenizerWrapper, answered: str) -> list[int]:
     """The tokens of a text that continues another."""
-    tokens = tokenizer.encode("\n" + said, add_special_tokens=False)
+    tokens = tokenizer.encode("\n" + answered, add_special_tokens=False)
     before = tokenizer.encode("\n", add_special_tokens=False)
     assert tokens[: len(before)] == before
     return list(tokens[len(before) :])

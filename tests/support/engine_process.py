@@ -132,7 +132,7 @@ class EngineProcess:
     process: Process
     tokens: dict[int, list[int]] = field(default_factory=dict)  # received so far, by the prompt's number
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _said: deque[dict[str, Any]] = field(default_factory=deque)
+    _messages: deque[dict[str, Any]] = field(default_factory=deque)
     _asked: int = 0
 
     def ask(self, agent_id: str, tokens: Sequence[int], max_tokens: int = 8) -> int:
@@ -166,7 +166,7 @@ class EngineProcess:
 
     def wait_until_ready(self) -> None:
         """It takes prompts then."""
-        while not self._said:
+        while not self._messages:
             self._hear()
 
     def close(self) -> None:
@@ -190,9 +190,9 @@ class EngineProcess:
 
     def _have_done(self, done: str, **what: Any) -> None:
         self._notify(**what)
-        while not self._said or done not in self._said[-1]:
+        while not self._messages or done not in self._messages[-1]:
             self._hear()
-        self._said.clear()
+        self._messages.clear()
 
     def _notify(self, **what: Any) -> None:
         assert self.process.stdin
@@ -203,12 +203,12 @@ class EngineProcess:
         assert self.process.stdout
         line = self.process.stdout.readline()
         assert line, f"the engine has ended with {self.process.wait(WITHIN)}"
-        said = json.loads(line)
-        self._said.append(said)
-        if "token" in said:
-            self.tokens[said["id"]].append(said["token"])
-        elif "id" in said:
-            self.answers[said["id"]] = said
+        message = json.loads(line)
+        self._messages.append(message)
+        if "token" in message:
+            self.tokens[message["id"]].append(message["token"])
+        elif "id" in message:
+            self.answers[message["id"]] = message
 
 
 @contextmanager

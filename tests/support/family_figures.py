@@ -15,9 +15,9 @@ from typing import Any
 
 from engine_bench import EngineBench
 from engine_models import letter_tokenizer
-from engine_said import MlxLm, Said, recorder
 from every_family import WINDOW, modules, random_model
 from family_matrix import DOCUMENT, kept
+from reference_answers import MlxLm, ReferenceAnswer, recorder
 from servers import start_server
 
 # isort: split
@@ -115,14 +115,14 @@ class Bench(EngineBench):
         self._seen[uid] = seen
         return uid
 
-    def said(self, done: CompletedGeneration) -> Said:
-        return Said(list(done.tokens), np.array(self._seen[done.uid][: len(done.tokens)]))
+    def answer(self, done: CompletedGeneration) -> ReferenceAnswer:
+        return ReferenceAnswer(list(done.tokens), np.array(self._seen[done.uid][: len(done.tokens)]))
 
 
 def measure(name: str, url: str) -> Figures:
     of = Tiny(name)
     mergeable = bool(of.spec.layers) and all(hasattr(layer.KIND, "merge") for layer in of.spec.layers)
-    alone = [MlxLm(of).said(prompt, ANSWERED, of.chunk) for prompt in PROMPTS]
+    alone = [MlxLm(of).answer(prompt, ANSWERED, of.chunk) for prompt in PROMPTS]
     together = _furthest(_together(of, of.spec), alone)
     forced = together if of.spec.batches else None
     if mergeable and not of.spec.batches:
@@ -130,8 +130,8 @@ def measure(name: str, url: str) -> Figures:
     restored = at_once = None
     if not of.spec.refusal:
         theirs = MlxLm(of)
-        first = theirs.said(PROMPTS[0], ANSWERED, of.chunk)
-        second = theirs.said(QUESTION, ANSWERED)
+        first = theirs.answer(PROMPTS[0], ANSWERED, of.chunk)
+        second = theirs.answer(QUESTION, ANSWERED)
         received = [*PROMPTS[0], *first.tokens, *QUESTION]
         restored = _distance(_restored(of, of.spec, received, url), second)
         if of.spec.batches and not of.spec.resumes:
@@ -140,24 +140,24 @@ def measure(name: str, url: str) -> Figures:
     return Figures(keeps, of.spec.batches, of.spec.resumes, of.spec.refusal, forced, together, restored, at_once)
 
 
-def _together(of: Tiny, spec: ModelCacheSpec) -> list[Said]:
+def _together(of: Tiny, spec: ModelCacheSpec) -> list[ReferenceAnswer]:
     """All prompts, the last when another has said its first token."""
     bench = Bench(of, spec)
     asked = {bench.submit(prompt): i for i, prompt in enumerate(PROMPTS[:-1])}
-    said: dict[int, Said] = {}
+    answers: dict[int, ReferenceAnswer] = {}
     while bench.batch.pending:
         for done in bench.batch.step_once():
             if done.error is not None:
                 raise done.error
-            said[asked[done.uid]] = bench.said(done)
+            answers[asked[done.uid]] = bench.answer(done)
             bench.free(done)
         if len(asked) < len(PROMPTS) and any(bench._seen.values()):
             asked[bench.submit(PROMPTS[-1])] = len(PROMPTS) - 1
     bench.pool.check_empty()
-    return [said[i] for i in range(len(PROMPTS))]
+    return [answers[i] for i in range(len(PROMPTS))]
 
 
-def _restored(of: Tiny, spec: ModelCacheSpec, received: Sequence[int], url: str) -> Said:
+def _restored(of: Tiny, spec: ModelCacheSpec, received: Sequence[int], url: str) -> ReferenceAnswer:
     """Return the answer to a question after a turn that was stored and loaded again."""
     bench = Bench(of, spec)
     pages = PageTier(url, spec, bench.pool)
@@ -176,7 +176,7 @@ def _restored(of: Tiny, spec: ModelCacheSpec, received: Sequence[int], url: str)
         bench.free(second)
         bench.pool.free(known.block_ids, "agent")
         pages.delete("agent")
-        return bench.said(second)
+        return bench.answer(second)
     finally:
         pages.close()
 
@@ -188,11 +188,11 @@ def _try(work: Callable[[], float]) -> float:
         return float("inf")
 
 
-def _furthest(ours: Sequence[Said], theirs: Sequence[Said]) -> float:
+def _furthest(ours: Sequence[ReferenceAnswer], theirs: Sequence[ReferenceAnswer]) -> float:
     return max(_distance(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def _distance(ours: Said, theirs: Said) -> float:
+def _distance(ours: ReferenceAnswer, theirs: ReferenceAnswer) -> float:
     """Return the largest difference up to the first token that differs."""
     same = 0
     while same < ANSWERED - 1 and ours.tokens[same] == theirs.tokens[same]:

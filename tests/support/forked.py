@@ -47,18 +47,18 @@ def main() -> object:
         asked = json.loads(line)
         if "poll" in asked:
             pid, status = os.waitpid(asked["poll"], os.WNOHANG)
-            said = os.waitstatus_to_exitcode(status) if pid else None
+            result = os.waitstatus_to_exitcode(status) if pid else None
             running.discard(pid)
-        elif not (said := os.fork()):
+        elif not (result := os.fork()):
             received.close()
             _become(streams)
             sys.argv[1:] = asked["arguments"]
             return importlib.import_module(asked["module"]).main()
         else:
-            running.add(said)
+            running.add(result)
             for stream in streams:
                 os.close(stream)
-        received.send(json.dumps(said).encode())
+        received.send(json.dumps(result).encode())
     for pid in running:  # processes whose parent was killed before it could stop them
         os.kill(pid, signal.SIGKILL)
     return None

@@ -57,10 +57,10 @@ class Turns:
             self._converse(sock, command)
         return self.on_loop(lambda: Cost(self.loop.longest, self.loop.total, self.loop.turns))
 
-    def join(self, stack: ExitStack, said: bytes) -> None:
+    def join(self, stack: ExitStack, data: bytes) -> None:
         """Another connection that has said something, for as long as the stack is open."""
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", self.server.port), timeout=60))
-        self._converse(sock, said)
+        self._converse(sock, data)
 
     def sessions(self) -> list[weakref.ref[Session]]:
         """The server's connections."""

@@ -25,7 +25,7 @@ export async function chat() {
   });
   at("anew").addEventListener("click", () => {
     messages = [];
-    at("said").replaceChildren();
+    at("conversation").replaceChildren();
     at("question").focus();
   });
   for (;;) {
@@ -43,7 +43,7 @@ async function ask() {
   at("question").value = "";
   at("send").disabled = true;
   messages.push({ role: "user", content: question });
-  if (messages.length === 1) at("said").replaceChildren();
+  if (messages.length === 1) at("conversation").replaceChildren();
   turn("user", question);
   const shown = turn("assistant", "…");
   try {
@@ -83,7 +83,7 @@ async function hear(reply, shown) {
     reuse = chunk.kvpage ?? reuse;
     usage = chunk.usage ?? usage;
     shown.text.textContent = text || "…";
-    at("said").scrollTop = at("said").scrollHeight;
+    at("conversation").scrollTop = at("conversation").scrollHeight;
   }
   if (!reuse || !usage) throw new Error("the connection has ended before the answer did");
   const prompt = usage.prompt_tokens;
@@ -93,7 +93,7 @@ async function hear(reply, shown) {
     bar([[reuse.tier, reuse.tokens_reused], ["none", prompt - reuse.tokens_reused]], prompt),
     `${count(reuse.tokens_reused)} of ${count(prompt)} tokens reused${from}${why}. TTFT ${seconds(reuse.first_token_ms / 1000)}.`,
   );
-  at("said").scrollTop = at("said").scrollHeight;
+  at("conversation").scrollTop = at("conversation").scrollHeight;
   return text;
 }
 
@@ -102,7 +102,7 @@ function turn(role, content) {
   text.textContent = content; // keeps line breaks
   const reuse = el("div", { class: "reuse" });
   const who = el("span", { class: "unseen" }, role === "user" ? "You: " : "Agent: ");
-  const box = at("said");
+  const box = at("conversation");
   box.append(el("div", { class: `turn ${role}` }, who, text, reuse));
   while (box.childElementCount > MOST_TURNS) box.firstElementChild.remove();
   box.scrollTop = box.scrollHeight;

@@ -111,13 +111,13 @@ function showFirst() {
       + `${count(answer.reused)} reused`,
   }));
   const kinds = ["computed", "restored"].map((word) => [word, word === "computed" ? computed() : restored()]);
-  const said = kinds.map(([word, those]) => `${word}: ${those.length
+  const medians = kinds.map(([word, those]) => `${word}: ${those.length
     ? `${seconds(median(those.map((answer) => answer.first_seconds)))} in the middle of ${those.length}` : "none"}`);
   const box = at("first");
   box.replaceChildren(scatter(points, {
     width: Math.max(widthOf(box, showFirst), 260),
     height: 230,
-    name: `Time to first token. ${said.join("; ")}.`,
+    name: `Time to first token. ${medians.join("; ")}.`,
     formatX: count,
     formatY: seconds,
     labelX: "tokens of the prompt",
@@ -139,9 +139,9 @@ function showBatch() {
   list(at("batch"), running, (each) => each.uid, (each) =>
     el("tr", {},
       el("td", {}, name(each.agent_id ?? (each.label || null))),
-      el("td", { class: "soft" }, each.said ? "answers" : DOING[each.stage]),
+      el("td", { class: "soft" }, each.generated ? "answers" : DOING[each.stage]),
       meter(prompt(each), `${count(each.reused)} of ${count(each.prompt)}`),
-      el("td", { class: "num" }, plural(each.said, "token")),
+      el("td", { class: "num" }, plural(each.generated, "token")),
       el("td", { class: "num" }, seconds(each.seconds))));
 }
 

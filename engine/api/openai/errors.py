@@ -12,7 +12,7 @@ SHOWN = 100  # characters
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """Error reply to a request that was refused or has failed. `param` is the wrong field."""
+    """Error: a request was refused or has failed. It becomes the reply. `param` is the name of the wrong field."""
 
     status: int
     message: str
@@ -43,7 +43,7 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 
 def shortened(value: object) -> str:
-    """Return a value of a client's request as a short text for a message."""
+    """Return a value of a client's request as a short text for an error message."""
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
     plain = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)

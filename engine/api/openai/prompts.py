@@ -1,8 +1,8 @@
-"""Token ids of conversations and texts, and the text of tokens.
+"""Encoder of conversations and texts to token ids.
 
 This module has its own tokenizer, because the engine's tokenizer belongs to the engine's thread. Conversations and long
-prompts are encoded on a separate thread, so that they delay no stream. Short ones are encoded at once, which is as fast
-as passing them to a thread.
+prompts are encoded on a separate thread, so that they delay no stream. Short ones are encoded on the event loop, which
+is as fast as passing them to a thread.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _Made = TypeVar("_Made")
 
 
 class Prompts:
-    """Encoder of prompts for one model."""
+    """Encoder of prompts for one model. Its methods run on the event loop."""
 
     def __init__(
         self, tokenizer: TokenizerWrapper, spec: ModelCacheSpec, renderer: Renderer, *, sanitize: bool = False
     ) -> None:
-        """Copy the tokenizer. With `sanitize`, control tokens in the content of users and tools are encoded as text."""
+        """Copy the tokenizer. `renderer` renders chat templates. With `sanitize`, control tokens in the content of
+        users and tools are encoded as text.
+        """
         self._tokenizer = copy.deepcopy(tokenizer)
         self._spec = spec
         self._renderer = renderer
@@ -52,7 +54,10 @@ class Prompts:
         self._keeps_space: bool | None = None  # unknown before the first conversation
 
     async def of_chat(self, body: ChatBody) -> list[int]:
-        """Return the tokens of a conversation, up to the answer, encoded as by mlx-lm. Raises ApiError."""
+        """Return the token ids of a conversation, up to the answer, encoded as by mlx-lm.
+
+        Raises ApiError (400) if the model has no chat template or no tool calling, or cannot process the conversation.
+        """
         tools = body.tools  # also with tool_choice none, so that the prompt begins like the prompts before it
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
@@ -66,7 +71,9 @@ class Prompts:
         return self._keeps_space is not False
 
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the tokens of a text, encoded as by mlx_lm.generate. Raises ApiError."""
+        """Return the token ids of a text, encoded as by mlx_lm.generate; ids are only checked. Raises ApiError
+        (400).
+        """
         return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
 
     async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
@@ -101,7 +108,9 @@ class Prompts:
         return self._fitting(list(tokens), "messages")
 
     def _template(self, tools: Offered) -> str | None:
-        """Return the template for a conversation with these tools; None if it is a function in Python."""
+        """Return the chat template for a conversation with these tools; None if it is a Python function of the
+        tokenizer.
+        """
         own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
         if self._tokenizer._chat_template or own is not PreTrainedTokenizerBase.apply_chat_template:
             return None
@@ -111,8 +120,10 @@ class Prompts:
     def _rendered(
         self, messages: list[dict[str, Any]], template: str | None, tools: Offered, *, asks: bool = True
     ) -> str:
-        """Return the text of a conversation, rendered as by mlx-lm; with `asks`, up to the next answer. Raises
-        TemplateFailedError.
+        """Return the text of a conversation, rendered as by mlx-lm. With `asks`, it ends with the beginning of the next
+        answer.
+
+        Raises TemplateFailedError.
         """
         asked = {"tools": tools, "add_generation_prompt": asks}
         if template is not None:
@@ -130,7 +141,11 @@ class Prompts:
         return self._controls[template]
 
     def _plain(self, message: Message, i: int, template: str | None, tools: Offered) -> dict[str, Any]:
-        """Return a message for the template: its content as text, the arguments of calls as the template takes them."""
+        """Return message `i` for the template: its content as text, and the arguments of calls in the form that the
+        template expects.
+
+        Raises ApiError for arguments that are no JSON.
+        """
         plain = message.model_dump(exclude_none=True)
         plain.setdefault("content", "")
         if plain["role"] == "developer":
@@ -144,7 +159,7 @@ class Prompts:
         return plain
 
     def _takes_text(self, template: str | None, tools: Offered) -> bool:
-        """Return whether the template takes the arguments of calls as text."""
+        """Return whether the template expects the arguments of calls as text, and not as an object."""
         if template not in self._text_arguments:
             self._text_arguments[template] = takes_text(
                 lambda messages: self._rendered(messages, template, tools), TemplateFailedError
@@ -160,7 +175,7 @@ class Prompts:
         return self._fitting(list(prompt), "prompt")
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError for texts that are much too long, without encoding all of them."""
+        """Raise ApiError for texts that are much longer than the model's context, without encoding all of them."""
         limit = LETTERS_A_TOKEN * (self._spec.context or 0)
         if limit and sum(map(len, texts)) > limit:
             self._fitting(
@@ -182,7 +197,7 @@ class Prompts:
 
 
 def _parsed(arguments: str, param: str) -> Any:
-    """Return the decoded arguments of a tool call. Raises ApiError."""
+    """Return the arguments of a tool call, decoded from JSON. Raises ApiError, which names `param`."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -192,7 +207,7 @@ def _parsed(arguments: str, param: str) -> Any:
 
 
 def _check_utf8(text: str) -> None:
-    """Raise ApiError for half of a surrogate pair, which JSON can contain and UTF-8 cannot."""
+    """Raise ApiError for a text with half of a surrogate pair, which JSON can contain and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

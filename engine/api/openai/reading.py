@@ -1,4 +1,4 @@
-"""Parser of an answer: it splits the text into content, thoughts and tool calls."""
+"""Parser of an answer: it splits the text of the model into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # mlx-lm's states; othe
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks that end one state."""
+    """The marks that end one state of the parser, each with the next state."""
 
     following: dict[str, str]  # each mark's next state
     pattern: re.Pattern[str] = field(init=False)
@@ -31,14 +31,14 @@ class Marks:
         object.__setattr__(self, "pattern", re.compile("|".join(map(re.escape, longest_first)) or never))
 
     def begun(self, text: str) -> int:
-        """Return the length of the longest end of `text` that is the beginning of a mark."""
+        """Return the length of the longest end of `text` that is the beginning of a mark, 0 for none."""
         longest = max(map(len, self.following), default=0)
         lengths = range(min(longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in self.following)), 0)
 
 
 class Markup:
-    """A tokenizer's marks by state, and its parser of tool calls."""
+    """A tokenizer's marks of reasoning and tool calls, by state, and its parser of tool calls."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
@@ -50,17 +50,22 @@ class Markup:
         self.endless = not tokenizer.tool_call_end  # whether calls have no end mark
 
     def marks(self, state: str, *, calls: bool) -> Marks:
-        """Return the marks that end `state`; without `calls`, marks of tool calls are plain text."""
+        """Return the marks that end `state`. Without `calls`, marks of tool calls are plain text."""
         return (self._with_calls if calls else self._without_calls).get(state) or Marks({})
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the calls in the text between the marks of a call. Raises any exception of mlx-lm's parsers."""
+        """Return the tool calls in a text from between the marks of a call. `tools` are the request's tools.
+
+        Raises any exception of mlx-lm's parsers.
+        """
         parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
         parsed = parser(text, list(tools))
         return parsed if isinstance(parsed, list) else [parsed]
 
     def start(self, prompt: Sequence[int]) -> str:
-        """Return the state in which an answer to `prompt` begins: a thought that the prompt opened, or another one."""
+        """Return the state in which the answer to `prompt` begins: REASONING if the prompt has opened it, usually
+        NORMAL.
+        """
         if initial := self._tokenizer.response_initial_state:
             return str(initial)
         if not self._tokenizer.has_thinking:
@@ -70,7 +75,7 @@ class Markup:
 
 
 def _transitions(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:
-    """Return the marks of mlx-lm's make_text_state_machine, by state, with their next states."""
+    """Return the marks of mlx-lm's make_text_state_machine, by state, each with its next state."""
     following: dict[str, dict[str, str]] = {NORMAL: {}}
     if tokenizer.has_thinking:
         following[NORMAL][tokenizer.think_start] = REASONING
@@ -95,8 +100,8 @@ SHORT_CALL = 1000  # characters, parsed in some milliseconds; the time of a pars
 
 
 @dataclass(slots=True)
-class Said:
-    """Part of an answer. Its empty fields have no content."""
+class AnswerPart:
+    """A part of an answer, as a chunk of a stream shows it. Fields without content are empty."""
 
     text: str = ""
     reasoning: str = ""
@@ -106,7 +111,7 @@ class Said:
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
-    def __iadd__(self, more: Said) -> Said:
+    def __iadd__(self, more: AnswerPart) -> AnswerPart:
         self.text += more.text
         self.reasoning += more.reasoning
         self.calls += more.calls
@@ -115,7 +120,7 @@ class Said:
 
 
 class Reader:
-    """Parser of one answer.
+    """Parser of one answer, token by token.
 
     Calls are parsed if the request offers tools. A call has to name one of them, to have an object as arguments, and to
     be complete: the model wrote its end mark, or ended the answer with the last character of the call's JSON. All other
@@ -126,8 +131,11 @@ class Reader:
     def __init__(
         self, markup: Markup, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, several: bool = True
     ) -> None:
-        """Set the offered `tools`, in OpenAI's format. Without `several`, the answer ends after its first call."""
-        self.said = Said()  # the whole answer so far
+        """Start to parse the answer to `prompt`, token ids. `tools` are offered, in OpenAI's format.
+
+        Without `several`, the answer ends after its first call.
+        """
+        self.parsed = AnswerPart()  # the whole answer so far
         self.cut = False  # whether the rest is omitted, after the only call
         self._markup = markup
         self._tools = [_with_parameters(tool) for tool in tools]
@@ -143,74 +151,81 @@ class Reader:
 
     @property
     def may_take_long(self) -> bool:
-        """Whether the next token or the end of the answer may start the parser on a long call."""
+        """Whether the next token, or the end of the answer, may have to parse a call that is long."""
         return self._state == TOOL and self._call_length > SHORT_CALL
 
-    def read(self, token: Token) -> Said:
-        """Add a token, and return the part that it completes. The part is empty within a possible mark or call."""
-        said = Said(tokens=[] if token.ends_text else [token])
-        self._split(token.text, said, calls=bool(self._names))
-        self.said += said
-        return said
+    def read(self, token: Token) -> AnswerPart:
+        """Add a token, and return the part of the answer that it completes. It is empty within a possible mark or
+        call.
+        """
+        part = AnswerPart(tokens=[] if token.ends_text else [token])
+        self._split(token.text, part, calls=bool(self._names))
+        self.parsed += part
+        return part
 
-    def finish(self, reason: str) -> Said:
-        """End the answer, and return its rest. `reason` is the answer's finish_reason: unless it is "stop", a call
-        without an end mark is text."""
-        said = Said()
-        self._put_held(said)
+    def finish(self, reason: str) -> AnswerPart:
+        """End the answer, and return the part that was held back.
+
+        `reason` is the answer's finish_reason: unless it is "stop", a call without an end mark is text.
+        """
+        part = AnswerPart()
+        self._put_held(part)
         if self._state == TOOL:
-            self._close("", said, whole=reason == "stop", ended=False)
+            self._close("", part, whole=reason == "stop", ended=False)
         if not self.cut:
-            said.text += self._header
-        self.said += said
-        return said
+            part.text += self._header
+        self.parsed += part
+        return part
 
-    def _split(self, text: str, said: Said, *, calls: bool) -> None:
-        """Split a text at its marks. Hold back the end if a mark may begin there."""
+    def _split(self, text: str, part: AnswerPart, *, calls: bool) -> None:
+        """Split a text at its marks, and add it to `part`. The end is held back if a mark may begin there."""
         text, self._held = self._held + text, ""
         at = 0
         marks = self._markup.marks(self._state, calls=calls)
         while found := marks.pattern.search(text, at):
-            self._put(text[at : found.start()], said)
+            self._put(text[at : found.start()], part)
             at = found.end()
-            self._cross(found[0], marks.following[found[0]], said)
+            self._cross(found[0], marks.following[found[0]], part)
             marks = self._markup.marks(self._state, calls=calls)
         begun = marks.begun(text[at:])
-        self._put(text[at : len(text) - begun], said)
+        self._put(text[at : len(text) - begun], part)
         self._held = text[len(text) - begun :]
 
-    def _cross(self, mark: str, next_state: str, said: Said) -> None:
-        """Change to the state after a mark."""
+    def _cross(self, mark: str, next_state: str, part: AnswerPart) -> None:
+        """Change to the state that follows a mark. If that ends a call, add the call to `part`."""
         self._header = ""
         if self._state == TOOL:
-            self._close("" if next_state == TOOL else mark, said)
+            self._close("" if next_state == TOOL else mark, part)
             if next_state != TOOL:
                 return
         if next_state == TOOL:
             self._before, self._opened = self._state, mark
         self._state = next_state
 
-    def _put_held(self, said: Said) -> None:
+    def _put_held(self, part: AnswerPart) -> None:
         held, self._held = self._held, ""
-        self._put(held, said)
+        self._put(held, part)
 
-    def _put(self, text: str, said: Said) -> None:
-        """Add a text to the field for the current state."""
+    def _put(self, text: str, part: AnswerPart) -> None:
+        """Add a text without marks to the field of `part` for the current state."""
         if self.cut:
             return
         if self._state == TOOL:
             self._call.append(text)
             self._call_length += len(text)
         elif self._state == REASONING:
-            said.reasoning += text
+            part.reasoning += text
         elif self._state == NORMAL:
-            said.text += text
+            part.text += text
         else:
             self._header += text
 
-    def _close(self, mark: str, said: Said, *, whole: bool = True, ended: bool = True) -> None:
-        """End a call, or a text between the marks of a call. `mark` is its end mark, or "" if there is none. `ended`
-        says whether a mark has ended it, and not the end of the answer. Without `whole` it is text, and no call."""
+    def _close(self, mark: str, part: AnswerPart, *, whole: bool = True, ended: bool = True) -> None:
+        """End a call, or a text between the marks of a call, and add it to `part`.
+
+        `mark` is its end mark, or "". `ended` says whether a mark has ended it, and not the end of the answer. Without
+        `whole` it is text, and no call.
+        """
         text, self._call, self._call_length = "".join(self._call), [], 0
         self._state = self._before if self._before == REASONING else NORMAL
         plain, inner, last = text.rpartition(self._opened)
@@ -219,23 +234,23 @@ class Reader:
             plain = self._opened + plain
         elif inner and whole:  # the inner mark may be a part of an argument
             calls, plain = self._calls(text, ended=ended), ""
-        self._split(plain if calls else self._opened + text + mark, said, calls=False)
-        self._put_held(said)
+        self._split(plain if calls else self._opened + text + mark, part, calls=False)
+        self._put_held(part)
         if not calls or self.cut:
             return
         self._state = NORMAL
         for call in calls if self._several else calls[:1]:
-            said.calls.append({"index": len(self.said.calls) + len(said.calls), **call})
+            part.calls.append({"index": len(self.parsed.calls) + len(part.calls), **call})
         self.cut = not self._several
 
     def _calls(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """Return the calls in a text; [] if it is something else, or incomplete."""
-        if not ended and (self._parsed(text.rstrip()[:-1]) or not (self._markup.endless or _is_json(text))):
+        """Return the calls in a text; [] if it is no complete call of an offered tool. `ended` is as for `_close`."""
+        if not ended and (self._parse(text.rstrip()[:-1]) or not (self._markup.endless or _is_json(text))):
             return []  # some of mlx-lm's parsers accept incomplete calls
-        calls = self._parsed(text)
+        calls = self._parse(text)
         return calls if all(call["function"]["name"] in self._names for call in calls) else []
 
-    def _parsed(self, text: str) -> list[dict[str, Any]]:
+    def _parse(self, text: str) -> list[dict[str, Any]]:
         try:
             return [_call(parsed) for parsed in self._markup.parse(text, self._tools)]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise all kinds of errors
@@ -243,7 +258,9 @@ class Reader:
 
 
 def _call(parsed: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of mlx-lm's parsers in OpenAI's format. Raises ValueError or another exception if it is invalid."""
+    """Return a call from mlx-lm's parsers in OpenAI's format. Raises ValueError or another exception if it is
+    invalid.
+    """
     given = parsed.get("id")
     return {
         "id": given if given and isinstance(given, str) else f"call_{uuid.uuid4().hex[:24]}",
@@ -261,7 +278,10 @@ def _is_json(text: str) -> bool:
 
 
 def _arguments(given: Any) -> str:
-    """Return the arguments of a call as JSON. A model may write them as a string with JSON, or omit them."""
+    """Return the arguments of a call as JSON. A model may write them as an object, as a string with JSON, or omit them.
+
+    Raises ValueError for others.
+    """
     arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
@@ -271,7 +291,9 @@ def _arguments(given: Any) -> str:
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool for mlx-lm's parsers, which need an object for each parameter, although a schema may be `true`."""
+    """Return a tool for mlx-lm's parsers. They need an object for the schema of each parameter, which may also be
+    `true`.
+    """
     function = tool["function"]
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties")

@@ -1,4 +1,4 @@
-"""The bodies of requests.
+"""The bodies of requests, as pydantic models.
 
 Unknown fields are ignored, as OpenAI-compatible servers do, since clients send many that change nothing. A field that
 would change the answer but is not supported is refused by its name. ``null`` is the same as no field, at any depth.
@@ -117,7 +117,7 @@ MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 
 
 def _only(*allowed: object) -> AfterValidator:
-    """Return a validator for a field of OpenAI's API of which only these values are supported."""
+    """Return a pydantic validator for a field of OpenAI's API of which only these values are supported."""
 
     def check(value: object) -> object:
         if value not in allowed:
@@ -129,8 +129,10 @@ def _only(*allowed: object) -> AfterValidator:
 
 
 def _text(content: Any) -> Any:
-    """Join the parts of a content to one text; return other content unchanged. Raises PydanticCustomError for parts
-    that are neither text nor refusal."""
+    """Join the parts of a message's content to one text. Content that is no list is returned unchanged.
+
+    Raises PydanticCustomError for parts that are neither text nor refusal.
+    """
     if not isinstance(content, list):
         return content
     texts = []
@@ -150,8 +152,9 @@ def _listed(value: Any) -> Any:
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """Return a prompt as a text or token ids; it may be the only item of a list. Ids are checked in Python so that
-    other threads run meanwhile.
+    """Return a prompt as a text or token ids. It may be the only item of a list. Raises PydanticCustomError, ApiError.
+
+    Ids are checked in Python, so that other threads can run meanwhile.
     """
     name = "prompt"
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
@@ -179,7 +182,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Parse a body in JSON. Raises ApiError, which names the wrong field."""
+        """Parse a body in JSON. Raises ApiError (400), which names the wrong field."""
         try:
             bounded.check(raw, containers=MAX_CONTAINERS, strings=MAX_STRINGS, values=MAX_VALUES)
             body = from_json(raw, allow_inf_nan=False)
@@ -278,7 +281,7 @@ Stops = Annotated[
 ]
 
 
-class Asked(RequestBody):
+class CompletionFields(RequestBody):
     """Fields of both kinds of completion."""
 
     model: str
@@ -293,7 +296,7 @@ class Asked(RequestBody):
     stop: Stops = Field(default_factory=list)
 
 
-class ChatBody(Asked):
+class ChatBody(CompletionFields):
     """Body of POST /v1/chat/completions."""
 
     unsupported = IN_CHATS
@@ -324,7 +327,7 @@ class ChatBody(Asked):
         return self
 
 
-class CompletionBody(Asked):
+class CompletionBody(CompletionFields):
     """Body of POST /v1/completions."""
 
     unsupported = IN_TEXTS
@@ -344,8 +347,10 @@ _CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsuppo
 
 
 def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
-    """Return the error for the first wrong field. If it has errors for several alternative types, use the error with
-    the most list indices in its location."""
+    """Return the error for the first wrong field of a body.
+
+    If it has errors for several alternative types, use the error with the most list indices in its location.
+    """
     alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
     field = closest.get("ctx", {}).get("field")
@@ -356,8 +361,10 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 
 
 def _param(loc: Sequence[int | str]) -> str:
-    """Return the name of a field, such as ``messages[0].content`` for ("messages", 0, "content"), without pydantic's
-    names for the alternatives of a union."""
+    """Return the name of a field, such as ``messages[0].content`` for ("messages", 0, "content").
+
+    pydantic's names for the alternatives of a union are left out.
+    """
     shown = ""
     for part in loc:
         if isinstance(part, int):

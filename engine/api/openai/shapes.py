@@ -1,4 +1,4 @@
-"""OpenAI's replies: chat and text completions, whole or in chunks."""
+"""OpenAI's replies: chat and text completions, complete or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ...agent_engine import Answer
 from ...generation.text import REPLACEMENT, TokenText
 from ...scheduling.request import Token
-from .reading import Reader, Said
+from .reading import AnswerPart, Reader
 
 # -- Log-probabilities of tokens, as chat and text completions show them -----------------------------------------------
 
@@ -21,7 +21,7 @@ class ChatLikelihoods:
     """The `logprobs` of /v1/chat/completions."""
 
     def __init__(self, token_text: TokenText, count: int) -> None:
-        """Show the `count` likeliest tokens for each token."""
+        """Show for each token the `count` likeliest tokens at its position."""
         self._token_text = token_text
         self._count = count
 
@@ -41,10 +41,10 @@ class ChatLikelihoods:
 
 
 class TextLikelihoods:
-    """The `logprobs` of /v1/completions. `of` must get all tokens of an answer, in their order."""
+    """The `logprobs` of /v1/completions. `of` must be called with all tokens of an answer, in their order."""
 
     def __init__(self, token_text: TokenText, prompt: Sequence[int], count: int) -> None:
-        """Show the `count` likeliest tokens for each token of the answer to `prompt`."""
+        """Show for each token of the answer to `prompt` the `count` likeliest tokens at its position."""
         self._token_text = token_text
         self._count = count
         self._answer = token_text.after(prompt)
@@ -61,8 +61,9 @@ class TextLikelihoods:
         return _shown(self._token_text.bytes_of(token))
 
     def _top(self, token: Token) -> dict[str, float]:
-        """Return the likeliest tokens by their text. If two have the same text, the key of the less likely
-        one is its id.
+        """Return the log-probabilities of the likeliest tokens, by their text.
+
+        If two have the same text, the key of the less likely one is its id.
         """
         top: dict[str, float] = {}
         for likely, logprob in token.top[: self._count]:
@@ -71,7 +72,9 @@ class TextLikelihoods:
         return top
 
     def _offset(self, token: int) -> int:
-        """Add a token, and return its offset in the answer's text, or the offset of the character that it continues."""
+        """Return the offset of the next token in the answer's text, or of the character that it continues. Called once
+        per token.
+        """
         offset = len(self._answer.text)
         self._answer.add_token(token)
         return offset
@@ -83,10 +86,12 @@ def _shown(spelled: bytes | None) -> str:
 
 
 class Envelope:
-    """Fields of all replies to a request."""
+    """Fields that all replies to a request have in common."""
 
     def __init__(self, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
-        """Set the fields. `agent_id` is the client's name for the agent. With `counts` a stream ends with its usage."""
+        """Set the fields. `agent_id` is the client's name for the agent. With `counts` a stream ends with the numbers
+        of tokens.
+        """
         self._id = uuid.uuid4().hex
         self._common = {"created": int(time.time()), "model": model, "system_fingerprint": f"fp_{fingerprint:016x}"}
         self._agent_id = agent_id
@@ -97,11 +102,11 @@ class Envelope:
         return {"id": f"{prefix}-{self._id}", "object": kind, **self._common, "choices": choices, **usage, **more}
 
     def whole(self, prefix: str, kind: str, choice: Reply, answer: Answer) -> Reply:
-        """Return the reply to a request that is not streamed."""
+        """Return the complete reply to a request that is not streamed."""
         return self.chunk(prefix, kind, [choice], usage=usage(answer), kvpage=self.kvpage(answer))
 
     def kvpage(self, answer: Answer) -> Reply:
-        """Return the reused tokens of an answer, and its times."""
+        """Return the field `kvpage`: the reused tokens of an answer, their tier, and the times in milliseconds."""
         reuse = answer.reuse
         return {
             "agent_id": self._agent_id,
@@ -121,7 +126,7 @@ class ChatShape:
         self._envelope = envelope
         self._reader = reader
         self._logprobs = logprobs
-        self._unsaid: list[Token] = []  # tokens of text that is held back
+        self._held: list[Token] = []  # tokens of text that is held back
 
     @property
     def may_take_long(self) -> bool:
@@ -147,26 +152,26 @@ class ChatShape:
 
     def whole(self, answer: Answer) -> Reply:
         self._reader.finish(answer.finish_reason)
-        said = self._reader.said
-        message: Reply = {"role": "assistant", "content": said.text, "refusal": None}
-        if said.reasoning:
-            message["reasoning"] = said.reasoning
-        if said.calls:
-            message["content"] = said.text or None
-            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in said.calls]
-        logprobs, reason = self._of(said.tokens), self._reason(answer)
+        parsed = self._reader.parsed
+        message: Reply = {"role": "assistant", "content": parsed.text, "refusal": None}
+        if parsed.reasoning:
+            message["reasoning"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = parsed.text or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in parsed.calls]
+        logprobs, reason = self._of(parsed.tokens), self._reason(answer)
         choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return self._envelope.whole("chatcmpl", "chat.completion", choice, answer)
 
-    def _replies(self, said: Said, *, last: bool = False) -> Iterable[Reply]:
-        self._unsaid += said.tokens
-        delta: Reply = {"content": said.text} if said.text else {}
-        if said.reasoning:
-            delta["reasoning"] = said.reasoning
-        if said.calls:
-            delta["tool_calls"] = said.calls
-        if delta or (last and self._unsaid and self._logprobs is not None):
-            tokens, self._unsaid = self._unsaid, []
+    def _replies(self, part: AnswerPart, *, last: bool = False) -> Iterable[Reply]:
+        self._held += part.tokens
+        delta: Reply = {"content": part.text} if part.text else {}
+        if part.reasoning:
+            delta["reasoning"] = part.reasoning
+        if part.calls:
+            delta["tool_calls"] = part.calls
+        if delta or (last and self._held and self._logprobs is not None):
+            tokens, self._held = self._held, []
             yield self._delta(delta, self._of(tokens))
 
     def _delta(self, delta: Reply, logprobs: Reply | None = None) -> Reply:
@@ -176,7 +181,7 @@ class ChatShape:
         return self._envelope.chunk("chatcmpl", "chat.completion.chunk", choices, **more)
 
     def _reason(self, answer: Answer) -> str:
-        called = self._reader.said.calls and (answer.finish_reason == "stop" or self._reader.cut)
+        called = self._reader.parsed.calls and (answer.finish_reason == "stop" or self._reader.cut)
         return "tool_calls" if called else answer.finish_reason
 
     def _of(self, tokens: Sequence[Token]) -> Reply | None:
@@ -232,10 +237,10 @@ Shape = ChatShape | TextShape
 
 
 def usage(answer: Answer) -> Reply:
-    said = len(answer.tokens)
+    generated = len(answer.tokens)
     return {
         "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": said,
-        "total_tokens": answer.prompt_tokens + said,
+        "completion_tokens": generated,
+        "total_tokens": answer.prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": answer.reuse.tokens},
     }

@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a separate process with limits of time and memory.
+"""Rendering of chat templates in a separate process with limits of time and memory.
 
 Contains: the input of a template, its process, and the tokens of its text. Excludes: requests, replies, and the engine.
 """
@@ -32,11 +32,12 @@ _BEFORE = "\n"  # encoded before a piece, then removed: SentencePiece adds a spa
 
 
 class ControlTokens:
-    """Encoder of conversations with control tokens in the content of users and tools as text."""
+    """Encoder of conversations that encodes control tokens in the content of users and tools as text."""
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
-        """Find the control tokens: all special tokens, and other added tokens that are in the template or are marks of
-        thoughts and tool calls. If `template` is None, all added tokens are control tokens."""
+        """Find the control tokens of a tokenizer. They are all special tokens, and other added tokens that are in the
+        template or are marks of reasoning and tool calls. If `template` is None, all added tokens are control tokens.
+        """
         marks = (tokenizer.think_start, tokenizer.think_end, tokenizer.tool_call_start, tokenizer.tool_call_end)
         written = "\0".join(mark for mark in (template, *marks) if mark)
         added: Iterable[Any] = tokenizer.added_tokens_decoder.values()
@@ -47,7 +48,9 @@ class ControlTokens:
         self._tokenizer = tokenizer
 
     def marked(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with marks in its content, if its role is one of ROLES."""
+        """Return a message with MARK after the first character of each control token in its content, if its role is one
+        of ROLES.
+        """
         if message["role"] not in ROLES:
             return message
         content = message["content"].replace(MARK, "\ufffd")
@@ -55,7 +58,9 @@ class ControlTokens:
         return {**message, "content": MARK.join(content[a:b] for a, b in pairwise(cuts))}
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a rendered conversation, without its marks."""
+        """Return the token ids of a rendered conversation with marks. The marks are removed, and separate the pieces to
+        encode.
+        """
         first, *rest = text.split(MARK)
         tokens = self._encode(first)
         if rest:
@@ -83,8 +88,9 @@ _ID = "probe0000"  # Mistral's ids have nine characters
 
 
 def takes_text(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception]) -> bool:
-    """Return whether a template takes the arguments of calls as a text. `render` renders messages with it, and raises
-    `refusals` if that fails.
+    """Return whether a template expects the arguments of calls as a text, and not as an object.
+
+    `render` renders messages with the template, and raises one of `refusals` if that fails.
     """
     try:
         return repr(_OBJECT) in render(_conversation(_OBJECT))  # it would write Python instead of JSON
@@ -144,8 +150,11 @@ def _reply(request: dict[str, Any], render: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    """Serve until the end of standard input. Ignore signals for the engine from a terminal or a service manager: after
-    them the engine still answers running requests."""
+    """Render templates until the end of standard input: the main function of the process.
+
+    Signals that a terminal or a service manager sends to the engine, too, are ignored: after them the engine still
+    answers running requests.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -174,12 +183,13 @@ SETTINGS = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TRANSFORMERS_VERBOSITY": 
 
 
 class TemplateFailedError(ValueError):
-    """A chat template refused its messages, or failed; the message says why."""
+    """Error: a chat template refused its messages, or failed. The message has the reason."""
 
 
 class Renderer:
-    """Client of the process, which renders one template at a time. The methods block, so they are called by one thread,
-    which is not the event loop's."""
+    """Client of the process that renders templates, one at a time. Its methods block, so one thread calls them, which
+    is not that of the event loop.
+    """
 
     def __init__(self) -> None:
         """Start the process, which is ready after a second."""
@@ -187,9 +197,10 @@ class Renderer:
         self._ready = False
 
     def render(self, messages: list[dict[str, Any]], template: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a conversation. `arguments` are those of transformers' `render_jinja_template`.
+        """Return the text of a conversation. `arguments` are further arguments of transformers'
+        `render_jinja_template`.
 
-        Raises TemplateFailedError.
+        Raises TemplateFailedError if the template fails or takes too long, RuntimeError if the process has ended.
         """
         request = {"messages": messages, "chat_template": template, **arguments}
         if not self._ready:
@@ -206,8 +217,10 @@ class Renderer:
         self._process.communicate()
 
     def _ask(self, line: bytes) -> dict[str, str]:
-        """Send a line, and return the next reply. If the process has ended, start another one, and raise
-        TemplateFailedError for a rendering that took too long, otherwise RuntimeError."""
+        """Send a line to the process, and return its next reply. If the process has ended, start another one.
+
+        Then raise TemplateFailedError for a rendering that took too long, otherwise RuntimeError.
+        """
         to, back = self._process.stdin, self._process.stdout
         assert to
         assert back

@@ -84,10 +84,10 @@ def test_a_stream_gives_the_same_text_in_chunks(client: openai.OpenAI) -> None:
     first, *deltas, last, usage = chunks
     assert first.choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content for chunk in deltas) == whole.choices[0].message.content
-    said = [token for chunk in deltas for token in chunk.choices[0].logprobs.content]
-    assert [token.token for token in said] == [token.token for token in whole.choices[0].logprobs.content]
-    assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in said)
-    assert [bytes(token.bytes).decode() for token in said] == list(whole.choices[0].message.content)
+    entries = [token for chunk in deltas for token in chunk.choices[0].logprobs.content]
+    assert [token.token for token in entries] == [token.token for token in whole.choices[0].logprobs.content]
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in entries)
+    assert [bytes(token.bytes).decode() for token in entries] == list(whole.choices[0].message.content)
     assert last.choices[0].finish_reason == "length"
     assert last.kvpage.keys() == whole.kvpage.keys()
     assert usage.choices == []
@@ -468,8 +468,8 @@ def test_time_is_up(caller: RunningEngine) -> None:
     before = caller.metric("pool_used_blocks")
     reply = post(caller, "/v1/completions", endless)
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
-    *said, last, _ = post(caller, "/v1/completions", endless | {"stream": True}).text.split("\n\n")
-    assert len(said) > 3
+    *chunks, last, _ = post(caller, "/v1/completions", endless | {"stream": True}).text.split("\n\n")
+    assert len(chunks) > 3
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
     with caller.client() as client, pytest.raises(openai.APIError, match="within 1 seconds"):
         list(client.completions.create(**endless, stream=True))

@@ -210,15 +210,15 @@ def test_a_file_that_cannot_be_removed_is_reported(tiny: Path, tmp_path: Path) -
 
 
 def test_four_agents_on_two_engines_compute_their_rules_once(engines: list[RunningEngine]) -> None:
-    said = example("four_agents.py", *(engine.url for engine in engines))
-    turns = re.findall(r"^(\w+) +at engine (\d): .*\n +\[(\d+) of \d+ tokens reused: (\w+)\]$", said, re.MULTILINE)
+    output = example("four_agents.py", *(engine.url for engine in engines))
+    turns = re.findall(r"^(\w+) +at engine (\d): .*\n +\[(\d+) of \d+ tokens reused: (\w+)\]$", output, re.MULTILINE)
     assert [(name, int(engine)) for name, engine, *_ in turns] == [
         *zip(("captain", "pilot", "engineer", "cook"), (0, 1, 0, 1), strict=True),
         *zip(("captain", "pilot", "engineer", "cook"), (1, 0, 1, 0), strict=True),
     ]
     (_, _, first, _), *others = turns
     assert int(first) < 20, "the chat template's first tokens may be known"
-    assert all(int(reused) >= 1280 for _, _, reused, _ in others), said
+    assert all(int(reused) >= 1280 for _, _, reused, _ in others), output
 
 
 def test_the_example_with_openais_client_continues(engines: list[RunningEngine]) -> None:
@@ -254,9 +254,9 @@ def test_the_command_line_gives_the_same_result(
         (["--url", "nonsense", "list"], "cannot ask nonsense: "),
     ):
         assert cli.main(["agents", *words]) == 1
-        (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith("kvpage-engine: ")
-        assert complaint in said
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith("kvpage-engine: ")
+        assert complaint in error
 
 
 def test_a_request_that_cannot_be_served_is_one_line(
@@ -273,11 +273,11 @@ def test_a_request_that_cannot_be_served_is_one_line(
             (["--model", str(tiny), "--port", "0", "--token-file", str(tmp_path / "tokens")], "line 1: expected"),
         ):
             assert cli.main(["serve", *words]) == 1
-            said = capsys.readouterr().err.splitlines()[-1]
-            assert said.startswith("kvpage-engine: ")
-            assert complaint in said
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert error.startswith("kvpage-engine: ")
+            assert complaint in error
         with pytest.raises(SystemExit) as ended:
             cli.main(["serve", "--model", str(tiny), "--port", "0", "--store", "http://here"])
         assert ended.value.code == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert "redis-cluster:// or rediss-cluster://, got 'http://here'" in said
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "redis-cluster:// or rediss-cluster://, got 'http://here'" in error

@@ -32,9 +32,9 @@ def engine(tiny: Path) -> Iterator[RunningEngine]:
         yield engine
 
 
-def connect(engine: RunningEngine, said: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+def connect(engine: RunningEngine, data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", engine.port), timeout=60, source_address=(source, 0))
-    sock.sendall(said)
+    sock.sendall(data)
     return sock
 
 

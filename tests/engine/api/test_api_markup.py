@@ -17,7 +17,7 @@ from engine_models import letter_tokenizer
 # isort: split
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
-from engine.api.openai.reading import Markup, Reader, Said
+from engine.api.openai.reading import AnswerPart, Markup, Reader
 from engine.scheduling.request import Token
 
 CALLS = {  # weather(city="Oslo"), without the marks around it
@@ -59,16 +59,16 @@ def marks(kind: str) -> tuple[str, str]:
     return parser.tool_call_start, parser.tool_call_end
 
 
-def said(
+def read_pieces(
     of: Markup, pieces: Sequence[str], reason: str = "stop", *, tools: Any = TOOLS, several: bool = True
-) -> tuple[Said, Said]:
+) -> tuple[AnswerPart, AnswerPart]:
     """Read an answer. Returns the whole, and the sum of the parts for its pieces."""
     reader = Reader(of, [1, 2], tools, several=several)
-    streamed = Said()
+    streamed = AnswerPart()
     for piece in pieces:
         streamed += reader.read(Token(0, 5, piece, False))
     streamed += reader.finish(reason)
-    return reader.said, streamed
+    return reader.parsed, streamed
 
 
 def read(of: Markup, text: str, reason: str = "stop", **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
@@ -78,7 +78,7 @@ def read(of: Markup, text: str, reason: str = "stop", **options: Any) -> tuple[s
     random_pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     found = []
     for pieces in ([text], list(text), random_pieces):
-        for part in said(of, pieces, reason, **options):
+        for part in read_pieces(of, pieces, reason, **options):
             calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in part.calls]
             assert [call["index"] for call in part.calls] == list(range(len(calls)))
             found.append((part.text, part.reasoning, calls))
@@ -204,7 +204,7 @@ def test_several_calls_or_the_first_alone(kind: str) -> None:
 def test_arguments_are_an_object_encoded_once(arguments: str, expected: Any) -> None:
     text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
     found = ("", "", [("weather", expected)]) if expected is not None else (text, "", [])
-    reader = said(markup("json_tools"), [text])[0]
+    reader = read_pieces(markup("json_tools"), [text])[0]
     calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in reader.calls]
     assert (reader.text, reader.reasoning, calls) == found
 
@@ -223,7 +223,7 @@ def test_an_answer_full_of_marks_is_read_in_linear_time() -> None:
     parse = of.parse
     of.parse = lambda text, tools: parsed.append(len(text)) or parse(text, tools)  # type: ignore[method-assign]
     text = "<tool_call>" * 4000
-    assert said(of, [text])[0].text == text
+    assert read_pieces(of, [text])[0].text == text
     assert sum(parsed) < 6 * len(text)
 
 
@@ -235,7 +235,7 @@ def test_long_calls_are_parsed_off_the_event_loop() -> None:
         slow.append(reader.may_take_long)
         reader.read(Token(0, 5, piece, False))
     assert slow == [False, False, False, True, False]
-    assert reader.said.text.endswith("<tool_call|>Done.")
+    assert reader.parsed.text.endswith("<tool_call|>Done.")
 
 
 @pytest.mark.parametrize("kind", ["glm47", "longcat", "minimax_m2", "qwen3_coder", "minicpm5"])

@@ -81,11 +81,11 @@ def test_a_chat_shows_the_reused_tokens_of_each_turn(engine: RunningEngine, brow
             page.locator("#question").fill("Who lit the lamp, and when was it put out?")
             page.keyboard.press("Enter")
             page.locator(".reuse .bar").nth(turn).wait_for()
-        said = page.locator(".reuse").nth(3).inner_text()
+        reuse = page.locator(".reuse").nth(3).inner_text()
         assert "0 of " in page.locator(".reuse").nth(1).inner_text()
         says(page, "#answers", "memory")
         shown_there = page.locator("#answers tr").first.inner_text()
-        reused = said.split(" of ")[0]
+        reused = reuse.split(" of ")[0]
         assert int(reused.replace(",", "")) > 0
         assert f"{reused} of " in shown_there
         says(page, "#agents", "alice")

@@ -42,8 +42,8 @@ def asked(engine: RunningEngine, path: str, body: dict[str, Any], token: str) ->
     body = {"model": "tiny", "max_tokens": 3, "temperature": 0, **body}
     reply = httpx.post(f"{engine.url}/v1/{path}", json=body, headers={"Authorization": f"Bearer {token}"}, timeout=60)
     assert reply.status_code == 200, reply.text
-    said = reply.json()
-    usage, kvpage = said["usage"], said["kvpage"]
+    completion = reply.json()
+    usage, kvpage = completion["usage"], completion["kvpage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert kvpage["tokens_reused"] == cached
     assert (kvpage["tier"] == "none") == (cached == 0)

@@ -90,26 +90,26 @@ def test_answer_completes_the_character_that_a_prompt_begins(
         logprobs=True,
         top_logprobs=5,
     )
-    said = chat.choices[0].logprobs.content
-    spelled = b"".join(bytes(token.bytes) for token in said)
-    assert spelled.decode("utf-8", "replace").removesuffix("\ufffd").startswith(chat.choices[0].message.content[:-1])
-    assert all(token.bytes is not None for entry in said for token in (entry, *entry.top_logprobs))
+    entries = chat.choices[0].logprobs.content
+    encoded = b"".join(bytes(token.bytes) for token in entries)
+    assert encoded.decode("utf-8", "replace").removesuffix("\ufffd").startswith(chat.choices[0].message.content[:-1])
+    assert all(token.bytes is not None for entry in entries for token in (entry, *entry.top_logprobs))
 
 
 def byte_level() -> tuple[Any, list[int]]:
     """A tokenizer, and an answer between padding rows: a space, "Ok", the byte 0, a part of a character."""
     letters = letter_tokenizer()
     letters.add_tokens(["Ā", "â", "Ok"])
-    said = [":", "Ġ", 101, "Ok", 102, "Ā", "â", END]
-    return letters, [token if isinstance(token, int) else letters.convert_tokens_to_ids(token) for token in said]
+    tokens = [":", "Ġ", 101, "Ok", 102, "Ā", "â", END]
+    return letters, [token if isinstance(token, int) else letters.convert_tokens_to_ids(token) for token in tokens]
 
 
 def sentence_piece() -> tuple[Any, list[int]]:
     spm = FAMILIES["Phi 3"].wrapper()
     size = len(spm)
     end = spm.eos_token_id
-    said = [":", "▁t", size + 1, "he", size + 2, "<0x00>", "<0xE2>"]
-    return spm, [*(token if isinstance(token, int) else spm.convert_tokens_to_ids(token) for token in said), end]
+    tokens = [":", "▁t", size + 1, "he", size + 2, "<0x00>", "<0xE2>"]
+    return spm, [*(token if isinstance(token, int) else spm.convert_tokens_to_ids(token) for token in tokens), end]
 
 
 @pytest.fixture(scope="module", params=[byte_level, sentence_piece])

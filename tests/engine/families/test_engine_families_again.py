@@ -13,8 +13,8 @@ from typing import Any
 from engine_bench import EngineBench
 from engine_families import WINDOWS, WITH_STATE, Logits, family
 from engine_models import letter_tokenizer, tiny
-from engine_said import MlxLm, Said, recorder
 from odd_models import Model
+from reference_answers import MlxLm, ReferenceAnswer, recorder
 from servers import RunningServer
 
 # isort: split
@@ -61,13 +61,15 @@ class Bench(EngineBench):
         of: Any = QuantisedWindows() if kind == "quantised" else Model(kind) if kind in ODD else None
         super().__init__(of or family(kind, block_tokens=BLOCK), TOKENIZER, 200, **options)
 
-    def answer(self, prompt: Sequence[int], known: AgentBlocks | None = None) -> tuple[CompletedGeneration, Said]:
+    def answer(
+        self, prompt: Sequence[int], known: AgentBlocks | None = None
+    ) -> tuple[CompletedGeneration, ReferenceAnswer]:
         """The answer to one prompt, with log-probabilities."""
         seen: list[Logits] = []
         self.batch.submit("agent", prompt, known, max_tokens=6, sampler=recorder(seen))
         (done,) = self.batch.step()
         assert done.not_kept is None
-        return done, Said(list(done.tokens), np.array(seen[:6]))
+        return done, ReferenceAnswer(list(done.tokens), np.array(seen[:6]))
 
     def ask(self, *asked: tuple[Sequence[int], AgentBlocks | None], count: int = 6) -> list[CompletedGeneration]:
         """The answers to prompts that are submitted together, each with a context, which must be mlx-lm's."""
@@ -79,12 +81,12 @@ class Bench(EngineBench):
         done = {answer.uid: answer for answer in self.batch.step()}
         for uid, (prompt, _), logits in zip(uids, asked, seen, strict=True):
             assert done[uid].not_kept is None
-            ours = Said(list(done[uid].tokens), np.array(logits[: len(done[uid].tokens)]))
-            assert_same(ours, MlxLm(self.of).said(prompt, count))
+            ours = ReferenceAnswer(list(done[uid].tokens), np.array(logits[: len(done[uid].tokens)]))
+            assert_same(ours, MlxLm(self.of).answer(prompt, count))
         return [done[uid] for uid in uids]
 
 
-def assert_same(ours: Said, theirs: Said) -> None:
+def assert_same(ours: ReferenceAnswer, theirs: ReferenceAnswer) -> None:
     assert ours.tokens == theirs.tokens
     assert np.abs(ours.logprobs - theirs.logprobs).max() < 1e-4
 
@@ -159,16 +161,16 @@ def test_an_answer_of_one_token_keeps_its_states(bench: Bench) -> None:
 @of_kinds("quantised")
 def test_quantised_layers_and_windows_continue_exactly(bench: Bench) -> None:
     """mlx-lm computes the same tokens in the same chunks, or their values are quantised differently."""
-    first, said = bench.answer(PROMPT)
+    first, ours = bench.answer(PROMPT)
     theirs = MlxLm(bench.of)
-    assert_same(said, theirs.said(PROMPT, 6, chunk=BLOCK))
+    assert_same(ours, theirs.answer(PROMPT, 6, chunk=BLOCK))
     edited = deepcopy(theirs)
-    second, said = bench.answer([*first.blocks.tokens, *QUESTION], first.blocks)
-    assert_same(said, theirs.said(QUESTION, 6))
-    third, said = bench.answer([*first.blocks.tokens, *OTHER], second.blocks)
-    assert_same(said, edited.said(OTHER, 6))
-    again, said = bench.answer(PROMPT, third.blocks)
-    assert_same(said, MlxLm(bench.of).said(PROMPT, 6, chunk=BLOCK))
+    second, ours = bench.answer([*first.blocks.tokens, *QUESTION], first.blocks)
+    assert_same(ours, theirs.answer(QUESTION, 6))
+    third, ours = bench.answer([*first.blocks.tokens, *OTHER], second.blocks)
+    assert_same(ours, edited.answer(OTHER, 6))
+    again, ours = bench.answer(PROMPT, third.blocks)
+    assert_same(ours, MlxLm(bench.of).answer(PROMPT, 6, chunk=BLOCK))
     assert [done.tokens_reused for done in (second, third, again)] == [138, 138, 131]
     bench.free(first, second, third, again)
 

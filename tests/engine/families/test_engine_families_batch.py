@@ -12,8 +12,8 @@ from typing import Any
 from engine_bench import EngineBench
 from engine_families import KINDS, WITH_STATE, Family, Logits, family
 from engine_models import letter_tokenizer, tiny
-from engine_said import MlxLm, Said, recorder
 from family_matrix import ALONE, RAGGED, SECOND_TURN, covers
+from reference_answers import MlxLm, ReferenceAnswer, recorder
 from servers import RunningServer
 
 # isort: split
@@ -54,8 +54,8 @@ class Bench(EngineBench):
         self._seen[uid] = seen
         return uid
 
-    def said(self, done: CompletedGeneration) -> Said:
-        return Said(list(done.tokens), np.array(self._seen[done.uid][: len(done.tokens)]))
+    def answer(self, done: CompletedGeneration) -> ReferenceAnswer:
+        return ReferenceAnswer(list(done.tokens), np.array(self._seen[done.uid][: len(done.tokens)]))
 
     def complete(self, prompt: Sequence[int], known: AgentBlocks | None = None, count: int = 6) -> CompletedGeneration:
         self.submit(prompt, known, count)
@@ -72,11 +72,11 @@ def bench(kind: str) -> Iterator[Bench]:
     assert bench.pool.available_blocks == 64
 
 
-def same_bits(ours: Said, theirs: Said) -> bool:
+def same_bits(ours: ReferenceAnswer, theirs: ReferenceAnswer) -> bool:
     return ours.tokens == theirs.tokens and np.array_equal(ours.logprobs, theirs.logprobs)
 
 
-def close(ours: Said, theirs: Said) -> bool:
+def close(ours: ReferenceAnswer, theirs: ReferenceAnswer) -> bool:
     return ours.tokens == theirs.tokens and bool(np.abs(ours.logprobs - theirs.logprobs).max() < 1e-4)
 
 
@@ -84,9 +84,9 @@ def close(ours: Said, theirs: Said) -> bool:
 def test_alone_the_answer_equals_mlx_lms_bit_by_bit(bench: Bench, kind: str) -> None:
     """mlx-lm is given the prompt in the same chunks: where layers carry a state, they end at checkpoints."""
     done = bench.complete(TOKENS[:200], count=12)
-    theirs = MlxLm(bench.of).said(TOKENS[:200], 12, chunk=BLOCK if kind in WITH_STATE else 2048)
+    theirs = MlxLm(bench.of).answer(TOKENS[:200], 12, chunk=BLOCK if kind in WITH_STATE else 2048)
     with covers(kind, ALONE):
-        assert same_bits(bench.said(done), theirs)
+        assert same_bits(bench.answer(done), theirs)
         assert done.blocks.tokens == (*TOKENS[:200], *theirs.tokens)
     bench.free(done)
 
@@ -105,7 +105,7 @@ def test_a_ragged_batch_gives_the_answers_of_single_prompts(bench: Bench, kind: 
         first[asked[done.uid]] = done
     for i, done in first.items():
         with covers(kind, RAGGED):
-            assert close(bench.said(done), theirs[i].said(PROMPTS[i], 4 + i))
+            assert close(bench.answer(done), theirs[i].answer(PROMPTS[i], 4 + i))
 
     asked = {bench.submit([*done.blocks.tokens, *NEW], done.blocks, 4): i for i, done in first.items()}
     newcomer = bench.submit(TOKENS[20:95], count=4)
@@ -113,8 +113,8 @@ def test_a_ragged_batch_gives_the_answers_of_single_prompts(bench: Bench, kind: 
     for uid, i in asked.items():
         assert second[uid].tokens_reused == len(first[i].blocks)
         with covers(kind, SECOND_TURN):
-            assert close(bench.said(second[uid]), theirs[i].said(NEW, 4))
-    assert close(bench.said(second[newcomer]), MlxLm(bench.of).said(TOKENS[20:95], 4))
+            assert close(bench.answer(second[uid]), theirs[i].answer(NEW, 4))
+    assert close(bench.answer(second[newcomer]), MlxLm(bench.of).answer(TOKENS[20:95], 4))
     bench.free(*first.values(), *second.values())
 
 
@@ -125,7 +125,7 @@ def test_a_diverging_prompt_continues_from_the_last_checkpoint(bench: Bench, kin
     others = [bench.complete(prompt, first.blocks, 3) for prompt in prompts]
     assert [done.tokens_reused for done in others] == [199, 128, 0]
     for done, prompt in zip(others, prompts, strict=True):
-        assert close(bench.said(done), MlxLm(bench.of).said(prompt, 3))
+        assert close(bench.answer(done), MlxLm(bench.of).answer(prompt, 3))
     bench.free(first, *others)
 
 
@@ -142,7 +142,7 @@ def test_agents_share_a_beginning_through_the_server(
     assert known
     second = bench.complete(prompt, known, 3)
     assert second.tokens_reused == 128
-    assert close(bench.said(second), MlxLm(bench.of).said(prompt, 3))
+    assert close(bench.answer(second), MlxLm(bench.of).answer(prompt, 3))
     bench.pool.free(known.block_ids)
     bench.free(second)
     tier.close()
@@ -167,7 +167,7 @@ def test_a_model_uses_one_batch_only_if_its_batches_are_right(kind: str) -> None
     forced = replace(bench.of.spec, batches=True)
     bench.batch = BlockPoolBatchEngine(bench.of.model, TOKENIZER, forced, bench.pool)
     asked = {bench.submit(prompt): prompt for prompt in PROMPTS}
-    right = [close(bench.said(done), MlxLm(bench.of).said(asked[done.uid], 6)) for done in bench.batch.step()]
+    right = [close(bench.answer(done), MlxLm(bench.of).answer(asked[done.uid], 6)) for done in bench.batch.step()]
     assert all(right) == bench.of.spec.batches
 
 
@@ -193,8 +193,8 @@ def test_an_unknown_kind_is_named_and_served_without_reuse(family: str) -> None:
     for prompt in (TOKENS[:100], TOKENS[:200]):
         uids = {batch.submit("agent", tokens, context, max_tokens=4): tokens for tokens in (prompt, TOKENS[:9])}
         for done in batch.step():
-            said = generate_step(mx.array(uids[done.uid]), model, max_tokens=4)
-            assert list(done.tokens) == [token for token, _ in said]
+            steps = generate_step(mx.array(uids[done.uid]), model, max_tokens=4)
+            assert list(done.tokens) == [token for token, _ in steps]
             assert done.not_kept == spec.refusal
             assert (done.tokens_reused, len(done.blocks), pool.available_blocks) == (0, 0, 1)
             context = done.blocks

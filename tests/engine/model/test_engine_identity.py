@@ -280,13 +280,13 @@ class Loud(nn.Module):
 )
 def test_all_kinds_of_values_count(one: Callable[[], Any], other: Callable[[], Any]) -> None:
     model = tiny_llama()
-    said = []
+    digests = []
     for value in (one(), other(), one()):
         model.model.layers[2].self_attn._setting = value
-        said.append(digest(model))
+        digests.append(digest(model))
         del model.model.layers[2].self_attn._setting
-    assert said[0] == said[2]
-    assert said[0] != said[1]
+    assert digests[0] == digests[2]
+    assert digests[0] != digests[1]
 
 
 def test_a_classs_attributes_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,17 +334,17 @@ def test_code_without_a_source_is_refused() -> None:
 def test_the_code_of_a_model_counts(tmp_path: Path) -> None:
     """Two versions of a file with one name, as before and after an upgrade of mlx-lm."""
     code = "import mlx.nn as nn\nclass Layer(nn.Module):\n    def __call__(self, x):\n        return x * {}\n"
-    said = []
+    digests = []
     for by in (1, 2, 1):
-        script = tmp_path / f"{len(said)}" / "layers.py"
+        script = tmp_path / f"{len(digests)}" / "layers.py"
         script.parent.mkdir()
         script.write_text(code.format(by), encoding="utf-8")
         run = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import engine, layers; "
         run += "from engine.model.identity import Identity; print(Identity(layers.Layer()).digest)"
-        said.append(
+        digests.append(
             subprocess.run([sys.executable, "-c", run], capture_output=True, encoding="utf-8", check=True).stdout
         )
-    assert said[0] == said[2] != said[1]
+    assert digests[0] == digests[2] != digests[1]
 
 
 def complete(batch: BlockPoolBatchEngine, cache: Any = None, tokens: int = 40) -> CompletedGeneration:

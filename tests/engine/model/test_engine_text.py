@@ -116,11 +116,11 @@ def test_bytes_of_an_answers_tokens_are_its_text(kind: Kind) -> None:
     token_text = TokenText(tokenizer)
     for text in TEXTS:
         tokens = chat_families.tokens_of(tokenizer, text)
-        spelled = [token_text.bytes_of(token) for token in tokens]
+        parts = [token_text.bytes_of(token) for token in tokens]
         if kind is unknown_kind:
-            assert all(part is None or part.decode() in text for part in spelled)
+            assert all(part is None or part.decode() in text for part in parts)
         else:
-            assert b"".join(part or b"" for part in spelled) == text.encode()
+            assert b"".join(part or b"" for part in parts) == text.encode()
 
 
 def test_an_unreadable_character_delays_no_text_for_long() -> None:
@@ -137,11 +137,11 @@ def test_an_unreadable_character_delays_no_text_for_long() -> None:
     assert "".join([*found, text.read()]) == text.text == "\ufffd" * 50
 
 
-def best(tokenizer: TokenizerWrapper, said: str) -> tuple[int, int, int]:
+def best(tokenizer: TokenizerWrapper, answer: str) -> tuple[int, int, int]:
     """The tokens of an answer that the next turn reuses: with its first space, without it, and by the engine's rule."""
-    dropped = said.removeprefix(" ")
-    kept = dropped if template_writes_space(rendering(tokenizer)) else said
-    first, second, ruled = (reused(tokenizer, said, text)[0] for text in (said, dropped, kept))
+    dropped = answer.removeprefix(" ")
+    kept = dropped if template_writes_space(rendering(tokenizer)) else answer
+    first, second, ruled = (reused(tokenizer, answer, text)[0] for text in (answer, dropped, kept))
     return first, second, ruled
 
 
@@ -171,8 +171,8 @@ REUSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_next_turn_reuses_most_with_the_templates_space(name: str) -> None:
     tokenizer = FAMILIES[name].wrapper()
-    for said, (kept, dropped) in zip((" Paris is the city.", "    return n"), REUSED[name], strict=True):
-        assert best(tokenizer, said) == (kept, dropped, max(kept, dropped))
+    for answer, (kept, dropped) in zip((" Paris is the city.", "    return n"), REUSED[name], strict=True):
+        assert best(tokenizer, answer) == (kept, dropped, max(kept, dropped))
     assert template_writes_space(rendering(tokenizer)) == (
         name in ("Mixtral 8x7B", "DeepSeek LLM, DeepSeek V2", "Vicuna")
     )

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from engine_bench import EngineBench
-from engine_said import MlxLm, Said, recorder
 from odd_models import TOKENIZER, TOKENS, Model
+from reference_answers import MlxLm, ReferenceAnswer, recorder
 
 # isort: split
 import mlx.core as mx
@@ -52,30 +52,30 @@ def test_a_question_after_a_restore_is_answered_as_by_mlx_lm(name: str, dtype: m
         assert np.array_equal(ours.logprobs, theirs.logprobs)
 
 
-def second_turn(of: Model) -> Said:
+def second_turn(of: Model) -> ReferenceAnswer:
     bench = EngineBench(of, TOKENIZER, 64)  # type: ignore[arg-type]
 
-    def said(prompt: list[int], known: Any = None) -> tuple[Any, Said]:
+    def answer(prompt: list[int], known: Any = None) -> tuple[Any, ReferenceAnswer]:
         seen: list[Any] = []
         bench.batch.submit("agent", prompt, known, max_tokens=8, sampler=recorder(seen))
         (done,) = bench.batch.step()
-        return done, Said(list(done.tokens), np.array(seen[: len(done.tokens)]))
+        return done, ReferenceAnswer(list(done.tokens), np.array(seen[: len(done.tokens)]))
 
-    first, _ = said(TOKENS[:100])
-    second, ours = said([*first.blocks.tokens, *TOKENS[100:111]], first.blocks)
+    first, _ = answer(TOKENS[:100])
+    second, ours = answer([*first.blocks.tokens, *TOKENS[100:111]], first.blocks)
     assert second.tokens_reused == len(first.blocks)
     bench.free(first, second)
     bench.pool.check_empty()
     return ours
 
 
-def second_turn_of_mlx_lm(of: Model, chunk: int | None = None) -> Said:
+def second_turn_of_mlx_lm(of: Model, chunk: int | None = None) -> ReferenceAnswer:
     theirs = MlxLm(of)
-    theirs.said(TOKENS[:100], 8, chunk or (32 if of.spec.has_state else 2048))
-    return theirs.said(TOKENS[100:111], 8)
+    theirs.answer(TOKENS[:100], 8, chunk or (32 if of.spec.has_state else 2048))
+    return theirs.answer(TOKENS[100:111], 8)
 
 
-def farthest(one: Said, other: Said) -> float:
+def farthest(one: ReferenceAnswer, other: ReferenceAnswer) -> float:
     return float(np.abs(one.logprobs - other.logprobs).max())
 
 

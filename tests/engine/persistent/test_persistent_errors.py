@@ -106,14 +106,14 @@ def test_any_text_is_a_graph_or_one_of_our_errors(edits: list[tuple[float, int, 
     for place, removed, piece in edits:
         at = int(place * len(text))
         text = text[:at] + piece + text[at + removed :]
-    said = None
+    raised = None
     try:
         Simulator(decoder(), parse(text))
     except e.PersistentError as error:
-        said = error
-    if isinstance(said, e.GraphError) and "no block entry" not in str(said):
-        assert said.at is not None
-        assert str(said).count("\n") == 2
+        raised = error
+    if isinstance(raised, e.GraphError) and "no block entry" not in str(raised):
+        assert raised.at is not None
+        assert str(raised).count("\n") == 2
 
 
 DECLARATIONS = [

@@ -169,14 +169,14 @@ def test_tokens_may_be_an_array(batch: BlockPoolBatchEngine) -> None:
 
 def test_the_end_of_text_ends_the_answer_and_stays_in_context(pool: BlockPool) -> None:
     tokenizer = letter_tokenizer()
-    said = greedy(tokenizer.encode(PROMPT), 20)
-    at = next(i for i, token in enumerate(said) if token not in said[:i] and i)
-    tokenizer.eos_token_ids = [said[at]]
+    tokens = greedy(tokenizer.encode(PROMPT), 20)
+    at = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i)
+    tokenizer.eos_token_ids = [tokens[at]]
     done = complete(BlockPoolBatchEngine(MODEL, tokenizer, SPEC, pool), PROMPT, max_tokens=20)
     assert done.finish_reason == "stop"
-    assert list(done.tokens) == said[:at]
-    assert done.blocks.tokens[600:] == tuple(said[: at + 1])
-    assert done.text == tokenizer.decode(said[:at])
+    assert list(done.tokens) == tokens[:at]
+    assert done.blocks.tokens[600:] == tuple(tokens[: at + 1])
+    assert done.text == tokenizer.decode(tokens[:at])
     pool.free(done.blocks.block_ids)
 
 

@@ -44,7 +44,7 @@ class Bench(EngineBench):
 
         return self.batch.submit(agent_id, prompt, cache, max_tokens=max_tokens, sampler=counting)
 
-    def said(self, prompt: Sequence[int], count: int) -> list[int]:
+    def alone(self, prompt: Sequence[int], count: int) -> list[int]:
         steps = generate_step(mx.array(prompt), self.of.model, max_tokens=count, prompt_cache=self.of.empty())
         return [token for token, _ in steps]
 
@@ -84,7 +84,7 @@ def test_a_long_prompt_delays_other_answers_by_one_chunk_at_most(bench: Bench) -
         chunks += read
     assert chunks == [CHUNK] * 7 + [CHUNK - 1]
     done = {done.agent_id: done for done in bench.batch.step()}
-    assert list(done["quick"].tokens) == bench.said(TOKENS[:20], 30)
+    assert list(done["quick"].tokens) == bench.alone(TOKENS[:20], 30)
     bench.free(*done.values())
 
 
@@ -112,7 +112,7 @@ def test_a_cancelled_answer_frees_its_own_blocks_only(bench: Bench) -> None:
         bench.batch.cancel(uid)
     assert (bench.batch.pending, bench.pool.used_blocks) == (1, 1)
     (done,) = bench.batch.step()
-    assert (done.uid, list(done.tokens)) == (stays, bench.said(TOKENS[:30], 12))
+    assert (done.uid, list(done.tokens)) == (stays, bench.alone(TOKENS[:30], 12))
     for gone in (stays, read, 99):
         with pytest.raises(KeyError, match=f"no request {gone} is pending"):
             bench.batch.cancel(gone)
@@ -126,7 +126,7 @@ def test_a_full_pool_refuses_a_new_prompt_and_others_continue(bench: Bench) -> N
     with pytest.raises(PoolExhaustedError, match="23 blocks needed, 22 of 24 are free"):
         bench.submit("second", TOKENS[:300], max_tokens=5500)
     (done,) = bench.batch.step()
-    assert list(done.tokens) == bench.said(TOKENS[:300], 8)
+    assert list(done.tokens) == bench.alone(TOKENS[:300], 8)
     bench.free(done)
 
 
@@ -146,8 +146,8 @@ def test_a_waiting_prompt_is_admitted_in_turn_for_free_blocks(bench: Bench) -> N
     assert (bench.tokens["second"], bench.pool.available_blocks) == (0, 0)
     bench.pool.free(held)
     completed = {done.agent_id: done for done in bench.batch.step()}
-    assert list(completed["second"].tokens) == bench.said(TOKENS[:780], 20)
-    assert list(completed["third"].tokens) == bench.said(TOKENS[:20], 4)
+    assert list(completed["second"].tokens) == bench.alone(TOKENS[:780], 20)
+    assert list(completed["third"].tokens) == bench.alone(TOKENS[:20], 4)
     bench.free(*completed.values())
 
 
@@ -160,7 +160,7 @@ def test_a_waiting_prompt_keeps_shared_blocks_its_caller_freed(bench: Bench) -> 
     bench.free(first)
     assert (bench.batch.pending, bench.pool.used_blocks) == (1, BLOCKS - 1)
     (second,) = bench.batch.step()
-    assert list(second.tokens) == bench.said([*first.blocks.tokens, 5], 4)
+    assert list(second.tokens) == bench.alone([*first.blocks.tokens, 5], 4)
     bench.free(second)
     bench.pool.free(held)
 
@@ -208,7 +208,7 @@ def test_random_prompts_and_cancellations_give_mlx_lms_answers(kind: str, seed: 
             bench.batch.cancel(uid)
         for done in bench.batch.step_once():
             prompt, count = asked.pop(done.uid)
-            assert list(done.tokens) == bench.said(prompt, count)
+            assert list(done.tokens) == bench.alone(prompt, count)
             assert (done.blocks.tokens, done.not_kept) == ((*prompt, *done.tokens), None)
             contexts.append(done)
             answered += 1

@@ -72,9 +72,9 @@ def test_common_prefixes_are_shared_and_found_by_tokens(tier: PageTier, other: P
 
 
 def json_of(*words: str, url: str, expected: int = 0) -> dict[str, Any]:
-    code, said, errors = kvpage(*words, "--json", url=url)
+    code, shown, errors = kvpage(*words, "--json", url=url)
     assert code == expected, errors
-    looked: dict[str, Any] = json.loads(said)
+    looked: dict[str, Any] = json.loads(shown)
     return looked
 
 

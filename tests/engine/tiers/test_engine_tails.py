@@ -132,11 +132,11 @@ def test_a_damaged_record_is_a_counted_miss_and_is_written_anew(tier: PageTier, 
     publish(tier, (*TOKENS[:11], 95))
     key = f"tails:{block_names(TOKENS, SPEC)[0]}"
     raw = home.ask(key, "GET", key)
-    _, _, said = raw.partition(b" ")
-    elsewhere = tails.sealed(said, "tails:" + 32 * "0")
-    model = tails.sealed(said.replace(f"{SPEC.fingerprint:016x}".encode(), 16 * b"0"), key)
-    shape = tails.sealed(said.replace(b'"states": []', b'"states": [[9, "a"]]'), key)
-    for damaged in (b"", b"{}", raw[:-9], raw[:40] + bytes([raw[40] ^ 1]) + raw[41:], elsewhere, model, shape, said):
+    _, _, body = raw.partition(b" ")
+    elsewhere = tails.sealed(body, "tails:" + 32 * "0")
+    model = tails.sealed(body.replace(f"{SPEC.fingerprint:016x}".encode(), 16 * b"0"), key)
+    shape = tails.sealed(body.replace(b'"states": []', b'"states": [[9, "a"]]'), key)
+    for damaged in (b"", b"{}", raw[:-9], raw[:40] + bytes([raw[40] ^ 1]) + raw[41:], elsewhere, model, shape, body):
         home.ask(key, "SET", key, damaged)
         before = tier.misses["tails"]
         assert reached(tier, TOKENS) == BLOCK
@@ -226,13 +226,13 @@ def test_kvpage_shows_a_context_without_a_name_by_its_label(tier: PageTier, home
     publish(tier, TOKENS[:13], label="What is the capital of France?")
     publish(tier, TOKENS[:21], label="What is the capital of France?")
     publish(tier, some_tokens(3, 4))
-    code, said, errors = kvpage("ls", "--json", url=home.url)
+    code, shown, errors = kvpage("ls", "--json", url=home.url)
     assert code == 0, errors
-    requests = {request["label"]: request for request in json.loads(said)["requests"]}
+    requests = {request["label"]: request for request in json.loads(shown)["requests"]}
     assert requests["What is the capital of France?"]["blocks"] == 3
     assert requests[""]["blocks"] == 1
-    code, said, errors = kvpage("ls", url=home.url)
-    assert "What is the capital of France?" in said
+    code, shown, errors = kvpage("ls", url=home.url)
+    assert "What is the capital of France?" in shown
     keys = home.keys("label:*")
     assert len(keys) == 3
     publish(tier, TOKENS[:22], label="Paris")

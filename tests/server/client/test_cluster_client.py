@@ -514,8 +514,8 @@ def test_kvpage_verifies_and_inspects_pages(
     ):
         with pytest.raises(SystemExit):
             main([*words, "--url", cluster.url])
-        shown, said = capsys.readouterr()
-        assert not {"leased", "pinned", "why"} & {*shown.split(), *said.split()}, words
+        shown, errors = capsys.readouterr()
+        assert not {"leased", "pinned", "why"} & {*shown.split(), *errors.split()}, words
     page = json_of("stat", "kv:{prompt-3}:1:0:3:1")
     assert (page["layer"], page["page"], page["type"], page["dtype"], page["ttl"]) == (1, 3, 1, "float16", 100)
     assert 0 < page["ttl_left_ms"] <= 100_000
@@ -542,9 +542,9 @@ def test_kvpage_top_shows_masters_and_memory_by_agent(cluster: Cluster, pages: P
     with subprocess.Popen([program, "top", "--watch", "0.2", "--url", cluster.url], stdout=subprocess.PIPE) as process:
         assert process.stdout
         try:
-            said = b"".join(islice(process.stdout, 20)).decode()
+            output = b"".join(islice(process.stdout, 20)).decode()
         finally:
             process.kill()
-    assert all(f"redis://127.0.0.1:{node.port}" in said for node in cluster.masters)
-    assert "together" in said
-    assert NAMES[0][0].decode() in said
+    assert all(f"redis://127.0.0.1:{node.port}" in output for node in cluster.masters)
+    assert "together" in output
+    assert NAMES[0][0].decode() in output

@@ -324,13 +324,13 @@ main()
 
 
 def test_an_unexpected_error_ends_one_command(cluster: Cluster) -> None:
-    said: list[str] = []
+    results: list[str] = []
     with pytest.raises(AssertionError, match="kvpageexists failed between its steps; the connection goes on"):
-        _ask_a_faulty_gateway(cluster, said)
-    assert said == ["internal error, the server's log says more", "the same connection", "closed"]
+        _ask_a_faulty_gateway(cluster, results)
+    assert results == ["internal error, the server's log says more", "the same connection", "closed"]
 
 
-def _ask_a_faulty_gateway(cluster: Cluster, said: list[str]) -> None:
+def _ask_a_faulty_gateway(cluster: Cluster, results: list[str]) -> None:
     """Raises AssertionError with its log at the end, as there is a traceback in it."""
     options = ("--store", "cluster", "--cluster-nodes", cluster.addresses)
     with (
@@ -341,12 +341,12 @@ def _ask_a_faulty_gateway(cluster: Cluster, said: list[str]) -> None:
         try:
             client.execute_command("KVPAGEEXISTS", "r", 0, 0, 0, 0)
         except redis.RedisError as error:
-            said.append(str(error))
-        said.append("the same connection" if client.client_id() == before else "another connection")
+            results.append(str(error))
+        results.append("the same connection" if client.client_id() == before else "another connection")
         try:
             client.execute_command("KVPAGEMEXISTS", 1, "r", 0, 0, 0, 0)
         except redis.ConnectionError:
-            said.append("closed")
+            results.append("closed")
 
 
 # -- a cluster that fails ----------------------------------------------------------------------------------------------
@@ -366,10 +366,10 @@ def test_rights_on_pages_suffice_and_ls_names_missing_commands(
             with pytest.raises(SystemExit) as ended:
                 main([*words, "--url", gateway.url])
             assert ended.value.code == 2
-            said = capsys.readouterr()
-            assert "a gateway does not support" in said.err
-            assert "look into the cluster by its own URL" in said.err
-            assert not said.out
+            captured = capsys.readouterr()
+            assert "a gateway does not support" in captured.err
+            assert "look into the cluster by its own URL" in captured.err
+            assert not captured.out
         with pytest.raises(SystemExit):
             main(["status", "--url", gateway.url])
         shown = capsys.readouterr().out

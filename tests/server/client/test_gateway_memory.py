@@ -108,5 +108,5 @@ def test_nothing_is_left_when_a_gateway_stops_meanwhile(cluster: Cluster) -> Non
                 sent = 80 * len(command)
                 until(lambda: client.info("stats")["total_net_input_bytes"] >= before + sent)
                 assert gateway.stop() == 0
-        said = [line for line in gateway.log.splitlines() if "never awaited" in line or "ignored in" in line]
-        assert not said, gateway.log
+        warnings = [line for line in gateway.log.splitlines() if "never awaited" in line or "ignored in" in line]
+        assert not warnings, gateway.log

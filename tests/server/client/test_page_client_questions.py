@@ -113,7 +113,7 @@ def test_a_failed_transaction_leaves_nothing_watched(make: Callable[[str], Any],
 
 
 @contextmanager
-def saying(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
+def answering(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
     """Start a server that greets and then sends these replies; yield its URL, and the connection of each request."""
     connections: list[int] = []
 
@@ -140,7 +140,7 @@ def saying(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("said", "read"),
+    ("reply", "read"),
     [
         (b":5\r\n", text),
         (b"+OK\r\n", integer),
@@ -155,9 +155,9 @@ def saying(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
     ],
 )
 def test_an_unexpected_reply_replaces_the_connection(
-    make: Callable[[str], Any], said: bytes, read: Callable[[Any], Any]
+    make: Callable[[str], Any], reply: bytes, read: Callable[[Any], Any]
 ) -> None:
-    with saying(said, b"$2\r\nok\r\n") as (url, connections):
+    with answering(reply, b"$2\r\nok\r\n") as (url, connections):
         client = make(url)
         with pytest.raises(WrongReply):
             client.ask([Question(["GET", "a"], read)])

@@ -120,9 +120,9 @@ def test_strings_arrive_in_place_among_other_replies(answer: list[tuple[int, str
         place = Place(memoryview(bytearray(head)), memoryview(bytearray(size)))
         places.append(None if kind in ("without", "line") else place)
         if kind in ("placed", "without", "shorter"):
-            said = bytes(head - (kind == "shorter")) + body if head else body + bytes(kind == "shorter")
-            data += b"$%d\r\n%b\r\n" % (len(said), said)
-            expected.append({"placed": ARRIVED, "without": said, "shorter": OTHER_SIZE}[kind])
+            value = bytes(head - (kind == "shorter")) + body if head else body + bytes(kind == "shorter")
+            data += b"$%d\r\n%b\r\n" % (len(value), value)
+            expected.append({"placed": ARRIVED, "without": value, "shorter": OTHER_SIZE}[kind])
         else:
             data += {"line": b"+line\r\n", "refusal": b"-ERR no\r\n", "null": b"_\r\n"}[kind]
             expected.append({"line": b"line", "refusal": "ERR no", "null": None}[kind])

@@ -18,7 +18,7 @@ from wire import Wire, items, parse, spell
 from kvpage_server.commands.notifying.channels import Channels
 
 
-def heard(pubsub: redis.client.PubSub, count: int) -> list[dict[str, Any]]:
+def messages(pubsub: redis.client.PubSub, count: int) -> list[dict[str, Any]]:
     """The next `count` messages, confirmations too."""
     found = []
     deadline = time.monotonic() + PATIENCE
@@ -47,12 +47,12 @@ class TestChannels:
         with listener.pubsub() as pubsub:
             pubsub.subscribe("news", "\x00\n")
             pubsub.psubscribe("n[ae]ws", "other.*")
-            assert [message["data"] for message in heard(pubsub, 4)] == [1, 2, 3, 4]
+            assert [message["data"] for message in messages(pubsub, 4)] == [1, 2, 3, 4]
             assert client.publish("news", b"\xff\r\n") == 2
             assert client.publish("naws", "by pattern") == 1
             assert client.publish("\x00\n", "by name") == 1
             assert client.publish("nobody", "listens") == 0
-            received = [(m["type"], m["pattern"], m["channel"], m["data"]) for m in heard(pubsub, 4)]
+            received = [(m["type"], m["pattern"], m["channel"], m["data"]) for m in messages(pubsub, 4)]
             assert received == [
                 ("message", None, b"news", b"\xff\r\n"),
                 ("pmessage", b"n[ae]ws", b"news", b"\xff\r\n"),
@@ -61,7 +61,7 @@ class TestChannels:
             ]
             pubsub.unsubscribe("news")
             pubsub.punsubscribe()
-            assert [message["data"] for message in heard(pubsub, 3)] == [3, 2, 1]
+            assert [message["data"] for message in messages(pubsub, 3)] == [3, 2, 1]
             assert client.publish("news", "nobody left") == 0
             assert silent(pubsub)
 
@@ -73,7 +73,7 @@ class TestChannels:
                 for i in range(3000):
                     pipe.publish("ordered", i)
                 assert set(pipe.execute()) == {1}
-            assert [int(message["data"]) for message in heard(pubsub, 3000)] == list(range(3000))
+            assert [int(message["data"]) for message in messages(pubsub, 3000)] == list(range(3000))
 
     def test_pubsub_lists_the_subscribers(self, listener: redis.Redis, client: redis.Redis) -> None:
         with listener.pubsub() as first, client.pubsub() as second:
@@ -81,8 +81,8 @@ class TestChannels:
             second.subscribe("told.b")
             first.psubscribe("told.*", "x*")
             second.psubscribe("x*")
-            heard(first, 4)
-            heard(second, 2)
+            messages(first, 4)
+            messages(second, 2)
             assert sorted(client.pubsub_channels("told*")) == [b"told.a", b"told.b"]
             assert client.pubsub_numsub("told.b", "told.c") == [(b"told.b", 2), (b"told.c", 0)]
             assert client.pubsub_numpat() == 2
@@ -149,7 +149,7 @@ class TestChannels:
             pipe.publish("done", "1")
             assert silent(pubsub)
             assert pipe.execute() == [1]
-            assert heard(pubsub, 1)[0]["data"] == b"1"
+            assert messages(pubsub, 1)[0]["data"] == b"1"
 
     async def test_many_subscribers_receive_the_same(self, server: RunningServer) -> None:
         async with redis.asyncio.Redis(port=server.port) as client:
@@ -183,8 +183,8 @@ class TestChannels:
             for i in range(30):
                 message = b"%d" % i + bytes(33_000)
                 received.add(client.publish("flood", message))
-                assert [got["data"] for got in heard(before, 1)] == [message]
-                assert [got["data"] for got in heard(after, 1)] == [message]
+                assert [got["data"] for got in messages(before, 1)] == [message]
+                assert [got["data"] for got in messages(after, 1)] == [message]
             assert (min(received), max(received)) == (
                 2,
                 32,
@@ -251,7 +251,7 @@ class TestNotifications:
 
     @staticmethod
     def events_of(events: redis.client.PubSub, count: int) -> list[tuple[bytes, bytes]]:
-        return [(message["channel"], message["data"]) for message in heard(events, count)]
+        return [(message["channel"], message["data"]) for message in messages(events, count)]
 
     def test_none_unless_asked_for(self, client: redis.Redis, events: redis.client.PubSub) -> None:
         client.set("key", "1")
@@ -312,7 +312,7 @@ class TestNotifications:
         options = "--maxmemory", "3mb", "--notify-keyspace-events", "Ee"
         with start_server(*options) as server, server.client() as client, client.pubsub() as events:
             events.psubscribe("__keyevent@0__:*")
-            heard(events, 1)
+            messages(events, 1)
             for i in range(8):
                 client.set(f"key:{i}", bytes(700_000))
             received = self.events_of(events, 2)
@@ -336,9 +336,9 @@ def test_many_subscribers_receive_all_messages_in_order(server: RunningServer, c
             assert [second.reply() for _ in range(20)] == [b":10\r\n"] * 20
         for listener in listeners[:190]:
             assert [parse(listener.reply())[2] for _ in range(20)] == [b"%d" % number for number in range(20)]
-        heard = [tuple(parse(last.reply())[1:]) for _ in range(40)]
+        messages = [tuple(parse(last.reply())[1:]) for _ in range(40)]
         for channel in (b"all", b"few"):
-            assert [message for one, message in heard if one == channel] == [b"%d" % number for number in range(20)]
+            assert [message for one, message in messages if one == channel] == [b"%d" % number for number in range(20)]
 
 
 def test_a_subscriber_that_left_during_a_message_gets_no_more(server: RunningServer, client: redis.Redis) -> None:
@@ -384,14 +384,14 @@ def test_writers_wait_while_many_events_were_not_sent() -> None:
         listeners = [stack.enter_context(client.pubsub()) for _ in range(12)]
         for listener in listeners:
             listener.psubscribe("__key*", "__key*__:*", "*")
-            heard(listener, 3)
+            messages(listener, 3)
         pipeline = client.pipeline(transaction=False)
         for start in range(0, 1000, 100):
             pipeline.mset({f"key:{number}": "value" for number in range(start, start + 100)})
         pipeline.delete(*(f"key:{number}" for number in range(1000)))
         assert pipeline.execute() == [True] * 10 + [1000]
         for listener in listeners:
-            assert len(heard(listener, 6000)) == 6000
+            assert len(messages(listener, 6000)) == 6000
 
 
 async def test_messages_that_wait_are_counted() -> None:

@@ -33,8 +33,8 @@ class Cache:
     def ask_all(self, commands: list[tuple[str | bytes, ...]]) -> list[bytes]:
         """Run several commands together: return all frames without invalidations."""
         self._told: list[list[bytes]] = getattr(self, "_told", [])
-        spelt = [[word.encode() if isinstance(word, str) else word for word in words] for words in commands]
-        self._wire.send(b"".join(map(spell, spelt)))
+        encoded = [[word.encode() if isinstance(word, str) else word for word in words] for words in commands]
+        self._wire.send(b"".join(map(spell, encoded)))
         return list(self._frames())
 
     def _frames(self) -> Iterator[bytes]:

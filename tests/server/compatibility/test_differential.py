@@ -357,7 +357,7 @@ def test_the_same_events_of_keys_are_published(pair: Pair) -> None:
                 client.config_set("notify-keyspace-events", "")
 
 
-SAID_OF_A_COMMAND = ("name", "arity", "flags", "first key", "last key", "step", "categories")
+FIELDS_OF_A_COMMAND = ("name", "arity", "flags", "first key", "last key", "step", "categories")
 
 
 def test_command_info_equals_that_of_redis(pair: Pair) -> None:
@@ -370,9 +370,9 @@ def test_command_info_equals_that_of_redis(pair: Pair) -> None:
     there, here = received
     different = set()
     for name in sorted(there.keys() & here.keys()):
-        for said, theirs, ours in zip(SAID_OF_A_COMMAND, there[name], here[name], strict=False):
+        for field, theirs, ours in zip(FIELDS_OF_A_COMMAND, there[name], here[name], strict=False):
             if (sorted(theirs) != sorted(ours)) if isinstance(theirs, list) else (theirs != ours):
-                different.add((name, said))
+                different.add((name, field))
     assert different == {(name, row.split(": ")[1]) for row in allowed for name in spread(row.split(": ")[0])}
 
 

@@ -55,7 +55,7 @@ class Table:
             b"FAIL": core.Callee("FAIL", "fail", self.fail, 1, 1, False),
             b"SET": core.Callee("SET", "set", lambda client, args: AsItIs(b"+SET\r\n"), 3, 3, True, 1, b":index"),
         }
-        self.calls = core.Caller(self.client, self.parser, rows, self.may_run, lambda *said: self.slow.append(said))
+        self.calls = core.Caller(self.client, self.parser, rows, self.may_run, lambda *call: self.slow.append(call))
 
     def say(self, client: Client, args: list[bytes]) -> Any:
         return self.replies.get(args[0], args[0])

@@ -29,7 +29,7 @@ def run(*words: str, where: Path = ROOT, **variables: str) -> subprocess.Complet
     )
 
 
-def said(where: Path = ROOT, **variables: str) -> str:
+def core_of(where: Path = ROOT, **variables: str) -> str:
     """The core that runs, and why it is no other."""
     done = run("-c", "from kvpage_server import core; print(core.NAME, core.REASON)", where=where, **variables)
     return done.stdout.strip() or done.stderr
@@ -57,7 +57,7 @@ class TestWhatRuns:
             assert f"core    {core.NAME}" in server.log
 
     def test_the_python_core_can_be_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert said(KVPAGE_CORE="python") == "python"
+        assert core_of(KVPAGE_CORE="python") == "python"
         monkeypatch.setenv("KVPAGE_CORE", "python")
         with start_server("--log-format", "json") as server, server.client() as client:
             assert client.info("server")["page_core"] == "python"
@@ -72,22 +72,22 @@ class TestWhatRuns:
 
     @needs_native
     def test_a_core_compiled_from_other_sources_does_not_run(self, copy: Path) -> None:
-        assert said(copy) == "native"
+        assert core_of(copy) == "native"
         source = native(copy, "*.pxd")[0]
         was = source.read_text(encoding="utf-8")
         source.write_text(was + "\n# another line\n", encoding="utf-8")
-        assert said(copy) == "python it was compiled from other sources than are there now"
+        assert core_of(copy) == "python it was compiled from other sources than are there now"
         source.write_text(was, encoding="utf-8")
-        assert said(copy) == "native"
+        assert core_of(copy) == "native"
         for source in native(copy, "*.p[xy][xd]"):  # as installed from a wheel
             source.unlink()
-        assert said(copy) == "native"
+        assert core_of(copy) == "native"
 
     @needs_native
     def test_a_core_without_its_dependencies_does_not_run(self, copy: Path) -> None:
         twin = copy / "kvpage_server" / "core" / "python" / "bodies.py"
         twin.write_text(twin.read_text(encoding="utf-8").replace("SCRATCH_BYTES", "OTHER_BYTES"), encoding="utf-8")
-        assert said(copy) == "python it was compiled from other sources than are there now"
+        assert core_of(copy) == "python it was compiled from other sources than are there now"
 
     @needs_native
     def test_a_part_of_the_core_does_not_run(self, copy: Path) -> None:
@@ -96,9 +96,9 @@ class TestWhatRuns:
             module.unlink()
             if number % 2:
                 module.write_bytes(b"")
-            assert said(copy).startswith("python it was not compiled for this Python: ")
+            assert core_of(copy).startswith("python it was not compiled for this Python: ")
             module.write_bytes(content)
-        assert said(copy) == "native"
+        assert core_of(copy) == "native"
 
     @needs_native
     def test_a_server_without_the_core_reports_it_and_serves(self, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +135,13 @@ class TestTheBuild:
 
     def test_a_build_is_silent_and_recompiles_only_changes(self, small: Path) -> None:
         assert self.build(small) == ""
-        assert said(small) == "native"
+        assert core_of(small) == "native"
         assert len(native(small, "*.so")) == 3
         assert native(small, "*.c") == []
         native(small, "zz.pyx")[0].write_text("VALUE = 2\n", encoding="utf-8")
-        assert "other sources" in said(small)
+        assert "other sources" in core_of(small)
         self.build(small)
-        assert said(small) == "native"
+        assert core_of(small) == "native"
         assert run("-c", "from kvpage_server.core.native.zz import VALUE; print(VALUE)", where=small).stdout == "2\n"
 
     @pytest.mark.parametrize("broken", ["aa.pyx", "zz.pyx"])
@@ -154,9 +154,9 @@ class TestTheBuild:
         )
         assert "there-is-no-such-header.h" in self.build(small)
         assert native(small, "*.so") == []
-        assert said(small).startswith("python ")
+        assert core_of(small).startswith("python ")
 
     def test_without_a_compiler_it_ends_well(self, small: Path) -> None:
         self.build(small, CC="/bin/false")
         assert native(small, "*.so") == []
-        assert said(small).startswith("python it was not compiled for this Python: ")
+        assert core_of(small).startswith("python it was not compiled for this Python: ")

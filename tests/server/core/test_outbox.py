@@ -259,8 +259,8 @@ def test_a_socket_that_takes_nothing_is_not_waited_for(core: Any) -> None:
 @on_each_core
 def test_signals_do_not_interrupt_sending(core: Any) -> None:
     """A handler runs, a call that was interrupted is made again."""
-    heard: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: signals.append(number))
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
     try:
         of, outbox = Kinds(core), core.Outbox()
@@ -271,7 +271,7 @@ def test_signals_do_not_interrupt_sending(core: Any) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert heard
+    assert signals
     assert arrived == (b"$%d\r\n" % MIB + b"x" * MIB + b"\r\n") * 64
 
 

@@ -42,15 +42,15 @@ def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
         def refused(refusal: object) -> PlainTextResponse:
             return PlainTextResponse("", 503)
 
-        door = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
-        server = HttpServer(app, door, grace=1)
+        limiter = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
+        server = HttpServer(app, limiter, grace=1)
         with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
             serving = asyncio.create_task(server.serve([listening]))
 
-            async def ask(said: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            async def ask(data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
                 reader, writer = await asyncio.open_connection(*listening.getsockname())
                 stack.callback(writer.close)
-                writer.write(said)
+                writer.write(data)
                 await writer.drain()
                 return reader, writer
 
@@ -64,8 +64,8 @@ def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def status(ask: Ask, said: bytes) -> int:
-    reader, _ = await ask(said)
+async def status(ask: Ask, data: bytes) -> int:
+    reader, _ = await ask(data)
     return int((await reader.readline()).split()[1])
 
 

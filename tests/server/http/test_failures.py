@@ -19,10 +19,10 @@ async def fail(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def ask(times: int) -> list[int]:
-    door = ConnectionLimiter(
+    limiter = ConnectionLimiter(
         8, 8, closed=print, refused=lambda refusal: PlainTextResponse("", refusal.status), always=[]
     )
-    server = HttpServer(fail, door, grace=1)
+    server = HttpServer(fail, limiter, grace=1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve([listening]))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}") as client:

@@ -229,11 +229,11 @@ class TestWhatIsNotRead:
         with unharmed(limited, slack=40 * MIB), Wire(limited.port) as deaf, Wire(limited.port) as listening:
             deaf.ask(b"SUBSCRIBE", b"news")
             listening.ask(b"SUBSCRIBE", b"news")
-            heard = 0
+            events = 0
             for _ in range(45):
                 client.publish("news", bytes(MIB))
-                heard += len(listening.reply()) > MIB
-            assert heard == 45
+                events += len(listening.reply()) > MIB
+            assert events == 45
             until(lambda: client.info("stats")["client_output_buffer_limit_disconnections"] == 1)
             assert [entry["sub"] for entry in client.client_list() if entry["sub"] != "0"] == ["1"]
 

@@ -20,53 +20,53 @@ def message(name: str = "host:1", computed: int = 0, page: int = 0, **changes: A
 
 def test_tokens_are_counted_from_an_engines_first_message() -> None:
     """Its earlier tokens are not part of the current rate."""
-    heard = Engines()
-    heard.receive(CHANNEL, message(computed=1000, page=5000))
-    assert not any(heard.seen().tokens.values())
-    heard.receive(CHANNEL, message(computed=1010, page=5090))
-    assert (heard.seen().tokens["none"], heard.seen().tokens["page"]) == (10, 90)
-    heard.receive(CHANNEL, message(computed=3, page=0))  # it was started anew
-    assert (heard.seen().tokens["none"], heard.seen().tokens["page"]) == (10, 90)
+    engines = Engines()
+    engines.receive(CHANNEL, message(computed=1000, page=5000))
+    assert not any(engines.seen().tokens.values())
+    engines.receive(CHANNEL, message(computed=1010, page=5090))
+    assert (engines.seen().tokens["none"], engines.seen().tokens["page"]) == (10, 90)
+    engines.receive(CHANNEL, message(computed=3, page=0))  # it was started anew
+    assert (engines.seen().tokens["none"], engines.seen().tokens["page"]) == (10, 90)
 
 
 def test_a_silent_engine_is_disconnected_until_its_next_message() -> None:
     now = 0.0
-    heard = Engines(lambda: now)
-    heard.receive(CHANNEL, message("host:2"))
-    heard.receive(CHANNEL, message("host:1", computed=1))
-    assert [each.name for each in heard.seen().connected] == ["host:1", "host:2"]
+    engines = Engines(lambda: now)
+    engines.receive(CHANNEL, message("host:2"))
+    engines.receive(CHANNEL, message("host:1", computed=1))
+    assert [each.name for each in engines.seen().connected] == ["host:1", "host:2"]
     now = SILENT_SECONDS + 1
-    assert heard.seen().connected == []
-    heard.receive(CHANNEL, message("host:1", computed=5))
-    assert [each.name for each in heard.seen().connected] == ["host:1"]
-    assert heard.seen().tokens["none"] == 4
+    assert engines.seen().connected == []
+    engines.receive(CHANNEL, message("host:1", computed=5))
+    assert [each.name for each in engines.seen().connected] == ["host:1"]
+    assert engines.seen().tokens["none"] == 4
 
 
 def test_there_are_so_many_engines_at_most() -> None:
-    heard = Engines()
+    engines = Engines()
     for number in range(3 * MOST_ENGINES):
-        heard.receive(CHANNEL, message(f"host:{number}"))
-    assert len(heard.seen().connected) == MOST_ENGINES
+        engines.receive(CHANNEL, message(f"host:{number}"))
+    assert len(engines.seen().connected) == MOST_ENGINES
 
 
 def test_a_user_sees_messages_of_its_own_channel_only() -> None:
-    heard = Engines()
+    engines = Engines()
     for computed in (0, 10):
-        heard.receive(CHANNEL + b":ann", message(computed=computed))
-        heard.receive(CHANNEL + b":bob", message(computed=5 * computed))  # of the same name, which anybody may take
-        heard.receive(CHANNEL, message("host:2", computed=7 * computed))
-    assert [len(heard.seen(user).connected) for user in ("ann", "bob", "nobody", None)] == [1, 1, 0, 3]
-    assert [heard.seen(user).tokens["none"] for user in ("ann", "bob", "nobody", None)] == [10, 50, 0, 130]
+        engines.receive(CHANNEL + b":ann", message(computed=computed))
+        engines.receive(CHANNEL + b":bob", message(computed=5 * computed))  # of the same name, which anybody may take
+        engines.receive(CHANNEL, message("host:2", computed=7 * computed))
+    assert [len(engines.seen(user).connected) for user in ("ann", "bob", "nobody", None)] == [1, 1, 0, 3]
+    assert [engines.seen(user).tokens["none"] for user in ("ann", "bob", "nobody", None)] == [10, 50, 0, 130]
 
 
 def test_there_are_so_many_users_at_most() -> None:
     """Further engines are visible to users with all rights."""
-    heard = Engines()
+    engines = Engines()
     for number in range(3 * MOST_USERS):
-        heard.receive(b"%b:%d" % (CHANNEL, number), message(f"host:{number}"))
-    known = [number for number in range(3 * MOST_USERS) if heard.seen(str(number)).connected]
+        engines.receive(b"%b:%d" % (CHANNEL, number), message(f"host:{number}"))
+    known = [number for number in range(3 * MOST_USERS) if engines.seen(str(number)).connected]
     assert len(known) <= MOST_USERS
-    assert len(heard.seen().connected) == MOST_ENGINES
+    assert len(engines.seen().connected) == MOST_ENGINES
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_there_are_so_many_users_at_most() -> None:
     ],
 )
 def test_invalid_messages_are_ignored(raw: bytes) -> None:
-    heard = Engines()
-    heard.receive(CHANNEL, raw)
-    assert (parse(raw), heard.seen().connected) == (None, [])
+    engines = Engines()
+    engines.receive(CHANNEL, raw)
+    assert (parse(raw), engines.seen().connected) == (None, [])
 
 
 def test_names_are_cut() -> None:

@@ -325,21 +325,21 @@ def _lives(pid: int) -> bool:
 def test_a_port_in_use_is_reported_before_the_start() -> None:
     with start_server() as other:
         command = [sys.executable, "-m", "kvpage_server.app", "--port", str(free_port()), "--store", "memory"]
-        said = subprocess.run(
+        done = subprocess.run(
             [*command, "--metrics-port", str(other.port)], capture_output=True, encoding="utf-8", timeout=100
         )
-    assert said.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{other.port}" in said.stderr
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{other.port}" in done.stderr
 
 
 def test_without_the_extra_the_error_names_it() -> None:
     program = (
         "import sys; sys.modules['uvicorn'] = None; from kvpage_server.app import main; main(['--metrics-port', '1'])"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
-    assert said.returncode == 1
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
+    assert done.returncode == 1
     assert (
-        said.stderr
+        done.stderr
         == "kvpage-server: metrics-port: uvicorn is not installed: pip install '.[web]' in a checkout of kvpage\n"
     )
 

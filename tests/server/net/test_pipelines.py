@@ -16,10 +16,10 @@ def answers(server: RunningServer, *lines: str) -> bytes:
     """Return all reply bytes of pipelined commands."""
     with Wire(server.port) as wire:
         wire.send(b"".join(spell(line.encode().split()) for line in lines) + spell(END))
-        came = b""
-        while not came.endswith(ENDED):
-            came += wire.reply()
-    return came.removesuffix(ENDED)
+        replies = b""
+        while not replies.endswith(ENDED):
+            replies += wire.reply()
+    return replies.removesuffix(ENDED)
 
 
 PLAIN = [
@@ -38,7 +38,7 @@ def test_plain_commands_are_answered_in_order(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "came"),
+    ("lines", "expected"),
     [
         (["CLIENT REPLY SKIP", "PING", "PING"], b"+PONG\r\n"),
         (["PING", "CLIENT REPLY OFF", "PING", "CLIENT REPLY ON", "PING"], b"+PONG\r\n+OK\r\n+PONG\r\n"),
@@ -59,14 +59,14 @@ def test_plain_commands_are_answered_in_order(server: RunningServer) -> None:
     ],
 )
 def test_a_command_that_changes_the_mode_affects_the_next_one(
-    server: RunningServer, lines: list[str], came: bytes
+    server: RunningServer, lines: list[str], expected: bytes
 ) -> None:
     if "SUBSCRIBE pipe" not in lines:
-        assert answers(server, *lines) == came
+        assert answers(server, *lines) == expected
         return
     with Wire(server.port) as wire:
         wire.send(b"".join(spell(line.encode().split()) for line in lines))
-        assert wire.reply() + wire.reply() == came
+        assert wire.reply() + wire.reply() == expected
 
 
 @pytest.mark.parametrize("turn", [0, 60 * 10**9], ids=["command by command", "all at once"])

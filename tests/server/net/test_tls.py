@@ -108,9 +108,9 @@ def secure(certificates: Path) -> Iterator[SecureServer]:
 class TestTLS:
     def test_a_client_closed_during_the_handshake_leaves_nothing(self, secure: SecureServer) -> None:
         """The socket does not say any more whose it was; the server's log must have no traceback at its end."""
-        for said in (b"", b"PING\r\n") * 40:
+        for data in (b"", b"PING\r\n") * 40:
             sock = secure.connect()
-            sock.sendall(said)
+            sock.sendall(data)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
             with socket.create_connection(("127.0.0.1", secure.port), timeout=30) as raw:

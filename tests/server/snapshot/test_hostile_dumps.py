@@ -58,8 +58,8 @@ def restored(path: Path, server: RunningServer) -> str:
     """The output of a restore into the empty server, which has exit status 1 and is no traceback."""
     with server.client() as client:
         client.flushall()
-        code, shown, said = kvpage("restore", str(path), "--url", server.url)
-        assert (code, said) == (1, ""), shown
+        code, shown, errors = kvpage("restore", str(path), "--url", server.url)
+        assert (code, errors) == (1, ""), shown
         return shown
 
 
@@ -75,19 +75,19 @@ def test_a_bad_summary_costs_itself(server: RunningServer, client: redis.Redis, 
     assert [line for line in shown.splitlines() if hostile.line in line], shown
     assert "1 are corrupt" in shown
     assert client.dbsize() == COUNT
-    code, shown, said = kvpage("inspect", "--verify", str(copied))
-    assert (code, said) == (1, "")
+    code, shown, errors = kvpage("inspect", "--verify", str(copied))
+    assert (code, errors) == (1, "")
     assert hostile.line in shown
-    code, _, said = kvpage("dump", "--update", str(copied), "--url", server.url)
-    assert (code, said.count("\n")) == (2, 1)
-    assert hostile.line in said
+    code, _, errors = kvpage("dump", "--update", str(copied), "--url", server.url)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert hostile.line in errors
 
 
 @named("hostile", FILES, ids=ids)
 def test_a_bad_file_costs_itself(server: RunningServer, client: redis.Redis, copied: Path, hostile: Hostile) -> None:
     check(server, client, copied, hostile)
-    code, shown, said = kvpage("inspect", "--verify", str(copied))
-    assert (code, said) == (1, "")
+    code, shown, errors = kvpage("inspect", "--verify", str(copied))
+    assert (code, errors) == (1, "")
     assert hostile.line in shown
     check_update(server, client, copied)
 
@@ -95,8 +95,8 @@ def test_a_bad_file_costs_itself(server: RunningServer, client: redis.Redis, cop
 @named("hostile", ENTRIES, ids=ids)
 def test_a_bad_entry_costs_itself(server: RunningServer, client: redis.Redis, copied: Path, hostile: Hostile) -> None:
     check(server, client, copied, hostile)
-    code, _, said = kvpage("inspect", str(copied))
-    assert (code in (0, 1), said) == (True, "")
+    code, _, errors = kvpage("inspect", str(copied))
+    assert (code in (0, 1), errors) == (True, "")
     check_update(server, client, copied)
 
 
@@ -111,8 +111,8 @@ def check(server: RunningServer, client: redis.Redis, path: Path, hostile: Hosti
 
 def check_update(server: RunningServer, client: redis.Redis, path: Path) -> None:
     """The dump of the same server replaces damaged files."""
-    code, shown, said = kvpage("dump", "--update", str(path), "--url", server.url)
-    assert (code, said) == (0, ""), shown
+    code, shown, errors = kvpage("dump", "--update", str(path), "--url", server.url)
+    assert (code, errors) == (0, ""), shown
     client.flushall()
     assert kvpage("restore", str(path), "--url", server.url)[0] == 0
     assert client.dbsize() == COUNT
@@ -143,8 +143,8 @@ def test_a_late_expiry_is_restored(server: RunningServer, client: redis.Redis, c
     forge(copied / BAD, {"string:late": tensor(note), name: late | {"data_offsets": [5, 10]}}, VALUE + VALUE)
     name_in_summary(copied)
     client.flushall()
-    code, shown, said = kvpage("restore", str(copied), "--url", server.url)
-    assert (code, said) == (0, ""), shown
+    code, shown, errors = kvpage("restore", str(copied), "--url", server.url)
+    assert (code, errors) == (0, ""), shown
     assert min(client.pttl("late"), client.pttl(name)) > 1 << 52
 
 
@@ -155,8 +155,8 @@ def test_a_string_expiring_near_the_maximum_is_restored(
     client.set("other", "y")
     assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
     client.flushall()
-    code, shown, said = kvpage("restore", str(tmp_path), "--url", server.url)
-    assert (code, said) == (0, "")
+    code, shown, errors = kvpage("restore", str(tmp_path), "--url", server.url)
+    assert (code, errors) == (0, "")
     assert shown.startswith("0 pages and 2 strings")
     assert client.mget("late", "other") == [b"x", b"y"]
 
@@ -216,8 +216,8 @@ def test_memory_is_bounded(server: RunningServer, client: redis.Redis, copied: P
 
 def test_inspect_escapes_names_in_a_dump(copied: Path) -> None:
     summary = copied / "dump.json"
-    said = json.loads(summary.read_text(encoding="utf-8")) | {"selection": "\x1b]0;title\x07\nanother line"}
-    summary.write_text(json.dumps(said), encoding="utf-8")
+    contents = json.loads(summary.read_text(encoding="utf-8")) | {"selection": "\x1b]0;title\x07\nanother line"}
+    summary.write_text(json.dumps(contents), encoding="utf-8")
     _, shown, _ = kvpage("inspect", str(copied))
     assert shown.startswith("a dump of \\x1b]0;title\\x07\\nanother line")
     assert "\x1b" not in shown

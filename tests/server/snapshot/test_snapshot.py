@@ -157,9 +157,9 @@ def test_a_request_without_a_page_is_reported(server: RunningServer, client: red
         ("restore", str(tmp_path), "--url", server.url),
         ("inspect", str(tmp_path)),
     ):
-        code, _, said = kvpage(*command, "--request", "nobody")
+        code, _, errors = kvpage(*command, "--request", "nobody")
         assert code == 2
-        assert "no page of what --request names" in said
+        assert "no page of what --request names" in errors
 
 
 def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
@@ -390,8 +390,8 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
     code, shown, _ = kvpage("dump", str(tmp_path), *url)
     assert code == 0
     assert shown.startswith("8 pages and 1 string, 449 bytes in 2 files, ")
-    code, _, said = kvpage("dump", str(tmp_path), *url)
-    assert (code, said) == (2, f"kvpage: {tmp_path} holds a finished dump; --update brings it up to date\n")
+    code, _, errors = kvpage("dump", str(tmp_path), *url)
+    assert (code, errors) == (2, f"kvpage: {tmp_path} holds a finished dump; --update brings it up to date\n")
     code, shown, _ = kvpage("dump", str(tmp_path), "--update", *url)
     assert code == 0
     assert "in 2 files, 2 of them as they were, " in shown
@@ -401,16 +401,16 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
     assert shown.startswith("0 pages and 1 string, 1 byte restored, ")
     assert "8 keys there already, left unchanged\n" in shown
     assert kvpage("restore", str(tmp_path), "--replace", *url)[1].startswith("8 pages and 1 string, 449 bytes")
-    code, _, said = kvpage("restore", str(tmp_path / "nowhere"), *url)
+    code, _, errors = kvpage("restore", str(tmp_path / "nowhere"), *url)
     assert code == 2
-    assert "No such file or directory" in said
+    assert "No such file or directory" in errors
     (tmp_path / "empty").mkdir()
     assert kvpage("restore", str(tmp_path / "empty"), *url)[2] == f"kvpage: {tmp_path / 'empty'} holds no dump\n"
 
 
 def test_only_a_kvpage_server_can_be_dumped(redis_server: RunningServer, tmp_path: Path) -> None:
-    code, _, said = kvpage("dump", str(tmp_path), "--url", redis_server.url)
-    assert (code, said) == (2, "kvpage: only a kvpage-server can be dumped, this is another Redis\n")
+    code, _, errors = kvpage("dump", str(tmp_path), "--url", redis_server.url)
+    assert (code, errors) == (2, "kvpage: only a kvpage-server can be dumped, this is another Redis\n")
 
 
 def test_a_dump_larger_than_the_store_is_reported(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
@@ -510,8 +510,8 @@ def test_a_restore_sends_requests_a_smaller_server_accepts(
     client.set("string", random.Random(2).randbytes(3 << 20))
     dump(store, tmp_path, EVERYTHING)
     with start_server("--maxmemory-clients", "2mb") as smaller, smaller.client() as other:
-        code, shown, said = kvpage("restore", str(tmp_path), url=smaller.url)
-        assert (code, said) == (1, "")
+        code, shown, errors = kvpage("restore", str(tmp_path), url=smaller.url)
+        assert (code, errors) == (1, "")
         assert "1 did not fit into the store, and were not restored:" in shown
         assert "string, 3145728 bytes: the server takes 2097152 at once (maxmemory-clients)" in shown
         pages = other.execute_command("KVPAGEINDEX", "large", "WITHSIZES")
@@ -524,8 +524,8 @@ def test_a_restore_reports_errors_of_a_full_server(store: RunningStore, client: 
         set_block(client, "large", page, block([(0, DType.BFLOAT16, 256)], layers=4, heads=4, page_size=64))  # 512 KiB
     dump(store, tmp_path, EVERYTHING, file_bytes=1_000_000)
     with start_server("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as smaller, smaller.client() as other:
-        code, shown, said = kvpage("restore", str(tmp_path), url=smaller.url)
-        assert (code, said) == (1, "")
+        code, shown, errors = kvpage("restore", str(tmp_path), url=smaller.url)
+        assert (code, errors) == (1, "")
         kept = other.execute_command("KVPAGEINDEX", "large")
         assert 0 < len(kept) < 8
         assert f"{(8 - len(kept)) * 16} did not fit into the store, and were not restored:" in shown
@@ -546,8 +546,8 @@ def test_a_restore_omits_values_that_its_user_may_not_write(tmp_path: Path) -> N
             client.flushall()
             client.set("kv:tenantA.q:0:0:9:0", "another value")
             arguments = ("restore", str(tmp_path), "--url", f"redis://tenantA:password@127.0.0.1:{server.port}")
-            code, shown, said = kvpage(*arguments, *options)
-            assert (code, said) == (1, "")
+            code, shown, errors = kvpage(*arguments, *options)
+            assert (code, errors) == (1, "")
             there = 0 if options else 1
             assert shown.startswith(f"{HALVES.pages + 1 - there} pages and 0 strings"), shown
             assert shown.count("NOPERM No permissions to access a key") == HALVES.pages + 2

@@ -222,7 +222,7 @@ def test_a_torn_file_is_noticed_wherever_it_ends(file: Path) -> None:
     assert not whole(file)
 
 
-def said(file: Path) -> str:
+def error_of(file: Path) -> str:
     with pytest.raises(BadFile) as error:
         read_contents(file)
     return str(error.value)
@@ -232,17 +232,17 @@ def test_other_files_are_recognised(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     for noise in (b"", b"kv", b"\xff" * 100, bytes(8)):
         file.write_bytes(noise)
-        assert said(file).startswith("it is torn, or no safetensors file")
+        assert error_of(file).startswith("it is torn, or no safetensors file")
     for header in (b"[]", b"null"):
         file.write_bytes(len(header).to_bytes(8, "little") + header)
-        assert said(file) == "it is not of kvpage dump"
+        assert error_of(file) == "it is not of kvpage dump"
     deep = b"[" * 100_000
     file.write_bytes(len(deep).to_bytes(8, "little") + deep)
-    assert said(file) == "it is torn, or no safetensors file: lists or objects are nested too deeply"
+    assert error_of(file) == "it is torn, or no safetensors file: lists or objects are nested too deeply"
     safetensors.numpy.save_file({"a": np.zeros(3)}, file)
-    assert said(file) == "it is not of kvpage dump"
+    assert error_of(file) == "it is not of kvpage dump"
     safetensors.numpy.save_file({"a": np.zeros(3)}, file, {"format": "kvpage-dump", "version": "2"})
-    assert said(file) == "its format is version '2', only 1 is understood"
+    assert error_of(file) == "its format is version '2', only 1 is understood"
 
 
 def forged(file: Path, **changes: object) -> FileContents:
@@ -352,17 +352,17 @@ def test_a_wrong_summary_is_named_and_the_files_are_restored(
     ):
         summary.write_text(content, encoding="utf-8")
         client.flushall()
-        code, shown, said = kvpage("restore", str(tmp_path), "--url", server.url)
-        assert (code, said) == (1, "")
+        code, shown, errors = kvpage("restore", str(tmp_path), "--url", server.url)
+        assert (code, errors) == (1, "")
         assert f"  dump.json {what}" in shown
         assert "the dump was never finished" in shown
         assert client.dbsize() == count
-        code, shown, said = kvpage("inspect", str(tmp_path))
-        assert (code, said) == (1, "")
+        code, shown, errors = kvpage("inspect", str(tmp_path))
+        assert (code, errors) == (1, "")
         assert f"  dump.json {what}" in shown
-        code, _, said = kvpage("dump", str(tmp_path), "--update", "--url", server.url)
-        assert (code, said.count("\n")) == (2, 1)
-        assert what in said
+        code, _, errors = kvpage("dump", str(tmp_path), "--update", "--url", server.url)
+        assert (code, errors.count("\n")) == (2, 1)
+        assert what in errors
 
 
 def test_files_of_others_in_the_directory_are_left_alone(

@@ -154,8 +154,8 @@ SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
 def test_the_first_sentence_matches_the_values(seen: SeenServer, browser: Any) -> None:
     usual = {"misses": {}, "ratio": None, "agents": [["ann", 2048, 2100], ["bob", 1024, 1100]]}
     with shown(browser, seen.page) as page:
-        for made, said in LEDES:
-            assert said in page.evaluate(SAY_LEDE, usual | made)
+        for made, sentence in LEDES:
+            assert sentence in page.evaluate(SAY_LEDE, usual | made)
 
 
 def test_a_context_is_a_strip_of_blocks_of_layers_by_heads(seen: SeenServer, browser: Any) -> None:

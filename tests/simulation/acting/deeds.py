@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.simulation.acting.dumps import Dumper
-from tests.simulation.acting.peers import Peer, spell
+from tests.simulation.acting.peers import Peer, encode
 from tests.simulation.acting.process import Process
 from tests.simulation.judging.audit import PATIENCE, doubt_overdue
 from tests.simulation.judging.scans import Scan
@@ -50,7 +50,7 @@ class Deeds:
 
     def do_half(self, step: Step) -> None:
         peer = self._opened(step)
-        data = spell(step.words)
+        data = encode(step.words)
         peer.half = True
         self._run._push(peer, data[: int(len(data) * step.extra["share"])], 1, step.number)
 

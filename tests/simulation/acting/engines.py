@@ -99,19 +99,19 @@ def _damage(file: Path, chance: random.Random) -> None:
 
 
 class Engine:
-    """One engine and its users, who keep their histories. `wrong` receives errors, `said` receives output."""
+    """One engine and its users, who keep their histories. `wrong` receives errors, `report` receives output."""
 
     def __init__(
-        self, number: int, socket: Path, wrong: Callable[[str], None], said: Callable[[str], None], files: Path | None
+        self, number: int, socket: Path, wrong: Callable[[str], None], report: Callable[[str], None], files: Path | None
     ) -> None:
         self.number = number
         self.busy = False
         self.over = False
         self._url = f"unix://{socket}"
         self._wrong = wrong
-        self._said = said
+        self._report = report
         self._files = files
-        self._said_so_far: dict[str, tuple[int, ...]] = {}  # by agent
+        self._histories: dict[str, tuple[int, ...]] = {}  # by agent
         self._lives = 0
         self._owner = ""
         self.begin()
@@ -192,16 +192,16 @@ class Engine:
 
     def _do_turn(self, agent: str, prompt: tuple[int, ...]) -> None:
         """Somebody says something, and is answered."""
-        before = self._said_so_far.get(agent, ())
+        before = self._histories.get(agent, ())
         tokens = (before if len(before) < _LONGEST else ()) + prompt
         known = self._load(agent, tokens)
         rows = computed(tokens, known)
         text, right = text_of(rows), text_of(computed(tokens, []))
-        self._said(f"{agent} {len(known)} {text}")
+        self._report(f"{agent} {len(known)} {text}")
         if text != right:
             self._wrong(f"{self._owner}: {agent} was answered {text} with {len(known)} tokens loaded, right is {right}")
         tokens += text
-        self._said_so_far[agent] = tokens
+        self._histories[agent] = tokens
         context = blocks_of(agent, tokens, computed(tokens, rows), self._pool)
         if self._store:
             self._store.save(context)
@@ -211,7 +211,7 @@ class Engine:
         self._pool.free(context.block_ids, agent)
 
     def _do_recall(self, agent: str) -> None:
-        self._said(f"{agent} {len(self._load(agent, None))}")
+        self._report(f"{agent} {len(self._load(agent, None))}")
 
     def _do_fork(self, agent: str, new: str) -> None:
         try:
@@ -219,9 +219,9 @@ class Engine:
         except StoreUnavailableError:  # the server died, or its disk fails
             forked = False
         if forked:
-            self._said_so_far[new] = self._said_so_far.get(agent, ())
+            self._histories[new] = self._histories.get(agent, ())
 
     def _do_delete(self, agent: str) -> None:
         with suppress(StoreUnavailableError):  # the server died, or its disk fails
             (self._store or self._tier).delete(agent)  # type: ignore[union-attr]
-        self._said_so_far.pop(agent, None)
+        self._histories.pop(agent, None)

@@ -38,7 +38,7 @@ class Asked:
     doubt: Any = None  # its uncertain effects
     done: set[bytes] = field(default_factory=set)  # keys that it has deleted or stored so far, in steps
     parts: deque[list[bytes]] = field(default_factory=deque)  # keys that it stores in later steps, each part in one
-    came: int = 0  # pages that were stored during its deletions, and that it may have deleted, too
+    also_stored: int = 0  # pages that were stored during its deletions, and that it may have deleted, too
     heard: Callable[[Asked, Any], None] | None = None  # receives a correct reply, in addition
     unclear: set[bytes] = field(default_factory=set)  # keys that it changes, whose value before is unknown
     unsure: set[bytes] = field(default_factory=set)  # keys of unknown kind when it was run
@@ -171,7 +171,7 @@ class Watchers:
         self._selector.unregister(peer.sock)
 
 
-def spell(words: Words) -> bytes:
+def encode(words: Words) -> bytes:
     """Encode a command in RESP."""
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 

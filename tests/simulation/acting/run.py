@@ -13,7 +13,7 @@ from typing import Any
 from tests.simulation.acting.deeds import Deeds
 from tests.simulation.acting.dumps import Dumper
 from tests.simulation.acting.engines import Engine
-from tests.simulation.acting.peers import Asked, BlockedError, Peer, Watchers, spell
+from tests.simulation.acting.peers import Asked, BlockedError, Peer, Watchers, encode
 from tests.simulation.acting.process import SOCKET, Process
 from tests.simulation.acting.smaller import make_smaller
 from tests.simulation.judging.audit import Audit
@@ -79,7 +79,7 @@ class Run:
 
     def _new_engine(self, number: int) -> Engine:
         files = self.directory / "engine" if number == 1 else None
-        return Engine(number, self.now / SOCKET, self.judge.note_broken, self._said, files)
+        return Engine(number, self.now / SOCKET, self.judge.note_broken, self._add_output, files)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Run:
 
     def send(self, peer: Peer, step: int, words: Words, pieces: int = 1) -> Asked:
         """Have a peer say something, in so many pieces."""
-        data, asked = spell(words), Asked(step, words)
+        data, asked = encode(words), Asked(step, words)
         peer.unrun.append(asked)
         self._push(peer, data, pieces, step)
         asked.sent = peer.busy_until
@@ -217,7 +217,7 @@ class Run:
             self.machine.later(self._doom, self._deeds.killer())
             self._doom = None
 
-    def _said(self, text: str) -> None:
+    def _add_output(self, text: str) -> None:
         self.digest.update(b"%d %b" % (self.machine.clock.now, text.encode()))
 
     def _lost(self, peer: Peer, by_server: bool) -> None:

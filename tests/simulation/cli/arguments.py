@@ -70,13 +70,13 @@ def known_seeds(path: Path) -> list[tuple[int, int]]:
     """The seeds of a file, with their steps. Raises ValueError where it says anything else, or nothing."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        said = line.split("#")[0].strip()
-        parts = re.fullmatch(rf"({_NUMBER})\s+({_NUMBER})", said)
+        line_text = line.split("#")[0].strip()
+        parts = re.fullmatch(rf"({_NUMBER})\s+({_NUMBER})", line_text)
         if parts and int(parts[2]):
             found.append((int(parts[1]), int(parts[2])))
-        elif said:
+        elif line_text:
             form = "a seed, at least one step and what it was: 4711 600  # what it was"
-            raise ValueError(f"{path}, line {number}: {said!r} is not {form}")
+            raise ValueError(f"{path}, line {number}: {line_text!r} is not {form}")
     if not found:
         raise ValueError(f"{path} has no seeds")
     return found

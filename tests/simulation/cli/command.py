@@ -17,7 +17,7 @@ from time import sleep
 from kvpage_server.core import NAME
 from tests.simulation.acting.run import Outcome, run
 from tests.simulation.cli.arguments import Request
-from tests.simulation.cli.shrink import fewest, like, spelt
+from tests.simulation.cli.shrink import as_text, fewest, like
 from tests.simulation.programs.program import Program
 from tests.simulation.world import place
 from tests.simulation.world.clock import Clock, real_monotonic
@@ -101,7 +101,7 @@ def _notify(outcome: Outcome, steps: int, request: Request, play: Play) -> None:
     chosen = program.steps(steps)
     left = fewest(chosen, lambda some: like(play(outcome.seed, steps, [step.number for step in some]), outcome))
     print(f"  {len(left)} of {len(chosen)} steps are enough, of a server with {program.seed.options}:")
-    print("\n".join(f"    {spelt(step)}" for step in left), flush=True)
+    print("\n".join(f"    {as_text(step)}" for step in left), flush=True)
 
 
 def apart(

@@ -39,7 +39,7 @@ def fewest(steps: Sequence[Step], fails: Callable[[list[Step]], bool]) -> list[S
     return left
 
 
-def spelt(step: Step) -> str:
+def as_text(step: Step) -> str:
     """A step as somebody would do it: a line for redis-cli, where it is a command."""
     wait = f"after {step.gap / MS:.3f} ms" if step.gap else ""
     if step.kind == "send":

@@ -103,36 +103,36 @@ class Judge:
 
     def ran(self, client: Client, words: Any, reply: Any) -> Any:
         """The server has run a command, or refused it. Return the sent reply."""
-        said = tuple([word if type(word) is bytes else bytes(word.body) for word in words])
-        peer, talk = self._who(client, said)
+        command = tuple([word if type(word) is bytes else bytes(word.body) for word in words])
+        peer, talk = self._who(client, command)
         if talk.over:
-            self.fail(f"peer {peer.number}: the server ran {shown(said)} of a connection that is over")
+            self.fail(f"peer {peer.number}: the server ran {shown(command)} of a connection that is over")
         here = peer.talk is talk and peer.sock is not None  # or its result will not be received
-        if here and (not peer.unrun or peer.unrun[0].words != said):
+        if here and (not peer.unrun or peer.unrun[0].words != command):
             expected = peer.unrun[0].words if peer.unrun else None
-            self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
-        asked, peer.moved = peer.unrun.popleft() if here else Asked(-1, said), self.machine.clock.now
+            self.fail(f"peer {peer.number}: the server ran {shown(command)}, sent was {shown(expected or ())}")
+        asked, peer.moved = peer.unrun.popleft() if here else Asked(-1, command), self.machine.clock.now
         self.commands += 1
         self.process.stored.clear()
         asked.ran, asked.elapsed = self.machine.clock.unix_ms, self.model.store.elapsed()
         if asked.audit is not None:
             peer.unanswered.append(asked)
             return reply
-        runs_many = said[0].lower() == b"exec"
+        runs_many = command[0].lower() == b"exec"
         watched, self.model.given_up = dict(talk.watched), reply is NULL_ARRAY
         marks = {id(one): dict(one.watched) for one in self.model.talks if one.watched} if runs_many else {}
         self.model.begin_command(talk)
         evicted = self.note_evictions()
         if runs_many and reply is not NULL_ARRAY:
             talk.watched = watched  # its own evictions are not changes before it
-        self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
+        self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, command))
         listened = len(talk.channels) + len(talk.patterns)
         hashes = self.model.checksums
         there = self._monitors.there
         self._answer(talk, asked, reply)
         while self.process.lost_notes:
             self.model.lose_note(*self.process.lost_notes.pop())
-        self._monitors.ran(there, client, said, asked.queued, reply)
+        self._monitors.ran(there, client, command, asked.queued, reply)
         self.model.may_have_changed(evicted)
         if self.model.checksums != hashes:
             self.model.store.doubt_checksums()
@@ -149,7 +149,7 @@ class Judge:
             self._lose_sight(asked, marks)
         if here and not talk.silent:
             peer.unanswered.append(asked)
-        elif said[0].lower() in (b"hello", b"reset", b"exec"):
+        elif command[0].lower() in (b"hello", b"reset", b"exec"):
             peer.speaks = 0  # the protocol of the next message is unknown
         talk.silent -= talk.silent > 0
         for listening, message in self.model.pushes:
@@ -212,22 +212,22 @@ class Judge:
 
     def _answer(self, talk: Conversation, asked: Asked, reply: Any) -> None:
         """Have the model do the same."""
-        model, store, said = self.model, self.model.store, asked.words
+        model, store, command = self.model, self.model.store, asked.words
         before, gone, model.pushes = len(store.log), store.gone, []
-        asked.queued = [*talk.queued] if talk.queued and said[0].lower() == b"exec" else []
+        asked.queued = [*talk.queued] if talk.queued and command[0].lower() == b"exec" else []
         unclear = store.options() if isinstance(reply, Stream) else {}
-        refusal = self._refusals.why(str(reply) if isinstance(reply, ReplyError) else "", said)
-        if not isinstance(reply, ReplyError) and talk.queued is None and self._refusals.must_refuse(said):
-            self.fail(f"{shown(said)} was not refused: values exceed maxmemory, and noeviction evicts none of them")
+        refusal = self._refusals.why(str(reply) if isinstance(reply, ReplyError) else "", command)
+        if not isinstance(reply, ReplyError) and talk.queued is None and self._refusals.must_refuse(command):
+            self.fail(f"{shown(command)} was not refused: values exceed maxmemory, and noeviction evicts none of them")
         if refusal:
-            asked.expected = self._refused(talk, said, refusal)
-        elif talk.stranger and talk.queued is None and said[0].lower() not in _CHANGE:
+            asked.expected = self._refused(talk, command, refusal)
+        elif talk.stranger and talk.queued is None and command[0].lower() not in _CHANGE:
             asked.expected = ANYTHING  # no client here receives it, and it is unchanged
         else:
-            asked.expected = model.answer(talk, said)
+            asked.expected = model.answer(talk, command)
         if model.given_up:
             model.done.clear()
-        model.end_command(talk, said, asked.expected)
+        model.end_command(talk, command, asked.expected)
         if asked.heard is not None or isinstance(reply, Stream):
             asked.unsure = store.doubtful() | store.fog
         asked.at, asked.end = before, len(store.log)
@@ -237,7 +237,7 @@ class Judge:
         asked.streamed = isinstance(reply, Stream)
         if asked.changes:
             self._note_stored(asked)
-        elif said[0].lower() == b"config" and b"maxmemory" in said:
+        elif command[0].lower() == b"config" and b"maxmemory" in command:
             self.just_stored = _ANY_SIZE  # memory may be larger for now
         if asked.streamed:
             self._unfinished.begin(asked, unclear)

@@ -38,16 +38,16 @@ class Monitors:
         required = not isinstance(reply, ReplyError | Stream)  # or it may have been refused, maybe in steps
         commands = [(words, required)]
         commands += [(one, False) for one in queued if reply is not NULL_ARRAY]  # some of which may be refused
-        for said, is_shown in commands:
+        for command, is_shown in commands:
             try:
-                spec = find(said)
+                spec = find(command)
             except ReplyError:
                 continue
             if spec.flags & _NOT_SHOWN:
                 continue
-            spelt = b" ".join(map(_spelt, shown(spec, said, _LONGEST)))
+            text = b" ".join(map(_quoted, shown(spec, command, _LONGEST)))
             for talk in there:
-                (talk.to_show if is_shown else talk.may_show).append((client.address.encode(), spelt))
+                (talk.to_show if is_shown else talk.may_show).append((client.address.encode(), text))
 
     def is_shown(self, peer: Peer, reply: Any) -> bool:
         """Return whether a line shows the next executed command."""
@@ -55,19 +55,19 @@ class Monitors:
         talk = peer.talk
         if line is None or not (talk.monitors or talk.to_show or talk.may_show):
             return False
-        said = line[1], line[2]
-        if said in [*talk.to_show][:1]:
+        shown_line = line[1], line[2]
+        if shown_line in [*talk.to_show][:1]:
             talk.to_show.popleft()
-        elif said in talk.may_show:
-            talk.may_show.remove(said)
+        elif shown_line in talk.may_show:
+            talk.may_show.remove(shown_line)
         else:
             self._fail(
-                f"peer {peer.number}, who monitors, was shown {said!r:.300}, run was {[*talk.to_show][:1]!r:.300}"
+                f"peer {peer.number}, who monitors, was shown {shown_line!r:.300}, run was {[*talk.to_show][:1]!r:.300}"
             )
         return True
 
 
-def _spelt(word: bytes) -> bytes:
+def _quoted(word: bytes) -> bytes:
     return b'"%b"' % b"".join(map(_spelt_byte, word))
 
 

@@ -67,9 +67,11 @@ class Unfinished:
         asked.doubt, doubt.pending = None, False
         for talk in self._model.talks:
             talk.unheard -= settled  # for example by FLUSHALL, which sends no notification
-        if asked.came:
+        if asked.also_stored:
             asked.expected = (
-                A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + asked.came)
+                A_NUMBER
+                if isinstance(asked.expected, May)
+                else between(asked.expected, asked.expected + asked.also_stored)
             )
         if is_error(reply):
             if asked.done and asked.words[0].lower() == b"kvpagemset":
@@ -154,7 +156,7 @@ class Unfinished:
         gone = new - there
         for key in sorted(gone):
             store.forget(key)
-        asked.came += len(gone)
+        asked.also_stored += len(gone)
 
     def _learn_evicted(self, doubt: Doubt) -> None:
         """Values evicted before a command in steps reached them are absent."""

@@ -110,11 +110,11 @@ class Tracked:
         self._actor, tracking = None, talk.tracking
         runs_many, unclear = bool(self.done), set[bytes]()
         done = [(words, reply, tracking.mode), *self.done]
-        for one, came, mode in done:
+        for one, reply, mode in done:
             spec = meant(one)
             if mode is None or not mode.notes or spec is None or "readonly" not in spec.flags:
                 continue
-            if isinstance(came, Err) or came is QUEUED or len(one) == 1:
+            if isinstance(reply, Err) or reply is QUEUED or len(one) == 1:
                 continue
             before_or_after = self._unswept() | (self._changing if runs_many else set())  # it was read, it has changed
             unclear = unclear or self._unclear() | before_or_after

@@ -151,9 +151,9 @@ def block_set(seed: Seed) -> Words:
     ttl, page = rng.choice([0, 0, 2, 60]), rng.randrange(8)
     planes = rng.choice([PLANES, PLANES, PLANES[:1]])
     size = sum(LAYERS * HEADS * ROWS * columns * 2 for _, _, columns in planes)
-    spelt = [b"%d" % number for plane in planes for number in plane]
+    words = [b"%d" % number for plane in planes for number in plane]
     head = [b"%d" % n for n in (page, LAYERS, HEADS, ROWS, ttl, len(planes))]
-    return b"KVBLOCKSET", b"q%d" % seed.peer, *head, *spelt, seed.exactly(size)
+    return b"KVBLOCKSET", b"q%d" % seed.peer, *head, *words, seed.exactly(size)
 
 
 def block_get(seed: Seed) -> Words:

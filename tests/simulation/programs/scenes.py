@@ -86,8 +86,8 @@ def _listeners(seed: Seed) -> list[Step]:
     by_pattern = rng.random() < 0.3
     steps = [seed.send(peer, (b"PSUBSCRIBE", b"*") if by_pattern else (b"SUBSCRIBE", channel))]
     for number in range(rng.randrange(1, 8)):
-        said = (b"PUBLISH", rng.choice(CHANNELS), b"%d" % number)
-        steps.append(seed.send(rng.choice([0, 3]), rng.choice([said, said, (b"GET", rng.choice(seed.strings))])))
+        publish = (b"PUBLISH", rng.choice(CHANNELS), b"%d" % number)
+        steps.append(seed.send(rng.choice([0, 3]), rng.choice([publish, publish, (b"GET", rng.choice(seed.strings))])))
     end = (b"PUNSUBSCRIBE", b"*") if by_pattern else (b"UNSUBSCRIBE", channel)
     steps.append(seed.send(peer, rng.choice([end, end, (b"RESET",), (b"PING", b"there")])))
     more = random.Random(f"listeners {seed.number} {seed.drawn}")  # separate from `rng`: most seeds stay the same

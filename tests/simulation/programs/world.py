@@ -60,9 +60,9 @@ def _settle(seed: Seed) -> Step:
 def engine(seed: Seed) -> Step:
     rng = seed.rng
     agent, other = rng.choice(AGENTS), rng.choice(AGENTS[:3])
-    said = rng.choice([_FIRST, _FIRST, ()]) + tuple(rng.randrange(1 << 16) for _ in range(rng.randrange(1, 6)))
+    tokens = rng.choice([_FIRST, _FIRST, ()]) + tuple(rng.randrange(1 << 16) for _ in range(rng.randrange(1, 6)))
     what, *args = rng.choice([
-        ("turn", agent, said), ("turn", agent, said), ("turn", agent, said), ("recall", agent),
+        ("turn", agent, tokens), ("turn", agent, tokens), ("turn", agent, tokens), ("recall", agent),
         ("fork", AGENTS[0], other), ("delete", agent), ("die",),
     ])  # fmt: skip
     return seed.step("engine", rng.randrange(seed.engines), what=what, args=args)

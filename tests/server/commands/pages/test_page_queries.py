@@ -258,8 +258,8 @@ def steps_of(here: Here, words: list[Any]) -> Iterator[tuple[float, bytes]]:
 def test_a_block_of_very_many_pages_is_deleted_in_small_steps() -> None:
     here, count = Here(), 8000
     described = [word for i in range(count) for word in (b"r", b"%d" % i, b"0", b"0", b"0", *b"8 1 1 0 x".split())]
-    assert b"".join(said for _, said in steps_of(here, [b"KVPAGEMSET", b"%d" % count, *described])) == b"+OK\r\n"
-    steps = [said for _, said in steps_of(here, [b"KVPAGEDEL", b"r"])]
+    assert b"".join(part for _, part in steps_of(here, [b"KVPAGEMSET", b"%d" % count, *described])) == b"+OK\r\n"
+    steps = [part for _, part in steps_of(here, [b"KVPAGEDEL", b"r"])]
     assert len(steps) > count // 512
     assert b"".join(steps) == b":%d\r\n" % count
     assert b"deleted" in here.call("KVPAGEWHY", "r")
@@ -271,12 +271,12 @@ def test_a_block_stored_during_its_deletion_is_whole() -> None:
     described = [word for i in range(count) for word in (b"r", b"%d" % i, b"0", b"0", b"0", *b"8 1 1 0 x".split())]
     here.call("KVPAGEMSET", count, *described)
     deleting = steps_of(here, [b"KVPAGEDEL", b"r"])
-    said = next(deleting)[1]
+    part = next(deleting)[1]
     while here.keyspace.block(b"r", 0).pages == count:
-        said += next(deleting)[1]
+        part += next(deleting)[1]
     assert here.call("KVBLOCKSET", "r", 0, count, 1, 1, 0, 1, 0, 8, 1, bytes(count)) == b"+OK\r\n"
-    said += b"".join(words for _, words in deleting)
-    assert 0 < int(said.removeprefix(b":")) < count
+    part += b"".join(words for _, words in deleting)
+    assert 0 < int(part.removeprefix(b":")) < count
     assert here.call("KVBLOCKGET", "r", 0) == b"$%d\r\n%b\r\n" % (count, bytes(count))
 
 
@@ -290,19 +290,19 @@ def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
 def seconds_of_steps(order: str) -> list[float]:
     here, count = Here(), 16_384
     names = [(b"r", i // 128, i // 2 % 64, i if order == "a block each" else 0, i % 2) for i in range(count)]
-    spelt = [[req, *(b"%d" % number for number in numbers)] for req, *numbers in names]
+    words_of = [[req, *(b"%d" % number for number in numbers)] for req, *numbers in names]
     took = []
     if order == "a block stored whole":
         here.call("KVBLOCKSET", "r", 0, 128, 64, 1, 0, 2, 0, 3, 4, 1, 3, 4, bytes(count * 4))
     elif order != "absent":
-        some = [words for i, words in enumerate(spelt) if order != "every other absent" or i % 2]
+        some = [words for i, words in enumerate(words_of) if order != "every other absent" or i % 2]
         described = [word for words in some for word in (*words, b"3", b"1", b"4", b"60", b"body")]
         for _ in range(2):
             steps = list(steps_of(here, [b"KVPAGEMSET", b"%d" % len(some), *described]))
-            assert b"".join(said for _, said in steps) == b"+OK\r\n"
+            assert b"".join(part for _, part in steps) == b"+OK\r\n"
             took += [seconds for seconds, _ in steps]
     for command in (b"KVPAGEMGET", b"KVPAGEMEXISTS"):
-        steps = list(steps_of(here, [command, b"%d" % count, *(word for words in spelt for word in words)]))
+        steps = list(steps_of(here, [command, b"%d" % count, *(word for words in words_of for word in words)]))
         assert len(steps) > count // PAGES_PER_STEP
         took += [seconds for seconds, _ in steps]
     if order == "a block":
@@ -318,8 +318,8 @@ def test_a_block_changed_during_a_read_has_its_current_state() -> None:
     steps = steps_of(here, [b"KVBLOCKGET", b"r", b"0"])
     next(steps)
     here.call("KVPAGESET", "r", 0, 0, 0, 0, 3, 1, 4, 0, b"new.")
-    assert b"".join(said for _, said in steps) == b"$8000\r\nnew.%b\r\n" % (b"old." * 1999)
+    assert b"".join(part for _, part in steps) == b"$8000\r\nnew.%b\r\n" % (b"old." * 1999)
     steps = steps_of(here, [b"KVBLOCKGET", b"r", b"0"])
     next(steps)
     here.call("KVPAGEDEL", "r")
-    assert b"".join(said for _, said in steps) == b"$-1\r\n"
+    assert b"".join(part for _, part in steps) == b"$-1\r\n"

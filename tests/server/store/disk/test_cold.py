@@ -452,13 +452,13 @@ def test_a_block_on_disk_is_scanned_after_it_is_stored_whole(tmp_path: Path) -> 
 
 def test_finding_blocks_that_wait_to_be_written_is_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cannot leave memory yet. Eviction examines very many of them, while other clients wait."""
-    spelt = 0
+    calls = 0
     each = Block.page_names
 
     def counted(block: Block) -> Iterator[tuple[bytes, int, int, int]]:
-        nonlocal spelt
+        nonlocal calls
         for name in each(block):
-            spelt += 1
+            calls += 1
             yield name
 
     async def make_room() -> None:
@@ -476,7 +476,7 @@ def test_finding_blocks_that_wait_to_be_written_is_cheap(tmp_path: Path, monkeyp
         await tier.close()
 
     asyncio.run(make_room())
-    assert spelt < 20 * 10
+    assert calls < 20 * 10
 
 
 def test_a_block_that_leaves_memory_during_reads_is_verified(tmp_path: Path) -> None:

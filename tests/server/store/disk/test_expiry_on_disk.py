@@ -49,17 +49,17 @@ def expiries(disk: Disk) -> dict[bytes, int]:
 
 
 async def test_a_write_in_progress_keeps_its_expiry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spells, goes_on = threading.Event(), threading.Event()
+    started, goes_on = threading.Event(), threading.Event()
     async with with_disk(tmp_path) as (keyspace, tier, disk):
         spell = tier.behind._writer._spell
 
         def wait(name: bytes, value: Value) -> Change:
-            spells.set()
+            started.set()
             assert goes_on.wait(PATIENCE)
             return spell(name, value)
 
         monkeypatch.setattr(tier.behind._writer, "_spell", wait)
-        assert await asyncio.to_thread(spells.wait, PATIENCE)
+        assert await asyncio.to_thread(started.wait, PATIENCE)
         first: list[dict[bytes, int]] = []
         tier.behind.when_durable(tier.behind.position, lambda: first.append(expiries(disk)))
         keyspace.set_string(b"marker", b"of the next commit")

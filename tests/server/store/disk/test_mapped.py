@@ -36,7 +36,7 @@ def lend(disk: Disk, seed: int) -> tuple[OnDisk, Mapped]:
     return value, Mapped(reading, {value: views})
 
 
-def spelt(value: OnDisk, loan: Mapped) -> bytes:
+def reply_bytes(value: OnDisk, loan: Mapped) -> bytes:
     pieces = loan.pieces([value])
     assert pieces is not None
     return b"".join(piece if isinstance(piece, bytes) else piece.view for piece in pieces)
@@ -48,7 +48,7 @@ def test_a_borrowed_value_is_unchanged_by_an_overwrite(tmp_path: Path) -> None:
     value, loan = lend(disk, 3)
     for version in range(1, 6):
         store(disk, version)
-    assert spelt(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 0))
+    assert reply_bytes(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 0))
     del loan
     disk.close()
 
@@ -71,7 +71,7 @@ def test_the_file_grows_only_during_borrowed_reads(tmp_path: Path) -> None:
     for version in range(6, 12):
         store(disk, version)
     assert disk.size == called_in
-    assert spelt(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 2))
+    assert reply_bytes(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 2))
     disk.close()
 
 

@@ -129,11 +129,11 @@ def test_a_new_policy_takes_over_uses_in_steps(start: type[Queues], to: type[Que
         policy.used(b"50")
         policy.used(b"new %d" % policy.now)
     assert [policy.idle(b"%d" % number) for number in (0, 49, 50)] == [policy.now - 10, policy.now - 500, 0]
-    came = [unit for unit in policy if isinstance(unit, bytes) and unit.startswith(b"new")]
+    new = [unit for unit in policy if isinstance(unit, bytes) and unit.startswith(b"new")]
     steps = 100 if start.in_order_of_use else 200  # units that were not used again take two
-    assert steps // 7 <= len(came) <= steps // 7 + 1
+    assert steps // 7 <= len(new) <= steps // 7 + 1
     assert evict(policy, 99) == [b"%d" % number for number in range(100) if number != 50]
-    assert set(policy) == {b"50", *came}
+    assert set(policy) == {b"50", *new}
 
 
 @pytest.mark.usefixtures("no_collections")

@@ -35,7 +35,7 @@ def recorder(seen: list[Logits]) -> Sampler:
 
 
 @dataclass
-class Said:
+class ReferenceAnswer:
     """An answer, and the log-probabilities of every token of it, ``[tokens, vocabulary]``."""
 
     tokens: list[int]
@@ -49,7 +49,7 @@ class MlxLm:
         self._of = of
         self._cache = of.empty()
 
-    def said(self, prompt: Sequence[int], count: int, chunk: int = 2048) -> Said:
+    def answer(self, prompt: Sequence[int], count: int, chunk: int = 2048) -> ReferenceAnswer:
         seen: list[Logits] = []
         steps = generate_step(
             mx.array(prompt),
@@ -60,4 +60,4 @@ class MlxLm:
             prefill_step_size=chunk,
         )
         tokens = [token for token, _ in steps]
-        return Said(tokens, np.array(seen[:count]))  # one more is computed ahead
+        return ReferenceAnswer(tokens, np.array(seen[:count]))  # one more is computed ahead
