@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.simulation.model.replies import (
@@ -52,6 +52,7 @@ class Pages:
     changes: set[bytes]
     let_go: set[bytes]
     went: set[bytes]
+    time: Callable[..., Any]
     checksums = True
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Pages:
             return WRONG_TYPE if value else None
         received = dict(zip(_TOLD, value.page, strict=True)) | {b"bytes": len(value.data)}
         if b"kv:" + b":".join(words) not in self.store.doubtful():
-            received[b"ttl_left_ms"] = value.expires - self.store.now if value.expires else -1
+            received[b"ttl_left_ms"] = self.time(value.expires - self.store.now if value.expires else -1)
         block, now = (words[0], int(words[3])), self.store.elapsed()
         if block in self.pinned:
             received[b"pinned"] = 1
@@ -163,14 +164,19 @@ class Pages:
         found.members = frozenset(keys)
         return found
 
+    def _of_index(self, key: bytes, reply: Callable[[list[bytes]], Any]) -> Any:
+        if self.store.get(key) is not None:
+            return WRONG_TYPE
+        return reply(self._keys(key.split(b":")[1]) if key.endswith(b":index") else [])
+
     def do_smembers(self, key: bytes) -> Any:
-        return any_order(self._keys(key.split(b":")[1]))
+        return self._of_index(key, any_order)
 
     def do_scard(self, key: bytes) -> Any:
-        return len(self._keys(key.split(b":")[1]))
+        return self._of_index(key, len)
 
     def do_sismember(self, key: bytes, page: bytes) -> Any:
-        return int(page in self._keys(key.split(b":")[1]))
+        return self._of_index(key, lambda pages: int(page in pages))
 
     def do_sscan(self, *_: bytes) -> Any:
         return SOME_KEYS

@@ -127,6 +127,18 @@ def blob(header: bytes, body: bytes) -> May:
     return May(f"the blob of a page, {len(body)} bytes {body[:20]!r}", holds)
 
 
+def part_of_blob(header: bytes, body: bytes, first: int, last: int) -> May:
+    """Some bytes of a page as a string; those of `CREATED` are unknown."""
+    known = (header + body)[first : last + 1]
+    before, after = (max(at - first, 0) for at in (CREATED.start, CREATED.stop))
+
+    def holds(reply: Any) -> bool:
+        same = isinstance(reply, bytes) and len(reply) == len(known)
+        return same and reply[:before] == known[:before] and reply[after:] == known[after:]
+
+    return May(f"bytes {first} to {last} of a page", holds)
+
+
 def fields(expected: dict[bytes, Any]) -> May:
     """A map with at least these fields, as RESP3 has it or as an array of RESP2."""
 

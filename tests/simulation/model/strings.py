@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.simulation.model.replies import OK, Err
+from tests.simulation.model.replies import OK, Err, part_of_blob
 from tests.simulation.model.values import Cell, Store, Value, read_page
 
 _BOUNDS = -(2**63), 2**63 - 1
@@ -120,14 +120,13 @@ class Strings:
 
     def do_getrange(self, key: bytes, start: bytes, end: bytes) -> Any:
         value = self.store.get(key)
-        if value is None or value.page:
-            assert value is None, "programs ask for parts of strings alone"
+        if value is None:
             return b""
-        size, first, last = len(value.data), int(start), int(end)
+        size, first, last = value.size, int(start), int(end)
         if last < first < 0:
             return b""
         first, last = (max(place + size, 0) if place < 0 else place for place in (first, last))
-        return value.data[first : last + 1]
+        return part_of_blob(value.header, value.data, first, last) if value.page else value.data[first : last + 1]
 
     do_substr = do_getrange
 
@@ -189,18 +188,26 @@ class Strings:
         self.store.retime(key, 0)
         return 1
 
-    def do_pexpiretime(self, key: bytes) -> Any:
+    def _expiry_of(self, key: bytes) -> int:
         value = self.store.get(key)
-        return -2 if value is None else value.expires or -1
+        return (-1 if self.is_index(key) else -2) if value is None else value.expires or -1
 
-    def do_expiretime(self, key: bytes) -> Any:
-        expires = self.do_pexpiretime(key)
-        return expires if expires < 0 else (expires + 500) // 1000
-
-    def do_pttl(self, key: bytes) -> Any:
-        expires = self.do_pexpiretime(key)
+    def _left(self, key: bytes) -> int:
+        expires = self._expiry_of(key)
         return expires if expires < 0 else max(expires - self.store.now, 0)
 
+    def time(self, milliseconds: int, unit: int = 1) -> Any:
+        """Return the reply for a time: milliseconds or seconds, rounded."""
+        return milliseconds if milliseconds < 0 else (milliseconds + unit // 2) // unit
+
+    def do_pexpiretime(self, key: bytes) -> Any:
+        return self.time(self._expiry_of(key))
+
+    def do_expiretime(self, key: bytes) -> Any:
+        return self.time(self._expiry_of(key), 1000)
+
+    def do_pttl(self, key: bytes) -> Any:
+        return self.time(self._left(key))
+
     def do_ttl(self, key: bytes) -> Any:
-        left = self.do_pttl(key)
-        return left if left < 0 else (left + 500) // 1000
+        return self.time(self._left(key), 1000)

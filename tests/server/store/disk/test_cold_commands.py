@@ -3,23 +3,83 @@ answers, which knows no disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import hiredis
 import hypothesis
 import pytest
-from cold_model import ANYTHING, LAYERS, PAGE, SHAPE, Model, Words, agrees, page_key
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from servers import RunningServer, start_server
-from wire import Wire, parse, spell
+from wire import Wire, spell
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.table import SUBCOMMANDS, TABLE, Spec, find
-from kvpage_server.page import DType, PageKey, encode_page
+from kvpage_server.page import DType, PageKey, encode_page, unix_ms
+from tests.simulation.model.model import Model
+from tests.simulation.model.pages import WRONG_TYPE
+from tests.simulation.model.replies import ANYTHING, Err, May, agrees, between, fields
+
+PAGE = 6000  # bytes of every page
+SHAPE = [b"2", b"1", b"1", b"0", b"1", b"0", b"8", b"%d" % PAGE]  # of every block: 2 layers, a head, a plane
+LAYERS = 2
+MOST_DRIFT = 60_000  # milliseconds between the execution of a command and the model's
+
+Words = list[bytes]
+
+
+def page_key(words: Iterable[bytes]) -> bytes:
+    return b"kv:" + b":".join(words)
+
+
+class ColdModel(Model):
+    """The simulation's model of a server whose time is real, and whose SCAN returns all keys at once."""
+
+    def __init__(self) -> None:
+        super().__init__(unix_ms, unix_ms)
+        self.limited = True
+
+    def expect(self, words: Words) -> Any:
+        """Return the reply to a command, and execute it in the model."""
+        self.store.now = unix_ms()
+        return self.run(tuple(words))
+
+    def time(self, milliseconds: int, unit: int = 1) -> Any:
+        time, drift = super().time(milliseconds, unit), MOST_DRIFT // unit
+        return time if time < 0 else between(time - drift, time + drift)
+
+    def do_scan(self, _: bytes, *options: bytes) -> Any:
+        keys = set(self.store.living())
+        return [b"0", May(f"all of {keys}", lambda reply: set(reply) == keys)]
+
+    def do_sscan(self, key: bytes, *_: bytes) -> Any:
+        members = self.do_smembers(key)
+        return members if members is WRONG_TYPE else [b"0", members]
+
+    def do_kvlost(self, key: bytes) -> Any:
+        return fields({b"strings": []}) if self.store.get(key) else ANYTHING
+
+    def do_object_encoding(self, key: bytes) -> Any:
+        value = self.store.get(key)
+        if value is None:
+            return None
+        if value.page or len(value.data) > 44:
+            return b"raw"
+        return b"int" if value.data.removeprefix(b"-").isdigit() else b"embstr"
+
+    def do_object_freq(self, key: bytes) -> Any:
+        return Err("ERR An LFU") if self.store.get(key) else None
+
+
+def parse(reply: bytes) -> Any:
+    reader = hiredis.Reader()
+    reader.feed(reply)
+    return reader.gets()
+
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
@@ -130,7 +190,7 @@ def test_every_command_for_keys_is_compared_with_the_model() -> None:
     known = ARGUMENTS.keys() | TRANSACTIONS
     assert {name for name, spec in TABLE.items() if touches_keys(spec)} <= known
     assert known <= TABLE.keys()
-    assert all(hasattr(Model, f"do_{name.replace('|', '_')}") for name in ARGUMENTS)
+    assert all(hasattr(ColdModel, f"do_{name.replace('|', '_')}") for name in ARGUMENTS)
 
 
 def called(name: str, args: Words) -> Words:
@@ -161,12 +221,12 @@ class CommandsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Model()
+        self.model = ColdModel()
         self.wire, self.other = Wire(self.server.port), Wire(self.server.port)
         self.wire.ask(b"FLUSHALL")
 
     def check(self, words: Words, reply: bytes) -> None:
-        expected, found = self.model.answer(words), parse(reply)
+        expected, found = self.model.expect(words), parse(reply)
         assert agrees(expected, found), f"{shown(words)} answered {shown([reply])}, not {expected!r:.200}"
 
     @initialize(single=st.booleans())
@@ -227,7 +287,7 @@ class CommandsMachine(RuleBasedStateMachine):
             self.press()
         if watched is not None:
             assert self.wire.ask(b"WATCH", watched) == b"+OK\r\n"
-        before = dict(self.model.keys)
+        before = dict(self.model.store.keys)
         if between is not None:
             self.check(between, self.other.ask(*between))
         self.wire.send(b"".join(map(spell, [[b"MULTI"], *batch])))
@@ -243,16 +303,16 @@ class CommandsMachine(RuleBasedStateMachine):
             assert _may_change(between, watched)
             return
         if watched is not None:
-            assert self.model.keys.get(watched) == before.get(watched), "what was watched has changed"
+            assert self.model.store.keys.get(watched) == before.get(watched), "what was watched has changed"
         assert len(replies) == len(batch)
         for words, found in zip(batch, replies, strict=True):
-            expected = self.model.answer(words) if find(words).name in ARGUMENTS else ANYTHING
+            expected = self.model.expect(words) if find(words).name in ARGUMENTS else ANYTHING
             assert agrees(expected, found), f"{shown(words)} answered {found!r:.200}, not {expected!r:.200}"
 
     def teardown(self) -> None:
         """Check that the keys and values match the model."""
         self.check([b"keys", b"*"], self.wire.ask(b"KEYS", b"*"))
-        for key in self.model.keys:
+        for key in [*self.model.store.living()]:
             self.check([b"get", key], self.wire.ask(b"GET", key))
         self.wire.close()
         self.other.close()
