@@ -238,8 +238,8 @@ class EngineProcess:
         try:
             yield
         except OSError as error:
-            said = ProcessError(f"{self.process.name}: {error}")
-            raise (self.process.failure() if self.process.ended else said) from error
+            failure = ProcessError(f"{self.process.name}: {error}")
+            raise (self.process.failure() if self.process.ended else failure) from error
 
 
 @contextmanager
@@ -287,9 +287,9 @@ class Outcome:
     def promises(self) -> dict[str, bool]:
         """Return the results as a sentence each, and whether the result reaches its promised value."""
         reasons = ", ".join(turn.why for turn in self.moved[1:] if turn.why)
-        said = f"; the store: {reasons}" if reasons and self.reused < REUSED else ""
+        suffix = f"; the store: {reasons}" if reasons and self.reused < REUSED else ""
         return {
-            f"{self.reused:.1%} of what each engine was told was not computed again (promised: {REUSED:.0%}{said})": (
+            f"{self.reused:.1%} of what each engine was told was not computed again (promised: {REUSED:.0%}{suffix})": (
                 self.reused >= REUSED
             ),
             f"the text is {'' if self.same_text else 'not '}that of the uninterrupted conversation": self.same_text,
