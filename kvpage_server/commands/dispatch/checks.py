@@ -170,7 +170,7 @@ def fetched(
         needed = dict.fromkeys(find(tiered))
         cold = _on_disk_of(tiered, needed, touches=touches)
         if not cold:
-            break
+            return hold if touches else tiered.fetching.holds.begin(unit for unit, _ in needed)
         wait, hold = _start_loading(client, tiered, needed, cold, touches=touches)
         yield wait
     return hold
@@ -216,6 +216,9 @@ class ReadAhead(Generic[T]):
                 if lent is None and not self._touches:
                     tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)), stays=False)
                 yield Wait(partial(tiered.fetching.fetch, lacking, lent=lent, touches=self._touches))
+            if not self._touches:  # values that another command has loaded leave memory when that command ends
+                loaded = (value for value in self._find(tiered, here) if value.temporary_slot is not None)
+                self._holds.append(tiered.fetching.holds.begin(map(unit_on_disk, loaded)))
             for value in self._sent:
                 value.failing = ""
             self._fetched.popleft()
