@@ -90,7 +90,7 @@ def _has_no_listener() -> None:
     raise RuntimeError("the server does not run")
 
 
-class Handshake(Protocol):
+class PendingHandshake(Protocol):
     """A TLS handshake that is not complete."""
 
     began: float  # seconds of the loop's clock
@@ -155,7 +155,7 @@ class Server:
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
         self.latency = Latency()
         self.clients: dict[int, Client] = {}
-        self.handshakes: dict[Handshake, None] = {}  # the oldest first
+        self.handshakes: dict[PendingHandshake, None] = {}  # the oldest first
         self.seldom = SeldomLog(logging.getLogger("kvpage"))
         self.client_ids = count(1)
         self.channels = Channels()
