@@ -45,18 +45,6 @@ def keep_freed() -> bool:
 OTHERS = 256  # files and sockets in addition to those of clients
 
 
-def room_for(connections: int) -> int:
-    """Raise the process's limit of open files to what `connections` connections need, as far as the hard limit allows.
-    Return the number of connections that the limit allows, at least 1.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHERS
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(1, allowed - OTHERS)
-
-
 def import_mlx_lm() -> None:
     """Import mlx_lm and leave the limit of open files as it is."""
     setrlimit = resource.setrlimit

@@ -21,7 +21,7 @@ import kvpage_server.commands.families  # noqa: F401  fills the command table
 from kvpage_server import __version__, core
 from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
-from kvpage_server.commands.families.server.config import apply
+from kvpage_server.commands.families.server.config import OWN_DESCRIPTORS, apply
 from kvpage_server.commands.families.server.info import human
 from kvpage_server.configuration import certificates, log
 from kvpage_server.configuration.config import (
@@ -44,13 +44,12 @@ from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system import signals
+from kvpage_server.system.descriptors import room_for
 from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.program import fit_streams
 
 if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as everything else
     from kvpage_server.gateway.upstream import Upstream
-
-_OWN_DESCRIPTORS = 32  # file descriptors of the process itself
 
 USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protocol
 
@@ -321,18 +320,11 @@ def _renew(server: Server) -> None:
 
 
 def _have_descriptors(config: Config) -> None:
-    """Raise the limit of file descriptors to the number that maxclients needs. If the system allows fewer, lower
-    maxclients.
-    """
-    wanted = config.maxclients + _OWN_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    given = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (given, hard))
-    if given < wanted:
-        config.maxclients = max(given - _OWN_DESCRIPTORS, 1)
-        logger.warning("maxclients is %d: the system gives %d file descriptors", config.maxclients, given)
+    """Raise the limit of file descriptors to the number that maxclients needs, or lower maxclients."""
+    most = room_for(config.maxclients, OWN_DESCRIPTORS)
+    if most < config.maxclients:
+        config.maxclients = most
+        logger.warning("maxclients is %d: the system gives %d file descriptors", most, most + OWN_DESCRIPTORS)
 
 
 def _calm_the_collector() -> None:

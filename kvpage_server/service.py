@@ -115,7 +115,6 @@ async def _renew_log(server: Server) -> None:
         return
     try:
         log.reopen(server.config)
-        logger.info("SIGHUP: the log goes on here")
     except OSError as error:
         logger.warning("SIGHUP: the log goes on in the old file; %s: %s", file, error.strerror)
 

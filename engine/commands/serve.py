@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from kvpage_server import tracing
+from kvpage_server.system.descriptors import room_for
 from kvpage_server.system.text import log_to_standard_error
 
-from ..platform import room_for
+from ..platform import OTHERS
 from . import Failure
 from .options import add_engine, count, import_engine, options, port, seconds, size, tell
 
@@ -73,7 +74,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
             args.max_queue,
             args.timeout,
             args.max_tokens,
-            room_for(args.max_connections),
+            room_for(args.max_connections, OTHERS),
             args.max_from_address,
         )
         asked = {"host": args.host, "name": args.name, "origins": args.allow_origin, "grace": args.grace, "tell": tell}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
 import time
@@ -24,6 +25,7 @@ from kvpage_server.core.protocol import WORD
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.system.text import SeldomLog
 
 # -- Transactions ------------------------------------------------------------------------------------------------------
 
@@ -88,6 +90,15 @@ def _has_no_listener() -> None:
     raise RuntimeError("the server does not run")
 
 
+class PendingHandshake(Protocol):
+    """A TLS handshake that is not complete."""
+
+    began: float  # seconds of the loop's clock
+
+    def end(self, error: str) -> None:
+        """Close the connection, and log the reason."""
+
+
 class Totals:
     """Sums over all connections."""
 
@@ -122,7 +133,7 @@ class Server:
     pause: Pause | None = None
     rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory = 0
-    in_flight = 0  # bytes that clients hold: see `Client.held`
+    in_flight = 0  # bytes that clients and handshakes hold: see `Client.held`
 
     def __init__(
         self,
@@ -144,6 +155,8 @@ class Server:
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
         self.latency = Latency()
         self.clients: dict[int, Client] = {}
+        self.handshakes: dict[PendingHandshake, None] = {}  # the oldest first
+        self.seldom = SeldomLog(logging.getLogger("kvpage"))
         self.client_ids = count(1)
         self.channels = Channels()
         tracking = Tracking(

@@ -8,12 +8,15 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import TextIO
 
 from kvpage_server.configuration.config import Config
 from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.text import LogLines
+
+log = logging.getLogger("kvpage")
 
 LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
 _NOBODY_READS = (errno.EIO, errno.EPIPE)  # errors of a closed terminal, and of a closed pipe
@@ -25,27 +28,64 @@ def start(config: Config) -> None:
 
 
 def reopen(config: Config) -> None:
-    """Open the log file again, because it may have been renamed. Raises OSError if this fails, and keeps the open
-    file.
+    """Begin the log's file again, as it may have been moved, with a line that says so.
+
+    Raises OSError if no file can be opened, or if the line cannot be written. The log then stays in the old file.
     """
     handler, root = _handler(config), logging.getLogger()
+    handler.handle(_line(logging.INFO, "SIGHUP: the log goes on here"))
+    if handler.failure is not None:
+        with suppress(OSError):  # the same error, for the same line
+            handler.close()
+        raise handler.failure
     old = list(root.handlers)
     root.handlers[:] = [handler]
     for one in old:
-        one.close()
+        try:
+            one.close()
+        except OSError as error:
+            log.warning("SIGHUP: the last lines of the old log file are lost: %s", error.strerror)
 
 
 def set_level(name: str) -> None:
     logging.getLogger().setLevel(LEVELS[name])
 
 
-def _handler(config: Config) -> logging.Handler:
-    handler = _File(config.logfile) if config.logfile else _StandardError(sys.stderr)
+def _handler(config: Config) -> _Lines:
+    handler: _Lines = _File(config.logfile) if config.logfile else _StandardError(sys.stderr)
     handler.setFormatter(JSONLines() if config.log_format == "json" else _for_people())
     return handler
 
 
-class _File(logging.FileHandler):
+def _line(level: int, message: str) -> logging.LogRecord:
+    return logging.LogRecord("kvpage", level, __file__, 0, message, None, None)
+
+
+class _Lines(logging.Handler):
+    """Log on a file or stream that may fail, for example because the disk is full.
+
+    The stream's buffer of some KB keeps lines that cannot be written, and writes them later. Further lines are lost.
+    """
+
+    failure: OSError | None = None  # of the last line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before, self.failure = self.failure, None
+        super().emit(record)
+        if before is not None and self.failure is None:
+            super().emit(
+                _line(logging.WARNING, f"the log could not be written: {before.strerror}; lines may be missing")
+            )
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if isinstance(error, OSError):
+            self.failure = error
+        else:
+            super().handleError(record)
+
+
+class _File(_Lines, logging.FileHandler):
     """A log file that only its owner and its group may access."""
 
     def _open(self) -> TextIOWrapper:
@@ -54,7 +94,7 @@ class _File(logging.FileHandler):
         return file
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
+class _StandardError(_Lines, logging.StreamHandler[TextIO]):
     """Log handler for standard error. A closed terminal or pipe does not stop the server."""
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -78,11 +78,14 @@ def output_limit(client: Client) -> OutputLimit:
 def make_room(server: Server) -> None:
     """Close connections until all together hold no more than maxmemory-clients.
 
-    The next one is always a connection of the user whose connections hold most together; connections that have not
-    authenticated count as one user. So many small connections of one user do not close a large one of another. Among a
-    user's connections, it is the one with the largest product of bytes and seconds since its last command or drained
-    output, plus one second. So a large upload outlives an idle connection that holds less. O(n log n) in connections.
+    TLS handshakes end first, the oldest before the others, because their clients have sent no command yet. The next one
+    is always a connection of the user whose connections hold most together; connections that have not authenticated
+    count as one user. So many small connections of one user do not close a large one of another. Among a user's
+    connections, it is the one with the largest product of bytes and seconds since its last command or drained output,
+    plus one second. So a large upload outlives an idle connection that holds less. O(n log n) in connections.
     """
+    while server.handshakes and server.in_flight > server.config.client_memory:
+        next(iter(server.handshakes)).end("clients hold as much memory as maxmemory-clients allows")
     now = time.monotonic_ns()
     of_user = defaultdict[bytes | None, list[Client]](list)
     for client in server.clients.values():

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kvpage_server.commands.access.user import User
@@ -17,14 +17,17 @@ from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
 from kvpage_server.net.run_queue import RunQueue
 from kvpage_server.net.session import Session
-from kvpage_server.net.transport import Ends, SocketTransport, TLSTransport, Transport
+from kvpage_server.net.tls import HANDSHAKE_BYTES, Handshake
+from kvpage_server.net.transport import Ends, SocketTransport, Transport
 
 log = logging.getLogger("kvpage")
 
 _ACCEPT_TURN = 128  # connections accepted before clients have their turn
-_HANDSHAKE = 10.0  # seconds for a TLS handshake
+_HANDSHAKES_SHARE = 4  # TLS handshakes may hold 1/4 of maxmemory-clients
+_HANDSHAKE_LEAST = 0.5  # seconds that a TLS handshake has, even if others wait for its place
+_HANDSHAKE_PAUSE = 0.05  # seconds to wait for a free place
 _COMPLETED_WITHIN = 10.0  # seconds for all-or-none writes at a stop
-_OUT_OF_DESCRIPTORS = 0.1  # seconds to wait for free descriptors
+_DESCRIPTORS_PAUSE = 0.1  # seconds to wait for free descriptors
 
 _FULL = b"-ERR max number of clients reached\r\n"
 _PROTECTED = (
@@ -51,7 +54,7 @@ class Listener:
         self._sockets: dict[socket.socket, Accept] = {}
         self._line = RunQueue(loop)
         self._scratch = Scratch()
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._spare: int | None = _open_spare()  # descriptor that makes room for a connection to refuse
 
     def start(self) -> list[str]:
         """Listen on the addresses of the configuration. Return the open addresses as text, for the log.
@@ -96,8 +99,11 @@ class Listener:
                     os.unlink(sock.getsockname())
             sock.close()
         self._sockets.clear()
-        for handshake in self._handshakes:
-            handshake.cancel()
+        for handshake in list(self._server.handshakes):
+            handshake.end("the server stops")
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
 
     async def complete(self) -> None:
         """Wait until all-or-none writes, such as a batch of pages, are complete. Called after the clients have
@@ -111,26 +117,54 @@ class Listener:
         for sock in self._sockets:
             self._loop.add_reader(sock, self._accept, sock)
 
-    def _rest(self) -> None:
-        """Stop accepting for a moment, because the process has no file descriptors left."""
-        log.warning("out of file descriptors with %d clients: see ulimit -n and maxclients", len(self._server.clients))
-        for sock in self._sockets:
+    def _rest(self, sockets: Iterable[socket.socket], seconds: float) -> None:
+        """Pause accepting: connections wait in the kernel."""
+        for sock in sockets:
             self._loop.remove_reader(sock)
-        self._loop.call_later(_OUT_OF_DESCRIPTORS, self._attend)
+        self._loop.call_later(seconds, self._attend)
 
     def _accept(self, listening: socket.socket) -> None:
+        begin = self._sockets[listening]
         for _ in range(_ACCEPT_TURN):
+            if begin == self._begin_tls and not self._has_room_for_a_handshake():
+                self._rest([listening], _HANDSHAKE_PAUSE)
+                return
             try:
                 sock, _address = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError:
-                self._rest()
+            except OSError as error:
+                if self._refuse_without_descriptor(listening, error):
+                    continue
+                self._rest(self._sockets, _DESCRIPTORS_PAUSE)
                 return
             with _closed_on_disconnect(sock):
                 if not self._turn_away(sock, _is_local(sock)):
                     self._tune(sock)
-                    self._sockets[listening](sock)
+                    begin(sock)
+
+    def _refuse_without_descriptor(self, listening: socket.socket, error: OSError) -> bool:
+        """Refuse a connection after `accept` has failed, for lack of descriptors. Return False if that fails, too."""
+        self._server.seldom.log(
+            logging.WARNING,
+            "no connection can be accepted, with %d clients: %s; see ulimit -n and maxclients",
+            len(self._server.clients),
+            error.strerror,
+        )
+        if self._spare is None:
+            self._spare = _open_spare()
+            return False
+        os.close(self._spare)
+        try:
+            sock, _address = listening.accept()
+        except OSError:
+            return False
+        else:
+            with sock, _closed_on_disconnect(sock):
+                self._refuse(sock, _FULL)
+            return True
+        finally:
+            self._spare = _open_spare()
 
     def take(self, sock: socket.socket, address: str, user: User | None, *, needs_password: bool) -> None:
         """Begin a session on a socket from the HTTP process: as `user`, or, if that is None, for a viewer at `address`.
@@ -151,17 +185,21 @@ class Listener:
         Return whether it was refused.
         """
         server = self._server
-        if len(server.clients) + len(self._handshakes) >= server.config.maxclients:
-            reason = _FULL
-        elif server.config.protected_mode and server.users.default.no_password and not local:
-            reason = _PROTECTED
-        else:
-            return False
-        server.stats.rejected += 1
+        if server.config.protected_mode and server.users.default.no_password and not local:
+            self._refuse(sock, _PROTECTED)
+            return True
+        while len(server.clients) + len(server.handshakes) >= server.config.maxclients:
+            if not server.handshakes:
+                self._refuse(sock, _FULL)
+                return True
+            self._end_oldest_handshake()
+        return False
+
+    def _refuse(self, sock: socket.socket, reason: bytes) -> None:
+        self._server.stats.rejected += 1
         log.debug("a connection was refused: %s", reason[1:40].decode())
         sock.send(reason)
         sock.close()
-        return True
 
     def _tune(self, sock: socket.socket) -> None:
         if sock.family == socket.AF_UNIX:
@@ -177,20 +215,47 @@ class Listener:
     def _begin(self, sock: socket.socket) -> None:
         self._converse(sock, name_of(sock, peer=True), lambda session: SocketTransport(self._loop, sock, session))
 
-    def _begin_tls(self, sock: socket.socket) -> None:
-        handshake = self._loop.create_task(self._shake_hands(sock, name_of(sock, peer=True)))
-        self._handshakes.add(handshake)
-        handshake.add_done_callback(self._handshakes.discard)
+    # -- TLS handshakes. Strangers can begin them, so they have a share of the memory, and clients may take their places
 
-    async def _shake_hands(self, sock: socket.socket, address: str) -> None:
-        transport = TLSTransport(lambda: self._converse(sock, address, lambda _: transport))
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: transport, sock, ssl=self._server.tls, ssl_handshake_timeout=_HANDSHAKE
+    def _has_room_for_a_handshake(self) -> bool:
+        """Return whether one more handshake may begin. If not, the oldest ends, once it has had some time."""
+        server = self._server
+        most = server.config.maxclients - len(server.clients)
+        if memory := server.config.client_memory:
+            most = min(most, max(memory // _HANDSHAKES_SHARE // HANDSHAKE_BYTES, 1))
+        if len(server.handshakes) < most or not server.handshakes:
+            return True
+        if self._loop.time() - next(iter(server.handshakes)).began < _HANDSHAKE_LEAST:
+            return False
+        self._end_oldest_handshake()
+        return True
+
+    def _end_oldest_handshake(self) -> None:
+        self._server.stats.rejected += 1
+        next(iter(self._server.handshakes)).end("another connection takes its place")
+
+    def _begin_tls(self, sock: socket.socket) -> None:
+        context = self._server.tls
+        assert context is not None
+        handshake = Handshake(self._loop, sock, context, name_of(sock, peer=True), self._end_handshake)
+        self._server.handshakes[handshake] = None
+        self._server.in_flight += HANDSHAKE_BYTES
+
+    def _end_handshake(self, handshake: Handshake, error: str) -> None:
+        """Begin the session of a connection whose handshake is complete, or close the connection."""
+        server, encryption = self._server, handshake.encryption
+        del server.handshakes[handshake]
+        server.in_flight -= HANDSHAKE_BYTES
+        if error:
+            server.seldom.log(logging.INFO, "no TLS with %s: %s", handshake.address, error, kind=error)
+            encryption.sock.close()
+            return
+        with _closed_on_disconnect(encryption.sock):
+            self._converse(
+                encryption.sock,
+                handshake.address,
+                lambda session: SocketTransport(self._loop, encryption.sock, session, encryption),
             )
-        except OSError as error:  # ssl.SSLError is one
-            log.info("no TLS with %s: %s", address, error)
-            sock.close()
 
     def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
         """Begin a session on a connection from `address`.
@@ -199,6 +264,13 @@ class Listener:
         """
         ends = Ends(address, name_of(sock), sock.fileno())
         return Session(self._server, self._loop, self._line, self._scratch, ends, open_transport)
+
+
+def _open_spare() -> int | None:
+    try:
+        return os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        return None
 
 
 @contextmanager

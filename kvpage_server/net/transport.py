@@ -1,4 +1,4 @@
-"""Transports: the byte stream of a connection, over a plain socket or TLS.
+"""Transports: the byte stream of a connection, plain or encrypted.
 
 On a plain socket, the session's parser receives the bytes, and output is sent with gathered writes, without copies. A
 piece of output is kept until it is sent, so that its memory is not reused before.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 from kvpage_server.core import Outbox
 from kvpage_server.core.pieces import Piece
+from kvpage_server.net.tls import Encryption
 
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
 
@@ -69,14 +68,21 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """Transport over a plain socket, which it owns. Its methods must be called in the event loop's thread."""
+    """Transport over a socket, which it owns. Its methods must be called in the event loop's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reader: SocketReader) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        reader: SocketReader,
+        encryption: Encryption | None = None,
+    ) -> None:
         self._loop = loop
         self._sock = sock
         self._descriptor = sock.fileno()
         self._reader = reader
-        self._outbox = Outbox()
+        self._encryption = encryption
+        self._outbox = Outbox() if encryption is None else encryption
         self.bytes_out = 0
         self.queued = 0  # bytes that wait to be sent
         self.ignored = True
@@ -85,13 +91,41 @@ class SocketTransport:
         self._over = False
         self._crowded = False
         self.attend()
+        if encryption is not None:
+            loop.call_soon(self._decrypt, encryption)  # bytes that the peer sent together with the end of its handshake
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def attend(self) -> None:
         if self.ignored and not self._closing:
             self.ignored = False
-            self._loop.add_reader(self._sock, self._reader.readable)
+            if self._encryption is None:
+                self._loop.add_reader(self._sock, self._reader.readable)
+            else:
+                self._loop.add_reader(self._sock, self._receive, self._encryption)
+
+    def _receive(self, encryption: Encryption) -> None:
+        """Receive encrypted bytes from the socket, which has data or was closed by the peer."""
+        try:
+            count = encryption.receive()
+        except OSError:
+            count = 0
+        if count > 0:
+            self._decrypt(encryption)
+        elif not count:
+            self.abort()
+
+    def _decrypt(self, encryption: Encryption) -> None:
+        """Pass the decrypted bytes to the reader. Send what OpenSSL answers by itself: confirmations of new keys."""
+        if self._over:
+            return
+        data, ended = encryption.decrypt()
+        if data:
+            self._reader.received(data)
+        if ended or encryption.is_flooded:
+            self.abort()
+        elif encryption.nbytes:
+            self.write([])
 
     def ignore(self) -> None:
         if not self.ignored:
@@ -169,112 +203,3 @@ class SocketTransport:
         self.queued = 0
         self._sock.close()
         self._reader.lost()
-
-
-# -- TLS ---------------------------------------------------------------------------------------------------------------
-#
-# The event loop implements TLS, so received bytes pass through its buffers. Output is passed to it in parts, as long as
-# its write buffer is not full.
-
-_PART = 256 * 1024  # bytes passed to the loop at a time, and the limit of its write buffer
-
-
-class TLSTransport(asyncio.Protocol):
-    """Transport over TLS. `start` is called after the handshake, and returns the session that receives the bytes."""
-
-    def __init__(self, start: Callable[[], SocketReader]) -> None:
-        self._start = start
-        self._queue: deque[Piece] = deque()
-        self._sent = 0  # bytes of the first piece that were sent
-        self._full = False  # the loop's write buffer is full
-        self._closing = False
-        self._crowded = False
-        self.ignored = False
-        self.queued = 0
-        self.bytes_out = 0
-
-    # -- the loop's side -------------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has its methods, but is no subclass
-        self._transport.set_write_buffer_limits(high=_PART)
-        self._reader = self._start()
-
-    def data_received(self, data: bytes) -> None:
-        self._reader.received(data)
-
-    def pause_writing(self) -> None:
-        self._full = True
-
-    def resume_writing(self) -> None:
-        self._full = False
-        self._flush()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._closing = True
-        self._queue.clear()
-        self.queued = 0
-        self._reader.lost()
-        del self._reader, self._start
-
-    # -- the session's side ----------------------------------------------------------------------------------------
-
-    def attend(self) -> None:
-        if self.ignored and not self._closing:
-            self.ignored = False
-            self._transport.resume_reading()
-
-    def ignore(self) -> None:
-        if not self.ignored and not self._closing:
-            self.ignored = True
-            self._transport.pause_reading()
-
-    def write(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            self._queue.append(piece)
-            self.queued += len(piece) if isinstance(piece, bytes) else len(piece.view)
-        self._flush()
-        self._crowded = self._crowded or self.queued > HIGH_WATER
-
-    def renew(self) -> None:
-        """Do nothing, because a piece's address is read when it is sent."""
-
-    def _flush(self) -> None:
-        while self._queue and not self._full:
-            part = self._take_part()
-            self._transport.write(part)
-            self.bytes_out += len(part)
-            self.queued -= len(part)
-        if self._closing and not self._queue:
-            self._transport.close()
-        elif self._crowded and self.queued <= HIGH_WATER:
-            self._crowded = False
-            asyncio.get_running_loop().call_soon(self._reader.drained)
-
-    def _take_part(self) -> bytes:
-        """Remove the next bytes from the queue, `_PART` at most, and return a copy of them.
-
-        A copy, because the loop may keep them after the memory is reused.
-        """
-        parts: list[bytes | memoryview] = []
-        room = _PART
-        while self._queue and room:
-            piece = self._queue[0]
-            view = memoryview(piece) if isinstance(piece, bytes) else piece.view
-            part = view[self._sent : self._sent + room]
-            parts.append(part)
-            room -= len(part)
-            self._sent += len(part)
-            if self._sent == len(view):
-                self._queue.popleft()
-                self._sent = 0
-        return b"".join(parts)
-
-    def close(self) -> None:
-        self.ignore()
-        self._closing = True
-        self._flush()
-
-    def abort(self) -> None:
-        self._closing = True
-        self._transport.abort()

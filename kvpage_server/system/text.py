@@ -89,6 +89,8 @@ def _shown(letter: str) -> str:
 # -- Log lines that clients cannot forge -------------------------------------------------------------------------------
 
 _CONTINUES = "    "
+_SELDOM_SECONDS = 60.0
+_MOST_KINDS = 256  # further kinds count as one
 
 
 class LogLines(logging.Formatter):
@@ -104,6 +106,28 @@ class LogLines(logging.Formatter):
 
     def formatException(self, ei: logging._SysExcInfoType) -> str:
         return "\n".join(_CONTINUES + printable(line) for line in super().formatException(ei).split("\n"))
+
+
+class SeldomLog:
+    """Log lines that anybody can cause: one a minute of each kind, with the number of the lines that were left out."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._kinds: dict[str, tuple[float, int]] = {}  # end of the time without further lines, and their number
+
+    def log(self, level: int, message: str, *args: object, kind: str = "") -> None:
+        """Log a line, unless there was one with the same message and `kind` in the last minute."""
+        kind = message + kind
+        if kind not in self._kinds and len(self._kinds) >= _MOST_KINDS:
+            kind = ""
+        now = time.monotonic()
+        until, left_out = self._kinds.get(kind, (now, 0))
+        if now < until:
+            self._kinds[kind] = until, left_out + 1
+            return
+        self._kinds[kind] = now + _SELDOM_SECONDS, 0
+        more = f" ({how_many(left_out, 'more line')} like this left out)" if left_out else ""
+        self._logger.log(level, message + more, *args)
 
 
 def log_to_standard_error(layout: str) -> None:

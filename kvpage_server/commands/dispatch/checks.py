@@ -366,7 +366,8 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
     if spec is not None:
         stats.calls[spec.name].rejected += 1
     elif isinstance(words[0], bytes) and words[0].lower() in _HTTP:
-        log.warning("%s speaks HTTP: its connection ends, the rest of it may be commands", client.address)
+        message = "%s speaks HTTP: its connection ends, the rest of it may be commands"
+        client.server.seldom.log(logging.WARNING, message, client.address)
         client.connection.abort()
     wanted = meant(words)
     if wanted is not None and wanted.runs_queued:

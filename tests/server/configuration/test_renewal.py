@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -55,6 +56,13 @@ class TestLogFile:
         server.process.send_signal(signal.SIGHUP)
         until(lambda: "the log goes on here" in log.read_text(encoding="utf-8"))
         assert stat.S_IMODE(log.stat().st_mode) == 0o640
+
+    def test_a_full_disk_leaves_the_old_file_and_no_traceback(self, capsys: pytest.CaptureFixture[str]) -> None:
+        before = list(logging.getLogger().handlers)
+        with pytest.raises(OSError, match="No space left"):
+            log.reopen(Config(logfile="/dev/full"))
+        assert logging.getLogger().handlers == before
+        assert capsys.readouterr().err == ""
 
     def test_an_unexpected_error_ends_no_further_renewals(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

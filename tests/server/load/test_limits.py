@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -83,14 +84,20 @@ class TestConnections:
             first = stack.enter_context(Wire(port))
             maxclients = int(first.ask(b"CONFIG", b"GET", b"maxclients").split(b"\r\n")[4])
             assert maxclients == 64 - 32
-            assert b"+OK" in first.ask(b"CONFIG", b"SET", b"maxclients", b"1000")
+            refused = first.ask(b"CONFIG", b"SET", b"maxclients", b"1000")
+            assert b"not able to handle the specified number of clients, try with 32" in refused
+            assert first.ask(b"CONFIG", b"GET", b"maxclients").split(b"\r\n")[4] == b"32"
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (24, 64))
             for _ in range(80):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             assert first.ask(b"PING") == b"+PONG\r\n"
-            until(lambda: "out of file descriptors" in (tmp_path / "log").read_text(encoding="utf-8"))
+            line = "no connection can be accepted"
+            until(lambda: line in (tmp_path / "log").read_text(encoding="utf-8"))
             before = _cpu_seconds(process.pid)
             time.sleep(1)
             assert _cpu_seconds(process.pid) - before < 0.5
+            assert b"rejected_connections:0" not in first.ask(b"INFO", b"stats")
+            assert (tmp_path / "log").read_text(encoding="utf-8").count(line) == 1
             stack.close()
             until(lambda: _answers(port))
             process.terminate()

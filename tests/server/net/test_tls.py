@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -175,6 +175,39 @@ class TestTLS:
                 assert client.ping()
             for sock in socks:
                 sock.close()
+
+    def test_half_open_handshakes_are_bounded_and_counted(self, certificates: Path) -> None:
+        """Strangers declare a ClientHello of 128 KB. Clients are served, and the log has a line for each reason."""
+        port = free_port()
+        options = ("--maxmemory", "64mb", "--tls-port", str(port), *files(certificates))
+        part = b"\x16\x03\x01\x40\x00\x01\x01\xff\x00\x03\x03" + bytes(16 * 1024 - 6)
+        with start_server(*options) as server, server.client() as client, ExitStack() as stack:
+            before = server.rss()
+            for _ in range(150):
+                half = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+                half.sendall(part)
+            until(lambda: client.info("memory")["mem_clients_normal"] > 8 * MIB)
+            assert client.info("clients")["connected_clients"] > 30
+            assert client.info("memory")["mem_clients_normal"] < 20 * MIB
+            assert server.rss() - before < 40 * MIB
+            client.config_set("maxclients", 20)
+            with server.client() as other:
+                assert other.ping(), "a client takes the place of a handshake"
+            assert answers(SecureServer(server, port, certificates), "client")
+            stack.close()
+            until(lambda: client.info("memory")["mem_clients_normal"] < MIB)
+            assert 0 < server.log.count("no TLS with") < 10
+            assert ": \n" not in server.log
+
+    def test_a_handshake_of_too_many_bytes_ends(self, secure: SecureServer) -> None:
+        part = b"\x16\x03\x01\x40\x00\x01\x01\xff\x00\x03\x03" + bytes(16 * 1024 - 6)
+        more = b"\x16\x03\x01\x40\x00" + bytes(16 * 1024)
+        with socket.create_connection(("127.0.0.1", secure.port), timeout=5) as sock:
+            with suppress(OSError):
+                sock.sendall(part + more + more)
+            with suppress(ConnectionResetError):
+                assert sock.recv(100) == b""
+        assert "more than 32768 bytes before the end of the handshake" in secure.plain.log
 
     def test_a_slow_reader_is_waited_for_without_hoarding(self, secure: SecureServer) -> None:
         body = os.urandom(MIB)

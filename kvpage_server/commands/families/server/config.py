@@ -20,10 +20,13 @@ from kvpage_server.core import Argument
 from kvpage_server.glob import glob
 from kvpage_server.resp import OK, Reply, ReplyError
 from kvpage_server.store.eviction.quotas import Rule
+from kvpage_server.system.descriptors import room_for
 from kvpage_server.system.durable import replacing
 
+OWN_DESCRIPTORS = 32  # file descriptors of the process, in addition to those of clients
 _FLAGS = "admin noscript loading stale"
 _SHORT = 1024  # bytes of patterns that are compiled at once
+_TOO_MANY_CLIENTS = "The operating system is not able to handle the specified number of clients, try with"
 
 
 def apply(server: Server, names: Iterable[str]) -> None:
@@ -128,6 +131,8 @@ def _change_all(config: Config, changes: Mapping[str, str]) -> None:
     try:
         for name, value in changes.items():
             config.change(name, value)
+            if name == "maxclients" and (most := room_for(config.maxclients, OWN_DESCRIPTORS)) < config.maxclients:
+                raise ConfigError(f"{_TOO_MANY_CLIENTS} {most}")
     except ConfigError as error:
         vars(config).update(before)
         raise _refused(name, str(error).removeprefix(f"{name} ")) from None

@@ -74,7 +74,7 @@ def _server(server: Server) -> Fields:
 def _clients(server: Server) -> Fields:
     totals = server.totals
     return {
-        "connected_clients": totals.connections,
+        "connected_clients": totals.connections + len(server.handshakes),
         "cluster_connections": 0,
         "maxclients": server.config.maxclients,
         "client_recent_max_input_buffer": totals.most_incoming,

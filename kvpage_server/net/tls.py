@@ -1,0 +1,209 @@
+"""TLS of connections: bounded handshakes, and encryption between a socket and its transport.
+
+OpenSSL works in memory: received bytes are written to one buffer, and bytes to send are read from another. So the
+server limits the bytes of a handshake, and a connection has no buffers of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from kvpage_server.core.pieces import Piece
+
+HANDSHAKE_BYTES = 256 * 1024  # memory of a handshake at most: OpenSSL reserves 175 KB for the longest message
+MOST_INPUT = 32 * 1024  # bytes that a peer may send before its handshake is complete; certificates take a few KB
+_MOST_SECONDS = 10.0  # for a handshake
+_PART = 64 * 1024  # bytes that are received, encrypted or decrypted at a time
+_PARTS = 16  # encrypted and sent before other connections have their turn
+
+
+class Encryption:
+    """TLS on the server's side of a socket, with the methods of an `Outbox` for the output."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        self.sock = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._encrypted = memoryview(b"")  # bytes of `_outgoing` that the kernel has not accepted yet
+        self._queue: deque[Piece] = deque()  # output to encrypt
+        self._plain = 0  # bytes of it
+        self._taken = 0  # bytes of the first piece that are encrypted already
+
+    def receive(self, most: int = _PART) -> int:
+        """Receive at most `most` bytes. Return their number: 0 at the end of the connection, -1 if none has arrived.
+
+        Raises OSError.
+        """
+        try:
+            data = self.sock.recv(most)
+        except BlockingIOError:
+            return -1
+        self._incoming.write(data)
+        return len(data)
+
+    def shake_hands(self) -> bool:
+        """Continue the handshake with the received bytes. Return whether it is complete. Raises ssl.SSLError."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        return True
+
+    def decrypt(self) -> tuple[bytes, bool]:
+        """Return the decrypted bytes, and whether the peer has ended the connection or violated the protocol."""
+        parts: list[bytes] = []
+        try:
+            while part := self._tls.read(_PART):
+                parts.append(part)
+                if not (self._incoming.pending or self._tls.pending()):
+                    return b"".join(parts), False
+        except ssl.SSLWantReadError:
+            return b"".join(parts), False
+        except ssl.SSLError:
+            pass  # the peer gets an alert from `clear`
+        return b"".join(parts), True
+
+    # -- output ----------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait to be sent."""
+        return self._plain + self._waiting
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._encrypted) + self._outgoing.pending
+
+    @property
+    def is_flooded(self) -> bool:
+        """Whether a peer that reads nothing has asked for too many confirmations of new keys."""
+        return self._outgoing.pending > _PART
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if size := len(piece) if isinstance(piece, bytes) else len(piece.view):
+                self._queue.append(piece)
+                self._plain += size
+
+    def renew(self) -> None:
+        """Do nothing, because a piece's address is read when it is encrypted."""
+
+    def send(self, _descriptor: int = -1) -> int:
+        """Encrypt and send output, as much as the kernel accepts. Return the number of bytes that were encrypted.
+
+        Raises OSError.
+        """
+        before = self._plain
+        for _ in range(_PARTS):
+            if not self._waiting:
+                if not self._queue:
+                    break
+                self._tls.write(self._take_part())
+            if not self._send_encrypted():
+                break
+        return before - self._plain
+
+    def _send_encrypted(self) -> bool:
+        """Return whether the kernel has accepted everything that is encrypted."""
+        self._encrypted = self._encrypted or memoryview(self._outgoing.read())
+        try:
+            self._encrypted = self._encrypted[self.sock.send(self._encrypted) :]
+        except BlockingIOError:
+            return False
+        return not self._waiting
+
+    def _take_part(self) -> bytes | memoryview:
+        """Return the next bytes of the queue, at most `_PART`."""
+        parts: list[bytes | memoryview] = []
+        room = _PART
+        while self._queue and room:
+            piece = self._queue[0]
+            view = memoryview(piece) if isinstance(piece, bytes) else piece.view
+            part = view[self._taken : self._taken + room]
+            parts.append(part)
+            room -= len(part)
+            self._taken += len(part)
+            if self._taken == len(view):
+                self._queue.popleft()
+                self._taken = 0
+        self._plain -= _PART - room
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def clear(self) -> None:
+        """Drop unsent output. Send the peer an alert, or the end of the encrypted stream, if the kernel accepts it."""
+        self._queue.clear()
+        self._plain = 0
+        if not self._encrypted:
+            with suppress(OSError):  # ssl.SSLError is one: the peer's end has not been received
+                self._tls.unwrap()
+            with suppress(OSError):
+                self._send_encrypted()
+
+
+class Handshake:
+    """Handshake of a connection, with limits of its time and its bytes. It calls `done` once, with an error or ''."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        address: str,
+        done: Callable[[Handshake, str], None],
+    ) -> None:
+        self.encryption = Encryption(sock, context)
+        self.address = address
+        self.began = loop.time()
+        self._loop = loop
+        self._sock = sock
+        self._done = done
+        self._received = 0  # bytes
+        self._timer = loop.call_later(_MOST_SECONDS, self.end, f"no handshake within {_MOST_SECONDS:.0f} s")
+        loop.add_reader(sock, self._receive)
+
+    def _receive(self) -> None:
+        """Receive a part of the handshake, and send the server's part."""
+        try:
+            count = self.encryption.receive(MOST_INPUT - self._received)
+            if count < 0:
+                return
+            self._received += count
+            complete = self.encryption.shake_hands()
+            self._send()
+        except OSError as error:  # ssl.SSLError is one
+            self.end(str(error))
+            return
+        if complete:
+            self.end("")
+        elif not count:
+            self.end("the peer has disconnected")
+        elif self._received >= MOST_INPUT:
+            self.end(f"more than {MOST_INPUT} bytes before the end of the handshake")
+
+    def _send(self) -> None:
+        """Send the server's part as far as the kernel accepts it. Raises OSError."""
+        self.encryption.send()
+        if self.encryption.nbytes:
+            self._loop.add_writer(self._sock, self._send_rest)
+        else:
+            self._loop.remove_writer(self._sock)
+
+    def _send_rest(self) -> None:
+        try:
+            self._send()
+        except OSError as error:
+            self.end(str(error))
+
+    def end(self, error: str) -> None:
+        """End the handshake. With an error, the peer gets OpenSSL's alert, if there is one, and the connection ends."""
+        self._timer.cancel()
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        if error:
+            self.encryption.clear()
+        self._done(self, error)
