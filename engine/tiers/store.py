@@ -104,7 +104,7 @@ class StoreUnavailableError(RuntimeError):
         super().__init__("the page server does not answer")
 
 
-class _Version:
+class _ContextVersion:
     """Version of an agent's context. Loads refer to the version at their start. A save, a fork and a delete end it."""
 
 
@@ -148,7 +148,7 @@ class AgentCacheStore:
         self.claims = Claims(spec, pages, self._loop)
         self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
-        self._versions: weakref.WeakValueDictionary[str, _Version] = weakref.WeakValueDictionary()  # by agent
+        self._versions: weakref.WeakValueDictionary[str, _ContextVersion] = weakref.WeakValueDictionary()  # by agent
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
         """Load the longest stored prefix of `tokens`, or the agent's own context without `tokens`, and wait for it.
@@ -182,7 +182,7 @@ class AgentCacheStore:
                 enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
             else:
                 enough = tokens is not None and len(tokens) - 1 - memory.reach < least_tail(self.spec)
-            version = self._versions.setdefault(agent_id, _Version()) if named else None
+            version = self._versions.setdefault(agent_id, _ContextVersion()) if named else None
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(
             self._sources, Wanted(agent_id, tokens, named), memory, partial(self._keep_loaded, version), within
@@ -525,7 +525,7 @@ class AgentCacheStore:
         size = self.spec.block_tokens
         return reach // size < (len(tokens) - 1) // size
 
-    def _keep_loaded(self, version: _Version | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
+    def _keep_loaded(self, version: _ContextVersion | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
         """Keep a context from a lower tier in memory: in the tree for all agents, and the agent's own as its context.
 
         If the `version` has ended since the load began, the loaded context is outdated, and is not kept. For an agent
