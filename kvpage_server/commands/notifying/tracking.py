@@ -431,7 +431,7 @@ class Tracking:
             self._changed(name, by)
 
     def _flush(self, clients: Iterable[Recipient], request: bytes, by: Recipient | None) -> None:
-        """Invalidate all keys of those clients that may read some keys of a request. In doubt, a client may read some."""
+        """Invalidate all keys of those clients that may read some keys of a request, or may do so."""
         may: dict[object, bool] = {}  # by user
         for client in clients:
             mode = client.tracking
@@ -474,7 +474,7 @@ class Tracking:
             self.clients[client] = _Reader(client)
         for prefix in self._changed_prefixes:
             prefix.changed.clear()
-        tables = [self._of_blocks, self._notes]
+        tables: list[dict[Any, Any]] = [self._of_blocks, self._notes]
         self._notes, self._of_requests, self._of_blocks, self.items = {}, {}, {}, 0
         _free(chain(tables, forgotten))
 
@@ -505,10 +505,10 @@ class Tracking:
                 self._broadcast(prefix.clients, changed)
 
     def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
-        """Send clients one message about all changed keys of a prefix. Equal messages are encoded once for each
-        protocol.
+        """Send clients one message about all changed keys of a prefix. Equal messages are created once for each user
+        and protocol.
         """
-        encoded: dict[int, Raw] = {}
+        encoded: dict[tuple[object, object, int], Raw | None] = {}  # None if the users may read none of the keys
         actors = set(changed.values())
         for client in clients:
             mode = client.tracking
@@ -519,13 +519,12 @@ class Tracking:
             to = self._recipient_of(client) if mode is not None else None
             if to is None:
                 continue
-            if not (client.sees_all and to.sees_all):
-                self._send(client, [list(changed)])
-            else:
-                protocol = to.protocol
-                if protocol not in encoded:
-                    encoded[protocol] = _spelt([list(changed)], protocol)
-                to.push(encoded[protocol])
+            alike = client.user, to.user, to.protocol
+            if alike not in encoded:
+                keys = _seen(changed, client, to)
+                encoded[alike] = _spelt([keys], to.protocol) if keys else None
+            if (message := encoded[alike]) is not None:
+                to.push(message)
 
     def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
         """Send messages to a client, or to the client of its `redirect`, about the keys that both may read. A message
@@ -534,9 +533,8 @@ class Tracking:
         to = self._recipient_of(client)
         if to is None:
             return
-        if not (client.sees_all and to.sees_all):
-            seen = (m if m is None else [key for key in m if client.sees(key) and to.sees(key)] for m in messages)
-            messages = [message for message in seen if message is None or message]
+        seen = (message if message is None else _seen(message, client, to) for message in messages)
+        messages = [message for message in seen if message is None or message]
         if messages:
             to.push(_spelt(messages, to.protocol))
 
@@ -554,6 +552,13 @@ class Tracking:
             to = found
         listens = mode.redirect and (to.channels or to.patterns)
         return to if to.protocol == 3 or listens else None
+
+
+def _seen(keys: Iterable[bytes], client: Recipient, to: Recipient) -> list[bytes]:
+    """Return the keys that both clients may read."""
+    if client.sees_all and to.sees_all:
+        return list(keys)
+    return [key for key in keys if client.sees(key) and to.sees(key)]
 
 
 def _request_read(name: bytes) -> bytes:

@@ -351,8 +351,8 @@ class BlockKeys:
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether it has a key, which must be the key of a page of this block."""
-        _, _, layer, head, _, kv_type = key.split(b":")
-        layer, head, kv_type = int(layer), int(head), int(kv_type)
+        _, _, *numbers = key.split(b":")
+        layer, head, _, kv_type = map(int, numbers)
         if self.shape is None:
             return bool(self.rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
         has_plane = any(plane.kv_type == kv_type for plane in self.shape.planes)

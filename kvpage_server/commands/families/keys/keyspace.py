@@ -145,6 +145,7 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     cursor = scan_cursor(plain(args[0]))
     matches, count, wanted_type = scan_options(plain_all(args[1:]), has_maxlen=True)
     count, step = min(count, MOST_SCANNED), _keys_of_a_step(client)
+    groups: Iterator[list[bytes]]
     if wanted_type == b"set":
         cursor, requests = keyspace.listing.scan_requests(cursor, count)
         keys = len(requests)
