@@ -217,6 +217,16 @@ class Patterns(Generic[T]):
             if matches(name):
                 yield value
 
+    def may_match_some(self, prefix: bytes) -> Iterator[T]:
+        """Yield the values of the patterns that may match a name with a prefix, judged by the patterns' first bytes up
+        to a wildcard. O(patterns).
+        """
+        for pattern, value in self._all.items():
+            special = _SPECIAL.search(pattern)
+            opening = pattern[: special.start()] if special is not None else pattern
+            if opening.startswith(prefix) or (special is not None and prefix.startswith(opening)):
+                yield value
+
     @property
     def cost(self) -> int:
         """Number of comparisons for a name."""

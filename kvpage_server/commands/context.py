@@ -442,6 +442,10 @@ class Client:
         """Return whether the client may read a key, and so may know that it exists."""
         return self.user is not None and self.user.may_use(key, READ)
 
+    def may_see_some(self, prefix: bytes) -> bool:
+        """Return False if the client may read no key that begins with a prefix. It is True in doubt."""
+        return self.user is not None and self.user.keys.may_cover_some(prefix, READ)
+
     def may_subscribe(self, channel: bytes) -> bool:
         """Return whether it may subscribe to a channel, or to a pattern that is exactly one of its user's."""
         return self.user is not None and (self.user.may_listen(channel) or channel in self.user.channels)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, cast
 
 from kvpage_server.core import Arena, NewPages, Slot
@@ -25,7 +24,7 @@ from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import Quota, counted, text_size
 from kvpage_server.store.memory.catalogue import Catalogue
 from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page
-from kvpage_server.store.memory.index import Block, Extent, ExtentPage, rows_of
+from kvpage_server.store.memory.index import Block, BlockKeys, Extent, ExtentPage, rows_of
 from kvpage_server.store.memory.on_disk import OnDisk
 
 # -- lost strings ------------------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def _name(key: bytes) -> bytes | str:
 
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
-BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # changed keys, and (event, key) pairs
+BlockListener = Callable[[BlockKeys, Iterator[tuple[str, bytes]]], None]  # changed keys; (event, key) pairs, lazily
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
@@ -404,8 +403,7 @@ class Contents:
         block = self.index.open(req_id, page)
         for key in self.catalogue.strays_in(req_id, page, extent):
             self.remove(key, "del")
-        before = block.extent.shape if block.extent is not None else None
-        had = self._drop_pages(block, extent.shape)
+        dropped = self._drop_pages(block, extent.shape)
         self.catalogue.fill(block, extent)
         self.grow(block, extent.slot.footprint)
         self.evictor.quotas.resize(block, self.size_for_quota(block))
@@ -415,36 +413,37 @@ class Contents:
         self.counters.writes += 1
         self._use_written(block)
         if self.on_block is not None:
-            keys = list(had if before == extent.shape else block.page_keys())
-            gone = list(had.keys() - set(keys))
-            events = chain(_events_of_block(keys, had, extent.expires), (("del", key) for key in gone))
-            self.on_block([*keys, *gone], events)
+            keys = BlockKeys.of(block)
+            self.on_block(keys, _events_of_block(keys, dropped, extent.expires))
+            if gone := dropped.gone:
+                self.on_block(gone, (("del", key) for key in gone))
         self.tier.stored_block(block)
 
-    def _drop_pages(self, block: Block, coming: BlockShape) -> dict[bytes, int]:
+    def _drop_pages(self, block: Block, coming: BlockShape) -> _Dropped:
         """Remove all pages of a block that gets an extent of shape `coming`.
 
-        Pages that are not in that shape are recorded as overwritten. Return the expiry of each removed key if there is
-        a listener, and an empty dictionary otherwise.
+        Pages that are not in that shape are recorded as overwritten. The result is complete if there is a listener.
         """
+        dropped = _Dropped()
         if not block.pages:
-            return {}
+            return dropped
         self.tier.pages_dropped(block)
         if block.extent is None or block.extent.shape != coming:
             stay = rows_of(coming)
             gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
             if gone:
                 self.ghosts.remember(block, gone, "overwritten")
-        had = self._expiries(block) if self.on_block is not None else {}
+                pages = sum(map(int.bit_count, gone.values()))
+                dropped.gone = BlockKeys(block.req_id, block.page, pages, None, gone)
+        if self.on_block is not None:
+            dropped.keys = BlockKeys.of(block)
+            if block.extent is not None:
+                dropped.expires = block.extent.expires
+            else:
+                dropped.expiries = {key: self.catalogue.entries[key].expires for key in block.page_keys()}
         self.expirer.keys -= self.catalogue.take_pages(block)
         self.grow(block, -block.footprint)
-        return had
-
-    def _expiries(self, block: Block) -> dict[bytes, int]:
-        """Return the expiry of each page of a block, by key."""
-        if block.extent is not None:
-            return dict.fromkeys(block.page_keys(), block.extent.expires)
-        return {key: self.catalogue.entries[key].expires for key in block.page_keys()}
+        return dropped
 
     # -- strings ---------------------------------------------------------------------------------------------------
 
@@ -640,10 +639,10 @@ class Contents:
         self.evictor.units.removed(block)
         self.leases.removed(block)
         self.ghosts.remember(block, block.rows, reason or _REASONS[event], self._who(block, event, reason), limit)
-        keys = list(block.page_keys()) if self.on_block is not None else []
+        keys = BlockKeys.of(block) if self.on_block is not None else None
         self.expirer.keys -= self.catalogue.take_pages(block)
         block.extent = None  # so that a command that still refers to the block does not keep its memory
-        if self.on_block is not None:
+        if self.on_block is not None and keys is not None:
             self.on_block(keys, ((event, key) for key in keys))
         return block.pages
 
@@ -702,11 +701,24 @@ def unit_of(key: bytes, entry: Entry) -> Unit:
     return unit if type(unit) is Block else key
 
 
-def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the events of a block's keys when it is stored whole. `had`: the keys before, and their expiry."""
+@dataclass(slots=True)
+class _Dropped:
+    """The pages that a block had before it was stored whole, as listeners have to know them."""
+
+    keys: BlockKeys | None = None
+    gone: BlockKeys | None = None  # those that it does not have any more
+    expires: int = 0  # of each page if they were an extent
+    expiries: Mapping[bytes, int] | None = None  # of single pages, by key
+
+
+def _events_of_block(keys: BlockKeys, dropped: _Dropped, expires: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the events of a block's keys when it is stored whole."""
     for key in keys:
-        if key not in had:
+        if dropped.keys is None or key not in dropped.keys:
             yield "new", key
+            had = 0
+        else:
+            had = dropped.expiries[key] if dropped.expiries is not None else dropped.expires
         yield "set", key
-        if expires and had.get(key) != expires:
+        if expires and had != expires:
             yield "expire", key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import NamedTuple, cast
 
 from kvpage_server.core import PageNames, look_up
@@ -182,6 +183,14 @@ class Reader:
 # -- Lists of keys and requests: all of them, in the order of scans, or at random --------------------------------------
 
 
+class Scanned(NamedTuple):
+    """A part of the order of scans: the next cursor, 0 at the end, the places, and the number of their keys."""
+
+    cursor: int
+    places: list[Place]
+    keys: int  # including expired ones
+
+
 class Listing:
     """Lists of keys and requests, which do not count as uses."""
 
@@ -195,30 +204,42 @@ class Listing:
 
     def names(self) -> list[bytes]:
         """Return every key, including expired ones that were not removed yet."""
-        return [name for place in self.places() for name in self._catalogue.names_at(place)]
+        existing_at = self._catalogue.existing_at
+        return [name for place in self.places() for name in existing_at(place, 0) if name is not None]
 
     def places(self) -> list[Place]:
-        """Return the places of all keys in the catalogue: see `existing_keys`."""
+        """Return the places of all keys in the catalogue: see `groups`."""
         return self._catalogue.places()
 
     def existing_keys(self, places: Iterable[Place]) -> list[bytes]:
         """Return the keys at some places that have not expired."""
-        now, existing_at = unix_ms(), self._catalogue.existing_at
-        return [name for place in places for name in existing_at(place, now)]
+        return [*chain.from_iterable(self.groups(places))]
 
-    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Return the next cursor, 0 at the end, and the keys at the next `count` places of the order of scans.
+    def groups(self, places: Iterable[Place], most: int = 1000) -> Iterator[list[bytes]]:
+        """Yield the keys at some places that have not expired, in groups of at most `most` keys, for a step each.
 
-        There are fewer places if `count` keys are found before: an extent is one place with many keys.
+        A group of places without keys is empty. Keys that change between two steps may be listed or not.
         """
-        found: list[bytes] = []
+        now, existing_at = unix_ms(), self._catalogue.existing_at
+        names = (name for place in places for name in existing_at(place, now))
+        while group := [*islice(names, most)]:
+            yield [name for name in group if name is not None]
+            now = unix_ms()  # for the next places
+
+    def scan(self, cursor: int, count: int) -> Scanned:
+        """Return the next `count` places of the order of scans, and the strays of their blocks.
+
+        There are fewer places if they have `count` keys before: an extent is one place with many keys.
+        """
+        found, keys = list[Place](), 0
         for _ in range(count):
             cursor, places = self._catalogue.scan(cursor, 1)
-            found += self.existing_keys(places)
-            found += self.existing_keys(stray for place in places for stray in self._catalogue.strays_at(place))
-            if not cursor or len(found) >= count:
+            places += [stray for place in places for stray in self._catalogue.strays_at(place)]
+            found += places
+            keys += sum(map(self._catalogue.count_at, places))
+            if not cursor or keys >= count:
                 break
-        return cursor, found
+        return Scanned(cursor, found, keys)
 
     def random_key(self) -> bytes | None:
         """Return a random key that has not expired; None if there is none."""

@@ -158,6 +158,10 @@ class KeyRules:
         """Return whether a pattern gives `access` to a key, or to all keys with a KeyPrefix."""
         return any(rights.cover(key, access) for rights in self._rights.matching(key))
 
+    def may_cover_some(self, prefix: bytes, access: int) -> bool:
+        """Return False if the rules allow `access` to no key that begins with a prefix. It is True in doubt."""
+        return any(any(given & access == access for given in it.accesses) for it in self._rights.may_match_some(prefix))
+
     def readable(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that may be read."""
         return [key for key in keys if self.cover(key, READ)]

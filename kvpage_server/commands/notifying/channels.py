@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from time import monotonic_ns
 from typing import Protocol
@@ -74,6 +74,9 @@ class Recipient(Protocol):
 
     def sees(self, key: bytes) -> bool:
         """Return whether it may read a key, and so may know that it exists."""
+
+    def may_see_some(self, prefix: bytes) -> bool:
+        """Return False if it may read no key that begins with a prefix."""
 
 
 Listeners = dict[Recipient, None]  # in order of subscription
@@ -185,15 +188,17 @@ class Channels:
         self._do(_push(recipients, about), size, at_once=count <= _FEW)
         return count
 
-    def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]], size: int) -> None:
-        """Publish very many messages: channel, message, and the key that it is about. Each is created when it is sent.
+    def publish_all(self, messages: Iterator[Sequence[tuple[bytes, bytes, bytes]]], size: int) -> None:
+        """Publish very many messages: channel, message, and the key that it is about. They are created when they are
+        sent, a few of them, or none, in each step.
 
-        The iterator takes `size` bytes of memory.
+        Together they count as `size` bytes of messages that wait.
         """
 
         def steps() -> Steps:
-            for channel, message, about in messages:
-                yield from _push(self._recipients(channel, message), about)
+            for some in messages:
+                for channel, message, about in some:
+                    yield from _push(self._recipients(channel, message), about)
                 yield
 
         self._do(steps(), size, at_once=False)

@@ -8,14 +8,16 @@ channels, ``__keyspace@0__:key`` and ``__keyevent@0__:event``. A is every class 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, starmap
+from typing import TypeVar
 
 from kvpage_server.commands.index_key import derived_from
 from kvpage_server.commands.notifying.channels import Channels, Mode, Recipient
 from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import page_named
+from kvpage_server.store.memory.index import BlockKeys
 
 _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", "decrby": "$"} | {
     "expired": "x",
@@ -24,6 +26,8 @@ _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", 
     "new": "n",
 }
 
+
+K = TypeVar("K")
 
 _BY_ITSELF = ("expired", "evicted")
 _EVENT = 150  # bytes of an event of a key of a block that waits, in addition to the key
@@ -40,6 +44,7 @@ class KeyEvents:
         self._keyspace = keyspace
         self._channels = channels
         self._watchers: dict[bytes, set[Recipient]] = {}
+        self._pages: dict[tuple[bytes, int], set[bytes]] = {}  # watched keys of pages, by request and page id
         self._derived: dict[bytes, set[bytes]] = {}  # watched keys that change with every page of a request
         self._notified = ""  # the value of notify-keyspace-events: classes, K and E
 
@@ -59,6 +64,8 @@ class KeyEvents:
             client.watching.add(key)
             client.keep(len(key) + _WATCHED)
             self._watchers.setdefault(key, set()).add(client)
+            if name := page_named(key):
+                self._pages.setdefault((name.req_id, name.page), set()).add(key)
             if req_id := derived_from(key):
                 self._derived.setdefault(req_id, set()).add(key)
             self._listen()
@@ -70,20 +77,15 @@ class KeyEvents:
             watchers.discard(client)
             if not watchers:
                 del self._watchers[key]
-                self._forget_derived(key)
+                if name := page_named(key):
+                    _discard(self._pages, (name.req_id, name.page), key)
+                if req_id := derived_from(key):
+                    _discard(self._derived, req_id, key)
         if client.watching:
             client.keep(-sum(map(len, client.watching)) - _WATCHED * len(client.watching))
             client.watching.clear()
             self._listen()
         client.watched_changed, client.watched_until = False, 0
-
-    def _forget_derived(self, key: bytes) -> None:
-        req_id = derived_from(key)
-        if req_id is not None:
-            keys = self._derived[req_id]
-            keys.discard(key)
-            if not keys:
-                del self._derived[req_id]
 
     def track(self, client: Recipient, mode: Mode) -> None:
         """Start tracking for a client."""
@@ -111,39 +113,38 @@ class KeyEvents:
             self._mark(key)
             self._mark_derived(key)
         if self.tracking and event not in _NO_CHANGE:
-            self.tracking.changed((key,), None if event in _BY_ITSELF else self.acting)
+            self.tracking.changed(key, None if event in _BY_ITSELF else self.acting)
         self._notify(event, key)
 
-    def _happened_to_block(self, keys: Sequence[bytes], events: Iterable[tuple[str, bytes]]) -> None:
-        """Handle an event of all keys of a block, of which there may be thousands. `events` has (event, key) of each
-        key.
+    def _happened_to_block(self, keys: BlockKeys, events: Iterator[tuple[str, bytes]]) -> None:
+        """Handle an event of all keys of a block, of which there may be 131,072. `events` has (event, key) of each key,
+        in order. They are published in steps, and each is created then.
         """
-        if self._watchers:
-            for key in self._watchers.keys() & keys:
+        for key in self._pages.get((keys.req_id, keys.page), ()):
+            if key in keys:
                 self._mark(key)
-        events = iter(events)
-        first = next(events, None)
-        if first is None:
-            return
-        self._mark_derived(keys[0])
+        event, first = next(events)
+        self._mark_derived(first)
         if self.tracking:
-            self.tracking.changed(keys, None if first[0] in _BY_ITSELF else self.acting)
-        if self._notified:
-            messages = chain.from_iterable(starmap(self._messages, chain([first], events)))
-            self._channels.publish_all(messages, sum(map(len, keys)) + _EVENT * len(keys))
+            self.tracking.block_changed(keys, None if event in _BY_ITSELF else self.acting)
+        if self._notified and self._channels:
+            messages = starmap(self._messages, chain([(event, first)], events))
+            self._channels.publish_all(messages, (len(first) + _EVENT) * len(keys))
 
     def _notify(self, event: str, key: bytes) -> None:
         for channel, message, about in self._messages(event, key):
             self._channels.publish(channel, message, about)
 
-    def _messages(self, event: str, key: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Yield the messages for an event: channel, message, and key."""
+    def _messages(self, event: str, key: bytes) -> list[tuple[bytes, bytes, bytes]]:
+        """Return the messages for an event: channel, message, and key."""
+        messages = []
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
             if "K" in self._notified:
-                yield b"__keyspace@0__:" + key, name, key
+                messages.append((b"__keyspace@0__:" + key, name, key))
             if "E" in self._notified:
-                yield b"__keyevent@0__:" + name, key, key
+                messages.append((b"__keyevent@0__:" + name, key, key))
+        return messages
 
     def _exists(self, watched: bytes) -> bool:
         req_id = derived_from(watched)
@@ -160,3 +161,11 @@ class KeyEvents:
         if self._derived and (page := page_named(key)) is not None:
             for watched in self._derived.get(page.req_id, ()):
                 self._mark(watched)
+
+
+def _discard(sets: dict[K, set[bytes]], name: K, key: bytes) -> None:
+    """Remove a key from one of some sets, which is deleted when it is empty."""
+    keys = sets[name]
+    keys.discard(key)
+    if not keys:
+        del sets[name]

@@ -33,6 +33,8 @@ from kvpage_server.commands.notifying.channels import Mode, Recipient
 from kvpage_server.commands.table import Spec
 from kvpage_server.core import Argument
 from kvpage_server.resp import Push, Raw
+from kvpage_server.store.memory.entry import page_named
+from kvpage_server.store.memory.index import BlockKeys
 
 # -- prefixes ----------------------------------------------------------------------------------------------------------
 #
@@ -107,19 +109,20 @@ class Prefixes(Generic[T]):
                 return
             node, at = child, at + len(child.label)
 
-    def extend(self, name: bytes) -> bool:
-        """Return whether longer prefixes exist that begin with `name`."""
+    def longer_than(self, name: bytes) -> Iterator[T]:
+        """Yield the values of the prefixes that are longer than `name` and begin with it. O(their number)."""
         node, at = self._root, 0
         while at < len(name):
             child = node.below.get(name[at])
-            if child is None:
-                return False
-            if len(child.label) >= len(name) - at:
-                return child.label.startswith(name[at:]) and (len(child.label) > len(name) - at or bool(child.below))
-            if not name.startswith(child.label, at):
-                return False
+            if child is None or not child.label.startswith(name[at : at + len(child.label)]):
+                return
             node, at = child, at + len(child.label)
-        return bool(node.below)
+        nodes = [node] if at > len(name) else [*node.below.values()]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.below.values()
+            if node.value is not None:
+                yield node.value
 
     def _path(self, prefix: bytes) -> list[_Node[T] | None]:
         """Return the nodes from the root to the node of a prefix; the last one is None if that does not exist."""
@@ -193,12 +196,11 @@ class _Prefix:
     clients: dict[Recipient, None] = field(default_factory=dict)
     changed: dict[bytes, Recipient | None] = field(default_factory=dict)
 
-    def note(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """Note changed keys. A key that expiry, eviction or another client has changed, too, is not the client's own
+    def note(self, key: bytes, by: Recipient | None) -> None:
+        """Note a changed key. One that expiry, eviction or another client has changed, too, is not the client's own
         change.
         """
-        for key in keys:
-            self.changed[key] = by if self.changed.get(key, by) is by else None
+        self.changed[key] = by if self.changed.get(key, by) is by else None
 
 
 @dataclass(slots=True)
@@ -227,6 +229,7 @@ class Tracking:
         self._most_bytes = most_bytes
         self._notes: dict[bytes, set[_Reader]] = {}  # the readers of each key
         self._of_requests: dict[bytes, set[bytes]] = {}  # notes about whole requests, by `kv:{req}:`
+        self._of_blocks: dict[tuple[bytes, int], dict[bytes, None]] = {}  # noted pages, by request and page id
         self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and the number still to lose
         self._prefixes: Prefixes[_Prefix] = Prefixes()
         self._changed_prefixes: dict[_Prefix, None] = {}
@@ -311,6 +314,8 @@ class Tracking:
             readers = self._notes[key] = set()
             if request := _request_read(key):
                 self._of_requests.setdefault(request, set()).add(key)
+            elif name := page_named(key):
+                self._of_blocks.setdefault((name.req_id, name.page), {})[key] = None
         readers.add(reader)
         reader.keys[key] = None
         self.items += 1
@@ -372,48 +377,72 @@ class Tracking:
             names.discard(key)
             if not names:
                 del self._of_requests[request]
+        elif name := page_named(key):
+            pages = self._of_blocks[name.req_id, name.page]
+            del pages[key]
+            if not pages:
+                del self._of_blocks[name.req_id, name.page]
         return readers
 
     # -- changed keys --------------------------------------------------------------------------------------------------
 
-    def changed(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """Prepare the messages about a changed key, or about all pages of a changed block. `by` is the client whose
-        command has changed them; None for expiry and eviction.
+    def changed(self, key: bytes, by: Recipient | None) -> None:
+        """Prepare the messages about a changed key. `by` is the client whose command has changed it; None for expiry
+        and eviction.
         """
         if self._prefixes:
-            self._change_prefixes(keys, by)
-        notes = self._notes
-        if notes:
-            noted = [key for key in keys if key in notes]
-            if len(noted) > _MANY:
-                self._changed_together(noted, by)
-            else:
-                for key in noted:
-                    self._changed(key, by)
-            first = keys[0]
-            if self._of_requests and first[:3] == b"kv:":
-                for name in list(self._of_requests.get(first[: first.find(b":", 3) + 1], ())):
-                    self._changed(name, by)
+            self._note_in(self._prefixes.of(key), (key,), by)
+        if key in self._notes:
+            self._changed(key, by)
+        if self._of_requests and key[:3] == b"kv:":
+            self._request_changed(key[: key.find(b":", 3) + 1], by)
 
-    def _change_prefixes(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """Note the changed keys under their prefixes. Several keys are the pages of a block, and all begin with its
-        request id.
+    def block_changed(self, keys: BlockKeys, by: Recipient | None) -> None:
+        """Prepare the messages about changed pages of a block. If very many of them are noted, or begin with prefixes,
+        one message to a client invalidates all of its keys.
         """
-        first, known = keys[0], -1
-        if len(keys) > 1:
-            request = first[: first.find(b":", 3) + 1]
-            self._change(self._prefixes.of(request), keys, by)
-            if not self._prefixes.extend(request):
-                return
-            known = len(request)
-        for key in keys:
-            self._change(self._prefixes.of(key, longer_than=known), (key,), by)
+        request, noted = keys.prefix, self._of_blocks.get((keys.req_id, keys.page), {})
+        if self._prefixes and len(keys) > _MANY:
+            about = chain(self._prefixes.of(request), self._prefixes.longer_than(request))
+            self._flush(chain.from_iterable(prefix.clients for prefix in about), request, by)
+        elif self._prefixes:
+            self._note_in(self._prefixes.of(request), keys, by)
+            if any(True for _ in self._prefixes.longer_than(request)):
+                for key in keys:
+                    self._note_in(self._prefixes.of(key, longer_than=len(request)), (key,), by)
+        if len(noted) > _MANY:  # the notes stay, because deleting them takes too long, as does a look at their readers
+            readers = (client for client, reader in self.clients.items() if reader.keys)
+            self._flush(readers, request, by)
+        else:
+            for key in [key for key in noted if key in keys]:
+                self._changed(key, by)
+        self._request_changed(request, by)
 
-    def _change(self, prefixes: Iterator[_Prefix], keys: Sequence[bytes], by: Recipient | None) -> None:
+    def _note_in(self, prefixes: Iterator[_Prefix], keys: Iterable[bytes], by: Recipient | None) -> None:
+        """Note changed keys under their prefixes."""
         for prefix in prefixes:
-            prefix.note(keys, by)
+            for key in keys:
+                prefix.note(key, by)
             self._changed_prefixes[prefix] = None
             self._schedule_send()
+
+    def _request_changed(self, request: bytes, by: Recipient | None) -> None:
+        for name in list(self._of_requests.get(request, ())):
+            self._changed(name, by)
+
+    def _flush(self, clients: Iterable[Recipient], request: bytes, by: Recipient | None) -> None:
+        """Invalidate all keys of those clients that may read some keys of a request, or may do so."""
+        may: dict[object, bool] = {}  # by user
+        for client in clients:
+            mode = client.tracking
+            if mode is None or (mode.no_loop and client is by):
+                continue
+            both = (client, self._everybody.get(mode.redirect, client))
+            for one in both:
+                if one.user not in may:
+                    may[one.user] = one.may_see_some(request)
+            if all(may[one.user] for one in both):
+                self._due_to(client).flushed = True
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
         """Prepare messages to the readers of a noted key, and delete the notes."""
@@ -425,13 +454,6 @@ class Tracking:
                 self._count(reader, reader.client, -len(name) - _NOTE)
         for client in self._recipients_of(readers, by):
             self._due_to(client).keys[name] = None
-
-    def _changed_together(self, names: Sequence[bytes], by: Recipient | None) -> None:
-        """Invalidate all keys of the readers of very many keys that changed together. The notes stay, because deleting
-        them takes too long.
-        """
-        for client in self._recipients_of(set().union(*map(self._notes.__getitem__, names)), by):
-            self._due_to(client).flushed = True
 
     def _recipients_of(self, readers: Iterable[_Reader], by: Recipient | None) -> Iterator[Recipient]:
         for reader in readers:
@@ -452,8 +474,9 @@ class Tracking:
             self.clients[client] = _Reader(client)
         for prefix in self._changed_prefixes:
             prefix.changed.clear()
-        notes, self._notes, self._of_requests, self.items = self._notes, {}, {}, 0
-        _free(chain([notes], forgotten))
+        tables: list[dict[Any, Any]] = [self._of_blocks, self._notes]
+        self._notes, self._of_requests, self._of_blocks, self.items = {}, {}, {}, 0
+        _free(chain(tables, forgotten))
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -482,10 +505,10 @@ class Tracking:
                 self._broadcast(prefix.clients, changed)
 
     def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
-        """Send clients one message about all changed keys of a prefix. Equal messages are encoded once for each
-        protocol.
+        """Send clients one message about all changed keys of a prefix. Equal messages are created once for each user
+        and protocol.
         """
-        encoded: dict[int, Raw] = {}
+        encoded: dict[tuple[object, object, int], Raw | None] = {}  # None if the users may read none of the keys
         actors = set(changed.values())
         for client in clients:
             mode = client.tracking
@@ -496,13 +519,12 @@ class Tracking:
             to = self._recipient_of(client) if mode is not None else None
             if to is None:
                 continue
-            if not (client.sees_all and to.sees_all):
-                self._send(client, [list(changed)])
-            else:
-                protocol = to.protocol
-                if protocol not in encoded:
-                    encoded[protocol] = _spelt([list(changed)], protocol)
-                to.push(encoded[protocol])
+            alike = client.user, to.user, to.protocol
+            if alike not in encoded:
+                keys = _seen(changed, client, to)
+                encoded[alike] = _spelt([keys], to.protocol) if keys else None
+            if (message := encoded[alike]) is not None:
+                to.push(message)
 
     def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
         """Send messages to a client, or to the client of its `redirect`, about the keys that both may read. A message
@@ -511,9 +533,8 @@ class Tracking:
         to = self._recipient_of(client)
         if to is None:
             return
-        if not (client.sees_all and to.sees_all):
-            seen = (m if m is None else [key for key in m if client.sees(key) and to.sees(key)] for m in messages)
-            messages = [message for message in seen if message is None or message]
+        seen = (message if message is None else _seen(message, client, to) for message in messages)
+        messages = [message for message in seen if message is None or message]
         if messages:
             to.push(_spelt(messages, to.protocol))
 
@@ -531,6 +552,13 @@ class Tracking:
             to = found
         listens = mode.redirect and (to.channels or to.patterns)
         return to if to.protocol == 3 or listens else None
+
+
+def _seen(keys: Iterable[bytes], client: Recipient, to: Recipient) -> list[bytes]:
+    """Return the keys that both clients may read."""
+    if client.sees_all and to.sees_all:
+        return list(keys)
+    return [key for key in keys if client.sees(key) and to.sees(key)]
 
 
 def _request_read(name: bytes) -> bytes:
@@ -551,7 +579,7 @@ def _encoded_keys(keys: list[bytes] | None, protocol: int) -> bytes:
     return b"*%d\r\n" % len(keys) + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
 
 
-def _free(tables: Iterator[dict[bytes, Any]]) -> None:
+def _free(tables: Iterator[dict[Any, Any]]) -> None:
     """Free tables of notes in steps, as they may have a million entries."""
     left = _STEP
     for table in tables:

@@ -9,7 +9,8 @@ has no entries either; all of them are created by the first lookup of one of its
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvpage_server.store import records
@@ -50,6 +51,7 @@ WITH_TIER = IndexCosts(entry=350, block=500, copies=2)  # the tier has a name an
 _NUMBERS = 12  # bytes of a page's key in addition to its request id
 _REQUEST = 250  # bytes of a request, without its blocks
 _UNLOADED_PAGE = records.ROW  # bytes of a page in an unloaded block
+_NO_KEY = (None,)  # the keys at a place that is out of date
 
 # An item in the order of scans: a key, an extent's block, or the request and page id of a block that was unloaded when
 # it was listed.
@@ -115,32 +117,45 @@ class Catalogue:
         return block.extent.page(block, name.page, name.layer, name.head, name.kv_type)
 
     def places(self) -> list[Place]:
-        """Return every entry's key, every extent's block, and every unloaded block. `names_at` lists their keys."""
+        """Return every entry's key, every extent's block, and every unloaded block. `existing_at` lists their keys."""
         return [*self.entries, *(block for block in self.index if block.extent), *self.index.blocks_on_disk()]
 
-    def names_at(self, place: Place) -> Iterable[bytes]:
-        """Return the keys at a place, including expired ones; none if the place is out of date."""
-        return self.existing_at(place, 0)  # before everything expires
+    def existing_at(self, place: Place, now: int) -> Iterable[bytes | None]:
+        """Return the keys at a place that exist at `now`, in unix milliseconds; with 0, expired ones, too.
 
-    def existing_at(self, place: Place, now: int) -> Iterable[bytes]:
-        """Return the keys at a place that have not expired at `now`, in unix milliseconds. O(keys at the place)."""
+        Each key is created when it is iterated over, because a block may have 131,072, and each expired or deleted one
+        is None. So a caller can list very many keys in steps. Later changes of the place may be listed or not.
+        """
         if isinstance(place, bytes):
             entry = self.entries.get(place) or self.page_in_extent(place)  # its block may have been stored whole since
-            return (place,) if entry is not None and not 0 < entry.expires <= now else ()
+            return (place,) if entry is not None and not 0 < entry.expires <= now else _NO_KEY
         if isinstance(place, tuple):
             rows = self.index.rows(*place)
             if rows is not None:  # all rows in one pass, because a lookup of one page is O(rows)
-                return (key for key, _, expires, _ in records.pages(*place, rows) if not 0 < expires <= now)
-            block = self.index.block(*place)
-        else:
-            block = place if self.index.still_has(place) else None
-        if block is None:
-            return ()
+                pages = records.pages(*place, rows)
+                return (key if not 0 < expires <= now else None for key, _, expires, _ in pages)
+        block = self._block_at(place)
+        if block is None or (block.extent is not None and 0 < block.soonest <= now):  # its pages expire together
+            return _NO_KEY
         if not 0 < block.soonest <= now:
             return block.page_keys()
-        return (key for key in block.page_keys() if not 0 < self.expires_of(key) <= now)
+        return (key if not 0 < self.expires_of(key) <= now else None for key in block.page_keys())
 
-    def strays_at(self, place: Place) -> Iterable[bytes]:
+    def _block_at(self, place: Block | tuple[bytes, int]) -> Block | None:
+        if isinstance(place, tuple):
+            return self.index.block(*place)
+        return place if self.index.still_has(place) else None
+
+    def count_at(self, place: Place) -> int:
+        """Return the number of keys at a place, including expired ones. O(1)."""
+        if isinstance(place, bytes):
+            return place in self.entries or self.page_in_extent(place) is not None
+        if isinstance(place, tuple) and (rows := self.index.rows(*place)) is not None:
+            return len(rows) // records.ROW
+        block = self._block_at(place)
+        return block.pages if block is not None else 0
+
+    def strays_at(self, place: Place) -> Collection[bytes]:
         """Return the strays of a block. A string that replaced a page of a listed block has no place of its own."""
         if isinstance(place, bytes):
             return ()
@@ -157,8 +172,18 @@ class Catalogue:
     def draw(self) -> bytes | None:
         """Return a random key, which exists in about half of the calls; None if the drawn place has no keys."""
         place = self._scans.draw(monotonic_ms())
-        names = [*self.names_at(place), *self.strays_at(place)] if place is not None else []
-        return random.choice(names) if names else None
+        if place is None or isinstance(place, bytes):
+            return place
+        strays, pages = self.strays_at(place), self.count_at(place)
+        number = random.randrange(pages + len(strays)) if pages or strays else 0
+        if number >= pages:
+            return next(islice(strays, number - pages, None), None)
+        name = place if isinstance(place, tuple) else (place.req_id, place.page)
+        if (rows := self.index.rows(*name)) is not None:
+            [(key, *_)] = records.pages(*name, rows[number * records.ROW : (number + 1) * records.ROW])
+            return key
+        block = self._block_at(place)
+        return block.random_key() if block is not None else None
 
     def drop_idle_scans(self, now: int) -> None:
         """Drop the orders of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""

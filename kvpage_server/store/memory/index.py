@@ -13,15 +13,16 @@ from __future__ import annotations
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from kvpage_server.core import PageSet, Part, Slot
-from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, row_of
-from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
+from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
+from kvpage_server.page import BlockShape, PageError, PageKey, Plane, checksum, pack_header
 from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.records import ROW
 
@@ -244,6 +245,20 @@ def rows_of(shape: BlockShape) -> Mapping[int, int]:
     return MappingProxyType(dict(rows_in(shape)))
 
 
+def page_names(req_id: bytes, page: int, rows: Iterable[tuple[int, int]]) -> Iterator[tuple[bytes, int, int, int]]:
+    """Yield the key, layer, head and kv_type of each page of some rows of a block."""
+    for row, heads in rows:
+        plane, group = divmod(row, GROUPS)
+        layer, kv_type = divmod(plane, TYPES)
+        prefix = b"kv:%b:%d:" % (req_id, layer)
+        suffix = b":%d:%d" % (page, kv_type)
+        while heads:
+            lowest = heads & -heads
+            head = group * ROW_HEADS + lowest.bit_length() - 1
+            yield b"%b%d%b" % (prefix, head, suffix), layer, head, kv_type
+            heads ^= lowest
+
+
 class Block(PageSet):
     """The pages of one (req_id, page_id), which are evicted together: an extent, or single pages as bits."""
 
@@ -275,17 +290,18 @@ class Block(PageSet):
         return (key for key, *_ in self.page_names())
 
     def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
-        """Yield the key, layer, head and kv_type of each page in the order of a block's body."""
-        for row, heads in self.each_row() if self.extent is None else rows_in(self.extent.shape):
-            plane, group = divmod(row, GROUPS)
-            layer, kv_type = divmod(plane, TYPES)
-            prefix = b"kv:%b:%d:" % (self.req_id, layer)
-            suffix = b":%d:%d" % (self.page, kv_type)
-            while heads:
-                lowest = heads & -heads
-                head = group * ROW_HEADS + lowest.bit_length() - 1
-                yield b"%b%d%b" % (prefix, head, suffix), layer, head, kv_type
-                heads ^= lowest
+        """Return the key, layer, head and kv_type of each page in the order of a block's body."""
+        rows = self.each_row() if self.extent is None else rows_in(self.extent.shape)
+        return page_names(self.req_id, self.page, rows)
+
+    def random_key(self) -> bytes:
+        """Return the key of one of its pages, of which it must have some. O(1) for an extent, O(rows log rows) else."""
+        if self.extent is not None:
+            shape = self.extent.shape
+            layer, head = random.randrange(shape.layers), random.randrange(shape.heads)
+            return bytes(PageKey(self.req_id, layer, head, self.page, random.choice(shape.planes).kv_type))
+        row = random.choice([*self.each_row()])
+        return random.choice([key for key, *_ in page_names(self.req_id, self.page, [row])])
 
     def expires_at(self, expires: int) -> None:
         """Lower `soonest` to the expiry of one of its pages, in unix milliseconds, 0 for never."""
@@ -305,6 +321,47 @@ class Block(PageSet):
         """Whether every layer up to the last has every plane and head up to the last."""
         layers, heads, planes = self.measure()
         return self.pages == layers * heads * len(planes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKeys:
+    """The keys of some pages of a block, in the order of a block's body: every page of a shape, or rows of bits.
+
+    Each key is created when it is iterated over, because there may be 131,072.
+    """
+
+    req_id: bytes
+    page: int
+    pages: int  # their number
+    shape: BlockShape | None
+    rows: Mapping[int, int]  # bits by row; empty with a shape
+
+    @classmethod
+    def of(cls, block: Block) -> BlockKeys:
+        """Return the keys of a block as it is now."""
+        shape, rows = (block.extent.shape, {}) if block.extent is not None else (None, block.rows)
+        return cls(block.req_id, block.page, block.pages, shape, rows)
+
+    def __len__(self) -> int:
+        return self.pages
+
+    def __iter__(self) -> Iterator[bytes]:
+        rows = rows_in(self.shape) if self.shape is not None else self.rows.items()
+        return (key for key, *_ in page_names(self.req_id, self.page, rows))
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether it has a key, which must be the key of a page of this block."""
+        _, _, *numbers = key.split(b":")
+        layer, head, _, kv_type = map(int, numbers)
+        if self.shape is None:
+            return bool(self.rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
+        has_plane = any(plane.kv_type == kv_type for plane in self.shape.planes)
+        return has_plane and layer < self.shape.layers and head < self.shape.heads
+
+    @property
+    def prefix(self) -> bytes:
+        """The prefix of its keys, and of those of every page of the request: `kv:{req}:`."""
+        return b"kv:%b:" % self.req_id
 
 
 class PageIndex:

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
@@ -22,8 +22,7 @@ from kvpage_server.store.contents import OVER_QUOTA, Loss
 _CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # the 64-bit numbers that C's strtoul accepts
 _U64_MAX = 2**64 - 1
 MOST_SCANNED = 1000  # upper limit of COUNT; the keys of one block are returned together, even if there are more
-_PLACES = 5  # places that are listed together; a place is a key, or a block that may have a thousand keys
-_STEP = 1000  # keys that a step compares, encodes or frees
+_STEP = 1000  # keys that a step lists, compares, encodes or frees
 
 
 _for_each = partial(
@@ -116,15 +115,13 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 
 
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
-    """Yield the existing keys that the client may read, in groups for a step each."""
-    keyspace = client.server.keyspace
-    places, some, step = keyspace.listing.places(), list[bytes](), max(_STEP // client.cost_of_a_key, 1)
-    for start in range(0, len(places), _PLACES):
-        some += keyspace.listing.existing_keys(places[start : start + _PLACES])
-        while len(some) >= step:
-            yield client.visible(some[:step])
-            del some[:step]
-    yield client.visible(some)
+    """Return the existing keys that the client may read, in groups for a step each."""
+    listing = client.server.keyspace.listing
+    return map(client.visible, listing.groups(listing.places(), _keys_of_a_step(client)))
+
+
+def _keys_of_a_step(client: Client) -> int:
+    return max(_STEP // client.cost_of_a_key, 1)
 
 
 @_generic(
@@ -147,24 +144,25 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     keyspace = client.server.keyspace
     cursor = scan_cursor(plain(args[0]))
     matches, count, wanted_type = scan_options(plain_all(args[1:]), has_maxlen=True)
-    found: list[bytes] = []
-    count = min(count, MOST_SCANNED)
+    count, step = min(count, MOST_SCANNED), _keys_of_a_step(client)
+    groups: Iterator[list[bytes]]
     if wanted_type == b"set":
         cursor, requests = keyspace.listing.scan_requests(cursor, count)
-        found = list(map(index_key, requests))
+        keys = len(requests)
+        groups = ([*map(index_key, requests[start : start + step])] for start in range(0, keys, step))
     else:
-        cursor, keys = keyspace.listing.scan(cursor, count)
-        found = keys if wanted_type == b"string" else []
-    if not client.sees_all:
-        return Stream(None, _visible_among(client, cursor, found, matches))
+        cursor, places, keys = keyspace.listing.scan(cursor, count)
+        groups = keyspace.listing.groups(places if wanted_type == b"string" else (), step)
+    if keys > _STEP or not client.sees_all:
+        return Stream(None, _scanned(client, cursor, groups, matches))
+    found = [*chain.from_iterable(groups)]
     return [b"%d" % cursor, found if matches is None else list(filter(matches, found))]
 
 
-def _visible_among(client: Client, cursor: int, keys: list[bytes], matches: Matches | None) -> Iterator[Reply]:
+def _scanned(client: Client, cursor: int, groups: Iterator[list[bytes]], matches: Matches | None) -> Iterator[Reply]:
     """Yield the reply of SCAN in steps: the cursor, and the keys that match and that the client may read."""
-    found, step = list[bytes](), max(_STEP // client.cost_of_a_key, 1)
-    for start in range(0, len(keys), step):
-        some = client.visible(keys[start : start + step])
+    found = list[bytes]()
+    for some in map(client.visible, groups):
         found += some if matches is None else filter(matches, some)
         yield ()
     yield Raw(b"*2\r\n$%d\r\n%d\r\n" % (len(b"%d" % cursor), cursor))
