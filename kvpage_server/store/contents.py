@@ -706,7 +706,7 @@ class _Dropped:
     """The pages that a block had before it was stored whole, as listeners have to know them."""
 
     keys: BlockKeys | None = None
-    gone: BlockKeys | None = None  # those that it does not have any more
+    gone: BlockKeys | None = None  # pages that it does not have any more
     expires: int = 0  # of each page if they were an extent
     expiries: Mapping[bytes, int] | None = None  # of single pages, by key
 

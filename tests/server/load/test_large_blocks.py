@@ -1,4 +1,4 @@
-"""Blocks of 131,072 pages that are stored whole: commands about their keys, and messages, take no long turn of the loop.
+"""Blocks of 131,072 pages that are stored whole: their commands and messages take no long turn of the loop.
 
 Measured in processor time of a server in this process, as in `test_stalls`.
 """
