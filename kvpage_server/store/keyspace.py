@@ -134,21 +134,12 @@ class Keyspace:
         self.listing = Listing(contents)
         self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
         self.protection = Protection(contents, self.memory, self.tier.limit if self.tier is not None else None)
-        self.reader = reader = Reader(contents)
+        self.reader = Reader(contents)
         self._catalogue = contents.catalogue
 
         self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
         self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
         self.lost = contents.lost
-        self.find, self.expires_of, self.set_expiry = contents.find, contents.expires_of, contents.set_expiry
-        self.delete, self.delete_all = contents.delete, contents.delete_all
-        self.remove_block, self.evict = contents.remove_block, contents.evict
-        self.remove_corrupt = contents.remove_corrupt
-        self.look, self.read, self.read_all, self.idle = reader.look, reader.read, reader.read_all, reader.idle
-        self.read_pages, self.find_pages, self.pages_at = reader.read_pages, reader.find_pages, reader.pages_at
-        self.block, self.use_block, self.untouched = reader.block, reader.use_block, reader.untouched
-        self.set_pages, self.set_page, self.set_string = contents.set_pages, contents.set_page, contents.set_string
-        self.slot_of, self.flush = contents.slot_of, contents.flush
 
     def __len__(self) -> int:
         return len(self._catalogue)
@@ -313,9 +304,9 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> 
         if isinstance(slot, OnDisk) and slot not in lent:
             keyspace.counters.misses += 1
             return None
-        keyspace.use_block(block)
+        keyspace.reader.use_block(block)
         return lent[slot].pieces([slot]) if isinstance(slot, OnDisk) else (slot,)
-    keyspace.use_block(block)
+    keyspace.reader.use_block(block)
     pieces: list[Piece] = [frame(found.shape.nbytes)]
     for some in in_parts(found.pages):
         if not all(map(has_bytes, some)):
@@ -340,7 +331,7 @@ def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
     for left in reversed(range(_TRIES)):
         version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
         keys = block.page_keys() if block.extent is None else iter(())
-        while (some := keyspace.pages_at(islice(keys, BLOCK_PAGES_PER_STEP))) and block.version == version:
+        while (some := keyspace.reader.pages_at(islice(keys, BLOCK_PAGES_PER_STEP))) and block.version == version:
             pages += some
             if not block.shape_known:
                 _note_geometries(some, planes)

@@ -142,12 +142,12 @@ def run_part(client: Client, spec: Spec, words: Command) -> Reply:
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command and the steps of its reply. Their reads do not count as uses."""
     keyspace = client.server.keyspace
-    with keyspace.untouched():
+    with keyspace.reader.untouched():
         reply = run(client, spec, words)
 
     def items() -> Iterator[Reply]:
         while True:
-            with keyspace.untouched():
+            with keyspace.reader.untouched():
                 item = next(reply.items, Stream)
             if item is Stream:
                 return

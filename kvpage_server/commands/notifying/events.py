@@ -150,7 +150,7 @@ class KeyEvents:
         req_id = derived_from(watched)
         if req_id is not None and self._keyspace.listing.has_pages(req_id):
             return True
-        return self._keyspace.find(watched) is not None
+        return self._keyspace.contents.find(watched) is not None
 
     def _mark(self, key: bytes) -> None:
         for client in self._watchers.get(key, ()):

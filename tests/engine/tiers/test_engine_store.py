@@ -573,7 +573,7 @@ def test_concurrent_loads_of_an_agent_leave_one_context(
     assert [taken(pool, loading.result()) for loading in loadings] == [50] * 3
     assert recalled(store, pool, "alice", None) == ("hot", 50)
     loadings.clear()
-    assert eventually(lambda: gc.collect() >= 0 and not store._unchanged)
+    assert eventually(lambda: gc.collect() >= 0 and not store._versions)
 
 
 def test_two_agents_with_one_system_prompt_store_it_once(

@@ -20,7 +20,7 @@ BODY = random.Random(7).randbytes(SHAPE.nbytes)
 
 def store(keys: Keyspace, page: int, body: bytes = BODY, digest: int | None = None) -> Extent:
     found = checksum(body) if digest is None else digest
-    extent = Extent(SHAPE, keys.slot_of(body), found, unix_ms(), 0)
+    extent = Extent(SHAPE, keys.contents.slot_of(body), found, unix_ms(), 0)
     keys.set_block(b"r", page, extent)
     return extent
 
@@ -28,12 +28,12 @@ def store(keys: Keyspace, page: int, body: bytes = BODY, digest: int | None = No
 def test_a_blocks_overhead_per_page_is_small() -> None:
     shape = BlockShape(32, 8, 16, (Plane(0, DType.UINT8, 1), Plane(1, DType.UINT8, 1)))  # 512 pages
     keys, body = Keyspace(), bytes(shape.nbytes)
-    keys.set_block(b"warm up", 0, Extent(shape, keys.slot_of(body), 1, 1, 0))
+    keys.set_block(b"warm up", 0, Extent(shape, keys.contents.slot_of(body), 1, 1, 0))
     gc.collect()
     tracemalloc.start()
     try:
         for number in range(500):
-            keys.set_block(b"%064x" % number, 0, Extent(shape, keys.slot_of(body), 1, 1, 0))
+            keys.set_block(b"%064x" % number, 0, Extent(shape, keys.contents.slot_of(body), 1, 1, 0))
         gc.collect()
         assert tracemalloc.get_traced_memory()[0] / (500 * shape.pages) < 8
     finally:
@@ -45,15 +45,17 @@ def test_a_page_that_changes_splits_its_block_without_a_copy() -> None:
     keys = Keyspace()
     extent = store(keys, 0)
     before = keys.arena.used
-    assert keys.delete(b"kv:r:0:0:0:0")
+    assert keys.contents.delete(b"kv:r:0:0:0:0")
     assert keys.arena.used == before
-    block = keys.block(b"r", 0)
+    block = keys.reader.block(b"r", 0)
     assert block is not None
     assert block.pages == SHAPE.pages - 1
-    assert all(isinstance(page, ExtentPage) and page.extent is extent for page in keys.pages_at(block.page_keys()))
+    assert all(
+        isinstance(page, ExtentPage) and page.extent is extent for page in keys.reader.pages_at(block.page_keys())
+    )
     del block, extent
     for key in keys.listing.names():
-        keys.delete(key)
+        keys.contents.delete(key)
     assert keys.arena.used == 0
 
 
@@ -61,7 +63,7 @@ def test_every_page_of_an_intact_block_matches_its_header() -> None:
     keys = Keyspace()
     store(keys, 3)
     for name, span in zip(keys.listing.names(), SHAPE.page_spans(), strict=True):
-        page = keys.find(name)
+        page = keys.contents.find(name)
         assert is_page(page)
         header, body = decode_page(bytes(page.header) + bytes(page.body))
         assert (bytes(body), b"kv:r:%d:%d:3:%d" % (header.layer, header.head, header.kv_type)) == (BODY[span], name)
@@ -72,7 +74,7 @@ def test_no_page_of_a_damaged_block_passes_for_the_page() -> None:
     extent = store(keys, 0)
     extent.slot.body[100] ^= 1
     for name in keys.listing.names():
-        page = keys.find(name)
+        page = keys.contents.find(name)
         assert is_page(page)
         with pytest.raises(PageError, match="checksum"):
             decode_page(bytes(page.header) + bytes(page.body))

@@ -156,7 +156,7 @@ def test_a_failed_batch_releases_its_reservation() -> None:
     here = tenant(COUNTED)
     steps = begin(here, batch("ta"))
     go_on(here, steps)
-    here.keyspace.set_pages = lambda _: (_ for _ in ()).throw(OverQuota(here.keyspace.evictor.every_quota[0]))  # type: ignore[method-assign]
+    here.keyspace.contents.set_pages = lambda _: (_ for _ in ()).throw(OverQuota(here.keyspace.evictor.every_quota[0]))  # type: ignore[method-assign]
     assert isinstance(last(steps), ReplyError)
     assert reserved(here) == 0
 

@@ -24,7 +24,7 @@ MIB = 1024 * 1024
 def set_page(keys: Keyspace, key: PageKey, body: bytes, expires: int = 0) -> bytes:
     blob = encode_page(key, body, dtype=DType.UINT8, page_size=1, head_dim=max(len(body), 1))
     name = PageName(bytes(key), key.req_id, key.layer, key.head, key.page, key.kv_type)
-    keys.set_page(name, blob[:64], keys.slot_of(body), expires)
+    keys.contents.set_page(name, blob[:64], keys.contents.slot_of(body), expires)
     return blob
 
 
@@ -34,7 +34,7 @@ def lies_in(key: bytes, req_id: bytes, page: int) -> bool:
 
 
 def value_of(keys: Keyspace, key: bytes) -> bytes | None:
-    entry = keys.find(key)
+    entry = keys.contents.find(key)
     if entry is None or isinstance(entry, Text):
         return entry.data if entry else None
     return (bytes(entry.header) if is_page(entry) else b"") + bytes(entry.body)
@@ -94,7 +94,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
     @rule(key=plain_keys | page_keys.map(bytes) | used, text=bodies, expires=expiries, target=used)
     def write_string(self, key: bytes, text: bytes, expires: int) -> bytes:
-        self.keys.set_string(key, text, expires)
+        self.keys.contents.set_string(key, text, expires)
         self.model[key] = (text, expires, False)
         return key
 
@@ -111,7 +111,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
     def store_block(self, req_id: bytes, page: int, shape: BlockShape, fill: bytes, ttl: int) -> bytes:
         """The first of its page keys."""
         body = (fill * shape.nbytes)[: shape.nbytes]
-        self.keys.set_block(req_id, page, Extent(shape, self.keys.slot_of(body), checksum(body), START, ttl))
+        self.keys.set_block(req_id, page, Extent(shape, self.keys.contents.slot_of(body), checksum(body), START, ttl))
         old = [key for key, (_, _, is_page) in self.model.items() if is_page and lies_in(key, req_id, page)]
         for key in old:
             del self.model[key]
@@ -140,25 +140,25 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
     @rule(key=used)
     def delete(self, key: bytes) -> None:
-        assert self.keys.delete(key) == (self.model.pop(key, None) is not None)
+        assert self.keys.contents.delete(key) == (self.model.pop(key, None) is not None)
 
     @rule(key=used, expires=expiries)
     def expire(self, key: bytes, expires: int) -> None:
         if key in self.model:
-            self.keys.set_expiry(key, expires)
+            self.keys.contents.set_expiry(key, expires)
             value, _, is_page = self.model[key]
             self.model[key] = (value, expires, is_page)
 
     @rule(key=used)
     def expire_in_the_past(self, key: bytes) -> None:
         if self.model.pop(key, None):
-            self.keys.set_expiry(key, 1)
+            self.keys.contents.set_expiry(key, 1)
 
     @rule(key=used)
     def read(self, key: bytes) -> None:
         hits, misses = self.keys.counters.hits, self.keys.counters.misses
         there = key in self.model
-        assert (self.keys.read(key) is not None) == there
+        assert (self.keys.reader.read(key) is not None) == there
         assert (self.keys.counters.hits - hits, self.keys.counters.misses - misses) == (there, not there)
 
     @rule(ms=st.integers(0, 8000), most=st.integers(1, 3))
@@ -188,15 +188,15 @@ class KeyspaceMachine(RuleBasedStateMachine):
         self.keys.memory.maxmemory = 0
         assert self.keys.memory.used <= limit
         for block, pages in before.items():  # whole or not at all
-            assert self.keys.block(block.req_id, block.page) is None or block.pages == pages
-        gone = [key for key in self.model if self.keys.find(key) is None]
+            assert self.keys.reader.block(block.req_id, block.page) is None or block.pages == pages
+        gone = [key for key in self.model if self.keys.contents.find(key) is None]
         assert self.keys.counters.evicted - evicted == len(gone)
         for key in gone:
             del self.model[key]
 
     @rule()
     def flush(self) -> None:
-        self.keys.flush()
+        self.keys.contents.flush()
         self.model.clear()
         self.nothing_is_left()
 
@@ -205,7 +205,8 @@ class KeyspaceMachine(RuleBasedStateMachine):
         found: list[bytes] = []
         cursor = 0
         while True:
-            cursor, keys = self.keys.listing.scan(cursor, 3)
+            cursor, places, _ = self.keys.listing.scan(cursor, 3)
+            keys = self.keys.listing.existing_keys(places)
             found += keys
             if not cursor:
                 break
@@ -217,13 +218,13 @@ class KeyspaceMachine(RuleBasedStateMachine):
         assert set(self.keys.listing.keys()) == set(self.model)
         for key, (value, expires, page) in self.model.items():
             assert value_of(self.keys, key) == value
-            assert self.keys.expires_of(key) == expires
-            assert is_page(self.keys.find(key)) == page
+            assert self.keys.contents.expires_of(key) == expires
+            assert is_page(self.keys.contents.find(key)) == page
 
     @invariant()
     def accounts_are_right(self) -> None:
         assert self.keys.contents.expirer.keys == sum(expires > 0 for _, expires, _ in self.model.values())
-        entries = {key: self.keys.find(key) for key in self.model}
+        entries = {key: self.keys.contents.find(key) for key in self.model}
         texts = sum(len(k) + e.size + TEXT_OVERHEAD for k, e in entries.items() if isinstance(e, Text))
         memory = {slot for e in entries.values() if (slot := e.extent.slot if isinstance(e, ExtentPage) else e)}
         slots = sum(slot.footprint for slot in memory if isinstance(slot, Slot))
@@ -246,11 +247,11 @@ class KeyspaceMachine(RuleBasedStateMachine):
         assert sorted(listed) == sorted(map(bytes, pages))
         for block in blocks:
             assert block.pages == len(list(block.page_keys()))
-            shares = sum(page.footprint for page in self.keys.pages_at(block.page_keys()))
+            shares = sum(page.footprint for page in self.keys.reader.pages_at(block.page_keys()))
             assert shares <= block.footprint
             if block.extent is not None:
                 assert block.footprint == block.extent.slot.footprint
-            elif not any(isinstance(page, ExtentPage) for page in self.keys.pages_at(block.page_keys())):
+            elif not any(isinstance(page, ExtentPage) for page in self.keys.reader.pages_at(block.page_keys())):
                 assert block.footprint - shares < 512  # overhead of a split: the frame and the rounding of its slot
 
     def nothing_is_left(self) -> None:
@@ -261,7 +262,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Deleting key by key leaves as little as a flush does."""
         for key in list(self.model):
-            assert self.keys.delete(key)
+            assert self.keys.contents.delete(key)
         self.nothing_is_left()
         gone = [key for event, key in self.events if event in ("del", "expired", "evicted")]
         assert len(gone) >= len(set(self.model))
@@ -277,14 +278,14 @@ TestKeyspace.settings = settings(stateful_step_count=30)
 def test_a_key_that_is_due_is_not_found_before_it_is_swept() -> None:
     keys = Keyspace()
     set_page(keys, PageKey(b"r", 0, 0, 0, 0), b"page", expires=(soon := unix_ms() + 500))
-    keys.set_string(b"text", b"text", soon)
+    keys.contents.set_string(b"text", b"text", soon)
     assert len(keys.listing.keys()) == 2
     time.sleep(0.51)
     assert len(keys) == 2
     assert keys.listing.keys() == []
-    assert keys.read(b"kv:r:0:0:0:0") is None
-    assert keys.find(b"text") is None
-    assert not keys.delete(b"text")
+    assert keys.reader.read(b"kv:r:0:0:0:0") is None
+    assert keys.contents.find(b"text") is None
+    assert not keys.contents.delete(b"text")
     assert (len(keys), len(keys.index), keys.memory.used) == (0, 0, 0)
     assert keys.counters.expired == 2
 
@@ -293,18 +294,18 @@ def test_a_sweep_is_bounded_and_takes_each_key_once() -> None:
     keys = Keyspace()
     past = unix_ms() - 5000
     for i in range(2500):
-        keys.set_string(b"%d" % i, b"", past + i % 7)
+        keys.contents.set_string(b"%d" % i, b"", past + i % 7)
     assert [keys.sweep(unix_ms(), 1000) for _ in range(4)] == [1000, 1000, 500, 0]
     assert len(keys) == 0
 
 
 def test_prolonging_a_life_again_and_again_costs_no_memory() -> None:
     keys = Keyspace()
-    keys.set_string(b"session", b"", START)
+    keys.contents.set_string(b"session", b"", START)
     tracemalloc.start()
     try:
         for i in range(30_000):
-            keys.set_expiry(b"session", START + i * 1000)
+            keys.contents.set_expiry(b"session", START + i * 1000)
         assert tracemalloc.get_traced_memory()[0] < MIB
     finally:
         tracemalloc.stop()
@@ -333,7 +334,7 @@ def squeeze(keys: Keyspace, share: float) -> None:
 def test_the_least_recently_used_block_is_evicted_as_a_whole() -> None:
     keys = Keyspace(policy="allkeys-lru")
     fill(keys, 10)
-    keys.read(b"kv:r:0:3:0:0")  # any page of block 0 is a use of the block
+    keys.reader.read(b"kv:r:0:3:0:0")  # any page of block 0 is a use of the block
     set_page(keys, PageKey(b"r", 0, 0, 1, 0), bytes(4096))  # and so is a write
     squeeze(keys, 0.5)
     assert blocks_left(keys) == [0, 1, 7, 8, 9]
@@ -343,16 +344,16 @@ def test_the_least_recently_used_block_is_evicted_as_a_whole() -> None:
 def test_an_exists_is_no_use_of_a_page() -> None:
     keys = Keyspace(policy="allkeys-lru")
     fill(keys, 4)
-    keys.find(b"kv:r:0:0:0:0")
+    keys.contents.find(b"kv:r:0:0:0:0")
     squeeze(keys, 0.5)
     assert blocks_left(keys) == [2, 3]
 
 
 def test_strings_and_blocks_are_evicted_in_one_order() -> None:
     keys = Keyspace(policy="allkeys-lru")
-    keys.set_string(b"old", bytes(100))
+    keys.contents.set_string(b"old", bytes(100))
     fill(keys, 1)
-    keys.set_string(b"new", bytes(5000))
+    keys.contents.set_string(b"new", bytes(5000))
     squeeze(keys, 0.99)
     assert set(keys.listing.keys()) == {b"new", *(b"kv:r:0:%d:0:0" % head for head in range(4))}
     squeeze(keys, 0.5)
@@ -384,14 +385,14 @@ def test_uploads_count_towards_the_limit() -> None:
 def test_a_slot_in_flight_is_not_recycled() -> None:
     """Overwriting a value while an older one is still being sent gives the new one other memory."""
     keys = Keyspace()
-    keys.set_string(b"key", b"a" * 5000)
-    sending = keys.find(b"key")
+    keys.contents.set_string(b"key", b"a" * 5000)
+    sending = keys.contents.find(b"key")
     assert isinstance(sending, Slot)
     view = sending.view
     for letter in (b"b", b"c", b"d"):
-        keys.set_string(b"key", letter * 5000)
+        keys.contents.set_string(b"key", letter * 5000)
         assert bytes(view) == b"$5000\r\n" + b"a" * 5000 + b"\r\n"
-    keys.flush()
+    keys.contents.flush()
     assert bytes(view) == b"$5000\r\n" + b"a" * 5000 + b"\r\n"
     assert keys.arena.used == sending.footprint
     del view, sending
@@ -403,6 +404,6 @@ def test_random_sizes_over_a_long_time_do_not_fragment() -> None:
     keys, noise = Keyspace(maxmemory=16 * MIB), random.Random(6)
     for i in range(20_000):
         keys.memory.make_room()
-        keys.set_string(b"%d" % (i % 3000), bytes(noise.choice((1100, 2048, 4096, 9000, 16384, 40_000))))
+        keys.contents.set_string(b"%d" % (i % 3000), bytes(noise.choice((1100, 2048, 4096, 9000, 16384, 40_000))))
     assert keys.memory.used <= 16 * MIB + 65536
     assert keys.arena.held <= 1.5 * keys.arena.used + 24 * MIB

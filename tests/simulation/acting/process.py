@@ -95,7 +95,7 @@ class Process:
             self.leaves(_keys_in(unit), True)
             evict(unit, *args, **options)
 
-        set_pages, tracking = keyspace.set_pages, self.server.events.tracking
+        set_pages, tracking = keyspace.contents.set_pages, self.server.events.tracking
         take_oldest = tracking._take_oldest
 
         def noted_loss(reader: Any) -> None:

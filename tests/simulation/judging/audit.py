@@ -89,7 +89,7 @@ class Audit:
             there, known = set(server.keyspace.listing.names()), set(store.living())
             if known - there:
                 judge.fail(f"the server has lost {sorted(known - there)[:5]!r}")
-            late, expires_of = {*store.lately_expired()}, server.keyspace.expires_of
+            late, expires_of = {*store.lately_expired()}, server.keyspace.contents.expires_of
             if extra := [key for key in there - known if key not in late or not 0 < expires_of(key) <= store.now]:
                 judge.fail(f"the server has kept {sorted(extra)[:5]!r}")
         for mistake in accounts.mistakes(server, judge.just_stored) if self._is_well() else ():

@@ -44,7 +44,7 @@ class Departures:
         if not is_text and is_protected and not self._may_be_unpinned(block_of(key)[0]):
             self._fail(f"{key!r} was evicted though its block is pinned or leased")
         is_known = known is not None and key not in model.store.doubtful() | model.store.fog
-        expires = keyspace.expires_of(key)  # which a transaction may have set that is being run
+        expires = keyspace.contents.expires_of(key)  # which a transaction may have set that is being run
         if policy == "volatile-ttl" and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
             self._fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
 
@@ -55,7 +55,7 @@ class Departures:
             return
         known = [store.keys.get(key) for key in keys]
         if store.doubtful().union(store.fog).isdisjoint(keys) and all(
-            value is not None and not value.expires and keyspace.expires_of(key) <= 0
+            value is not None and not value.expires and keyspace.contents.expires_of(key) <= 0
             for key, value in zip(keys, known, strict=True)
         ):
             self._fail(f"{keys[:3]!r} were evicted under volatile-ttl, and do not expire")

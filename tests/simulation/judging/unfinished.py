@@ -165,7 +165,7 @@ class Unfinished:
         store.sure = False
         for key, cell in doubt.evicted.items():
             store.fog.discard(key)
-            store._set(key, replace(cell, expires=keyspace.expires_of(key)) if cell and key in there else None)
+            store._set(key, replace(cell, expires=keyspace.contents.expires_of(key)) if cell and key in there else None)
         store.sure = True
 
     def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
@@ -185,7 +185,7 @@ class Unfinished:
             if not cell.expires:
                 result[key] = cell
                 continue
-            expires = self._process.server.keyspace.expires_of(key)
+            expires = self._process.server.keyspace.contents.expires_of(key)
             if expires and not soonest <= expires - cell.expires <= latest:
                 self._fail(f"step {asked.step}: {key!r} expires at {expires}, asked was {cell.expires}")
             result[key] = replace(cell, expires=expires or cell.expires)

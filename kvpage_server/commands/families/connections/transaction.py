@@ -53,7 +53,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     if transaction is None:
         raise ReplyError("ERR EXEC without MULTI")
     for key in client.watching:
-        client.keyspace.find(key)  # an overdue key expires here, which changes it
+        client.keyspace.contents.find(key)  # an overdue key expires here, which changes it
     changed = client.watched_changed or 0 < client.watched_until <= unix_ms()
     client.end_transaction()
     if transaction.refused:
@@ -127,7 +127,7 @@ def _watch(client: Client, keys: Sequence[bytes]) -> Sequence[bytes]:
     for key in keys:
         if len(client.watching) >= MOST_WATCHED:
             raise ReplyError(f"ERR a client watches at most {MOST_WATCHED} keys: EXEC looks at all of them")
-        client.keyspace.find(key)  # an overdue key expires before it is watched
+        client.keyspace.contents.find(key)  # an overdue key expires before it is watched
         client.server.events.watch(client, key)
     return keys
 

@@ -55,10 +55,10 @@ def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time:
         if not I64[0] <= expires - start <= expires <= I64[1]:
             raise ReplyError(f"ERR invalid expire time in '{name}' command")
         key, keyspace = plain(args[0]), client.server.keyspace
-        entry = keyspace.find(key)
+        entry = keyspace.contents.find(key)
         if entry is None or not _may_change(conditions, entry.expires, expires):
             return 0
-        keyspace.set_expiry(key, max(expires, 1))
+        keyspace.contents.set_expiry(key, max(expires, 1))
         return 1
 
 
@@ -84,7 +84,7 @@ _declare(
 def _expiry(client: Client, raw: Argument) -> int:
     """Return the unix milliseconds at which a key expires; -1 for never, -2 if it does not exist."""
     key, keyspace = plain(raw), client.server.keyspace
-    entry = keyspace.look(key)
+    entry = keyspace.reader.look(key)
     if entry is None:
         return -1 if lists_pages(keyspace, key) else -2
     return entry.expires or -1
@@ -130,8 +130,8 @@ def pexpiretime(client: Client, args: list[Argument]) -> Reply:
 def persist(client: Client, args: list[Argument]) -> Reply:
     """1 if the key had a time to live, else 0."""
     key, keyspace = plain(args[0]), client.server.keyspace
-    entry = keyspace.find(key)
+    entry = keyspace.contents.find(key)
     if entry is None or not entry.expires:
         return 0
-    keyspace.set_expiry(key, 0)
+    keyspace.contents.set_expiry(key, 0)
     return 1

@@ -26,7 +26,7 @@ container("object", group="generic", summary="A container for how values are kep
 @_object("object|encoding key", since="2.2.3", reply="bulk | null", summary="Names a value's encoding as Redis would.")
 def object_encoding(client: Client, args: list[Argument]) -> Reply:
     """int, embstr or raw; null if there is no such key."""
-    entry = client.server.keyspace.find(plain(args[0]))
+    entry = client.server.keyspace.contents.find(plain(args[0]))
     if entry is None:
         return None
     if not isinstance(entry, Text) or (entry.size > _LONGEST_EMBEDDED):
@@ -37,7 +37,7 @@ def object_encoding(client: Client, args: list[Argument]) -> Reply:
 @_object("object|refcount key", since="2.2.3", reply="integer | null", summary="Counts the references to a value.")
 def object_refcount(client: Client, args: list[Argument]) -> Reply:
     """1, since values are not shared; null if there is no such key."""
-    return None if client.server.keyspace.find(plain(args[0])) is None else 1
+    return None if client.server.keyspace.contents.find(plain(args[0])) is None else 1
 
 
 @_object(
@@ -46,7 +46,7 @@ def object_refcount(client: Client, args: list[Argument]) -> Reply:
 def object_idletime(client: Client, args: list[Argument]) -> Reply:
     """Using one page of a block counts for all of them. Null if there is no such key."""
     key, keyspace = plain(args[0]), client.server.keyspace
-    return None if keyspace.find(key) is None else keyspace.idle(key)
+    return None if keyspace.contents.find(key) is None else keyspace.reader.idle(key)
 
 
 @_object(
@@ -54,7 +54,7 @@ def object_idletime(client: Client, args: list[Argument]) -> Reply:
 )
 def object_freq(client: Client, args: list[Argument]) -> Reply:
     """An error, as there is no LFU policy; null if there is no such key."""
-    if client.server.keyspace.find(plain(args[0])) is None:
+    if client.server.keyspace.contents.find(plain(args[0])) is None:
         return None
     raise ReplyError(
         "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "
@@ -88,7 +88,7 @@ def memory_usage(client: Client, args: list[Argument]) -> Reply:
             raise ReplyError(SYNTAX_ERROR)
         del options[:2]
     key = plain(args[0])
-    entry = client.server.keyspace.find(key)
+    entry = client.server.keyspace.contents.find(key)
     return None if entry is None else _usage(key, entry)
 
 

@@ -37,7 +37,7 @@ _generic = partial(command, group="generic")
 @_for_each("del key [key ...]", flags="write", needs=extents, summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
     """The number of deleted keys."""
-    return client.server.keyspace.delete_all(plain_all(args))
+    return client.server.keyspace.contents.delete_all(plain_all(args))
 
 
 @_for_each(
@@ -56,7 +56,7 @@ def exists(client: Client, args: list[Argument]) -> Reply:
 
 def _is_there(client: Client, key: bytes) -> bool:
     keyspace = client.server.keyspace
-    entry = keyspace.look(key)
+    entry = keyspace.reader.look(key)
     if entry is None:
         return lists_pages(keyspace, key)
     if client.touches:
@@ -74,7 +74,7 @@ def _is_there(client: Client, key: bytes) -> bool:
 def touch(client: Client, args: list[Argument]) -> Reply:
     """The number of existing keys. A key named twice counts twice."""
     keyspace = client.server.keyspace
-    return sum(keyspace.read(key) is not None or lists_pages(keyspace, key) for key in plain_all(args))
+    return sum(keyspace.reader.read(key) is not None or lists_pages(keyspace, key) for key in plain_all(args))
 
 
 @_generic(
@@ -83,7 +83,7 @@ def touch(client: Client, args: list[Argument]) -> Reply:
 def type_(client: Client, args: list[Argument]) -> Reply:
     """string or none; set for an index key."""
     key, keyspace = plain(args[0]), client.server.keyspace
-    if keyspace.look(key) is not None:
+    if keyspace.reader.look(key) is not None:
         return simple("string")
     return simple("set" if lists_pages(keyspace, key) else "none")
 
@@ -261,7 +261,7 @@ def flushall(client: Client, args: list[Argument]) -> Reply:
     options = [word.upper() for word in plain_all(args)]
     if options not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)
-    fallen = client.server.keyspace.flush()
+    fallen = client.server.keyspace.contents.flush()
 
     def steps() -> Iterator[Reply]:
         if options == [b"ASYNC"]:
@@ -305,7 +305,7 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
     def removed(some: Iterable[bytes]) -> Iterator[dict[str, Reply]]:
         for name in client.visible(some if matches is None else filter(matches, some)):
             loss = keyspace.lost.of(name)
-            if loss is not None and keyspace.find(name) is None:
+            if loss is not None and keyspace.contents.find(name) is None:
                 yield _described(name, loss)
 
     def steps() -> Iterator[Reply]:

@@ -22,7 +22,7 @@ def _request(client: Client, raw: Argument) -> bytes:
     """Return the request id in an index key, b"" for another key. Raises ReplyError for a key with another value."""
     key = plain(raw)
     req_id = request_of(key)
-    if req_id is None and client.keyspace.find(key) is not None:
+    if req_id is None and client.keyspace.contents.find(key) is not None:
         raise ReplyError(WRONG_TYPE)
     return req_id or b""
 
@@ -71,7 +71,7 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     if not client.keyspace.listing.has_pages(_request(client, index)):
         return 0
     of_request = member.startswith(index.removesuffix(b"index"))
-    return int(of_request and is_page(client.keyspace.find(member)))
+    return int(of_request and is_page(client.keyspace.contents.find(member)))
 
 
 @_index(
@@ -99,7 +99,7 @@ def sscan(client: Client, args: list[Argument]) -> Reply:
             if seen >= min(wanted, MOST_SCANNED):
                 cursor = page + 1
                 break
-            block = keyspace.block(req_id, page)
+            block = keyspace.reader.block(req_id, page)
             for some in keys_in(block) if block is not None else ():
                 seen += len(some)
                 found += some if matches is None else filter(matches, some)

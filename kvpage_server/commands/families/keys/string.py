@@ -108,12 +108,12 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     options = _options(args[2:], words=(b"NX", b"XX", b"GET", b"KEEPTTL"))
     expires = options.expires("set")
     keyspace = client.server.keyspace
-    old = keyspace.read(key) if options.get else keyspace.find(key)
+    old = keyspace.reader.read(key) if options.get else keyspace.contents.find(key)
     reply = string_of(old) if options.get else OK
     if options.only_if == (b"XX" if old is None else b"NX"):
         return reply if options.get else None
     if options.timing == b"KEEPTTL":
-        expires = keyspace.expires_of(key)
+        expires = keyspace.contents.expires_of(key)
     store(client, key, args[1], expires)
     return reply
 
@@ -122,7 +122,7 @@ def set_(client: Client, args: list[Argument]) -> Reply:
 def get(client: Client, args: list[Argument]) -> Reply:
     """The value; for a page its blob. Null if there is no such key."""
     key = args[0] if type(args[0]) is bytes else plain(args[0])
-    entry = client.keyspace.read(key)
+    entry = client.keyspace.reader.read(key)
     if entry is None:
         refuse_as_string(client.keyspace, key)
     return entry.data if type(entry) is Text else string_of(entry)
@@ -131,7 +131,7 @@ def get(client: Client, args: list[Argument]) -> Reply:
 def _read(client: Client, raw: Argument) -> Entry | None:
     """Return a key's value, or None. Raises ReplyError for an index key, which is a set."""
     key = plain(raw)
-    entry = client.server.keyspace.read(key)
+    entry = client.server.keyspace.reader.read(key)
     if entry is None:
         refuse_as_string(client.server.keyspace, key)
     return entry
@@ -161,7 +161,7 @@ def psetex(client: Client, args: list[Argument]) -> Reply:
 def setnx(client: Client, args: list[Argument]) -> Reply:
     """1 if it was set, else 0."""
     key = plain(args[0])
-    if client.server.keyspace.find(key) is not None:
+    if client.server.keyspace.contents.find(key) is not None:
         return 0
     store(client, key, args[1])
     return 1
@@ -171,7 +171,7 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
 def getset(client: Client, args: list[Argument]) -> Reply:
     """The old value, or null."""
     key = plain(args[0])
-    reply = string_of(client.server.keyspace.read(key))
+    reply = string_of(client.server.keyspace.reader.read(key))
     store(client, key, args[1])
     return reply
 
@@ -180,8 +180,8 @@ def getset(client: Client, args: list[Argument]) -> Reply:
 def getdel(client: Client, args: list[Argument]) -> Reply:
     """The value, or null."""
     key = plain(args[0])
-    reply = string_of(client.server.keyspace.read(key))
-    client.server.keyspace.delete(key)
+    reply = string_of(client.server.keyspace.reader.read(key))
+    client.server.keyspace.contents.delete(key)
     return reply
 
 
@@ -194,12 +194,12 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
 def getex(client: Client, args: list[Argument]) -> Reply:
     """The value, or null."""
     key, options, keyspace = plain(args[0]), _options(args[1:], words=(b"PERSIST",)), client.server.keyspace
-    entry = keyspace.read(key)
+    entry = keyspace.reader.read(key)
     if entry is None:
         return None
     expires = options.expires("getex")
     if expires or (options.timing == b"PERSIST" and entry.expires):
-        keyspace.set_expiry(key, expires)
+        keyspace.contents.set_expiry(key, expires)
     return string_of(entry)
 
 
@@ -216,7 +216,7 @@ def getex(client: Client, args: list[Argument]) -> Reply:
 def mget(client: Client, args: list[Argument]) -> Reply:
     """The values, with null for keys that do not exist. Long ones are looked up while the reply is sent."""
     keys, tiered = plain_all(args), client.server.tiered
-    found = client.server.keyspace.read_all(keys)
+    found = client.server.keyspace.reader.read_all(keys)
     # not `cold_of(keys)`: the reads may have evicted one of the values, to make room on disk for another
     cold = tiered is not None and tiered.any_on_disk and any(map(_is_cold, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
@@ -234,7 +234,7 @@ def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Rep
 
     Raises ReplyError if values of the first step cannot be read from disk; later ones become error replies.
     """
-    at, find = 0, client.server.keyspace.find
+    at, find = 0, client.server.keyspace.contents.find
     while at < len(keys):
         start, size, most = at, 0, client.server.found_at_once
         while at < len(keys) and (whole or at == start or size < most):
@@ -290,7 +290,7 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
     """1 if they were set, else 0."""
     if len(args) % 2:
         raise ReplyError("ERR wrong number of arguments for 'msetnx' command")
-    if any(client.server.keyspace.find(key) is not None for key in plain_all(args[::2])):
+    if any(client.server.keyspace.contents.find(key) is not None for key in plain_all(args[::2])):
         return 0
     _mset(client, args)
     return 1
@@ -332,7 +332,7 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
 def _add(client: Client, key: bytes, amount: int) -> Reply:
     """Add `amount` to a number, and return the sum. The TTL stays. Raises ReplyError for another value."""
     keyspace = client.server.keyspace
-    entry = keyspace.find(key)
+    entry = keyspace.contents.find(key)
     old = 0 if entry is None else as_integer(entry.data) if isinstance(entry, Text) else None
     if old is None:
         raise ReplyError(NOT_AN_INTEGER)
@@ -341,7 +341,7 @@ def _add(client: Client, key: bytes, amount: int) -> Reply:
         raise ReplyError("ERR increment or decrement would overflow")
     value = b"%d" % new
     admit(client, [(key, value, None)])
-    keyspace.set_string(key, value, entry.expires if entry is not None else 0, "incrby")
+    keyspace.contents.set_string(key, value, entry.expires if entry is not None else 0, "incrby")
     return new
 
 

@@ -61,17 +61,17 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
     if keyspace.is_limited:
         admit(client, [(key, value, page)])
     if page is None:
-        keyspace.set_string(key, value, expires)
+        keyspace.contents.set_string(key, value, expires)
     else:
-        keyspace.set_page(*page, expires)
+        keyspace.contents.set_page(*page, expires)
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> None:
     """Store a value after `page_of` has checked it, and `admit` has made room. It does not expire."""
     if page is None:
-        client.keyspace.set_string(key, value, 0)
+        client.keyspace.contents.set_string(key, value, 0)
     else:
-        client.keyspace.set_page(*page)
+        client.keyspace.contents.set_page(*page)
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:

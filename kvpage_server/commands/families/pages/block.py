@@ -63,7 +63,7 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
     req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
     shape = read_shape(*plain_all([*args[2:5], *args[6:-1]]))
     keyspace, body = client.keyspace, args[-1]
-    slot = body if isinstance(body, Slot) else keyspace.slot_of(plain(body))
+    slot = body if isinstance(body, Slot) else keyspace.contents.slot_of(plain(body))
     if slot.size != shape.nbytes:
         raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {slot.size}")
     with_checksum = client.server.config.page_checksums
@@ -113,7 +113,7 @@ def _on_disk_of(tiered: DiskTier, name: tuple[bytes, int]) -> list[OnDisk]:
 
 
 def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Steps[Reply]:
-    block = yield from read_block(client.keyspace, client.keyspace.block(req_id, page), lent)
+    block = yield from read_block(client.keyspace, client.keyspace.reader.block(req_id, page), lent)
     if block is None:
         block_missed(client, req_id, page)
     return block
@@ -121,7 +121,7 @@ def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Step
 
 def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     """Return whether reading a block takes one step: it is in memory, and has few pages or was stored as a whole."""
-    block, tiered = client.keyspace.block(req_id, page), client.server.tiered
+    block, tiered = client.keyspace.reader.block(req_id, page), client.server.tiered
     if block is None:
         return True
     if tiered is not None and tiered.any_on_disk and tiered.needs.cold_of_block(req_id, page):
@@ -190,6 +190,6 @@ def kvblockexists(client: Client, args: list[Argument]) -> Reply:
     name = request_name(args[0]), page_id(args[1])
 
     def answer() -> Steps[Reply]:
-        return int((yield from has_block(client.keyspace, client.keyspace.block(*name))))
+        return int((yield from has_block(client.keyspace, client.keyspace.reader.block(*name))))
 
     return stepwise(answer(), small=_is_small(client, *name))

@@ -74,7 +74,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
         keyspace.leases.settle(monotonic_ms())
         found: list[Block] = []
         for at, (req_id, page) in enumerate(names):
-            block = keyspace.block(req_id, page)
+            block = keyspace.reader.block(req_id, page)
             if block is None or block.pages != pages_per_block:
                 yield from _count_misses(client, names[at:], pages_per_block)
                 break
@@ -94,7 +94,7 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
     block_missed(client, *names[0])
 
     def lost(some: Sequence[tuple[bytes, int]]) -> list[bool]:
-        blocks = (client.keyspace.block(*name) for name in some)
+        blocks = (client.keyspace.reader.block(*name) for name in some)
         return [block is not None and block.pages == pages_per_block for block in blocks]
 
     count_miss(client, HOLE, sum((yield from each(names[1:], lost))))

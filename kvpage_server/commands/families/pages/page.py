@@ -127,7 +127,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
     client.keyspace.admit_batch(page)
-    client.keyspace.set_pages(page)
+    client.keyspace.contents.set_pages(page)
     return OK
 
 
@@ -146,7 +146,7 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
         key = b":".join((b"kv", *name))
     except TypeError:
         key = page_key(args)
-    entry = client.keyspace.read(key)
+    entry = client.keyspace.reader.read(key)
     if type(entry) is Slot and type(entry.unit) is Block:  # the common case; the general code below has the same result
         return (entry,)
     return _page_or_none(client, args, entry)
@@ -176,7 +176,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     if len(pages) < count or client.keyspace.has_extents(pages):
         return Stream(None, _store_in_steps(client, args, count, deque([pages]), now))
     client.keyspace.admit_batch(pages)
-    client.keyspace.set_pages(pages)
+    client.keyspace.contents.set_pages(pages)
     return OK
 
 
@@ -204,7 +204,7 @@ def _store_in_steps(
             # another client may have stored some of the blocks as a whole, and they may have left memory
             yield from fetched(client, partial(_extents_of, batches[0].blocks()))
             reservation.commit()
-            client.keyspace.set_pages(batches.popleft())
+            client.keyspace.contents.set_pages(batches.popleft())
             yield ()
     yield OK
 
@@ -304,7 +304,7 @@ def _read_rest(client: Client, batches: Sequence[PageNames], at: int) -> Iterato
 
 def _read_step(client: Client, names: PageNames, at: int) -> tuple[tuple[Piece, ...], int]:
     """Return the encoded bodies of a step's pages, from page `at` on, and their number."""
-    found = client.keyspace.read_pages(names, at, len(names), client.server.found_at_once)
+    found = client.keyspace.reader.read_pages(names, at, len(names), client.server.found_at_once)
     if found.missing:
         pages_missed(client, names, found.missing)
     return _encoded(client, found, None), len(found.entries)
@@ -320,7 +320,7 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
     ahead = ReadAhead(client, _cold_in, steps, of_pages=True)
     for names, first, stop in steps:
         yield from ahead.next()
-        found = client.keyspace.read_pages(names, first, stop)
+        found = client.keyspace.reader.read_pages(names, first, stop)
         pages_missed(client, names, found.missing)
         yield ahead.borrowed_read_of(found.entries) or _encoded(client, found, ahead)
 
@@ -356,7 +356,7 @@ def _encoded(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tu
 )
 def kvpageexists(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""
-    entry = client.keyspace.find(page_key(args))
+    entry = client.keyspace.contents.find(page_key(args))
     if entry is None:
         page_name(args)
     return int(is_page(entry))
@@ -392,7 +392,7 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
 
 def _existence(client: Client, names: PageNames) -> bytes:
     """Return an encoded 1 or 0 for each page."""
-    entries = client.keyspace.find_pages(names)
+    entries = client.keyspace.reader.find_pages(names)
     return b":%d\r\n" * len(entries) % (*map(is_page, entries),)
 
 
@@ -408,10 +408,10 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     was stored whole and is only on disk: it would have to be computed.
     """
     name, keyspace = page_name(args), client.keyspace
-    page = keyspace.find(name.key)
+    page = keyspace.contents.find(name.key)
     if page is None:
         return None
-    block = keyspace.block(name.req_id, name.page)
+    block = keyspace.reader.block(name.req_id, name.page)
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
     (header, checksum), guard, now = _header(page), keyspace.leases.of(block), unix_ms()

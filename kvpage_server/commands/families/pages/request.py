@@ -118,7 +118,7 @@ def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> St
     found: dict[int, Block] = {}
     for start in range(0, len(pages), STEP):
         for page in map(page_id, pages[start : start + STEP]):
-            if page not in found and (block := keyspace.block(req_id, page)):
+            if page not in found and (block := keyspace.reader.block(req_id, page)):
                 found[page] = block
         yield ()
     return [*found.values()]
@@ -133,7 +133,7 @@ def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
         yield ()
     found: list[Block] = []
     for at, page in enumerate(merge(*sorted_ids)):
-        if block := keyspace.block(req_id, page):
+        if block := keyspace.reader.block(req_id, page):
             found.append(block)
         if at % STEP == STEP - 1:
             yield ()
@@ -149,7 +149,7 @@ def keys_in(block: Block) -> Iterator[list[bytes]]:
 
 def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
     """Yield the current blocks of these names. Skip a block that does not exist any more at its turn."""
-    return (block for named in blocks if (block := keyspace.block(named.req_id, named.page)))
+    return (block for named in blocks if (block := keyspace.reader.block(named.req_id, named.page)))
 
 
 _request = partial(command, group="page", uses=requests(0))
@@ -175,13 +175,13 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
         blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
         for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
             if block.extent is not None or block.pages <= _DELETED_PAGES_PER_STEP:
-                removed += keyspace.remove_block(block, "del")
+                removed += keyspace.contents.remove_block(block, "del")
                 yield ()
                 continue
             for keys in keys_in(block):
                 if block.extent is not None or not keyspace.index.still_has(block):
                     break  # meanwhile, it was stored as a whole after the deletion of its pages, or removed
-                removed += sum(map(keyspace.delete, keys))
+                removed += sum(map(keyspace.contents.delete, keys))
                 yield ()
         yield removed
 
@@ -293,7 +293,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                 unchecked += extent.shape.pages if intact is None else 0
                 if intact is False and keyspace.index.still_has(block) and block.extent is extent:
                     corrupt += block.page_keys()
-                    keyspace.remove_block(block, "del", "corrupt")
+                    keyspace.contents.remove_block(block, "del", "corrupt")
                 yield ()
                 continue
             lost = yield from _lost(keyspace, keys)
@@ -301,7 +301,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
             corrupt += lost
             for key in chain.from_iterable(keys_in(block)):
                 yield from fetched(client, partial(_value_of, key), touches=client.touches)
-                page = keyspace.find(key)
+                page = keyspace.contents.find(key)
                 if not is_page(page):
                     continue
                 intact = yield from _check(page)
@@ -309,9 +309,9 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                     unchecked += 1
                     continue
                 checked += 1
-                if not intact and keyspace.find(key) is page:
+                if not intact and keyspace.contents.find(key) is page:
                     corrupt.append(key)
-                    keyspace.remove_corrupt(key)
+                    keyspace.contents.remove_corrupt(key)
         yield {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
 
     return Stream(None, steps())
@@ -330,7 +330,7 @@ def _lost(keyspace: Keyspace, keys: list[list[bytes]]) -> Steps[list[bytes]]:
     """Return, in steps, the keys of pages that were removed because their bytes on disk were damaged."""
     ghosts, gone = keyspace.ghosts, list[PageKey]()
     for some in keys:
-        gone += [PageKey.parse(key) for key in some if keyspace.find(key) is None]
+        gone += [PageKey.parse(key) for key in some if keyspace.contents.find(key) is None]
         yield ()
     ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
     return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]

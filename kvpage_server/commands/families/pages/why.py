@@ -50,7 +50,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     if len(args) != NAME_WORDS:
         raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
     name = page_name(args)
-    entry = keyspace.find(name.key)
+    entry = keyspace.contents.find(name.key)
     if entry is None:
         ghost = keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
         return _explain(keyspace, ghost)

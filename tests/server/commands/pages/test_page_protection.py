@@ -175,23 +175,29 @@ def test_index_accounts_and_store_agree_after_any_operations() -> None:
             case 0 | 1 | 2 | 3:
                 keyspace.memory.make_room()
                 slot = keyspace.arena.allocate(chance.choice([200, 900]))
-                keyspace.set_page(name._replace(key=key), bytes(64), slot, chance.choice([0, 0, 0, unix_ms() + 3]))
+                keyspace.contents.set_page(
+                    name._replace(key=key), bytes(64), slot, chance.choice([0, 0, 0, unix_ms() + 3])
+                )
             case 4:
-                keyspace.set_string(key, b"plain")
+                keyspace.contents.set_string(key, b"plain")
             case 5:
-                keyspace.delete(key)
+                keyspace.contents.delete(key)
             case 6:
-                if keyspace.find(key):
-                    keyspace.set_expiry(key, unix_ms() + chance.randrange(5))
+                if keyspace.contents.find(key):
+                    keyspace.contents.set_expiry(key, unix_ms() + chance.randrange(5))
             case 7:
-                if block := keyspace.block(req, page):
+                if block := keyspace.reader.block(req, page):
                     if chance.random() < 0.5:
                         keyspace.protection.lease(block, 5)
                     else:
                         keyspace.protection.pin(block)
             case _:
-                if (block := keyspace.block(req, page)) and not keyspace.leases.unpin(block) and chance.random() < 0.2:
-                    keyspace.remove_block(block, "del")
+                if (
+                    (block := keyspace.reader.block(req, page))
+                    and not keyspace.leases.unpin(block)
+                    and chance.random() < 0.2
+                ):
+                    keyspace.contents.remove_block(block, "del")
         if step % 20 == 0:
             time.sleep(0.006)  # until all is over that is going to expire
             check(keyspace)
@@ -201,9 +207,9 @@ def test_index_accounts_and_store_agree_after_any_operations() -> None:
 
 def check(keyspace: Keyspace) -> None:
     pages: dict[tuple[bytes, int], set[bytes]] = {}
-    _, keys = keyspace.listing.scan(0, 10_000)
+    keys = keyspace.listing.existing_keys(keyspace.listing.scan(0, 10_000).places)
     for key in keys:
-        if is_page(keyspace.find(key)):
+        if is_page(keyspace.contents.find(key)):
             name = PageKey.parse(key)
             pages.setdefault((name.req_id, name.page), set()).add(key)
     blocks = [block for req in (b"a", b"b") for block in keyspace.listing.blocks_of(req)]
@@ -212,7 +218,7 @@ def check(keyspace: Keyspace) -> None:
     keyspace.leases.settle(monotonic_ms())
     for block in blocks:
         assert block.pages == len(pages[block.req_id, block.page])
-        assert block.footprint == sum(page.footprint for page in keyspace.pages_at(block.page_keys()))
+        assert block.footprint == sum(page.footprint for page in keyspace.reader.pages_at(block.page_keys()))
         assert keyspace.leases.of(block).size in (0, block.footprint)
         layers, heads, planes = block.measure()
         full = layers * heads * len(planes) == block.pages

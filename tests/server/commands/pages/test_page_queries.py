@@ -202,7 +202,7 @@ def test_a_flipped_bit_is_found_and_the_page_is_removed(damage: Any) -> None:
     here = Here()
     for head in range(3):
         here.call("KVPAGESET", "r", 0, head, 0, 0, 3, 1, 1000, 0, bytes(1000))
-    slot = here.keyspace.find(b"kv:r:0:1:0:0")
+    slot = here.keyspace.contents.find(b"kv:r:0:1:0:0")
     damage(slot)[3] ^= 0x10
     reply = here.call("KVPAGEVERIFY", "r")
     assert (
@@ -272,7 +272,7 @@ def test_a_block_stored_during_its_deletion_is_whole() -> None:
     here.call("KVPAGEMSET", count, *described)
     deleting = steps_of(here, [b"KVPAGEDEL", b"r"])
     part = next(deleting)[1]
-    while here.keyspace.block(b"r", 0).pages == count:
+    while here.keyspace.reader.block(b"r", 0).pages == count:
         part += next(deleting)[1]
     assert here.call("KVBLOCKSET", "r", 0, count, 1, 1, 0, 1, 0, 8, 1, bytes(count)) == b"+OK\r\n"
     part += b"".join(words for _, words in deleting)

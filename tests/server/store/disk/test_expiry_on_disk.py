@@ -35,9 +35,9 @@ async def with_disk(directory: Path) -> AsyncIterator[tuple[Keyspace, DiskTier, 
     assert tier is not None
     tier.connect(mode="always", limit=64 * MB, scrub_rate=0, moved=lambda: None)
     words: list[Any] = [b"r", b"0", b"0", b"0", b"0", b"8", b"1", b"2000", b"0", bytes(2000)]
-    keyspace.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
-    keyspace.set_string(LONG, bytes(2000))
-    keyspace.set_string(SHORT, b"value")
+    keyspace.contents.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
+    keyspace.contents.set_string(LONG, bytes(2000))
+    keyspace.contents.set_string(SHORT, b"value")
     try:
         yield keyspace, tier, disk
     finally:
@@ -62,10 +62,10 @@ async def test_a_write_in_progress_keeps_its_expiry(tmp_path: Path, monkeypatch:
         assert await asyncio.to_thread(started.wait, PATIENCE)
         first: list[dict[bytes, int]] = []
         tier.behind.when_durable(tier.behind.position, lambda: first.append(expiries(disk)))
-        keyspace.set_string(b"marker", b"of the next commit")
+        keyspace.contents.set_string(b"marker", b"of the next commit")
         for key in (PAGE, LONG, SHORT):
-            keyspace.set_expiry(key, LATER - 1)
-            keyspace.set_expiry(key, LATER)
+            keyspace.contents.set_expiry(key, LATER - 1)
+            keyspace.contents.set_expiry(key, LATER)
         goes_on.set()
         await tier.behind.settle()
         assert first == [{PAGE: 0, LONG: 0, SHORT: 0}]
@@ -88,7 +88,7 @@ async def test_an_expiry_set_during_a_failed_commit_is_written(tmp_path: Path, m
         monkeypatch.setattr(disk, "write", fail)
         assert await asyncio.to_thread(fails.wait, PATIENCE)
         for key in (PAGE, LONG, SHORT):
-            keyspace.set_expiry(key, LATER)
+            keyspace.contents.set_expiry(key, LATER)
         goes_on.set()
         while not tier.behind.settled:
             await tier.behind.settle()
@@ -101,8 +101,8 @@ async def test_all_pages_of_a_block_expire_during_a_tidy_up(tmp_path: Path, stal
     async with with_disk(tmp_path) as (keyspace, _, _):
         for head, key in enumerate(pages):
             words = [b"r", b"0", b"%d" % head, b"0", b"0", b"8", b"1", b"32", b"0", bytes(32)]
-            keyspace.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
-            keyspace.set_expiry(key, LATER)
+            keyspace.contents.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
+            keyspace.contents.set_expiry(key, LATER)
     disk = Disk(tmp_path, maxdisk=64 * MB)
     keyspace = Keyspace(disk=disk, maxdisk=64 * MB)
     assert keyspace.tier is not None
@@ -110,7 +110,7 @@ async def test_all_pages_of_a_block_expire_during_a_tidy_up(tmp_path: Path, stal
     keyspace.tier.connect(mode="always", limit=64 * MB, scrub_rate=MB, moved=lambda: None)
     assert keyspace.index.unloaded_pages == 60
     for more in range(stale):  # of which one counts
-        keyspace.set_expiry(SHORT, LATER + 100_000 + more)
+        keyspace.contents.set_expiry(SHORT, LATER + 100_000 + more)
     while keyspace.sweep(LATER + 2000, 100) == 100:
         pass
     assert sorted(keyspace.listing.keys()) == [LONG, SHORT]

@@ -48,9 +48,9 @@ async def unloaded_pages(directory: Path, expiries: list[int]) -> AsyncIterator[
     async with opened(directory) as keyspace:
         for number, expires in enumerate(expiries):
             words: list[Any] = [b"r", *key_of(number).split(b":")[2:4], b"7", b"0", b"8", b"1", b"8", b"0", bytes(8)]
-            keyspace.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
+            keyspace.contents.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
             if expires:
-                keyspace.set_expiry(key_of(number), expires)
+                keyspace.contents.set_expiry(key_of(number), expires)
     async with opened(directory) as keyspace:
         assert keyspace.index.unloaded_pages == len(expiries)
         yield keyspace
@@ -58,9 +58,11 @@ async def unloaded_pages(directory: Path, expiries: list[int]) -> AsyncIterator[
 
 def scanned(keyspace: Keyspace) -> list[bytes]:
     """Return the keys of a complete scan."""
-    cursor, found = keyspace.listing.scan(0, 10)
+    cursor, places, _ = keyspace.listing.scan(0, 10)
+    found = keyspace.listing.existing_keys(places)
     while cursor:
-        cursor, some = keyspace.listing.scan(cursor, 10)
+        cursor, places, _ = keyspace.listing.scan(cursor, 10)
+        some = keyspace.listing.existing_keys(places)
         found += some
     return found
 

@@ -141,7 +141,7 @@ def test_a_new_policy_takes_over_uses_in_steps(start: type[Queues], to: type[Que
 def test_a_change_of_policy_delays_no_client(to: str) -> None:
     keys = Keyspace(policy="allkeys-prefix" if to != "allkeys-prefix" else "allkeys-lru")
     for number in range(50_000):
-        keys.set_string(b"%d" % number, b"")
+        keys.contents.set_string(b"%d" % number, b"")
     took = []
     started = time.thread_time()
     keys.evictor.policy = to
@@ -322,11 +322,11 @@ def text(key: int) -> bytes:
 def test_plain_strings_take_part_and_memory_keeps_its_limit(policy: str) -> None:
     keys = Keyspace(maxmemory=100_000, policy=policy)
     for number in range(1000):
-        keys.set_string(text(number), b"x" * 300)
+        keys.contents.set_string(text(number), b"x" * 300)
         keys.memory.make_room()
         assert keys.memory.used <= 100_000
     assert keys.counters.evicted == 1000 - len(keys)
-    assert keys.find(text(999)) is not None
+    assert keys.contents.find(text(999)) is not None
 
 
 @pytest.mark.parametrize("stored", ["pages", "blocks", "strings"])
@@ -376,9 +376,9 @@ def test_volatile_ttl_evicts_the_soonest_expiry_only() -> None:
     now = unix_ms()
     order = random.Random(1).sample(range(50), 50)
     for number in order:
-        keys.set_string(text(number), b"x" * 300, now + 100_000 + number * 5_000)
+        keys.contents.set_string(text(number), b"x" * 300, now + 100_000 + number * 5_000)
     for number in range(50, 60):
-        keys.set_string(text(number), b"x" * 300)
+        keys.contents.set_string(text(number), b"x" * 300)
     keys.memory.maxmemory = keys.memory.used * 40 // 60
     keys.memory.make_room()
     assert sorted(keys.listing.keys()) == [text(number) for number in range(20, 60)]
@@ -417,10 +417,10 @@ def test_a_new_policy_knows_units_and_their_ages(start: str, to: str, monkeypatc
     for number in range(10):
         monkeypatch.setattr(keyspace, "monotonic_ms", lambda now=number * 10_000: now)
         keys.sweep(unix_ms(), 100)
-        keys.set_string(text(number), b"x")
+        keys.contents.set_string(text(number), b"x")
     keys.evictor.policy = to
     assert keys.evictor.policy == to
-    assert [keys.idle(text(number)) for number in range(10)] == [90 - number * 10 for number in range(10)]
+    assert [keys.reader.idle(text(number)) for number in range(10)] == [90 - number * 10 for number in range(10)]
     keys.memory.maxmemory = keys.memory.used // 2
     if to.startswith("allkeys"):
         keys.memory.make_room()

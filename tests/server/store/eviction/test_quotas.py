@@ -216,7 +216,7 @@ class Quotas(RuleBasedStateMachine):
             return
         sizes = [0, 0, 0]
         for key in self.keys.listing.names():
-            entry = self.keys.find(key)
+            entry = self.keys.contents.find(key)
             assert entry is not None
             whose = 0 if key.startswith(b"kv:a") else 1 if key.startswith(b"kv:b:") else 2 if key[:5] == b"text:" else 3
             if whose < 3:
@@ -452,12 +452,12 @@ def test_a_batch_that_fits_is_not_refused_half_way(client: redis.Redis) -> None:
 def test_a_large_store_is_counted_in_steps() -> None:
     keys = Keyspace()
     for number in range(10_000):
-        keys.set_string(b"a:%d" % number if number % 2 else b"b:%d" % number, b"x" * 10)
+        keys.contents.set_string(b"a:%d" % number if number % 2 else b"b:%d" % number, b"x" * 10)
     keys.quotas.set_rules([Rule(b"a:*", 10**7, lambda name: name.startswith(b"a:"))])
     (quota,) = keys.evictor.every_quota
     assert 0 < quota.bytes < 5000 * 210
-    keys.set_string(b"a:99999", b"new")
-    keys.delete(b"a:9999")
+    keys.contents.set_string(b"a:99999", b"new")
+    keys.contents.delete(b"a:9999")
     steps = 0
     while keys.sweep(unix_ms(), 100) == 100:
         steps += 1
@@ -509,7 +509,7 @@ def test_units_removed_during_a_count_do_not_count(monkeypatch: pytest.MonkeyPat
 def test_all_may_go_while_a_quota_is_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     here, quota = being_counted(monkeypatch, kind)
     one = quota.bytes
-    flushed = here.keyspace.flush()
+    flushed = here.keyspace.contents.flush()
     KINDS[kind](here, 5)
     count_all(here.keyspace)
     assert len(flushed)  # nothing of it has been freed yet
