@@ -314,8 +314,8 @@ class Tracking:
             readers = self._notes[key] = set()
             if request := _request_read(key):
                 self._of_requests.setdefault(request, set()).add(key)
-            elif name := page_named(key):
-                self._of_blocks.setdefault((name.req_id, name.page), {})[key] = None
+            elif block := _block_of(key):
+                self._of_blocks.setdefault(block, {})[key] = None
         readers.add(reader)
         reader.keys[key] = None
         self.items += 1
@@ -377,11 +377,11 @@ class Tracking:
             names.discard(key)
             if not names:
                 del self._of_requests[request]
-        elif name := page_named(key):
-            pages = self._of_blocks[name.req_id, name.page]
+        elif block := _block_of(key):
+            pages = self._of_blocks[block]
             del pages[key]
             if not pages:
-                del self._of_blocks[name.req_id, name.page]
+                del self._of_blocks[block]
         return readers
 
     # -- changed keys --------------------------------------------------------------------------------------------------
@@ -411,8 +411,8 @@ class Tracking:
                 for key in keys:
                     self._note_in(self._prefixes.of(key, longer_than=len(request)), (key,), by)
         if len(noted) > _MANY:  # the notes stay, because deleting them takes too long, as does a look at their readers
-            readers = (client for client, reader in self.clients.items() if reader.keys)
-            self._flush(readers, request, by)
+            readers = (reader for reader in self.clients.values() if reader.keys)
+            self._flush(self._recipients_of(readers, by), request, by)
         else:
             for key in [key for key in noted if key in keys]:
                 self._changed(key, by)
@@ -565,6 +565,12 @@ def _request_read(name: bytes) -> bytes:
     """Return `kv:{req}:` if a noted name changes with every page of a request, otherwise b""."""
     request = name.removesuffix(_INDEX[1:])
     return request if name[:3] == b"kv:" and name.find(b":", 3) == len(request) - 1 else b""
+
+
+def _block_of(key: bytes) -> tuple[bytes, int] | None:
+    """Return the request and page id of a page's block; None if the key names no page."""
+    name = page_named(key) if key[:3] == b"kv:" else None
+    return (name.req_id, name.page) if name is not None else None
 
 
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:

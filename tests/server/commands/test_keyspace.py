@@ -121,6 +121,41 @@ class TestRandomKey:
             assert set(pipe.execute()) == {b"key:%d" % i for i in range(20, 40)}
 
 
+class TestLargeBlock:
+    KEYS = frozenset(b"kv:r:%d:%d:0:%d" % (at // 2, at % 2, kind) for at in range(1400) for kind in (0, 1))
+
+    @pytest.fixture(autouse=True)
+    def store(self, client: redis.Redis) -> None:
+        client.execute_command("KVBLOCKSET", "r", 0, 700, 2, 1, 0, 2, 0, 3, 1, 1, 3, 1, bytes(2800))
+
+    def test_its_keys_are_listed_once_beside_others(self, client: redis.Redis) -> None:
+        others = {b"key:%d" % i: b"1" for i in range(30)}
+        client.mset(others)
+        for found in (client.keys("*"), [*client.scan_iter(count=7)]):
+            assert len(found) == 2830
+            assert {*found} == self.KEYS | others.keys()
+        assert sorted(client.scan_iter("*:699:*")) == sorted(key for key in self.KEYS if b":699:" in key)
+        with client.pipeline() as pipe:  # without steps
+            pipe.keys("*")
+            assert len(pipe.execute()[0]) == 2830
+
+    def test_its_keys_are_drawn_and_no_others(self, client: redis.Redis) -> None:
+        drawn = {client.randomkey() for _ in range(200)}
+        assert drawn <= self.KEYS
+        assert len(drawn) > 150
+        client.delete("kv:r:0:0:0:0")  # now they are single pages
+        assert {client.randomkey() for _ in range(50)} <= self.KEYS - {b"kv:r:0:0:0:0"}
+
+    def test_its_keys_are_found_by_a_scan_while_it_is_split(self, client: redis.Redis) -> None:
+        client.mset({b"key:%d" % i: b"1" for i in range(30)})
+        cursor, found = client.scan(0, count=5)
+        client.delete("kv:r:0:0:0:0")
+        while cursor:
+            cursor, some = client.scan(cursor, count=5)
+            found += some
+        assert self.KEYS - {b"kv:r:0:0:0:0"} <= {*found}
+
+
 class TestExpiry:
     def test_a_key_expires_at_its_time(self, client: redis.Redis) -> None:
         client.mset(dict.fromkeys(["a", "b", "c"], "1"))

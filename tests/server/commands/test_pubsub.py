@@ -280,6 +280,26 @@ class TestNotifications:
         client.set("key", "1", px=1)
         assert silent(events)
 
+    def test_events_of_a_large_block_keep_their_order(self, client: redis.Redis, events: redis.client.PubSub) -> None:
+        client.config_set("notify-keyspace-events", "KAn")
+
+        def store(layers: int, ttl: int = 0) -> None:
+            client.execute_command("KVBLOCKSET", "r", 0, layers, 1, 1, ttl, 1, 0, 8, 1, bytes(layers))
+
+        def changed(layer: int, *words: str) -> list[tuple[bytes, bytes]]:
+            return [(b"__keyspace@0__:kv:r:%d:0:0:0" % layer, word.encode()) for word in words]
+
+        store(1002)
+        store(1001, ttl=100)
+        client.set("then", "1")
+        client.execute_command("KVPAGEDEL", "r")
+        expected = [event for layer in range(1002) for event in changed(layer, "new", "set")]
+        expected += [event for layer in range(1001) for event in changed(layer, "set", "expire")]
+        expected += [*changed(1001, "del"), (b"__keyspace@0__:then", b"new"), (b"__keyspace@0__:then", b"set")]
+        expected += [event for layer in range(1001) for event in changed(layer, "del")]
+        assert self.events_of(events, len(expected)) == expected
+        assert silent(events)
+
     def test_unknown_letters_are_refused(self, client: redis.Redis) -> None:
         with pytest.raises(redis.ResponseError, match="notify-keyspace-events"):
             client.config_set("notify-keyspace-events", "KEq")

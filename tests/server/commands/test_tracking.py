@@ -441,3 +441,62 @@ def test_a_reader_of_very_many_pages_gets_one_flush_message(server: RunningServe
         assert reader.invalidated() == [ALL]
         writer.ask("SET", "other", "value")
         assert reader.invalidated() == [b"other"]
+
+
+LARGE = [b"KVBLOCKSET", b"mine.r", b"0", b"1001", b"1", b"1", b"0", b"1", b"0", b"8", b"1", b"b" * 1001]
+SMALLER = [b"KVBLOCKSET", b"mine.r", b"0", b"1000", b"1", b"1", b"0", b"1", b"0", b"8", b"1", b"b" * 1000]
+
+
+def test_a_large_block_invalidates_all_keys_of_prefixes(server: RunningServer) -> None:
+    """One message for each change, to the clients that may read some of its keys, and to no other."""
+    with server.client() as admin, Cache(server) as writer:
+        for user, keys in ((b"mine", b"~kv:mine.*"), (b"page", b"~kv:mine.r:7:0:0:0"), (b"theirs", b"~kv:theirs.*")):
+            admin.execute_command("ACL", "SETUSER", user, "on", ">word", keys, "+@all")
+        with ExitStack() as stack:
+
+            def cache(*words: str, user: str = "default") -> Cache:
+                found = stack.enter_context(Cache(server))
+                if user != "default":
+                    found.ask("AUTH", user, "word")
+                found.ask("CLIENT", "TRACKING", "ON", *words)
+                return found
+
+            told = [
+                *(cache("BCAST", user=user) for user in ("default", "mine", "page")),
+                *(cache("BCAST", "PREFIX", prefix) for prefix in ("k", "kv:mine.r:", "kv:mine.r:7:")),
+            ]
+            untold = [cache("BCAST", user="theirs"), cache("BCAST", "PREFIX", "kv:mine.r2:"), cache()]
+            for change in (LARGE, LARGE, [b"KVPAGEDEL", b"mine.r"]):
+                writer.ask(*change)
+                assert [one.invalidated() for one in told] == [[ALL]] * 6
+                assert [one.invalidated() for one in untold] == [[]] * 3
+            writer.ask(*SMALLER)
+            assert [len(one.invalidated()) for one in told] == [1000, 1000, 1, 1000, 1000, 1]
+            assert [one.invalidated() for one in untold] == [[]] * 3
+        for user in ("mine", "page", "theirs"):
+            admin.acl_deluser(user)
+        admin.flushall()
+
+
+def test_a_client_that_ignores_its_own_changes_gets_no_flush(server: RunningServer) -> None:
+    with Cache(server) as writer, Cache(server) as other:
+        writer.ask("CLIENT", "TRACKING", "ON", "BCAST", "NOLOOP")
+        writer.ask(*LARGE)
+        assert writer.invalidated() == []
+        other.ask(*LARGE)
+        assert writer.invalidated() == [ALL]
+
+
+def test_a_reader_of_few_pages_of_a_large_block_gets_their_keys(server: RunningServer) -> None:
+    with Cache(server) as reader, Cache(server) as other, Cache(server) as writer:
+        writer.ask(*LARGE)
+        reader.ask("CLIENT", "TRACKING", "ON")
+        other.ask("CLIENT", "TRACKING", "ON")
+        other.ask("GET", "other")
+        for name in ("7:0:0:0", "1000:0:0:0", "1001:0:0:0", "0:1:0:0", "7:0:1:0"):  # the last three do not exist
+            reader.ask("GET", f"kv:mine.r:{name}")
+        for change in (LARGE, [b"KVPAGEDEL", b"mine.r"]):
+            writer.ask(*change)
+            assert reader.invalidated() == [b"kv:mine.r:1000:0:0:0", b"kv:mine.r:7:0:0:0"]
+            assert other.invalidated() == []
+            reader.ask("MGET", "kv:mine.r:7:0:0:0", "kv:mine.r:1000:0:0:0")

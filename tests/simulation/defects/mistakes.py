@@ -142,8 +142,8 @@ MISTAKES = [
         "change-of-pages-is-not-told",
         _COMMANDS + "notifying.tracking",
         "Tracking.changed",
-        "                for key in noted:\n                    self._changed(key, by)\n",
-        '                for key in noted:\n                    if key[:3] != b"kv:":\n                        self._changed(key, by)\n',
+        "        if key in self._notes:\n            self._changed(key, by)\n",
+        '        if key in self._notes and key[:3] != b"kv:":\n            self._changed(key, by)\n',
         "who has read pages, and tracks that, is not told that they have changed",
     ),
     Mistake(
@@ -486,9 +486,9 @@ MISTAKES = [
     Mistake(
         "told-of-others-keys",
         _COMMANDS + "notifying.tracking",
-        "Tracking._send",
-        "        if not (client.sees_all and to.sees_all):\n            seen = ",
-        "        if not (client.sees_all or not to.sees_all):\n            seen = ",
+        "_seen",
+        "    if client.sees_all and to.sees_all:\n",
+        "    if client.sees_all or not to.sees_all:\n",
         "a tenant is told of keys that it may not read",
     ),
     Mistake(
