@@ -108,8 +108,7 @@ class Process:
             set_pages(pages)
             self.stored.append(list(pages.keys))
 
-        vars(contents).update(evict=note_eviction)
-        vars(keyspace).update(set_pages=noted)
+        vars(contents).update(evict=note_eviction, set_pages=noted)
         vars(tracking).update(_take_oldest=noted_loss)
         if tiered is None:
             return
